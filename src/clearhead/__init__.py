@@ -1,0 +1,21 @@
+"""clearhead: attention for PyTorch that you can run, write, see into, and trust."""
+
+from clearhead.errors import ClearheadError, DataError, MaskError, ShapeError, UnsupportedError
+from clearhead.functional import attention, explain_dispatch, observe_attention
+from clearhead.masks import (
+    Blocks,
+    Causal,
+    Dense,
+    Documents,
+    Global,
+    Mask,
+    MaskFunction,
+    Padding,
+    Prefix,
+    Strided,
+    Window,
+)
+from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, ScoreRule, Sink, SoftCap
+from clearhead.statistics import Observation, Want
+
+__version__ = "0.1.0"

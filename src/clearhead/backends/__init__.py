@@ -1,0 +1,1 @@
+"""The backends: each one runs a ``Problem``; none knows another."""

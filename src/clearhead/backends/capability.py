@@ -1,0 +1,118 @@
+"""What a backend can do, as data: the one record behind the choice, its reasons, the table and the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from clearhead.masks import Mask, MaskFunction
+from clearhead.problem import DTYPES, Problem
+from clearhead.scores import ScoreRule
+from clearhead.statistics import Observation, Want
+
+__all__ = ["ALL_STATISTICS", "Backend", "Capability"]
+
+ALL_STATISTICS = frozenset(
+    {"lse", "max_score", "entropy", "top_k", "received", "row_weights", "heatmap", "sink", "distance", "rows"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capability:
+    """What a backend can do. ``None`` means without limit.
+
+    Args:
+        devices: device types it runs on.
+        dtypes: dtypes of query, key and value.
+        rules: kinds of score rules.
+        mask_functions: whether a user's predicate can be a mask.
+        statistics: names of the statistics it can give.
+        dropout: whether it drops weights reproducibly from one seed.
+        max_head_dim: largest head size.
+        max_mask_entries: largest T x T mask or bias that it may have to hold, in entries.
+        max_scores: largest number of scores that it may hold at once, ``batch * heads * q_len * k_len``.
+        gradient: whether it can be differentiated.
+        requires: why it cannot run in this process at all, or None.
+        also: further reasons against a problem that no field can say.
+    """
+
+    devices: frozenset[str] | None = None
+    dtypes: frozenset[torch.dtype] = frozenset(DTYPES)
+    rules: tuple[type[ScoreRule], ...] = (ScoreRule,)
+    mask_functions: bool = True
+    statistics: frozenset[str] = ALL_STATISTICS
+    dropout: bool = True
+    max_head_dim: int | None = None
+    max_scores: int | None = None
+    gradient: bool = True
+    requires: Callable[[], str | None] = lambda: None
+    also: Callable[[Problem], list[str]] = lambda problem: []
+
+    def reasons_against(self, problem: Problem, want: Want) -> list[str]:
+        """Why the backend cannot take the problem, one sentence part each; empty where it can."""
+        missing = self.requires()
+        if missing is not None:
+            return [missing]
+        return self._mismatches(problem, want) or self.also(problem)
+
+    def _mismatches(self, problem: Problem, want: Want) -> list[str]:
+        reasons = []
+        device, dtype = problem.query.device.type, problem.query.dtype
+        if self.devices is not None and device not in self.devices:
+            reasons.append(f"runs on {_listed(self.devices)}, not {device}")
+        if dtype not in self.dtypes:
+            reasons.append(f"has no {dtype}".replace("torch.", ""))
+        for rule in problem.scores:
+            if not isinstance(rule, self.rules):
+                reasons.append(f"cannot apply {type(rule).__name__} to scores")
+        if not self.mask_functions and problem.mask is not None and _has_function(problem.mask):
+            reasons.append("cannot call a MaskFunction")
+        if problem.dropout > 0.0 and not self.dropout:
+            reasons.append("cannot reproduce dropout from a seed")
+        if self.max_head_dim is not None and max(problem.head_dim, problem.value_dim) > self.max_head_dim:
+            reasons.append(f"takes head sizes up to {self.max_head_dim}")
+        size = problem.batch * problem.num_heads * problem.q_len * problem.k_len
+        if self.max_scores is not None and size > self.max_scores:
+            reasons.append(f"would hold {size:,} scores at once (limit {self.max_scores:,})")
+        if problem.needs_gradient and not self.gradient:
+            reasons.append("has no gradient")
+        missing = sorted(want.names() - self.statistics)
+        if missing:
+            reasons.append(f"cannot give {', '.join(missing)}")
+        return reasons
+
+    def row(self) -> dict[str, str]:
+        """The record in words, for tables."""
+        return {
+            "usable": self.requires() or "yes",
+            "devices": _listed(self.devices) if self.devices is not None else "any",
+            "dtypes": ", ".join(str(dtype)[6:] for dtype in DTYPES if dtype in self.dtypes),
+            "score rules": "all" if ScoreRule in self.rules else ", ".join(rule.__name__ for rule in self.rules),
+            "mask functions": "yes" if self.mask_functions else "no",
+            "dropout": "yes" if self.dropout else "no",
+            "gradient": "yes" if self.gradient else "no",
+            "statistics": "all" if self.statistics == ALL_STATISTICS else ", ".join(sorted(self.statistics)) or "none",
+        }
+
+
+def _listed(names: frozenset[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _has_function(mask: Mask) -> bool:
+    if isinstance(mask, MaskFunction):
+        return True
+    parts = (getattr(mask, name) for name in mask.fields)
+    return any(_has_function(part) for part in parts if isinstance(part, Mask))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """A named way to run a problem."""
+
+    name: str
+    summary: str
+    capability: Capability
+    run: Callable[[Problem, Want], Observation]

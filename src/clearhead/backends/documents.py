@@ -1,0 +1,87 @@
+"""Packed documents laid side by side: groups of documents of similar length, as padded batches.
+
+In a packed sequence each document is a small square on the diagonal of the scores. Batched work wants
+those squares stacked: documents sorted by length, cut into groups whose shortest is not much shorter than
+the longest, so that little of the stack is padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from clearhead.masks import Documents, Mask, conjuncts
+from clearhead.problem import Problem
+from clearhead.shapes import Bool, Float, Int
+
+__all__ = ["Group", "documents_in", "groups"]
+
+#: A group takes documents down to this share of its longest: at most half of its scores are padding.
+_SHORTEST_SHARE: Final = 0.7
+_SLACK: Final = 4
+
+
+@dataclass(frozen=True)
+class Group:
+    """Documents of similar length.
+
+    Attributes:
+        slots: which token of the packed sequence lies at each place; padding repeats the document's first token.
+        valid: which places hold a token.
+    """
+
+    slots: Int[Tensor, "documents len"]
+    valid: Bool[Tensor, "documents len"]
+
+    def take(self, packed: Float[Tensor, "1 heads total dim"]) -> Float[Tensor, "documents heads len dim"]:
+        """The group's tokens out of a packed tensor."""
+        return packed[0][:, self.slots].transpose(0, 1)
+
+    def take_rows(self, packed: Float[Tensor, "1 heads total"]) -> Float[Tensor, "documents heads len"]:
+        """The same for a number per token."""
+        return self.take(packed[..., None])[..., 0]
+
+    def put(self, packed: Float[Tensor, "1 heads total dim"], batch: Float[Tensor, "documents heads len dim"]) -> None:
+        """Write the group's tokens into a packed tensor, in place; padding is left out."""
+        packed[0][:, self.slots[self.valid]] = batch.transpose(0, 1)[:, self.valid].to(packed.dtype)
+
+
+def documents_in(problem: Problem) -> Documents | None:
+    """The documents that a packed call's mask confines attention to, where it does."""
+    packed = problem.batch == 1 and problem.q_len == problem.k_len and problem.query_offset == 0
+    if not packed or problem.mask is None:
+        return None
+    for part in conjuncts(problem.mask):
+        if isinstance(part, Documents) and part.contiguous:
+            return part
+    return None
+
+
+def rest_of(mask: Mask, documents: Documents) -> list[Mask]:
+    """The other masks that ``documents`` is combined with by ``&``."""
+    return [part for part in conjuncts(mask) if part is not documents]
+
+
+def groups(documents: Documents) -> Iterator[Group]:
+    """The groups of a packed sequence, longest documents first."""
+    ids = documents.ids[0]
+    numbers, counts = torch.unique_consecutive(ids, return_counts=True)
+    starts = counts.cumsum(0) - counts
+    real = numbers >= 0
+    starts, counts = starts[real], counts[real]
+    counts, order = counts.sort(descending=True, stable=True)
+    starts = starts[order]
+    lengths = counts.tolist()
+    first = 0
+    while first < len(lengths):
+        last = first
+        while last < len(lengths) and lengths[last] >= _SHORTEST_SHARE * lengths[first] - _SLACK:
+            last += 1
+        place = torch.arange(lengths[first], device=ids.device)
+        valid = place < counts[first:last, None]
+        yield Group(torch.where(valid, starts[first:last, None] + place, starts[first:last, None]), valid)
+        first = last

@@ -1,0 +1,145 @@
+"""The specification: the formula, line by line, in any dtype, with every feature. Holds T x T."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clearhead.backends.capability import Backend, Capability
+from clearhead.backends.containment import clean_rows
+from clearhead.backends.dropout import keep_scale
+from clearhead.problem import Problem
+from clearhead.record import as_index
+from clearhead.statistics import Observation, Want
+
+__all__ = ["BACKEND", "Steps", "steps"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Steps:
+    """Every step of the formula; all but the last two are ``[batch, heads, q_len, k_len]``."""
+
+    raw: Tensor
+    scaled: Tensor
+    ruled: Tensor
+    allowed: Tensor
+    masked: Tensor
+    weights: Tensor
+    lse: Tensor
+    output: Tensor
+
+
+def steps(problem: Problem) -> Steps:
+    """Compute attention as the formula says it."""
+    dtype = problem.work_dtype
+    group = problem.num_heads // problem.num_kv_heads
+    query, query_bad = clean_rows(problem.query.to(dtype))
+    key, key_bad = clean_rows(problem.key.to(dtype).repeat_interleave(group, dim=1))
+    value = problem.value.to(dtype).repeat_interleave(group, dim=1)
+    indices = problem.indices()
+    shape = (problem.batch, problem.num_heads, problem.q_len, problem.k_len)
+
+    allowed = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=query.device)
+    if problem.mask is not None:
+        allowed = problem.mask.allows(*indices)
+    allowed = allowed.expand(shape)
+
+    raw = query @ key.transpose(-2, -1)
+    raw = raw.masked_fill(query_bad[..., :, None] | key_bad[..., None, :], torch.nan)
+    scaled = raw * problem.scale
+    # Rules never see what a masked key holds: a rule's derivative at NaN would not stay behind the mask.
+    ruled = scaled.masked_fill(~allowed, 0.0)
+    for rule in problem.elementwise:
+        ruled = rule.apply(ruled, *indices)
+    masked = ruled.masked_fill(~allowed, -torch.inf)
+
+    lse = _log_sum_exp(masked, problem)
+    weights = torch.exp(masked - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    dropped = weights
+    if problem.dropout > 0.0:
+        dropped = weights * keep_scale(problem.seed, problem.dropout, indices, dtype)
+    output = _weighted_values(dropped, value, allowed)
+    return Steps(
+        raw=raw, scaled=scaled, ruled=ruled, allowed=allowed, masked=masked, weights=weights, lse=lse,
+        output=output.to(problem.query.dtype),
+    )  # fmt: skip
+
+
+def _log_sum_exp(masked: Tensor, problem: Problem) -> Tensor:
+    """``log sum exp`` of each row, a sink's logit included; -inf where there is nothing to attend to."""
+    if problem.sink is not None:
+        logits = problem.sink.logits.to(masked.dtype).view(1, -1, 1, 1)
+        masked = torch.cat([masked, logits.expand(*masked.shape[:2], masked.shape[2], 1)], dim=-1)
+    if masked.shape[-1] == 0:
+        return masked.new_full(masked.shape[:-1], -torch.inf)
+    largest = masked.detach().amax(dim=-1, keepdim=True)
+    largest = largest.masked_fill(largest == -torch.inf, 0.0)
+    total = torch.exp(masked - largest).sum(dim=-1, keepdim=True)
+    # log(0) has an infinite derivative, and 0 * inf is NaN: an empty row goes around the logarithm.
+    empty = total == 0.0
+    logarithm = torch.log(total.masked_fill(empty, 1.0)).masked_fill(empty, -torch.inf)
+    return (largest + logarithm)[..., 0]
+
+
+def _weighted_values(weights: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
+    finite = torch.isfinite(value)
+    output = weights @ value.masked_fill(~finite, 0.0)
+    if bool(finite.all()):
+        return output
+    touched = allowed.to(value.dtype) @ (~finite).to(value.dtype) > 0
+    return output.masked_fill(touched, torch.nan)
+
+
+def run(problem: Problem, want: Want) -> Observation:
+    """Output and statistics from the materialised steps."""
+    done = steps(problem)
+    found: dict[str, Tensor] = {}
+    asked = want.names()
+    if "lse" in asked:
+        found["lse"] = done.lse
+    if "max_score" in asked:
+        found["max_score"] = done.masked.amax(dim=-1)
+    if "entropy" in asked:
+        found["entropy"] = -torch.special.xlogy(done.weights, done.weights).sum(dim=-1)
+    if "top_k" in asked:
+        found["top_indices"], found["top_weights"] = _top(done.weights, want.top_k)
+    if "received" in asked:
+        found["received"] = done.weights.sum(dim=-2)
+    if want.row_weights is not None:
+        found["row_weights"] = want.row_weights.to(done.weights) @ done.weights
+    if "heatmap" in asked:
+        found["heatmap_max"], found["heatmap_mean"] = _pooled(done.weights, want.heatmap)
+    if "sink" in asked:
+        found["sink"] = done.weights[..., : want.sink].sum(dim=-1)
+    if "distance" in asked:
+        _, _, q_pos, k_pos = problem.indices()
+        found["distance"] = (done.weights * (q_pos - k_pos).abs()).sum(dim=-1)
+    if want.rows is not None:
+        found["rows"] = done.weights[:, :, as_index(want.rows).to(done.weights.device)]
+    return Observation(output=done.output, **found)
+
+
+def _top(weights: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest weights of each row; equal ones in the order of their keys."""
+    ordered, indices = weights.sort(dim=-1, descending=True, stable=True)
+    return indices[..., :k], ordered[..., :k]
+
+
+def _pooled(weights: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+    """Largest and mean weight of each ``tile`` x ``tile`` square; a cut tile counts the places it has."""
+    q_pad, k_pad = -weights.shape[-2] % tile, -weights.shape[-1] % tile
+    padded = torch.nn.functional.pad(weights, (0, k_pad, 0, q_pad))
+    tiles = padded.unflatten(-1, (-1, tile)).unflatten(-3, (-1, tile)).transpose(-3, -2)
+    places = torch.nn.functional.pad(torch.ones_like(weights[0, 0]), (0, k_pad, 0, q_pad))
+    counts = places.unflatten(-1, (-1, tile)).unflatten(-3, (-1, tile)).transpose(-3, -2).sum(dim=(-2, -1))
+    return tiles.amax(dim=(-2, -1)), tiles.sum(dim=(-2, -1)) / counts
+
+
+BACKEND = Backend(
+    name="reference",
+    summary="the formula line by line, T x T memory",
+    capability=Capability(max_scores=2**28),
+    run=run,
+)

@@ -1,0 +1,163 @@
+"""torch's fused kernels, where they compute what the semantics say."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from clearhead.backends.capability import Backend, Capability
+from clearhead.backends.containment import all_finite
+from clearhead.backends.documents import Group, documents_in, groups, rest_of
+from clearhead.masks import Causal, Mask, carried_sizes
+from clearhead.problem import Problem
+from clearhead.scores import Alibi, DenseBias, RelativeBias
+from clearhead.statistics import Observation, Want
+
+__all__ = ["BACKEND"]
+
+#: The largest mask, in entries, that is worth writing out for torch; above it the tiles win.
+_MAX_MASK_ENTRIES: Final = 2**24
+#: The largest score matrix that torch may hold where it has no fused path.
+_MAX_UNFUSED_SCORES: Final = 2**26
+
+_Bounds = tuple[Tensor | None, bool, Tensor | None]
+
+
+def _also(problem: Problem) -> list[str]:
+    """Reasons that depend on sizes and, last because it reads them, on the numbers."""
+    entries = _mask_entries(problem)
+    if entries > _MAX_MASK_ENTRIES:
+        return [f"would need a mask of {entries:,} entries (limit {_MAX_MASK_ENTRIES:,})"]
+    scores = problem.batch * problem.num_heads * problem.q_len * problem.k_len
+    unfused = problem.value_dim != problem.head_dim or any(rule.requires_grad for rule in problem.rule_parameters)
+    if unfused and scores > _MAX_UNFUSED_SCORES:
+        return [f"has no fused path here and would hold {scores:,} scores (limit {_MAX_UNFUSED_SCORES:,})"]
+    # An accelerator would have to stop for this look at the numbers, so there a mask means another backend.
+    if problem.mask is not None and not _sees_all(problem):
+        if problem.query.device.type != "cpu":
+            return [] if _plain_causal(problem) else ["spreads NaN from masked keys, and looking for it would stop the device"]
+        if not all_finite(problem.key, problem.value):
+            return ["spreads NaN and inf from masked keys, and key or value holds some"]
+    return []
+
+
+def _mask_entries(problem: Problem) -> int:
+    """Entries of the mask or bias that torch would have to be given."""
+    if not problem.scores and (_sees_all(problem) or _plain_causal(problem)):
+        return 0
+    documents = documents_in(problem)
+    if documents is not None:
+        return sum(int(group.slots.shape[0] * group.slots.shape[1] ** 2) for group in groups(documents))
+    batch, heads = carried_sizes(problem.mask) if problem.mask is not None else (1, 1)
+    heads = max([heads, *(problem.num_heads for _ in problem.scores)])
+    return batch * heads * problem.q_len * problem.k_len
+
+
+def _sees_all(problem: Problem) -> bool:
+    """Whether the mask forbids nothing: none, or causal from the last position on."""
+    return problem.mask is None or (isinstance(problem.mask, Causal) and problem.query_offset >= problem.k_len - 1)
+
+
+def _plain_causal(problem: Problem) -> bool:
+    return isinstance(problem.mask, Causal) and problem.query_offset == 0
+
+
+def run(problem: Problem, want: Want) -> Observation:
+    """Output through ``scaled_dot_product_attention``."""
+    documents = documents_in(problem)
+    if documents is not None and problem.mask is not None:
+        return Observation(output=_by_documents(problem, list(groups(documents)), rest_of(problem.mask, documents)))
+    indices = problem.indices()
+    if _sees_all(problem):
+        bounds: _Bounds = _bounds(problem, None, indices)
+    elif _plain_causal(problem) and not problem.scores:
+        bounds = (None, True, None)
+    else:
+        assert problem.mask is not None
+        bounds = _bounds(problem, problem.mask.allows(*indices), indices)
+    return Observation(output=_attend(problem, problem.query, problem.key, problem.value, bounds))
+
+
+def _by_documents(problem: Problem, parts: list[Group], rest: list[Mask]) -> Tensor:
+    """Packed documents as padded batches, one call a group."""
+    total = problem.q_len
+    rows, places = [], []
+    for group in parts:
+        query, key, value = (group.take(tensor) for tensor in (problem.query, problem.key, problem.value))
+        output = _attend(problem, query, key, value, _group_bounds(problem, group, rest))
+        rows.append(output.transpose(0, 1)[:, group.valid])
+        places.append(group.slots[group.valid])
+    if not rows:
+        return problem.query.new_zeros(1, problem.num_heads, total, problem.value_dim)
+    joined, place = torch.cat(rows, dim=1), torch.cat(places)
+    if place.shape[0] == total:
+        return joined[None, :, place.argsort()]
+    empty = joined.new_zeros(problem.num_heads, total, problem.value_dim)
+    return empty.index_copy(1, place, joined)[None]
+
+
+def _group_bounds(problem: Problem, group: Group, rest: list[Mask]) -> _Bounds:
+    """What torch needs to be told for a group of documents."""
+    whole = bool(group.valid.all())
+    # Padding stands at the right, where a causal query of a real token does not look.
+    if not problem.scores and all(isinstance(part, Causal) for part in rest) and (rest or whole):
+        return None, bool(rest), None
+    _, head, _, _ = problem.indices()
+    indices = (torch.zeros_like(head[:, :1]), head, group.slots[:, None, :, None], group.slots[:, None, None, :])
+    allowed = group.valid[:, None, None, :]
+    for part in rest:
+        allowed = allowed & part.allows(*indices)
+    return _bounds(problem, allowed, indices)
+
+
+def _bounds(problem: Problem, allowed: Tensor | None, indices: tuple[Tensor, Tensor, Tensor, Tensor]) -> _Bounds:
+    """torch's mask argument, is_causal, and the rows that may attend to nothing.
+
+    torch's kernels divide by a row's sum, so a row without keys is given all of them and its output set to 0.
+    """
+    if not problem.scores:
+        if allowed is None:
+            return None, False, None
+        nothing = ~allowed.any(dim=-1, keepdim=True)
+        return allowed | nothing, False, nothing
+    shape = torch.broadcast_shapes(*(index.shape for index in indices))
+    bias = torch.zeros(shape, dtype=problem.work_dtype, device=problem.query.device)
+    for rule in problem.scores:
+        bias = rule.apply(bias, *indices)
+    if allowed is not None:
+        bias = bias.masked_fill(~allowed, -torch.inf)
+    nothing = (bias == -torch.inf).all(dim=-1, keepdim=True)
+    return bias.masked_fill(nothing, 0.0), False, nothing
+
+
+def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds: _Bounds) -> Tensor:
+    mask, is_causal, empty = bounds
+    dtype = problem.query.dtype
+    if query.device.type == "cpu":
+        # On CPU torch accumulates gradients of 16-bit inputs in 16 bits; in float32 it is no slower.
+        query, key, value = (tensor.to(problem.work_dtype) for tensor in (query, key, value))
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(query.dtype)
+    output = scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=is_causal, scale=problem.scale,
+        enable_gqa=problem.num_heads != problem.num_kv_heads,
+    )  # fmt: skip
+    if empty is not None:
+        output = output.masked_fill(empty, 0.0)
+    return output.to(dtype)
+
+
+BACKEND = Backend(
+    name="sdpa",
+    summary="torch's fused scaled_dot_product_attention",
+    capability=Capability(
+        rules=(Alibi, RelativeBias, DenseBias),
+        statistics=frozenset(),
+        dropout=False,
+        also=_also,
+    ),
+    run=run,
+)

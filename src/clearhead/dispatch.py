@@ -1,0 +1,80 @@
+"""Choosing a backend: an ordered table, read with each backend's capability."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from clearhead.backends import flex, reference, sdpa, tiled
+from clearhead.backends.capability import Backend
+from clearhead.errors import UnsupportedError
+from clearhead.problem import Problem
+from clearhead.statistics import Want
+
+__all__ = ["BACKENDS", "DispatchReport", "backend_names", "choose", "report"]
+
+#: In order of preference: "auto" takes the first that has no reason against the problem.
+BACKENDS: tuple[Backend, ...] = (sdpa.BACKEND, flex.BACKEND, tiled.BACKEND, reference.BACKEND)
+
+
+@dataclass(frozen=True)
+class DispatchReport:
+    """Which backend runs a call, and why each of the others does not.
+
+    Attributes:
+        choice: name of the chosen backend, or None where none can run it.
+        reasons: for every backend its reasons against the call; empty for those that could run it.
+    """
+
+    choice: str | None
+    reasons: Mapping[str, tuple[str, ...]]
+
+    def __str__(self) -> str:
+        lines = [f"backend: {self.choice or 'none'}"]
+        for name, reasons in self.reasons.items():
+            mark = "chosen" if name == self.choice else "could run it" if not reasons else "; ".join(reasons)
+            lines.append(f"  {name:<10} {mark}")
+        return "\n".join(lines)
+
+
+def backend_names() -> tuple[str, ...]:
+    """Names that ``backend=`` takes besides ``"auto"``."""
+    return tuple(backend.name for backend in BACKENDS)
+
+
+def _named(function: str, name: str) -> Backend:
+    for backend in BACKENDS:
+        if backend.name == name:
+            return backend
+    known = ", ".join(repr(name) for name in ("auto", *backend_names()))
+    raise UnsupportedError.about(
+        function, "backend", must=f"be one of {known}", got=repr(name)[:80], then="'auto' chooses."
+    )
+
+
+def choose(function: str, problem: Problem, want: Want, backend: str = "auto") -> Backend:
+    """The backend to run, the one asked for or the first that can.
+
+    Raises:
+        UnsupportedError: the named backend, or every backend, has reasons against the problem.
+    """
+    candidates = BACKENDS if backend == "auto" else (_named(function, backend),)
+    against: list[str] = []
+    for candidate in candidates:
+        reasons = candidate.capability.reasons_against(problem, want)
+        if not reasons:
+            return candidate
+        against.append(f"{candidate.name}: {'; '.join(reasons)}")
+    raise UnsupportedError.about(
+        function, "backend", must="be able to run this call", got=" | ".join(against),
+        then="Use backend='auto', or change what it cannot do.",
+    )  # fmt: skip
+
+
+def report(function: str, problem: Problem, want: Want, backend: str = "auto") -> DispatchReport:
+    """The choice for a problem with the reasons of every backend."""
+    if backend != "auto":
+        _named(function, backend)
+    reasons = {each.name: tuple(each.capability.reasons_against(problem, want)) for each in BACKENDS}
+    eligible = [name for name, against in reasons.items() if not against and backend in ("auto", name)]
+    return DispatchReport(choice=eligible[0] if eligible else None, reasons=reasons)

@@ -1,0 +1,172 @@
+"""The verbs: compute attention, observe it, and ask how it would be computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from clearhead import torch_op
+from clearhead.dispatch import DispatchReport, choose, report
+from clearhead.errors import UnsupportedError
+from clearhead.masks import Mask
+from clearhead.problem import Problem
+from clearhead.scores import ScoreRule
+from clearhead.shapes import Float
+from clearhead.statistics import Observation, Want
+
+__all__ = ["attention", "explain_dispatch", "observe_attention"]
+
+_NOTHING = Want()
+
+
+def attention(
+    query: Float[Tensor, "*leading q_len head_dim"],
+    key: Float[Tensor, "*kv_leading k_len head_dim"],
+    value: Float[Tensor, "*kv_leading k_len value_dim"],
+    *,
+    mask: Mask | None = None,
+    scores: ScoreRule | Iterable[ScoreRule] = (),
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    query_offset: int | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "*leading q_len value_dim"]:
+    """Exact scaled dot-product attention.
+
+    ``softmax(rules(scale * query @ key^T) where the mask allows) @ value``, over keys, for every query head.
+
+    Args:
+        query: ``[batch, heads, q_len, head_dim]``; leading axes may be missing and then count as 1.
+        key: ``[batch, kv_heads, k_len, head_dim]``; ``kv_heads`` divides ``heads``, and query head ``h`` reads
+            key head ``h // (heads // kv_heads)``.
+        value: ``[batch, kv_heads, k_len, value_dim]``.
+        mask: which keys a query may attend to; ``None`` allows all. ``True`` in a mask means may attend.
+        scores: score rules, applied to scaled scores in order, before the mask.
+        scale: factor on ``query @ key^T``; by default ``1 / sqrt(head_dim)``.
+        dropout: probability with which a weight is dropped; the others are divided by ``1 - dropout``.
+        seed: seed of the dropout; by default drawn from torch's generator.
+        query_offset: absolute position of the first query, needed where ``q_len != k_len`` and positions matter.
+        backend: ``"auto"``, or a backend's name, which then runs or raises with its reasons.
+
+    Returns:
+        ``[batch, heads, q_len, value_dim]`` in query's dtype, with as many leading axes as ``query`` had. A query
+        that may attend to nothing gives 0, with gradient 0.
+
+    Raises:
+        ShapeError: shapes, lengths or numbers do not fit.
+        MaskError: the mask does not fit, or needs a ``query_offset``.
+        UnsupportedError: dtype, device or combination that the backend cannot serve.
+
+    Cost: ``4 * batch * heads * q_len * k_len * head_dim`` operations less the tiles that the mask empties;
+    memory grows with the lengths, not their product, beyond small sizes.
+
+    Paper: Vaswani et al. 2017, "Attention is all you need", section 3.2.1.
+
+    >>> import torch, clearhead as ch
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> ch.attention(x, x, x, mask=ch.Causal(), scale=1.0)
+    tensor([[1.0000, 0.0000],
+            [0.2689, 0.7311]])
+    """
+    if torch.compiler.is_compiling():
+        return torch_op.attention(
+            query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,
+            query_offset=query_offset, backend=backend,
+        )  # fmt: skip
+    problem = Problem.of(
+        "attention", query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,
+        query_offset=query_offset,
+    )  # fmt: skip
+    output = choose("attention", problem, _NOTHING, backend).run(problem, _NOTHING).output
+    return output.reshape(output.shape[2 - problem.leading :])
+
+
+def observe_attention(
+    query: Float[Tensor, "*leading q_len head_dim"],
+    key: Float[Tensor, "*kv_leading k_len head_dim"],
+    value: Float[Tensor, "*kv_leading k_len value_dim"],
+    *,
+    want: Want,
+    mask: Mask | None = None,
+    scores: ScoreRule | Iterable[ScoreRule] = (),
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    query_offset: int | None = None,
+    backend: str = "auto",
+) -> Observation:
+    """Attention and statistics of its weights, in one call.
+
+    Args:
+        want: which statistics; see ``Want``.
+        query: as in ``attention``, and so are the other arguments.
+        key: as in ``attention``.
+        value: as in ``attention``.
+        mask: as in ``attention``.
+        scores: as in ``attention``.
+        scale: as in ``attention``.
+        dropout: as in ``attention``; statistics describe the weights before dropout.
+        seed: as in ``attention``.
+        query_offset: as in ``attention``.
+        backend: as in ``attention``.
+
+    Returns:
+        An ``Observation`` with the output and the statistics asked for.
+
+    Raises:
+        ShapeError, MaskError, UnsupportedError: as in ``attention``, and for statistics a backend cannot give.
+
+    >>> import torch, clearhead as ch
+    >>> x = torch.eye(2)
+    >>> ch.observe_attention(x, x, x, mask=ch.Causal(), want=ch.Want(entropy=True, rows=[0])).rows
+    tensor([[1., 0.]])
+    """
+    if not isinstance(want, Want):
+        raise UnsupportedError.about(
+            "observe_attention", "want", must="be a ch.Want", got=type(want).__name__, then="Pass ch.Want(lse=True)."
+        )
+    problem = Problem.of(
+        "observe_attention", query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,
+        query_offset=query_offset,
+    )  # fmt: skip
+    want.check("observe_attention", problem.q_len, problem.k_len)
+    seen = choose("observe_attention", problem, want, backend).run(problem, want)
+    return seen.with_leading(problem.leading)
+
+
+def explain_dispatch(
+    query: Float[Tensor, "*leading q_len head_dim"],
+    key: Float[Tensor, "*kv_leading k_len head_dim"],
+    value: Float[Tensor, "*kv_leading k_len value_dim"],
+    *,
+    want: Want | None = None,
+    mask: Mask | None = None,
+    scores: ScoreRule | Iterable[ScoreRule] = (),
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    query_offset: int | None = None,
+    backend: str = "auto",
+) -> DispatchReport:
+    """Which backend a call would use, and why not each of the others; computes nothing.
+
+    Takes the arguments of ``observe_attention``.
+
+    Returns:
+        A ``DispatchReport``; its ``str`` is a short table.
+
+    >>> import torch, clearhead as ch
+    >>> x = torch.zeros(4, 8)
+    >>> print(ch.explain_dispatch(x, x, x, scores=[ch.SoftCap(30.0)], backend="tiled").choice)
+    tiled
+    """
+    want = want or _NOTHING
+    problem = Problem.of(
+        "explain_dispatch", query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,
+        query_offset=query_offset,
+    )  # fmt: skip
+    want.check("explain_dispatch", problem.q_len, problem.k_len)
+    return report("explain_dispatch", problem, want, backend)

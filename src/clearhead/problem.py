@@ -1,0 +1,235 @@
+"""Problem: one immutable, validated statement of the work. Nothing below it checks anything again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import MaskError, ShapeError, UnsupportedError
+from clearhead.masks import Mask, index_tensors, resolve_offset
+from clearhead.scores import ScoreRule, Sink, as_rules
+from clearhead.shapes import Float
+
+__all__ = ["DTYPES", "Problem"]
+
+DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Problem:
+    """An attention to compute: ``softmax(rules(scale * query @ key^T) under mask) @ value``.
+
+    Tensors are ``[batch, heads, len, dim]``; ``leading`` says how many of the first two axes the caller had.
+    """
+
+    query: Float[Tensor, "batch heads q_len head_dim"]
+    key: Float[Tensor, "batch kv_heads k_len head_dim"]
+    value: Float[Tensor, "batch kv_heads k_len value_dim"]
+    mask: Mask | None
+    scores: tuple[ScoreRule, ...]
+    scale: float
+    dropout: float
+    seed: int
+    query_offset: int
+    leading: int
+
+    @classmethod
+    def of(
+        cls, function: str, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask | None = None,
+        scores: ScoreRule | Iterable[ScoreRule] = (), scale: float | None = None, dropout: float = 0.0,
+        seed: int | None = None, query_offset: int | None = None,
+    ) -> Problem:  # fmt: skip
+        """Validate a call; ``function`` is the public name that errors speak of."""
+        _check_tensors(function, query, key, value)
+        leading = query.ndim - 2
+        query, key, value = (_four_axes(tensor) for tensor in (query, key, value))
+        _check_shapes(function, query, key, value)
+        rules = as_rules(function, scores)
+        if mask is not None and not isinstance(mask, Mask):
+            raise MaskError.about(
+                function, "mask", must="be a mask", got=type(mask).__name__,
+                then="Wrap a boolean tensor (True = may attend) in ch.Dense, or use ch.Causal() and others.",
+            )  # fmt: skip
+        offset = _offset(function, query_offset, mask, rules, query.shape[2], key.shape[2])
+        problem = cls(
+            query=query, key=key, value=value,
+            mask=None if mask is None else mask.placed(offset).to(query.device),
+            scores=tuple(rule.placed(offset).to(query.device) for rule in rules),
+            scale=_scale(function, scale, query.shape[3]), dropout=_probability(function, dropout),
+            seed=_seed(function, seed, dropout), query_offset=offset, leading=leading,
+        )  # fmt: skip
+        problem._check_parts(function)
+        return problem
+
+    def _check_parts(self, function: str) -> None:
+        if self.mask is not None:
+            q_pos = range(self.query_offset, self.query_offset + self.q_len)
+            self.mask.check(function, self.batch, self.num_heads, q_pos, self.k_len)
+        for rule in self.scores:
+            rule.check(function, self.batch, self.num_heads, self.q_len, self.k_len)
+        if len([rule for rule in self.scores if isinstance(rule, Sink)]) > 1:
+            raise UnsupportedError.about(
+                function, "scores", must="hold one Sink at most", got="several",
+                then="One logit that is the log-sum-exp of several has the same effect.",
+            )  # fmt: skip
+
+    @property
+    def batch(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.key.shape[1]
+
+    @property
+    def q_len(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def k_len(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.query.shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        return self.value.shape[3]
+
+    @property
+    def work_dtype(self) -> torch.dtype:
+        """The dtype of scores, softmax and sums: float64 for float64, float32 for everything else."""
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
+    @property
+    def sink(self) -> Sink | None:
+        return next((rule for rule in self.scores if isinstance(rule, Sink)), None)
+
+    @property
+    def elementwise(self) -> tuple[ScoreRule, ...]:
+        """The rules that act on scores one by one."""
+        return tuple(rule for rule in self.scores if not isinstance(rule, Sink))
+
+    @property
+    def rule_parameters(self) -> list[Tensor]:
+        """Tensors of the rules that require a gradient."""
+        return [tensor for rule in self.scores for tensor in rule.parameters() if tensor.requires_grad]
+
+    @property
+    def needs_gradient(self) -> bool:
+        tensors = (self.query, self.key, self.value, *self.rule_parameters)
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+    def indices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """batch, head, q_pos and k_pos of the whole call, shaped to broadcast."""
+        return index_tensors(
+            self.batch, self.num_heads, self.q_len, self.k_len, self.query_offset, self.query.device
+        )
+
+    def with_tensors(self, query: Tensor, key: Tensor, value: Tensor) -> Problem:
+        """The same work on other tensors of the same shapes."""
+        return replace(self, query=query, key=key, value=value)
+
+
+def _four_axes(tensor: Tensor) -> Tensor:
+    return tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)
+
+
+def _check_tensors(function: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise ShapeError.about(
+                function, name, must="be a tensor", got=type(tensor).__name__, then="Use torch.as_tensor."
+            )
+        if not 2 <= tensor.ndim <= 4:
+            raise ShapeError.about(
+                function, name, must="have axes [batch, heads, len, head_dim], leading ones optional",
+                got=f"shape {tuple(tensor.shape)}", then="Split the embedding into heads first.",
+            )  # fmt: skip
+        if tensor.ndim != query.ndim:
+            raise ShapeError.about(
+                function, name, must=f"have as many axes as query ({query.ndim})", got=f"shape {tuple(tensor.shape)}",
+                then="Give all three the same axes.",
+            )  # fmt: skip
+        if tensor.dtype not in DTYPES or tensor.dtype != query.dtype:
+            wanted = f"have query's dtype {query.dtype}" if tensor.dtype in DTYPES else "be floating point"
+            raise UnsupportedError.about(
+                function, name, must=wanted, got=tensor.dtype, then="Convert with .to(dtype); 16, 32 and 64 bit floats are served."
+            )
+        if tensor.device != query.device:
+            raise UnsupportedError.about(
+                function, name, must=f"be on query's device {query.device}", got=tensor.device, then="Move it with .to(device)."
+            )
+
+
+def _check_shapes(function: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def wrong(name: str, must: str, tensor: Tensor, then: str) -> ShapeError:
+        return ShapeError.about(function, name, must=must, got=f"shape {tuple(tensor.shape)}", then=then)
+
+    batch, heads, _, head_dim = query.shape
+    if head_dim == 0 or heads == 0:
+        raise wrong("query", "have at least one head and one channel", query, "Check how heads were split.")
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.shape[0] != batch:
+            raise wrong(name, f"have query's batch size {batch}", tensor, "Expand it to the batch.")
+    if key.shape[3] != head_dim:
+        raise wrong("key", f"have query's head_dim {head_dim}", key, "Project both to one width.")
+    if value.shape[1:3] != key.shape[1:3]:
+        raise wrong("value", f"have key's heads and length {tuple(key.shape[1:3])}", value, "One value per key.")
+    if key.shape[1] == 0 or heads % key.shape[1]:
+        raise wrong(
+            "key", f"have a number of heads that divides query's {heads}", key, "Query head h reads key head h // group."
+        )
+
+
+def _offset(
+    function: str, query_offset: int | None, mask: Mask | None, rules: tuple[ScoreRule, ...], q_len: int, k_len: int
+) -> int:
+    if query_offset is not None and (isinstance(query_offset, bool) or not isinstance(query_offset, int)):
+        raise ShapeError.about(
+            function, "query_offset", must="be a whole number", got=repr(query_offset)[:80],
+            then="It is the absolute position of the first query.",
+        )  # fmt: skip
+    subjects = (mask, *rules)
+    return max((resolve_offset(function, part, q_len, k_len, query_offset) for part in subjects), key=abs)
+
+
+def _scale(function: str, scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not math.isfinite(scale):
+        raise ShapeError.about(
+            function, "scale", must="be a finite number", got=repr(scale)[:80],
+            then="A learned scale goes onto query before the call.",
+        )  # fmt: skip
+    return float(scale)
+
+
+def _probability(function: str, dropout: float) -> float:
+    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
+        raise ShapeError.about(
+            function, "dropout", must="be a probability from 0 up to, but not, 1", got=repr(dropout)[:80],
+            then="0.0 switches it off.",
+        )  # fmt: skip
+    return float(dropout)
+
+
+def _seed(function: str, seed: int | None, dropout: float) -> int:
+    """The caller's seed; else one drawn from torch's generator, so that torch.manual_seed reproduces it."""
+    if seed is None:
+        return int(torch.randint(2**62, ()).item()) if dropout > 0.0 else 0
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise ShapeError.about(
+            function, "seed", must="be a whole number from 0 to 2**64 - 1", got=repr(seed)[:80], then="Pass e.g. 0."
+        )
+    return seed

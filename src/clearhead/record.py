@@ -1,0 +1,131 @@
+"""Records: values made of named fields that can be moved, listed, printed, written and read back.
+
+Masks and score rules are records. Because a record can be written as a short text plus a list of
+tensors, one torch operator can carry any of them through ``torch.compile`` and ``torch.export``.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+__all__ = ["Record", "as_index", "decode", "describe"]
+
+_KINDS: dict[str, type[Record]] = {}
+_FUNCTIONS: dict[int, Callable[..., Any]] = {}
+_HANDLES = itertools.count()
+
+
+class Record:
+    """A value described by its ``fields``: numbers, tensors, functions and other records, in order."""
+
+    fields: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _KINDS[cls.__name__] = cls
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor in the record and in the records within it, in field order."""
+        found: list[Tensor] = []
+        for name in self.fields:
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif isinstance(value, Record):
+                found.extend(value.tensors())
+        return found
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same record with ``change`` applied to each tensor."""
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        for name in self.fields:
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                copy.__dict__[name] = change(value)
+            elif isinstance(value, Record):
+                copy.__dict__[name] = value.mapped(change)
+        return copy
+
+    def to(self, device: torch.device) -> Self:
+        """The same record with its tensors on ``device``; itself where they already are."""
+        if all(tensor.device == device for tensor in self.tensors()):
+            return self
+        return self.mapped(lambda tensor: tensor.to(device))
+
+    def encode(self, tensors: list[Tensor]) -> str:
+        """The record as text, its tensors appended to ``tensors`` and named by their place there."""
+        parts = []
+        for name in self.fields:
+            parts.append(_encode(getattr(self, name), tensors))
+        return f"{type(self).__name__}({','.join(parts)})"
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={describe(getattr(self, name))}" for name in self.fields)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _encode(value: Any, tensors: list[Tensor]) -> str:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return f"t{len(tensors) - 1}"
+    if isinstance(value, Record):
+        return value.encode(tensors)
+    if callable(value):
+        return f"f{_handle(value)}"
+    return repr(value)
+
+
+def _handle(function: Callable[..., Any]) -> int:
+    """A number that stands for a user's function in this process, the same one each time."""
+    for handle, known in _FUNCTIONS.items():
+        if known is function:
+            return handle
+    handle = next(_HANDLES)
+    _FUNCTIONS[handle] = function
+    return handle
+
+
+def decode(text: str, tensors: Sequence[Tensor]) -> Any:
+    """Read back what ``encode`` wrote."""
+    return _decode(ast.parse(text, mode="eval").body, tensors)
+
+
+def _decode(node: ast.expr, tensors: Sequence[Tensor]) -> Any:
+    match node:
+        case ast.Call(func=ast.Name(id=kind), args=args):
+            record = object.__new__(_KINDS[kind])
+            values = (_decode(argument, tensors) for argument in args)
+            record.__dict__.update(zip(record.fields, values, strict=True))
+            return record
+        case ast.Tuple(elts=items):
+            return tuple(_decode(item, tensors) for item in items)
+        case ast.Name(id=name) if name[0] == "t":
+            return tensors[int(name[1:])]
+        case ast.Name(id=name) if name[0] == "f":
+            return _FUNCTIONS[int(name[1:])]
+        case _:
+            return ast.literal_eval(node)
+
+
+def describe(value: Any) -> str:
+    """A value in few words: a short tensor by its numbers, a long one by its type and shape."""
+    if isinstance(value, Tensor):
+        if value.ndim <= 1 and value.numel() <= 8:
+            return str(value.tolist())
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"{kind}{list(value.shape)}"
+    if callable(value) and not isinstance(value, Record):
+        return str(getattr(value, "__qualname__", type(value).__name__))
+    return repr(value)
+
+
+def as_index(value: Sequence[int] | Tensor | int) -> Tensor:
+    """Whole numbers as an int64 tensor, where they lie."""
+    return torch.as_tensor(value).to(torch.int64)

@@ -1,0 +1,292 @@
+"""Score rules: what happens to scaled scores before the mask, in the order given.
+
+A rule is one function of the score and its place, ``apply(score, batch, head, q_pos, k_pos)``, on
+tiles of any size. ``Sink`` is the exception: it leaves scores alone and adds a logit to the softmax.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import ShapeError, UnsupportedError
+from clearhead.masks import call_user_function, function_name
+from clearhead.record import Record
+from clearhead.shapes import Float, Int
+
+__all__ = ["Alibi", "DenseBias", "RelativeBias", "ScoreFunction", "ScoreRule", "Sink", "SoftCap"]
+
+
+class ScoreRule(Record, ABC):
+    """Base of all score rules."""
+
+    #: Reads the query's position, so ``q_len != k_len`` needs a ``query_offset``.
+    position_dependent: bool = False
+    #: Depends on ``q_pos - k_pos`` alone.
+    relative: bool = False
+    #: The score enters with derivative 1, so its gradient passes unchanged.
+    additive: bool = False
+
+    def apply(
+        self, score: Float[Tensor, "..."], batch: Int[Tensor, "..."], head: Int[Tensor, "..."],
+        q_pos: Int[Tensor, "..."], k_pos: Int[Tensor, "..."],
+    ) -> Float[Tensor, "..."]:  # fmt: skip
+        """The new scores of a tile ``[batch, heads, q_len, k_len]``; index tensors broadcast to it."""
+        return score
+
+    def placed(self, query_offset: int) -> ScoreRule:
+        """The rule for a call whose first query stands at ``query_offset``."""
+        return self
+
+    def parameters(self) -> list[Tensor]:
+        """Tensors that may want a gradient."""
+        return self.tensors()
+
+    def check(self, function: str, batch: int, heads: int, q_len: int, k_len: int) -> None:
+        """Raise ``ShapeError`` unless the rule fits a call of these sizes."""
+
+
+def _check_heads(function: str, rule: ScoreRule, own: int, heads: int) -> None:
+    if own not in (1, heads):
+        raise ShapeError.about(
+            function, "scores", must=f"have one entry per query head ({heads})", got=f"{own} in {rule!r}",
+            then="Make the rule for this call's number of heads.",
+        )  # fmt: skip
+
+
+class Alibi(ScoreRule):
+    """Attention with linear biases: ``score - slope[head] * |q_pos - k_pos|`` (Press et al. 2022, section 3).
+
+    Args:
+        num_heads: number of query heads, for the paper's geometric slopes; or
+        slopes: float ``[heads]``, slopes of your own.
+
+    >>> Alibi(4)
+    Alibi(slopes=[0.25, 0.0625, 0.015625, 0.00390625])
+    """
+
+    fields = ("slopes",)
+    position_dependent = True
+    relative = True
+    additive = True
+
+    def __init__(self, num_heads: int | None = None, *, slopes: Sequence[float] | Float[Tensor, "heads"] | None = None):
+        if (num_heads is None) == (slopes is None):
+            raise ShapeError.about(
+                "Alibi", "num_heads", must="be given, or slopes, one of both",
+                got="both" if slopes is not None else "neither", then="Pass Alibi(8).",
+            )  # fmt: skip
+        if num_heads is not None:
+            if not isinstance(num_heads, int) or num_heads < 1:
+                raise ShapeError.about(
+                    "Alibi", "num_heads", must="be a whole number of at least 1", got=repr(num_heads),
+                    then="Pass the number of query heads.",
+                )  # fmt: skip
+            slopes = _alibi_slopes(num_heads)
+        self.slopes = _float_tensor("Alibi", "slopes", slopes, axes=1)
+
+    def apply(self, score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        slope = self.slopes.to(score.dtype)[head if self.slopes.shape[0] > 1 else head * 0]
+        return score - slope * (q_pos - k_pos).abs()
+
+    def check(self, function: str, batch: int, heads: int, q_len: int, k_len: int) -> None:
+        _check_heads(function, self, self.slopes.shape[0], heads)
+
+
+def _alibi_slopes(num_heads: int) -> list[float]:
+    """The paper's slopes; between powers of two, every other slope of the next one fills up."""
+    whole = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * (head + 1) / whole) for head in range(whole)]
+    if whole < num_heads:
+        slopes += [2.0 ** (-4.0 * (2 * head + 1) / whole) for head in range(num_heads - whole)]
+    return slopes
+
+
+class RelativeBias(ScoreRule):
+    """A learned bias by distance: ``score + table[head, clip(q_pos - k_pos, -R, R) + R]``
+    (Shaw et al. 2018, section 3.2, with the bias on scores as in T5 and Swin).
+
+    Args:
+        table: float ``[heads, 2 * R + 1]``; the middle column is distance 0, the last ``R`` or more keys back.
+    """
+
+    fields = ("table",)
+    position_dependent = True
+    relative = True
+    additive = True
+
+    def __init__(self, table: Float[Tensor, "heads distances"]) -> None:
+        self.table = _float_tensor("RelativeBias", "table", table, axes=2)
+        if self.table.shape[1] % 2 == 0:
+            raise ShapeError.about(
+                "RelativeBias", "table", must="have an odd number of columns, 2 * R + 1", got=tuple(self.table.shape),
+                then="Column R is distance 0.",
+            )  # fmt: skip
+
+    def apply(self, score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        reach = self.table.shape[1] // 2
+        distance = (q_pos - k_pos).clamp(-reach, reach) + reach
+        row = head if self.table.shape[0] > 1 else head * 0
+        return score + self.table.to(score.dtype)[row, distance]
+
+    def check(self, function: str, batch: int, heads: int, q_len: int, k_len: int) -> None:
+        _check_heads(function, self, self.table.shape[0], heads)
+
+
+class SoftCap(ScoreRule):
+    """Scores held within ``(-cap, cap)``: ``cap * tanh(score / cap)`` (Gemma 2 report, section 2).
+
+    Args:
+        cap: a positive number.
+    """
+
+    fields = ("cap",)
+    relative = True
+
+    def __init__(self, cap: float) -> None:
+        if not isinstance(cap, (int, float)) or not math.isfinite(cap) or cap <= 0:
+            raise ShapeError.about("SoftCap", "cap", must="be a positive number", got=repr(cap), then="Gemma 2 uses 50.0.")
+        self.cap = float(cap)
+
+    def apply(self, score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return self.cap * torch.tanh(score / self.cap)
+
+
+class DenseBias(ScoreRule):
+    """Any bias, given in full: ``score + bias[batch, head, row, k_pos]``, one row per query of the call.
+
+    Args:
+        bias: float ``[q_len, k_len]``, ``[heads, q_len, k_len]`` or ``[batch, heads, q_len, k_len]``; any axis may be 1.
+    """
+
+    fields = ("bias", "first")
+    additive = True
+
+    def __init__(self, bias: Float[Tensor, "*leading q_len k_len"]) -> None:
+        tensor = torch.as_tensor(bias)
+        if not tensor.is_floating_point() or not 2 <= tensor.ndim <= 4:
+            raise ShapeError.about(
+                "DenseBias", "bias", must="be floating point with 2 to 4 axes",
+                got=f"{tensor.dtype} of shape {tuple(tensor.shape)}", then="Pass booleans as a mask: ch.Dense.",
+            )  # fmt: skip
+        self.bias = tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)
+        self.first = 0
+
+    def placed(self, query_offset: int) -> DenseBias:
+        copy = self.mapped(lambda tensor: tensor)
+        copy.first = query_offset
+        return copy
+
+    def apply(self, score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        place = (batch, head, q_pos - self.first, k_pos)
+        index = [at if size > 1 else at * 0 for at, size in zip(place, self.bias.shape, strict=True)]
+        return score + self.bias[index[0], index[1], index[2], index[3]].to(score.dtype)
+
+    def check(self, function: str, batch: int, heads: int, q_len: int, k_len: int) -> None:
+        for own, call in zip(self.bias.shape, (batch, heads, q_len, k_len), strict=True):
+            if own not in (1, call):
+                raise ShapeError.about(
+                    function, "scores", must=f"hold a bias that broadcasts to {(batch, heads, q_len, k_len)}",
+                    got=tuple(self.bias.shape), then="A dense bias has one row per query and one column per key.",
+                )  # fmt: skip
+
+
+class Sink(ScoreRule):
+    """A logit per head that takes part in the softmax and has no value, so weights may sum to less than 1:
+    ``weights = exp(score) / (exp(logit[head]) + sum exp(score))`` (gpt-oss model card 2025; Miller 2023's
+    "off by one" is a logit of 0).
+
+    Args:
+        logits: float ``[heads]``, or one number for all.
+    """
+
+    fields = ("logits",)
+    relative = True
+    additive = True
+
+    def __init__(self, logits: float | Sequence[float] | Float[Tensor, "heads"]) -> None:
+        tensor = torch.as_tensor(logits)
+        self.logits = _float_tensor("Sink", "logits", tensor.reshape(1) if tensor.ndim == 0 else tensor, axes=1)
+
+    def check(self, function: str, batch: int, heads: int, q_len: int, k_len: int) -> None:
+        _check_heads(function, self, self.logits.shape[0], heads)
+
+
+class ScoreFunction(ScoreRule):
+    """A user's rule ``fn(score, batch, head, q_pos, k_pos) -> score`` over a tile of scores.
+
+    Learned tensors that the function closes over receive their gradients.
+
+    Args:
+        fn: called with float scores ``[batch, heads, q_len, k_len]`` of a tile and int64 index tensors that
+            broadcast to it; must return the same shape and dtype, element by element.
+
+    >>> ScoreFunction(lambda score, batch, head, q_pos, k_pos: score - 0.1 * (q_pos - k_pos).abs())
+    ScoreFunction(fn=<lambda>)
+    """
+
+    fields = ("fn",)
+    position_dependent = True
+
+    def __init__(self, fn: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
+        if not callable(fn):
+            raise ShapeError.about("ScoreFunction", "fn", must="be callable", got=repr(fn)[:80], then="Pass a function.")
+        self.fn = fn
+
+    def apply(self, score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        result = call_user_function("ScoreFunction", self.fn, ShapeError, score, batch, head, q_pos, k_pos)
+        if result.shape != score.shape or result.dtype != score.dtype:
+            raise ShapeError.about(
+                "ScoreFunction", "fn", must=f"return {str(score.dtype)[6:]} of the tile's shape {tuple(score.shape)}",
+                got=f"{str(result.dtype)[6:]} of shape {tuple(result.shape)} from {function_name(self.fn)}",
+                then="Work element by element on the score it is given.",
+            )  # fmt: skip
+        return result
+
+    def parameters(self) -> list[Tensor]:
+        return list(_closed_over(self.fn))
+
+
+def _closed_over(fn: Callable[..., Any]) -> Iterator[Tensor]:
+    """Tensors that a function reaches: its closure, defaults, the globals it names, and the object it is bound to."""
+    plain = getattr(fn, "__func__", fn)
+    reached: list[Any] = [getattr(fn, "__self__", None), fn if isinstance(fn, torch.nn.Module) else None]
+    reached += [cell.cell_contents for cell in getattr(plain, "__closure__", None) or ()]
+    reached += list(getattr(plain, "__defaults__", None) or ())
+    code = getattr(plain, "__code__", None)
+    if code is not None:
+        reached += [plain.__globals__[name] for name in code.co_names if name in plain.__globals__]
+    for value in reached:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, torch.nn.Module):
+            yield from value.parameters()
+
+
+def _float_tensor(function: str, argument: str, value: object, *, axes: int) -> Tensor:
+    tensor = torch.as_tensor(value)
+    if not tensor.is_floating_point() and tensor.dtype != torch.bool and not tensor.is_complex():
+        tensor = tensor.to(torch.get_default_dtype())
+    if tensor.ndim != axes or not tensor.is_floating_point():
+        raise ShapeError.about(
+            function, argument, must=f"be floating point with {axes} axis{'' if axes == 1 else 'es'}",
+            got=f"{tensor.dtype} of shape {tuple(tensor.shape)}", then="See its documentation for the shape.",
+        )  # fmt: skip
+    return tensor
+
+
+def as_rules(function: str, scores: object) -> tuple[ScoreRule, ...]:
+    """The rules of a call as a tuple; one rule alone is fine."""
+    rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)  # type: ignore[arg-type]
+    for rule in rules:
+        if not isinstance(rule, ScoreRule):
+            raise UnsupportedError.about(
+                function, "scores", must="hold score rules", got=type(rule).__name__,
+                then="Wrap a function in ch.ScoreFunction and a tensor in ch.DenseBias.",
+            )  # fmt: skip
+    return rules
