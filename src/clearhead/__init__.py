@@ -18,4 +18,35 @@ from clearhead.masks import (
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, ScoreRule, Sink, SoftCap
 from clearhead.statistics import Observation, Want
 
+__all__ = [
+    "Alibi",
+    "Blocks",
+    "Causal",
+    "ClearheadError",
+    "DataError",
+    "Dense",
+    "DenseBias",
+    "Documents",
+    "Global",
+    "Mask",
+    "MaskError",
+    "MaskFunction",
+    "Observation",
+    "Padding",
+    "Prefix",
+    "RelativeBias",
+    "ScoreFunction",
+    "ScoreRule",
+    "ShapeError",
+    "Sink",
+    "SoftCap",
+    "Strided",
+    "UnsupportedError",
+    "Want",
+    "Window",
+    "attention",
+    "explain_dispatch",
+    "observe_attention",
+]
+
 __version__ = "0.1.0"

@@ -126,7 +126,11 @@ def observe_attention(
     """
     if not isinstance(want, Want):
         raise UnsupportedError.about(
-            "observe_attention", "want", must="be a ch.Want", got=type(want).__name__, then="Pass ch.Want(lse=True)."
+            "observe_attention",
+            "want",
+            must="be a ch.Want",
+            got=type(want).__name__,
+            then="Pass ch.Want(lse=True).",
         )
     problem = Problem.of(
         "observe_attention", query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,

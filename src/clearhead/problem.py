@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
-from clearhead.masks import Mask, index_tensors, resolve_offset
+from clearhead.masks.base import Mask, index_tensors, resolve_offset
 from clearhead.scores import ScoreRule, Sink, as_rules
 from clearhead.shapes import Float
 
@@ -132,9 +132,7 @@ class Problem:
 
     def indices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """batch, head, q_pos and k_pos of the whole call, shaped to broadcast."""
-        return index_tensors(
-            self.batch, self.num_heads, self.q_len, self.k_len, self.query_offset, self.query.device
-        )
+        return index_tensors(self.batch, self.num_heads, self.q_len, self.k_len, self.query_offset, self.query.device)
 
     def with_tensors(self, query: Tensor, key: Tensor, value: Tensor) -> Problem:
         """The same work on other tensors of the same shapes."""
@@ -164,11 +162,19 @@ def _check_tensors(function: str, query: Tensor, key: Tensor, value: Tensor) -> 
         if tensor.dtype not in DTYPES or tensor.dtype != query.dtype:
             wanted = f"have query's dtype {query.dtype}" if tensor.dtype in DTYPES else "be floating point"
             raise UnsupportedError.about(
-                function, name, must=wanted, got=tensor.dtype, then="Convert with .to(dtype); 16, 32 and 64 bit floats are served."
+                function,
+                name,
+                must=wanted,
+                got=tensor.dtype,
+                then="Convert with .to(dtype); 16, 32 and 64 bit floats are served.",
             )
         if tensor.device != query.device:
             raise UnsupportedError.about(
-                function, name, must=f"be on query's device {query.device}", got=tensor.device, then="Move it with .to(device)."
+                function,
+                name,
+                must=f"be on query's device {query.device}",
+                got=tensor.device,
+                then="Move it with .to(device).",
             )
 
 
@@ -188,12 +194,20 @@ def _check_shapes(function: str, query: Tensor, key: Tensor, value: Tensor) -> N
         raise wrong("value", f"have key's heads and length {tuple(key.shape[1:3])}", value, "One value per key.")
     if key.shape[1] == 0 or heads % key.shape[1]:
         raise wrong(
-            "key", f"have a number of heads that divides query's {heads}", key, "Query head h reads key head h // group."
+            "key",
+            f"have a number of heads that divides query's {heads}",
+            key,
+            "Query head h reads key head h // group.",
         )
 
 
 def _offset(
-    function: str, query_offset: int | None, mask: Mask | None, rules: tuple[ScoreRule, ...], q_len: int, k_len: int
+    function: str,
+    query_offset: int | None,
+    mask: Mask | None,
+    rules: tuple[ScoreRule, ...],
+    q_len: int,
+    k_len: int,
 ) -> int:
     if query_offset is not None and (isinstance(query_offset, bool) or not isinstance(query_offset, int)):
         raise ShapeError.about(
@@ -230,6 +244,10 @@ def _seed(function: str, seed: int | None, dropout: float) -> int:
         return int(torch.randint(2**62, ()).item()) if dropout > 0.0 else 0
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
         raise ShapeError.about(
-            function, "seed", must="be a whole number from 0 to 2**64 - 1", got=repr(seed)[:80], then="Pass e.g. 0."
+            function,
+            "seed",
+            must="be a whole number from 0 to 2**64 - 1",
+            got=repr(seed)[:80],
+            then="Pass e.g. 0.",
         )
     return seed

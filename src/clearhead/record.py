@@ -82,8 +82,12 @@ def _encode(value: Any, tensors: list[Tensor]) -> str:
     return repr(value)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _handle(function: Callable[..., Any]) -> int:
-    """A number that stands for a user's function in this process, the same one each time."""
+    """A number that stands for a user's function in this process, the same one each time.
+
+    A compiled graph names the function by this number only, so a function once named is kept.
+    """
     for handle, known in _FUNCTIONS.items():
         if known is function:
             return handle

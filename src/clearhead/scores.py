@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from clearhead.errors import ShapeError, UnsupportedError
-from clearhead.masks import call_user_function, function_name
+from clearhead.masks.function import call_user_function, function_name
 from clearhead.record import Record
 from clearhead.shapes import Float, Int
 
@@ -33,9 +33,9 @@ class ScoreRule(Record, ABC):
     additive: bool = False
 
     def apply(
-        self, score: Float[Tensor, "..."], batch: Int[Tensor, "..."], head: Int[Tensor, "..."],
-        q_pos: Int[Tensor, "..."], k_pos: Int[Tensor, "..."],
-    ) -> Float[Tensor, "..."]:  # fmt: skip
+        self, score: Float[Tensor, ...], batch: Int[Tensor, ...], head: Int[Tensor, ...],
+        q_pos: Int[Tensor, ...], k_pos: Int[Tensor, ...],
+    ) -> Float[Tensor, ...]:  # fmt: skip
         """The new scores of a tile ``[batch, heads, q_len, k_len]``; index tensors broadcast to it."""
         return score
 
@@ -75,7 +75,9 @@ class Alibi(ScoreRule):
     relative = True
     additive = True
 
-    def __init__(self, num_heads: int | None = None, *, slopes: Sequence[float] | Float[Tensor, "heads"] | None = None):
+    def __init__(
+        self, num_heads: int | None = None, *, slopes: Sequence[float] | Float[Tensor, " heads"] | None = None
+    ):
         if (num_heads is None) == (slopes is None):
             raise ShapeError.about(
                 "Alibi", "num_heads", must="be given, or slopes, one of both",
@@ -150,7 +152,9 @@ class SoftCap(ScoreRule):
 
     def __init__(self, cap: float) -> None:
         if not isinstance(cap, (int, float)) or not math.isfinite(cap) or cap <= 0:
-            raise ShapeError.about("SoftCap", "cap", must="be a positive number", got=repr(cap), then="Gemma 2 uses 50.0.")
+            raise ShapeError.about(
+                "SoftCap", "cap", must="be a positive number", got=repr(cap), then="Gemma 2 uses 50.0."
+            )
         self.cap = float(cap)
 
     def apply(self, score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
@@ -161,7 +165,8 @@ class DenseBias(ScoreRule):
     """Any bias, given in full: ``score + bias[batch, head, row, k_pos]``, one row per query of the call.
 
     Args:
-        bias: float ``[q_len, k_len]``, ``[heads, q_len, k_len]`` or ``[batch, heads, q_len, k_len]``; any axis may be 1.
+        bias: float ``[q_len, k_len]``, ``[heads, q_len, k_len]`` or ``[batch, heads, q_len, k_len]``;
+            any axis may be 1.
     """
 
     fields = ("bias", "first")
@@ -209,7 +214,7 @@ class Sink(ScoreRule):
     relative = True
     additive = True
 
-    def __init__(self, logits: float | Sequence[float] | Float[Tensor, "heads"]) -> None:
+    def __init__(self, logits: float | Sequence[float] | Float[Tensor, " heads"]) -> None:
         tensor = torch.as_tensor(logits)
         self.logits = _float_tensor("Sink", "logits", tensor.reshape(1) if tensor.ndim == 0 else tensor, axes=1)
 
@@ -235,7 +240,9 @@ class ScoreFunction(ScoreRule):
 
     def __init__(self, fn: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
         if not callable(fn):
-            raise ShapeError.about("ScoreFunction", "fn", must="be callable", got=repr(fn)[:80], then="Pass a function.")
+            raise ShapeError.about(
+                "ScoreFunction", "fn", must="be callable", got=repr(fn)[:80], then="Pass a function."
+            )
         self.fn = fn
 
     def apply(self, score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
@@ -250,6 +257,12 @@ class ScoreFunction(ScoreRule):
 
     def parameters(self) -> list[Tensor]:
         return list(_closed_over(self.fn))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def closes_over_learned(fn: Callable[..., Any]) -> bool:
+    """Whether a user's function reaches a tensor that wants a gradient."""
+    return any(tensor.requires_grad for tensor in _closed_over(fn))
 
 
 def _closed_over(fn: Callable[..., Any]) -> Iterator[Tensor]:
@@ -282,7 +295,7 @@ def _float_tensor(function: str, argument: str, value: object, *, axes: int) -> 
 
 def as_rules(function: str, scores: object) -> tuple[ScoreRule, ...]:
     """The rules of a call as a tuple; one rule alone is fine."""
-    rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)  # type: ignore[arg-type]
+    rules = tuple(scores) if isinstance(scores, Iterable) and not isinstance(scores, Tensor) else (scores,)
     for rule in rules:
         if not isinstance(rule, ScoreRule):
             raise UnsupportedError.about(

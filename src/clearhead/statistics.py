@@ -40,7 +40,7 @@ class Want:
     heatmap: int = 0
     sink: int = 0
     distance: bool = False
-    rows: Sequence[int] | Int[Tensor, "rows"] | None = None
+    rows: Sequence[int] | Int[Tensor, " rows"] | None = None
 
     def names(self) -> frozenset[str]:
         """Which statistics are asked for."""
@@ -53,7 +53,11 @@ class Want:
 
     def check(self, function: str, q_len: int, k_len: int) -> None:
         """Raise ``ShapeError`` unless each number fits a call of these lengths."""
-        for name, high, meaning in (("top_k", k_len, "k_len"), ("sink", k_len, "k_len"), ("heatmap", None, "")):
+        for name, high, meaning in (
+            ("top_k", k_len, "k_len"),
+            ("sink", k_len, "k_len"),
+            ("heatmap", None, ""),
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0 or (high is not None and value > high):
                 rule = f"be a whole number from 0 to {meaning} {high}" if high is not None else "be 0 or more"

@@ -6,16 +6,18 @@ chooses and runs exactly as an eager call does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
 
 from clearhead.dispatch import choose
+from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
 from clearhead.problem import Problem
 from clearhead.record import decode
-from clearhead.scores import ScoreRule
+from clearhead.scores import ScoreFunction, ScoreRule, closes_over_learned
 from clearhead.statistics import Want
 
 __all__ = ["attention"]
@@ -28,6 +30,12 @@ def attention(
     """The call as the operator's arguments; traced by the compiler, so it only writes things down."""
     tensors: list[Tensor] = []
     rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
+    for rule in rules:
+        if isinstance(rule, ScoreFunction) and torch.is_grad_enabled() and closes_over_learned(rule.fn):
+            raise UnsupportedError.about(
+                "attention", "scores", must="not close over learned tensors under torch.compile or export",
+                got=repr(rule), then="Use ch.RelativeBias or ch.DenseBias, or leave the call outside compilation.",
+            )  # fmt: skip
     mask_text = "None" if mask is None else mask.encode(tensors)
     rule_texts = [rule.encode(tensors) for rule in rules]
     seeds = []
@@ -70,6 +78,17 @@ def _(
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Autograd inside an operator's body, where torch has switched it off for the thread."""
+    keys = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
+    with ExitStack() as stack:
+        for key in keys:
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
 @torch.library.custom_op("clearhead::attention_backward", mutates_args=())
 def _attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], mask: str, scores: str,
@@ -79,12 +98,11 @@ def _attention_backward(
     inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
     extra = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors]
     wanted = [*inputs, *(tensor for tensor in extra if tensor.requires_grad)]
-    with torch.enable_grad():
+    with _recording():
         output = _run(*inputs, extra, mask, scores, seeds, scale, dropout, query_offset, backend)  # type: ignore[call-arg, arg-type]
-    found = torch.autograd.grad(output, wanted, grad, allow_unused=True)
+        found = torch.autograd.grad(output, wanted, grad, allow_unused=True)
     filled = iter(
-        torch.zeros_like(tensor) if own is None else own.contiguous()
-        for own, tensor in zip(found, wanted, strict=True)
+        torch.zeros_like(tensor) if own is None else own.contiguous() for own, tensor in zip(found, wanted, strict=True)
     )
     return [next(filled) if tensor.requires_grad else torch.zeros_like(tensor) for tensor in [*inputs, *extra]]
 
@@ -106,9 +124,7 @@ def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _backward(ctx, grad):  # type: ignore[no-untyped-def]
     query, key, value, *others = ctx.saved_tensors
     tensors, seeds = others[: ctx.counts[0]], others[ctx.counts[0] :]
-    found = torch.ops.clearhead.attention_backward(
-        grad, query, key, value, tensors, *ctx.texts, seeds, *ctx.rest
-    )
+    found = torch.ops.clearhead.attention_backward(grad, query, key, value, tensors, *ctx.texts, seeds, *ctx.rest)
     rule_grads = [own if tensor.is_floating_point() else None for own, tensor in zip(found[3:], tensors, strict=True)]
     return (*found[:3], rule_grads, None, None, [None] * ctx.counts[1], None, None, None, None)
 

@@ -14,7 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from clearhead.masks import Documents, Mask, conjuncts
+from clearhead.masks import Documents, Mask
+from clearhead.masks.base import conjuncts
 from clearhead.problem import Problem
 from clearhead.shapes import Bool, Float, Int
 

@@ -26,7 +26,12 @@ def block_mask(mask: Mask, problem: Problem) -> BlockMask:
         return mask.allows(batch, head, q_index + problem.query_offset, k_index)
 
     return create_block_mask(
-        mask_mod, problem.batch, problem.num_heads, problem.q_len, problem.k_len, device=str(problem.query.device)
+        mask_mod,
+        problem.batch,
+        problem.num_heads,
+        problem.q_len,
+        problem.k_len,
+        device=str(problem.query.device),
     )
 
 

@@ -11,7 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import all_finite
 from clearhead.backends.documents import Group, documents_in, groups, rest_of
-from clearhead.masks import Causal, Mask, carried_sizes
+from clearhead.masks import Causal, Mask
+from clearhead.masks.base import carried_sizes
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias
 from clearhead.statistics import Observation, Want
@@ -38,7 +39,11 @@ def _also(problem: Problem) -> list[str]:
     # An accelerator would have to stop for this look at the numbers, so there a mask means another backend.
     if problem.mask is not None and not _sees_all(problem):
         if problem.query.device.type != "cpu":
-            return [] if _plain_causal(problem) else ["spreads NaN from masked keys, and looking for it would stop the device"]
+            return (
+                []
+                if _plain_causal(problem)
+                else ["spreads NaN from masked keys, and looking for it would stop the device"]
+            )
         if not all_finite(problem.key, problem.value):
             return ["spreads NaN and inf from masked keys, and key or value holds some"]
     return []
@@ -106,7 +111,12 @@ def _group_bounds(problem: Problem, group: Group, rest: list[Mask]) -> _Bounds:
     if not problem.scores and all(isinstance(part, Causal) for part in rest) and (rest or whole):
         return None, bool(rest), None
     _, head, _, _ = problem.indices()
-    indices = (torch.zeros_like(head[:, :1]), head, group.slots[:, None, :, None], group.slots[:, None, None, :])
+    indices = (
+        torch.zeros_like(head[:, :1]),
+        head,
+        group.slots[:, None, :, None],
+        group.slots[:, None, None, :],
+    )
     allowed = group.valid[:, None, None, :]
     for part in rest:
         allowed = allowed & part.allows(*indices)

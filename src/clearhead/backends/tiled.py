@@ -19,9 +19,9 @@ from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import all_finite, clean_rows
 from clearhead.backends.documents import Group, documents_in, groups
 from clearhead.backends.dropout import keep_scale
+from clearhead.masks.tile_map import EMPTY, FULL, tile_map
 from clearhead.problem import Problem
 from clearhead.statistics import Observation, Want
-from clearhead.tile_map import EMPTY, FULL, tile_map
 
 __all__ = ["BACKEND"]
 
@@ -60,6 +60,8 @@ class _Tile:
 
 def _layouts(problem: Problem) -> Iterator[_Layout]:
     """The whole call as one batch, or a packed call as groups of documents."""
+    if problem.q_len == 0:
+        return
     documents = documents_in(problem)
     tensors = tuple(tensor.detach() for tensor in (problem.query, problem.key, problem.value))
     if documents is None:
@@ -103,7 +105,7 @@ def _strips(problem: Problem, layout: _Layout) -> Iterator[tuple[slice, list[_Ti
     q_tile, k_tile = _tile_sides(layout)
     kinds = None
     if problem.mask is not None:
-        found = tile_map(problem.mask, layout.indices, q_tile, k_tile)
+        found = tile_map(problem.mask, layout.indices, q_tile, k_tile, whole=layout.group is None)
         # One visit serves all batches and heads: empty where all are, full where all are.
         low, high = found.amin(dim=(0, 1)), found.amax(dim=(0, 1))
         kinds = torch.where(low == FULL, FULL, (high != EMPTY).to(torch.int8)).tolist()
@@ -225,7 +227,8 @@ class _Tiled(torch.autograd.Function):
     def forward(ctx: Any, problem: Problem, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query = problem.query
         rows = (problem.batch, problem.num_heads, problem.q_len)
-        output = query.new_zeros((*rows, problem.value_dim))
+        # Backward needs the unrounded output: delta is a difference of two large sums in it.
+        output = query.new_zeros((*rows, problem.value_dim), dtype=problem.work_dtype)
         lse = query.new_full(rows, -torch.inf, dtype=problem.work_dtype)
         max_score = lse.clone()
         with torch.no_grad():
@@ -242,7 +245,7 @@ class _Tiled(torch.autograd.Function):
         ctx.problem, ctx.parameters = problem, len(tensors) - 3
         ctx.save_for_backward(*tensors[:3], output, lse)
         ctx.mark_non_differentiable(max_score)
-        return output, lse, max_score
+        return output.to(query.dtype), lse, max_score
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -250,7 +253,7 @@ class _Tiled(torch.autograd.Function):
         query, key, value, output, lse = ctx.saved_tensors
         problem: Problem = ctx.problem.with_tensors(query, key, value)
         # delta is a row's sum of weight times weight-gradient; a gradient of lse enters at the same place.
-        delta = (grad_output.to(problem.work_dtype) * output.to(problem.work_dtype)).sum(dim=-1)
+        delta = (grad_output.to(problem.work_dtype) * output).sum(dim=-1)
         if grad_lse is not None:
             delta = delta - grad_lse
         grads = [torch.zeros_like(tensor, dtype=problem.work_dtype) for tensor in (query, key, value)]
@@ -329,7 +332,12 @@ def _backward_strip(
 
 
 def _through_rules(
-    ruled: Tensor, scores: Tensor, grad: Tensor, tile: _Tile, parameters: list[Tensor], rule_grads: list[Tensor]
+    ruled: Tensor,
+    scores: Tensor,
+    grad: Tensor,
+    tile: _Tile,
+    parameters: list[Tensor],
+    rule_grads: list[Tensor],
 ) -> Tensor:
     """The gradient before the rules, and the rules' own gradients added to ``rule_grads``."""
     if not ruled.requires_grad:
@@ -357,12 +365,12 @@ def _sink_gradient(
 
 def run(problem: Problem, want: Want) -> Observation:
     """Output, and the statistics that ride along."""
-    output, lse, max_score = _Tiled.apply(
-        problem, problem.query, problem.key, problem.value, *problem.rule_parameters
-    )  # type: ignore[no-untyped-call]
+    output, lse, max_score = _Tiled.apply(problem, problem.query, problem.key, problem.value, *problem.rule_parameters)
     asked = want.names()
     return Observation(
-        output=output, lse=lse if "lse" in asked else None, max_score=max_score if "max_score" in asked else None
+        output=output,
+        lse=lse if "lse" in asked else None,
+        max_score=max_score if "max_score" in asked else None,
     )
 
 

@@ -1,0 +1,283 @@
+"""What a mask is: a predicate over absolute positions that knows its shape, combined with ``& | ~``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import MaskError, ShapeError
+from clearhead.masks.intervals import Intervals
+from clearhead.record import Record
+from clearhead.shapes import Bool, Int
+
+__all__ = [
+    "Carrying",
+    "Mask",
+    "carried_sizes",
+    "conjuncts",
+    "index_tensors",
+    "resolve_offset",
+    "seen",
+    "whole",
+]
+
+
+class Mask(Record, ABC):
+    """Base of all masks: a predicate, and what is known about its shape."""
+
+    #: Reads the query's position, so ``q_len != k_len`` needs a ``query_offset``.
+    position_dependent: bool = False
+    #: Depends on ``q_pos - k_pos`` alone, so it means the same inside a packed document.
+    relative: bool = False
+
+    @abstractmethod
+    def allows(
+        self,
+        batch: Int[Tensor, ...],
+        head: Int[Tensor, ...],
+        q_pos: Int[Tensor, ...],
+        k_pos: Int[Tensor, ...],
+    ) -> Bool[Tensor, ...]:
+        """Whether the query at ``q_pos`` may attend to the key at ``k_pos``; index tensors broadcast."""
+
+    def intervals(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_len: int) -> Intervals | None:
+        """Each row's runs of keys, or None where rows are not runs.
+
+        ``batch [batch, 1, 1, 1]``, ``head [1, heads, 1, 1]`` and ``q_pos [1, 1, q_len, 1]`` are positions.
+        """
+        return None
+
+    def placed(self, query_offset: int) -> Mask:
+        """The mask for a call whose first query stands at ``query_offset``."""
+        return self
+
+    def check(self, function: str, batch: int, heads: int, q_pos: range, k_len: int) -> None:
+        """Raise ``MaskError`` or ``ShapeError`` unless the mask fits a call of these sizes."""
+
+    def __and__(self, other: Mask) -> Mask:
+        return _Both(self, _mask("&", other))
+
+    def __or__(self, other: Mask) -> Mask:
+        return _Either(self, _mask("|", other))
+
+    def __invert__(self) -> Mask:
+        return _Not(self)
+
+    def __bool__(self) -> bool:
+        raise MaskError.about(
+            type(self).__name__, "mask", must="be combined with & | ~", got="a truth test (and, or, not, if)",
+            then="Write `a & b` for `a and b`; call .dense(q_len, k_len) for the values.",
+        )  # fmt: skip
+
+    def dense(
+        self, q_len: int, k_len: int, *, query_offset: int | None = None, batch: int | None = None,
+        num_heads: int | None = None,
+    ) -> Bool[Tensor, "*leading q_len k_len"]:  # fmt: skip
+        """The mask as booleans, for looking and for tests.
+
+        Args:
+            q_len: number of queries.
+            k_len: number of keys.
+            query_offset: position of the first query; needed when the lengths differ and the mask reads positions.
+            batch: batch size; by default what the mask itself carries, else 1.
+            num_heads: number of heads; by default what the mask itself carries, else 1.
+
+        Returns:
+            Bool ``[q_len, k_len]``, or ``[batch | 1, heads | 1, q_len, k_len]`` where it differs between them.
+
+        Raises:
+            MaskError: the lengths differ and the mask reads positions, with no ``query_offset``.
+
+        Cost: ``q_len * k_len`` time and memory per batch and head that differ.
+
+        >>> from clearhead import Causal
+        >>> Causal().dense(2, 2).tolist()
+        [[True, False], [True, True]]
+        """
+        whole(type(self).__name__ + ".dense", "q_len", q_len, low=0)
+        whole(type(self).__name__ + ".dense", "k_len", k_len, low=0)
+        offset = resolve_offset("dense", self, q_len, k_len, query_offset)
+        own_batch, own_heads = carried_sizes(self)
+        placed = self.placed(offset)
+        batch, num_heads = batch or own_batch, num_heads or own_heads
+        placed.check("dense", batch, num_heads, range(offset, offset + q_len), k_len)
+        device = next((tensor.device for tensor in self.tensors()), torch.device("cpu"))
+        index = index_tensors(batch, num_heads, q_len, k_len, offset, device)
+        allowed = placed.allows(*index)
+        allowed = allowed.expand(*allowed.shape[:2], q_len, k_len)
+        return allowed[0, 0] if allowed.shape[:2] == (1, 1) else allowed
+
+    def __str__(self) -> str:
+        from clearhead.masks.picture import picture
+
+        return f"{self!r}\n{picture(self)}"
+
+
+def whole(function: str, argument: str, value: object, *, low: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < low:
+        raise ShapeError.about(
+            function,
+            argument,
+            must=f"be a whole number of at least {low}",
+            got=repr(value),
+            then="Pass an int.",
+        )
+    return int(value) if isinstance(value, int) else value  # type: ignore[return-value]
+
+
+def seen(value: object) -> str:
+    """A value as an error names it."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+    return repr(value)[:80]
+
+
+def _mask(operator: str, other: object) -> Mask:
+    if not isinstance(other, Mask):
+        raise MaskError.about(
+            f"mask {operator}", "right side", must="be a mask", got=type(other).__name__,
+            then="Wrap a boolean tensor in ch.Dense and a function in ch.MaskFunction.",
+        )  # fmt: skip
+    return other
+
+
+def index_tensors(
+    batch: int, num_heads: int, q_len: int, k_len: int, query_offset: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four index tensors of a call, shaped to broadcast over ``[batch, heads, q_len, k_len]``."""
+    return (
+        torch.arange(batch, device=device).view(-1, 1, 1, 1),
+        torch.arange(num_heads, device=device).view(1, -1, 1, 1),
+        torch.arange(query_offset, query_offset + q_len, device=device).view(1, 1, -1, 1),
+        torch.arange(k_len, device=device).view(1, 1, 1, -1),
+    )
+
+
+def resolve_offset(function: str, subject: object, q_len: int, k_len: int, query_offset: int | None) -> int:
+    """Where the first query stands; refuses to guess for a position-dependent subject of unequal lengths."""
+    if query_offset is not None:
+        return query_offset
+    if q_len != k_len and getattr(subject, "position_dependent", False):
+        raise MaskError.about(
+            function, "query_offset", must="be given when q_len differs from k_len and positions matter",
+            got=f"q_len {q_len}, k_len {k_len}, no query_offset, under {subject!r}",
+            then=f"Usual choices: 0 (first query beside first key) or {k_len - q_len} "
+                 "(k_len - q_len: last query beside last key).",
+        )  # fmt: skip
+    return 0
+
+
+def carried_sizes(mask: Mask) -> tuple[int, int]:
+    """The batch size and number of heads that the mask's own tensors imply, 1 where they imply none."""
+    batch, heads = mask.carries() if isinstance(mask, Carrying) else (1, 1)
+    for name in mask.fields:
+        part = getattr(mask, name)
+        if isinstance(part, Mask):
+            sizes = carried_sizes(part)
+            batch, heads = max(batch, sizes[0]), max(heads, sizes[1])
+    return batch, heads
+
+
+class Carrying(Mask):
+    """A mask whose tensors have batch or head axes of their own."""
+
+    def carries(self) -> tuple[int, int]:
+        raise NotImplementedError
+
+    def check(self, function: str, batch: int, heads: int, q_pos: range, k_len: int) -> None:
+        for axis, own, call in zip(("batch", "heads"), self.carries(), (batch, heads), strict=True):
+            if own not in (1, call):
+                raise MaskError.about(
+                    function, "mask", must=f"have {axis} 1 or {call}", got=f"{axis} {own} in {self!r}",
+                    then="Make the mask for this call's sizes.",
+                )  # fmt: skip
+
+
+class _Combined(Mask):
+    """What a combination knows about its parts."""
+
+    symbol: ClassVar[str]
+
+    def parts(self) -> list[Mask]:
+        return [getattr(self, name) for name in self.fields]
+
+    @property
+    def position_dependent(self) -> bool:  # type: ignore[override]
+        return any(part.position_dependent for part in self.parts())
+
+    @property
+    def relative(self) -> bool:  # type: ignore[override]
+        return all(part.relative for part in self.parts())
+
+    def placed(self, query_offset: int) -> Mask:
+        copy = self.mapped(lambda tensor: tensor)
+        copy.__dict__.update({name: getattr(self, name).placed(query_offset) for name in self.fields})
+        return copy
+
+    def check(self, function: str, batch: int, heads: int, q_pos: range, k_len: int) -> None:
+        for part in self.parts():
+            part.check(function, batch, heads, q_pos, k_len)
+
+    def __repr__(self) -> str:
+        shown = [
+            f"({part!r})" if isinstance(part, _Combined) and part.symbol != self.symbol else repr(part)
+            for part in self.parts()
+        ]
+        return f" {self.symbol} ".join(shown) if len(shown) > 1 else f"{self.symbol}{shown[0]}"
+
+
+class _Both(_Combined):
+    fields = ("left", "right")
+    symbol = "&"
+
+    def __init__(self, left: Mask, right: Mask) -> None:
+        self.left, self.right = left, right
+
+    def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return self.left.allows(batch, head, q_pos, k_pos) & self.right.allows(batch, head, q_pos, k_pos)
+
+    def intervals(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_len: int) -> Intervals | None:
+        left = self.left.intervals(batch, head, q_pos, k_len)
+        right = self.right.intervals(batch, head, q_pos, k_len)
+        return left.intersect(right) if left is not None and right is not None else None
+
+
+class _Either(_Combined):
+    fields = ("left", "right")
+    symbol = "|"
+
+    def __init__(self, left: Mask, right: Mask) -> None:
+        self.left, self.right = left, right
+
+    def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return self.left.allows(batch, head, q_pos, k_pos) | self.right.allows(batch, head, q_pos, k_pos)
+
+    def intervals(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_len: int) -> Intervals | None:
+        left = self.left.intervals(batch, head, q_pos, k_len)
+        right = self.right.intervals(batch, head, q_pos, k_len)
+        return left.union(right) if left is not None and right is not None else None
+
+
+class _Not(_Combined):
+    fields = ("part",)
+    symbol = "~"
+
+    def __init__(self, part: Mask) -> None:
+        self.part = part
+
+    def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return ~self.part.allows(batch, head, q_pos, k_pos)
+
+    def intervals(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_len: int) -> Intervals | None:
+        inner = self.part.intervals(batch, head, q_pos, k_len)
+        return inner.complement(k_len) if inner is not None else None
+
+
+def conjuncts(mask: Mask) -> list[Mask]:
+    """The masks that ``mask`` is made of by ``&``; itself alone where it is not."""
+    if isinstance(mask, _Both):
+        return [*conjuncts(mask.left), *conjuncts(mask.right)]
+    return [mask]

@@ -1,0 +1,122 @@
+"""Masks of positions alone: causal, windows, prefixes, global tokens, strides."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from clearhead.masks.base import Mask, whole
+from clearhead.masks.intervals import Intervals
+
+__all__ = ["Causal", "Global", "Prefix", "Strided", "Window"]
+
+
+class Causal(Mask):
+    """Each query sees its own position and those before: ``k_pos <= q_pos``.
+
+    >>> print(Causal())
+    Causal()
+    ■·······
+    ■■······
+    ■■■·····
+    ■■■■····
+    ■■■■■···
+    ■■■■■■··
+    ■■■■■■■·
+    ■■■■■■■■
+    """
+
+    position_dependent = True
+    relative = True
+
+    def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return k_pos <= q_pos
+
+    def intervals(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_len: int) -> Intervals:
+        return Intervals.single(torch.zeros_like(q_pos), q_pos + 1, k_len)
+
+
+class Window(Mask):
+    """Keys from ``q_pos - before`` to ``q_pos + after``, both ends included.
+
+    Args:
+        before: how many positions back, 0 or more.
+        after: how many positions ahead, 0 or more.
+
+    >>> Window(1).dense(3, 3).int().tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    """
+
+    fields = ("before", "after")
+    position_dependent = True
+    relative = True
+
+    def __init__(self, before: int, after: int = 0) -> None:
+        self.before = whole("Window", "before", before, low=0)
+        self.after = whole("Window", "after", after, low=0)
+
+    def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return (k_pos >= q_pos - self.before) & (k_pos <= q_pos + self.after)
+
+    def intervals(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_len: int) -> Intervals:
+        return Intervals.single(q_pos - self.before, q_pos + self.after + 1, k_len)
+
+
+class Prefix(Mask):
+    """Every query sees the first ``length`` keys; ``Causal() | Prefix(n)`` is a prefix language model.
+
+    Args:
+        length: number of keys, 0 or more.
+    """
+
+    fields = ("length",)
+
+    def __init__(self, length: int) -> None:
+        self.length = whole("Prefix", "length", length, low=0)
+
+    def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return k_pos < self.length
+
+    def intervals(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_len: int) -> Intervals:
+        zero = torch.zeros_like(q_pos)
+        return Intervals.single(zero, zero + self.length, k_len)
+
+
+class Global(Mask):
+    """The first ``num_tokens`` positions attend everywhere and are attended by all (Longformer, BigBird).
+
+    Args:
+        num_tokens: how many, 0 or more.
+    """
+
+    fields = ("num_tokens",)
+    position_dependent = True
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = whole("Global", "num_tokens", num_tokens, low=0)
+
+    def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return (k_pos < self.num_tokens) | (q_pos < self.num_tokens)
+
+    def intervals(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_len: int) -> Intervals:
+        stop = torch.where(q_pos < self.num_tokens, k_len, self.num_tokens)
+        return Intervals.single(torch.zeros_like(stop), stop, k_len)
+
+
+class Strided(Mask):
+    """Every ``stride``-th key, counted from the query's own: ``(q_pos - k_pos) % stride == 0``
+    (Sparse Transformers, Child et al. 2019, section 4.2).
+
+    Args:
+        stride: 1 or more.
+    """
+
+    fields = ("stride",)
+    position_dependent = True
+    relative = True
+
+    def __init__(self, stride: int) -> None:
+        self.stride = whole("Strided", "stride", stride, low=1)
+
+    def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return (q_pos - k_pos) % self.stride == 0

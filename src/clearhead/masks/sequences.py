@@ -1,0 +1,184 @@
+"""Masks of sequences with lengths: padding to the right, and documents packed one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import MaskError, ShapeError
+from clearhead.masks.base import Carrying, seen
+from clearhead.masks.intervals import Intervals
+from clearhead.shapes import Bool, Int
+
+__all__ = ["Documents", "Padding"]
+
+
+class Padding(Carrying):
+    """Each sequence's keys end at its length: ``k_pos < lengths[batch]``.
+
+    Args:
+        lengths: int ``[batch]``, the number of real tokens of each sequence, padding to the right.
+
+    Raises:
+        ShapeError: lengths is not one axis of whole numbers, or holds a negative one.
+
+    >>> Padding([1, 2]).dense(1, 2).tolist()
+    [[[[True, False]]], [[[True, True]]]]
+    """
+
+    fields = ("lengths",)
+
+    def __init__(self, lengths: Sequence[int] | Int[Tensor, " batch"]) -> None:
+        self.lengths = _counts("Padding", "lengths", lengths)
+
+    @classmethod
+    def from_tokens(cls, real: Bool[Tensor, "batch len"]) -> Padding:
+        """From booleans that say which tokens are real; they must come before all padding."""
+        lengths = real.sum(dim=-1)
+        if real.ndim != 2 or not bool((real[:, :-1] >= real[:, 1:]).all()):
+            raise MaskError.about(
+                "Padding.from_tokens", "real", must="be [batch, len] with padding only to the right",
+                got=f"shape {tuple(real.shape)} with padding elsewhere", then="Use ch.Dense(real[:, None, None, :]).",
+            )  # fmt: skip
+        return cls(lengths)
+
+    def carries(self) -> tuple[int, int]:
+        return self.lengths.shape[0], 1
+
+    def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return k_pos < self.lengths[self._row(batch)]
+
+    def intervals(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_len: int) -> Intervals:
+        stop = self.lengths[self._row(batch)]
+        return Intervals.single(torch.zeros_like(stop), stop, k_len)
+
+    def _row(self, batch: Tensor) -> Tensor:
+        return batch if self.lengths.shape[0] > 1 else batch * 0
+
+    def check(self, function: str, batch: int, heads: int, q_pos: range, k_len: int) -> None:
+        super().check(function, batch, heads, q_pos, k_len)
+        if int(self.lengths.amax()) > k_len if self.lengths.numel() else False:
+            raise ShapeError.about(
+                function, "mask", must=f"have lengths of at most k_len {k_len}", got=f"{int(self.lengths.amax())}",
+                then="Pass the number of real tokens of each sequence.",
+            )  # fmt: skip
+
+
+class Documents(Carrying):
+    """Tokens attend within their own document of a packed sequence: ``ids[q_pos] == ids[k_pos]``.
+
+    Args:
+        lengths: int ``[documents]``: how long each document is, one after the other; or
+        ids: int ``[len]`` or ``[batch, len]``: which document each token is of. A negative id is padding:
+            it attends to nothing and nothing attends to it.
+
+    Raises:
+        ShapeError: both or neither are given, or the numbers do not fit.
+
+    >>> Documents(lengths=[2, 1]).dense(3, 3).int().tolist()
+    [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+    """
+
+    fields = ("ids", "contiguous")
+    position_dependent = True
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | Int[Tensor, " documents"] | None = None,
+        *,
+        ids: Int[Tensor, "*batch len"] | None = None,
+    ) -> None:
+        if (lengths is None) == (ids is None):
+            raise ShapeError.about(
+                "Documents", "lengths", must="be given, or ids, one of both",
+                got="both" if ids is not None else "neither", then="Pass Documents(lengths=[5, 3]).",
+            )  # fmt: skip
+        if lengths is not None:
+            counts = _counts("Documents", "lengths", lengths)
+            numbers = torch.arange(counts.shape[0], device=counts.device)
+            self.ids = torch.repeat_interleave(numbers, counts)[None]
+            self.contiguous = True
+        else:
+            self.ids = _document_ids(ids)
+            self.contiguous = _contiguous(self.ids)
+
+    def carries(self) -> tuple[int, int]:
+        return self.ids.shape[0], 1
+
+    def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        row = batch if self.ids.shape[0] > 1 else batch * 0
+        own, other = self.ids[row, q_pos], self.ids[row, k_pos]
+        return (own == other) & (own >= 0)
+
+    def intervals(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_len: int) -> Intervals | None:
+        if not self.contiguous:
+            return None
+        start, stop = self.bounds()
+        row = batch if self.ids.shape[0] > 1 else batch * 0
+        return Intervals.single(start[row, q_pos], stop[row, q_pos], k_len)
+
+    def bounds(self) -> tuple[Int[Tensor, "batch len"], Int[Tensor, "batch len"]]:
+        """For each token, where its document starts and stops; an empty run for padding."""
+        total = self.ids.shape[1]
+        place = torch.arange(total, device=self.ids.device).expand_as(self.ids)
+        changes = self.ids[:, 1:] != self.ids[:, :-1]
+        edge = torch.ones_like(self.ids[:, :1], dtype=torch.bool)
+        start = torch.where(torch.cat([edge, changes], dim=1), place, 0).cummax(dim=1).values
+        last = torch.where(torch.cat([changes, edge], dim=1), place + 1, total)
+        stop = last.flip(1).cummin(dim=1).values.flip(1)
+        return start, torch.where(self.ids >= 0, stop, start)
+
+    def check(self, function: str, batch: int, heads: int, q_pos: range, k_len: int) -> None:
+        super().check(function, batch, heads, q_pos, k_len)
+        total = self.ids.shape[1]
+        if k_len != total or (len(q_pos) and (q_pos.start < 0 or q_pos.stop > total)):
+            queries = f"queries {q_pos.start} to {q_pos.stop - 1}"
+            raise MaskError.about(
+                function, "mask", must=f"cover the call's tokens ({k_len} keys, {queries})",
+                got=f"{total} tokens in {self!r}", then="The documents' lengths must add up to k_len.",
+            )  # fmt: skip
+
+
+def _document_ids(ids: Tensor | None) -> Tensor:
+    tensor = torch.as_tensor(ids)
+    if tensor.ndim not in (1, 2) or tensor.is_floating_point() or tensor.dtype == torch.bool:
+        raise ShapeError.about(
+            "Documents",
+            "ids",
+            must="be whole numbers [len] or [batch, len]",
+            got=seen(tensor),
+            then="One id a token.",
+        )
+    return tensor.to(torch.int64).reshape(-1, tensor.shape[-1])
+
+
+def _contiguous(ids: Tensor) -> bool:
+    """Whether every document is one run of tokens. Padding may lie anywhere."""
+    for row in ids:
+        runs = torch.unique_consecutive(row)
+        runs = runs[runs >= 0]
+        if runs.numel() != torch.unique(runs).numel():
+            return False
+    return True
+
+
+def _counts(function: str, argument: str, value: Sequence[int] | Tensor) -> Tensor:
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        tensor = torch.empty(0, 0)
+    if tensor.numel() == 0 and tensor.ndim == 1:
+        tensor = tensor.to(torch.int64)
+    whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    if tensor.ndim != 1 or not whole:
+        raise ShapeError.about(
+            function, argument, must="be one axis of whole numbers", got=seen(value), then="Pass e.g. [5, 3]."
+        )
+    # Reading values back from an accelerator, or while tracing, would stop the work to look at them.
+    if tensor.device.type == "cpu" and not torch.compiler.is_compiling() and bool((tensor < 0).any()):
+        raise ShapeError.about(
+            function, argument, must="not be negative", got=str(int(tensor.min())), then="Count real tokens."
+        )
+    return tensor.to(torch.int64)

@@ -1,0 +1,180 @@
+"""Every backend against the float64 specification, forward and backward, wherever it says it can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead as ch
+from clearhead.dispatch import BACKENDS
+from tests.budget import within_budget
+from tests.problems import BIAS, HEADS, MASKS, RULES, SINKS, TABLE, NamedMask, NamedRule, tensors
+
+TESTED = [backend.name for backend in BACKENDS if backend.name != "reference" and backend.capability.requires() is None]
+
+
+def _gradients(inputs: tuple[Tensor, ...], backend: str, **options: Any) -> list[Tensor]:
+    output = ch.attention(*inputs[:3], backend=backend, **options)
+    slope = torch.linspace(-1.0, 1.0, output.numel(), dtype=torch.float64).to(output).view_as(output)
+    return [output, *torch.autograd.grad(output, inputs, slope)]
+
+
+def _compare(backend: str, inputs: tuple[Tensor, ...], **options: Any) -> None:
+    """Output and every gradient on the error budget; skips what the backend's capability refuses."""
+    reasons = ch.explain_dispatch(*inputs, **options).reasons[backend]
+    if reasons:
+        pytest.skip(f"{backend}: {'; '.join(reasons)}")
+    exact_inputs = tuple(tensor.detach().double().requires_grad_() for tensor in inputs)
+    exact = _gradients(exact_inputs, "reference", **options)
+    textbook = _gradients(inputs, "reference", **options)
+    query, key, value = (tensor.detach().double().square().mean().sqrt().item() for tensor in inputs)
+    # A gradient's terms are weight-gradient times key or query; an output's are values.
+    sizes = {"output": value, "dquery": value * key, "dkey": value * query, "dvalue": 1.0}
+    terms = max(inputs[0].shape[2], inputs[1].shape[2])
+    found = zip(_gradients(inputs, backend, **options), textbook, exact, strict=True)
+    for (name, size), tensors_of in zip(sizes.items(), found, strict=True):
+        within_budget(f"{backend} {name}", *tensors_of, terms=terms, size=size)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("backend", TESTED)
+def test_masks_and_rules(backend: str, mask: NamedMask, rule: NamedRule) -> None:
+    _compare(backend, tensors(), mask=mask.mask, scores=rule.rules)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["none", "causal", "padding to nothing", "causal documents"])
+@pytest.mark.parametrize("backend", TESTED)
+def test_dtypes(backend: str, name: str, dtype: torch.dtype) -> None:
+    _compare(backend, tensors(dtype=dtype), mask=MASKS[name].mask)
+
+
+SIZES = [
+    {"q_len": 1, "k_len": 1},
+    {"q_len": 127, "k_len": 127},
+    {"q_len": 129, "k_len": 513},
+    {"q_len": 128, "k_len": 512},
+    {"q_len": 1, "k_len": 600},
+    {"q_len": 600, "k_len": 1},
+    {"q_len": 31, "k_len": 7, "head_dim": 1, "value_dim": 1},
+    {"q_len": 9, "k_len": 9, "head_dim": 67, "value_dim": 130},
+    {"heads": 6, "kv_heads": 6, "value_dim": 8},
+    {"heads": 6, "kv_heads": 1, "q_len": 40, "k_len": 70},
+    {"batch": 5, "heads": 3, "kv_heads": 3, "q_len": 300, "k_len": 300, "head_dim": 4},
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("mask", [None, ch.Causal(), ch.Causal() & ch.Window(20)], ids=repr)
+@pytest.mark.parametrize("backend", TESTED)
+def test_sizes(backend: str, mask: ch.Mask | None, sizes: dict[str, int]) -> None:
+    inputs = tensors(**sizes)
+    offset = inputs[1].shape[2] - inputs[0].shape[2]
+    _compare(backend, inputs, mask=mask, query_offset=offset)
+    _compare(backend, inputs, mask=mask, query_offset=0)
+
+
+@pytest.mark.parametrize("backend", TESTED)
+def test_strided_views(backend: str) -> None:
+    """A packed projection, cut into heads without a copy."""
+    packed = torch.randn(2, 13, 3 * HEADS * 8)
+    views = tuple(part.unflatten(-1, (HEADS, 8)).transpose(1, 2).requires_grad_() for part in packed.chunk(3, dim=-1))
+    assert not views[0].is_contiguous()
+    _compare(backend, views, mask=ch.Causal())
+
+
+@pytest.mark.parametrize("backend", TESTED)
+@pytest.mark.parametrize("size", [30.0, 1e3])
+def test_huge_scores(backend: str, size: float) -> None:
+    _compare(backend, tensors(size=size), mask=ch.Causal())
+
+
+@pytest.mark.parametrize("lengths", [[1] * 9, [300, 1, 2, 290, 7, 40, 40], [513], [0, 5, 0, 6]], ids=str)
+@pytest.mark.parametrize("backend", TESTED)
+def test_packed_documents(backend: str, lengths: list[int]) -> None:
+    inputs = tensors(batch=1, q_len=sum(lengths), k_len=sum(lengths))
+    for mask in (ch.Documents(lengths=lengths), ch.Window(3, 1) & ch.Documents(lengths=lengths)):
+        _compare(backend, inputs, mask=mask)
+
+
+@pytest.mark.parametrize("backend", TESTED)
+def test_packed_documents_with_padding_between(backend: str) -> None:
+    ids = torch.tensor([0, 0, 0, -1, 1, 1, -1, -1, 2])
+    _compare(backend, tensors(batch=1, q_len=9, k_len=9), mask=ch.Documents(ids=ids))
+
+
+@pytest.mark.parametrize("backend", TESTED)
+@pytest.mark.parametrize("name", ["none", "causal", "padding to nothing", "causal documents"])
+def test_gradients_of_rules(backend: str, name: str) -> None:
+    """Tables, biases and sinks learn."""
+    batch = 1 if "documents" in name else 2
+    mask = MASKS[name].mask if batch == 2 else ch.Documents(lengths=[5, 1, 7]) & ch.Causal()
+
+    def run(backend: str, dtype: torch.dtype) -> tuple[list[Tensor], tuple[str, ...]]:
+        inputs = tensors(dtype=dtype, batch=batch)
+        learned = [tensor.detach().clone().to(dtype).requires_grad_() for tensor in (TABLE, BIAS, SINKS)]
+        rules: tuple[ch.ScoreRule, ...] = (ch.RelativeBias(learned[0]), ch.DenseBias(learned[1]))
+        if backend != "sdpa":
+            rules = (*rules, ch.SoftCap(3.0), ch.Sink(learned[2]))
+        names = ("output", "dquery", "dkey", "dvalue", "dtable", "dbias", "dsink")
+        used = inputs + tuple(learned[: 3 if backend != "sdpa" else 2])
+        output = ch.attention(*inputs, mask=mask, scores=rules, backend=backend if dtype != torch.float64 else "reference")
+        return [output, *torch.autograd.grad(output.square().sum(), used)], names
+
+    found, names = run(backend, torch.float32)
+    exact, _ = run(backend, torch.float64)
+    for name, result, right in zip(names, found, exact, strict=False):
+        assert torch.isfinite(result).all(), name
+        scale = right.abs().max().item() + 1.0
+        assert (result.double() - right).abs().max().item() <= 2e-6 * scale * 13, f"{backend} {name}"
+
+
+@pytest.mark.parametrize("backend", ["tiled", "reference"])
+def test_gradients_of_what_a_function_closes_over(backend: str) -> None:
+    learned = torch.randn(HEADS, dtype=torch.float64, requires_grad=True)
+    query, key, value = tensors(dtype=torch.float64)
+    rule = ch.ScoreFunction(lambda score, b, h, i, j: score * learned[h] + learned[h] * (i - j))
+
+    def run(learned_: Tensor) -> Tensor:
+        return ch.attention(query, key, value, scores=rule, mask=ch.Causal(), backend=backend)
+
+    (grad,) = torch.autograd.grad(run(learned).square().sum(), learned)
+    step = torch.zeros_like(learned)
+    step[2] = 1e-6
+    with torch.no_grad():
+        learned += step
+        high = run(learned).square().sum()
+        learned -= 2 * step
+        low = run(learned).square().sum()
+    torch.testing.assert_close(grad[2], (high - low) / 2e-6, rtol=1e-6, atol=1e-6)
+
+
+def test_tiled_lse_has_its_gradient() -> None:
+    query, key, value = tensors(dtype=torch.float64)
+
+    def lse(backend: str) -> Tensor:
+        want = ch.Want(lse=True)
+        seen = ch.observe_attention(query, key, value, mask=ch.Causal(), want=want, backend=backend)
+        return torch.cat([grad.flatten() for grad in torch.autograd.grad(seen.lse.sum() + seen.output.sum(), (query, key))])
+
+    torch.testing.assert_close(lse("tiled"), lse("reference"))
+
+
+@pytest.mark.parametrize("backend", TESTED)
+def test_two_runs_give_the_same_bits(backend: str) -> None:
+    inputs = tensors(q_len=200, k_len=200)
+    first, second = (_gradients(inputs, backend, mask=ch.Causal()) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_the_budget_can_fail() -> None:
+    exact = torch.ones(3, dtype=torch.float64)
+    within_budget("same", exact.float(), exact.float(), exact)
+    with pytest.raises(AssertionError, match="above its budget"):
+        within_budget("off", exact.float() + 1e-3, exact.float(), exact)
+    with pytest.raises(AssertionError, match="not finite"):
+        within_budget("nan", exact.float() * torch.nan, exact.float(), exact)

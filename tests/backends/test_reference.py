@@ -1,0 +1,102 @@
+"""The specification against NumPy, for every mask and rule, and against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead as ch
+from tests.oracle import attend
+from tests.problems import MASKS, RULES, NamedMask, NamedRule, tensors
+
+EVERYTHING = ch.Want(
+    lse=True, max_score=True, entropy=True, top_k=3, received=True, heatmap=4, sink=2, distance=True, rows=[0, 5]
+)
+
+
+def _arrays(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().double().numpy()
+
+
+def _both(mask: NamedMask, rule: NamedRule) -> tuple[ch.Observation, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    query, key, value = tensors(dtype=torch.float64)
+    seen = ch.observe_attention(
+        query, key, value, mask=mask.mask, scores=rule.rules, want=EVERYTHING, backend="reference"
+    )
+    exact = attend(
+        _arrays(query), _arrays(key), _arrays(value), allowed=mask.plain, rules=rule.plain,
+        sink=None if rule.sink is None else _arrays(rule.sink),
+    )  # fmt: skip
+    return seen, exact
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_reference_is_the_formula(mask: NamedMask, rule: NamedRule) -> None:
+    seen, (output, weights, lse) = _both(mask, rule)
+    np.testing.assert_allclose(_arrays(seen.output), output, atol=1e-12)
+    np.testing.assert_allclose(_arrays(seen.lse), lse, atol=1e-12)
+    np.testing.assert_allclose(_arrays(seen.rows), weights[:, :, [0, 5]], atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "padding to nothing", "dense"])
+def test_statistics_are_sums_over_the_weights(name: str) -> None:
+    seen, (_, weights, _) = _both(MASKS[name], RULES["alibi"])
+    positions = np.arange(weights.shape[-1])
+    distance = np.abs(positions[:, None] - positions[None, :])
+    logs = np.where(weights > 0, np.log(np.where(weights > 0, weights, 1.0)), 0.0)
+    np.testing.assert_allclose(_arrays(seen.entropy), -(weights * logs).sum(-1), atol=1e-12)
+    np.testing.assert_allclose(_arrays(seen.received), weights.sum(-2), atol=1e-12)
+    np.testing.assert_allclose(_arrays(seen.sink), weights[..., :2].sum(-1), atol=1e-12)
+    np.testing.assert_allclose(_arrays(seen.distance), (weights * distance).sum(-1), atol=1e-12)
+    ordered = -np.sort(-weights, axis=-1)
+    np.testing.assert_allclose(_arrays(seen.top_weights), ordered[..., :3], atol=1e-12)
+    taken = np.take_along_axis(weights, seen.top_indices.numpy(), axis=-1)
+    np.testing.assert_allclose(taken, ordered[..., :3], atol=1e-12)
+    corner = weights[:, :, 4:8, 8:12]
+    np.testing.assert_allclose(_arrays(seen.heatmap_max)[:, :, 1, 2], corner.max((-2, -1)), atol=1e-12)
+    np.testing.assert_allclose(_arrays(seen.heatmap_mean)[:, :, 1, 2], corner.mean((-2, -1)), atol=1e-12)
+    edge = weights[:, :, 12:, 12:]
+    np.testing.assert_allclose(_arrays(seen.heatmap_mean)[:, :, 3, 3], edge.mean((-2, -1)), atol=1e-12)
+
+
+def test_row_weights_are_weighted_column_sums() -> None:
+    query, key, value = tensors(dtype=torch.float64)
+    rows = torch.rand(2, 4, 3, 13, dtype=torch.float64)
+    seen = ch.observe_attention(
+        query, key, value, want=ch.Want(row_weights=rows, rows=range(13)), backend="reference"
+    )
+    torch.testing.assert_close(seen.row_weights, rows @ seen.rows)
+
+
+def test_ties_go_to_the_lower_index() -> None:
+    zero = torch.zeros(1, 4)
+    seen = ch.observe_attention(zero, torch.zeros(5, 4), torch.ones(5, 4), want=ch.Want(top_k=3), backend="reference")
+    assert seen.top_indices.tolist() == [[0, 1, 2]]
+
+
+def test_two_tokens_by_hand() -> None:
+    query = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
+    key = torch.tensor([[0.0], [math.log(3.0)]], dtype=torch.float64)
+    value = torch.tensor([[4.0], [8.0]], dtype=torch.float64)
+    seen = ch.observe_attention(query, key, value, want=ch.Want(lse=True, rows=[0, 1]), backend="reference")
+    # exp(0) : exp(ln 3) = 1 : 3, and 1 : 9 for the query twice as long.
+    torch.testing.assert_close(seen.rows, torch.tensor([[0.25, 0.75], [0.1, 0.9]], dtype=torch.float64))
+    torch.testing.assert_close(seen.output, torch.tensor([[7.0], [7.6]], dtype=torch.float64))
+    torch.testing.assert_close(seen.lse, torch.tensor([4.0, 10.0], dtype=torch.float64).log())
+
+
+def test_gradients_are_right_in_float64() -> None:
+    query, key, value = tensors(dtype=torch.float64, batch=1, heads=2, kv_heads=1, q_len=4, k_len=4, head_dim=3)
+    table = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    logits = torch.randn(2, dtype=torch.float64, requires_grad=True)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, table: Tensor, logits: Tensor) -> Tensor:
+        rules = (ch.RelativeBias(table), ch.SoftCap(2.0), ch.Sink(logits))
+        return ch.attention(query, key, value, mask=ch.Causal(), scores=rules, backend="reference")
+
+    assert torch.autograd.gradcheck(run, (query, key, value, table, logits))

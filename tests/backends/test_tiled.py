@@ -1,0 +1,68 @@
+"""What only the tiles promise: memory that grows with the length, and no work on empty tiles."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead.backends import tiled
+from clearhead.dispatch import choose
+from clearhead.problem import Problem
+from clearhead.statistics import Want
+
+PEAK = """
+import resource, sys, torch, clearhead as ch
+length, backward = int(sys.argv[1]), sys.argv[2] == "backward"
+query, key, value = (torch.randn(1, 4, length, 16, requires_grad=backward) for _ in range(3))
+small = torch.randn(1, 4, 64, 16, requires_grad=backward)
+def run(query, key, value):
+    output = ch.attention(query, key, value, mask=ch.Causal() & ch.Window(300), scores=ch.Alibi(4), backend="tiled")
+    if backward:
+        output.sum().backward()
+run(small, small, small)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+run(query, key, value)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_memory_grows_with_the_length_alone(direction: str) -> None:
+    """16,384 tokens of 4 heads: T x T scores would take 4 GB."""
+    command = [sys.executable, "-c", PEAK, "16384", direction]
+    megabytes = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert megabytes < 150
+
+
+def test_empty_tiles_are_not_visited(monkeypatch: pytest.MonkeyPatch) -> None:
+    visited = []
+    raw_scores = tiled._raw_scores
+
+    def counting(problem, layout, queries, tile):  # type: ignore[no-untyped-def]
+        visited.append((queries.start, tile.keys.start))
+        return raw_scores(problem, layout, queries, tile)
+
+    monkeypatch.setattr(tiled, "_raw_scores", counting)
+    query = torch.randn(1, 1, 2048, 4)
+    ch.attention(query, query, query, mask=ch.Causal() & ch.Window(100), backend="tiled")
+    whole = (2048 // 128) * (2048 // 512)
+    assert len(visited) == 16 + 3  # one tile a strip, and two where the window crosses a border
+    assert len(visited) < whole / 3
+
+
+def test_second_order_gradients_are_refused() -> None:
+    query = torch.randn(1, 1, 5, 4, requires_grad=True)
+    output = ch.attention(query, query, query, scores=ch.SoftCap(1.0), backend="tiled")
+    (grad,) = torch.autograd.grad(output.sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        grad.sum().backward()
+
+
+def test_auto_takes_tiles_for_long_rows() -> None:
+    query = torch.randn(1, 1, 5000, 4)
+    problem = Problem.of("attention", query, query, query, mask=ch.Window(3))
+    assert choose("attention", problem, Want()).name == "tiled"

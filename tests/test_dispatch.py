@@ -1,0 +1,71 @@
+"""The choice of a backend, and what it says about itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead.dispatch import BACKENDS, backend_names
+from tests.problems import tensors
+
+
+def _choice(**options: object) -> str | None:
+    return ch.explain_dispatch(*tensors(), **options).choice  # type: ignore[arg-type]
+
+
+def test_first_that_can() -> None:
+    assert _choice() == "sdpa"
+    assert _choice(mask=ch.Causal() & ch.Padding([3, 13])) == "sdpa"
+    assert _choice(scores=ch.SoftCap(2.0)) == "tiled"
+    assert _choice(dropout=0.1) == "tiled"
+    assert _choice(want=ch.Want(lse=True)) == "tiled"
+    assert _choice(want=ch.Want(received=True)) == "reference"
+    assert _choice(want=ch.Want(received=True), backend="tiled") is None
+
+
+def test_a_mask_too_large_to_write_out_goes_to_the_tiles() -> None:
+    query = torch.zeros(1, 1, 8192, 8)
+    assert ch.explain_dispatch(query, query, query, mask=ch.Window(10)).choice == "tiled"
+    assert ch.explain_dispatch(query, query, query, mask=ch.Causal()).choice == "sdpa"
+
+
+def test_report_names_the_choice_and_every_reason() -> None:
+    text = str(ch.explain_dispatch(*tensors(), scores=ch.SoftCap(2.0), dropout=0.1))
+    assert text.splitlines()[0] == "backend: tiled"
+    assert "cannot apply SoftCap to scores; cannot reproduce dropout from a seed" in text
+    for name in backend_names():
+        assert f"  {name} " in text
+
+
+def test_named_backend_runs_or_raises_with_its_reasons() -> None:
+    inputs = tensors()
+    with pytest.raises(ch.UnsupportedError, match="sdpa: cannot reproduce dropout from a seed"):
+        ch.attention(*inputs, dropout=0.1, backend="sdpa")
+    with pytest.raises(ch.UnsupportedError, match="tiled: cannot give received"):
+        ch.observe_attention(*inputs, want=ch.Want(received=True), backend="tiled")
+
+
+def test_what_a_report_says_is_what_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every backend without reasons runs; every one with reasons raises."""
+    inputs = tensors()
+    for options in ({}, {"scores": ch.Sink(0.0)}, {"dropout": 0.2}, {"mask": ch.Strided(2)}):
+        report = ch.explain_dispatch(*inputs, **options)
+        for name, reasons in report.reasons.items():
+            if reasons:
+                with pytest.raises(ch.UnsupportedError):
+                    ch.attention(*inputs, **options, backend=name)
+            else:
+                ch.attention(*inputs, **options, backend=name)
+
+
+def test_capability_rows_are_words() -> None:
+    for backend in BACKENDS:
+        row = backend.capability.row()
+        assert all(isinstance(word, str) and word for word in row.values()), backend.name
+
+
+def test_refused_sizes_say_their_number() -> None:
+    query = torch.zeros(1, 64, 4096, 1)
+    reasons = ch.explain_dispatch(query, query, query, want=ch.Want(received=True)).reasons["reference"]
+    assert reasons == ("would hold 1,073,741,824 scores at once (limit 268,435,456)",)

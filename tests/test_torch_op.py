@@ -1,0 +1,107 @@
+"""Under torch.compile and torch.export the call is one operator with the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import clearhead as ch
+
+
+class Block(nn.Module):
+    """A packed projection into attention, with learned bias."""
+
+    def __init__(self, mask: ch.Mask | None = None) -> None:
+        super().__init__()
+        self.projection = nn.Linear(16, 48)
+        self.table = nn.Parameter(torch.randn(4, 11))
+        self.mask = mask
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        query, key, value = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.projection(x).chunk(3, -1))
+        mask = ch.Padding(lengths) if self.mask is None else self.mask & ch.Padding(lengths)
+        return ch.attention(query, key, value, mask=mask, scores=(ch.RelativeBias(self.table), ch.SoftCap(3.0)))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    "mask", [None, ch.Causal(), ~ch.Window(2), ch.MaskFunction(lambda b, h, i, j: (i + j) % 2 == 0)], ids=repr
+)
+def test_compiled_equals_eager(mask: ch.Mask | None) -> None:
+    torch.manual_seed(0)
+    block, x, lengths = Block(mask), torch.randn(2, 9, 16), torch.tensor([9, 4])
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    results = []
+    for run in (block, compiled):
+        output = run(x, lengths)
+        results.append([output, *torch.autograd.grad(output.square().sum(), list(block.parameters()))])
+    for eager, traced in zip(*results, strict=True):
+        torch.testing.assert_close(traced, eager)
+
+
+def test_compiled_with_inductor() -> None:
+    block, x, lengths = Block(ch.Causal()), torch.randn(2, 9, 16), torch.tensor([9, 4])
+    torch.testing.assert_close(torch.compile(block, fullgraph=True)(x, lengths), block(x, lengths))
+
+
+def test_exported_equals_eager() -> None:
+    block, x, lengths = Block(ch.Causal()), torch.randn(2, 9, 16), torch.tensor([9, 4])
+    program = torch.export.export(block, (x, lengths))
+    other = torch.tensor([2, 7])
+    torch.testing.assert_close(program.module()(x, other), block(x, other))
+    assert "clearhead.attention" in program.graph_module.code
+
+
+def test_dynamic_lengths_compile_once() -> None:
+    block = Block(ch.Causal())
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
+    for length in (9, 17, 30):
+        x = torch.randn(2, length, 16)
+        lengths = torch.tensor([length, 3])
+        torch.testing.assert_close(compiled(x, lengths), block(x, lengths))
+    assert counter.frame_count == 1
+
+
+def test_seeded_dropout_is_the_same_compiled() -> None:
+    x = torch.randn(1, 2, 30, 4, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        return ch.attention(x, x, x, mask=ch.Causal(), dropout=0.4, seed=11)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for call in (run, compiled):
+        assert torch.equal(call(x), run(x))
+    grads = [torch.autograd.grad(call(x).sum(), x)[0] for call in (run, compiled)]
+    torch.testing.assert_close(*grads)
+
+
+def test_errors_come_through() -> None:
+    x = torch.randn(1, 2, 3, 4)
+    compiled = torch.compile(lambda x: ch.attention(x, x, x, mask=ch.Documents(lengths=[9])), backend="aot_eager")
+    with pytest.raises(ch.MaskError, match="cover the call's tokens"):
+        compiled(x)
+
+
+def test_learned_closures_are_refused_not_lost() -> None:
+    learned = torch.ones(3, 3, requires_grad=True)
+    rule = ch.ScoreFunction(lambda s, b, h, i, j: s + learned[i, j])
+    x = torch.randn(1, 2, 3, 4)
+    compiled = torch.compile(lambda x: ch.attention(x, x, x, scores=rule), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="must not close over learned tensors"):
+        compiled(x)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), ch.attention(x, x, x, scores=rule))
+
+
+def test_the_operator_is_well_formed() -> None:
+    query, key, value = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
+    arguments = (query, key, value, [torch.tensor([3])], "Padding(t0)", "()", [], None, 0.0, None, "auto")
+    torch.library.opcheck(
+        torch.ops.clearhead.attention.default, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+    )
