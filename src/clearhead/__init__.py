@@ -1,5 +1,7 @@
 """clearhead: attention for PyTorch that you can run, write, see into, and trust."""
 
+from clearhead import bridges, nn, positions
+from clearhead.cache import KVCache
 from clearhead.errors import ClearheadError, DataError, MaskError, ShapeError, UnsupportedError
 from clearhead.functional import attention, explain_dispatch, observe_attention
 from clearhead.masks import (
@@ -15,6 +17,8 @@ from clearhead.masks import (
     Strided,
     Window,
 )
+from clearhead.observe.explain import explain
+from clearhead.pack import pack, unpack
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, ScoreRule, Sink, SoftCap
 from clearhead.statistics import Observation, Want
 
@@ -28,6 +32,7 @@ __all__ = [
     "DenseBias",
     "Documents",
     "Global",
+    "KVCache",
     "Mask",
     "MaskError",
     "MaskFunction",
@@ -45,8 +50,14 @@ __all__ = [
     "Want",
     "Window",
     "attention",
+    "bridges",
+    "explain",
     "explain_dispatch",
+    "nn",
     "observe_attention",
+    "pack",
+    "positions",
+    "unpack",
 ]
 
 __version__ = "0.1.0"

@@ -248,7 +248,7 @@ class _Tiled(torch.autograd.Function):
         return output.to(query.dtype), lse, max_score
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
         problem: Problem = ctx.problem.with_tensors(query, key, value)
@@ -365,7 +365,9 @@ def _sink_gradient(
 
 def run(problem: Problem, want: Want) -> Observation:
     """Output, and the statistics that ride along."""
-    output, lse, max_score = _Tiled.apply(problem, problem.query, problem.key, problem.value, *problem.rule_parameters)
+    output, lse, max_score = _Tiled.apply(  # type: ignore[no-untyped-call]
+        problem, problem.query, problem.key, problem.value, *problem.rule_parameters
+    )
     asked = want.names()
     return Observation(
         output=output,

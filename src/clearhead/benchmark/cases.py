@@ -1,0 +1,178 @@
+"""One comparison: contenders that must give the same numbers before a clock is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from clearhead.benchmark.peers import Call, Groups, ModuleWork, TensorWork
+from clearhead.errors import UnsupportedError
+from clearhead.functional import explain_dispatch
+from clearhead.masks import Causal
+
+__all__ = ["OURS", "Case", "Setting", "case_of", "chosen_backend", "errors_against", "grid"]
+
+OURS = "clearhead"
+LEVELS = ("attention", "module")
+MODES = ("forward", "training")
+
+#: Contenders that hold every score at once are left out beyond this many bytes of them.
+_MOST_SCORE_BYTES = 2**31
+_HOLD_ALL_SCORES = ("textbook formula", "nn.MultiheadAttention, weights")
+#: How many times the textbook's own rounding error a contender may be off and still count as the same work.
+_ALLOWANCE = 8.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a case is about. ``shape`` is ``(batch, heads, length, head_dim)``."""
+
+    level: str
+    mode: str
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype
+    causal: bool
+
+    @property
+    def title(self) -> str:
+        """The setting in one line."""
+        kind = "causal" if self.causal else "full"
+        return f"{self.level} {self.mode} {'x'.join(map(str, self.shape))} {str(self.dtype)[6:]} {kind}"
+
+    @property
+    def operations(self) -> float:
+        """Multiplications and additions of the case, a masked score counted as none.
+
+        Two products forward and five backward (Dao 2023, FlashAttention-2, section 4.1); a module's projections
+        are four products more, three times that in training.
+        """
+        batch, heads, length, head_dim = self.shape
+        scores = length * (length + 1) / 2 if self.causal else length * length
+        passes = 1.0 if self.mode == "forward" else 3.5
+        total = passes * 4.0 * batch * heads * scores * head_dim
+        if self.level == "module":
+            total += (1.0 if self.mode == "forward" else 3.0) * 8.0 * batch * length * (heads * head_dim) ** 2
+        return total
+
+    def to_dict(self) -> dict[str, Any]:
+        """The setting as plain values."""
+        return {
+            "level": self.level, "mode": self.mode, "shape": list(self.shape), "dtype": str(self.dtype)[6:],
+            "causal": self.causal, "operations": self.operations,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Contenders for one piece of work.
+
+    Args:
+        title: what the work is, in one line.
+        calls: the contenders; each call returns groups of tensors that mean the same for all.
+        exact: the same groups in float64.
+        plain: the same groups by the textbook formula in the contenders' dtype; its error sets the allowance.
+        left_out: contenders that do not take part, and why.
+    """
+
+    title: str
+    calls: Mapping[str, Call]
+    exact: Callable[[], Groups]
+    plain: Callable[[], Groups]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self) -> dict[str, float]:
+        """Run every contender once and compare with float64.
+
+        Returns:
+            Each contender's largest error, relative to the largest number of its group.
+
+        Raises:
+            UnsupportedError: one of them computes other numbers; other work is not timed.
+        """
+        exact = self.exact()
+        allowed = errors_against(exact, self.plain())
+        worst = {}
+        for name, call in self.calls.items():
+            groups = call()
+            found = errors_against(exact, groups)
+            floor = torch.finfo(groups[0][0].dtype).eps
+            if len(found) != len(allowed) or any(
+                not error <= _ALLOWANCE * (own + floor) for error, own in zip(found, allowed, strict=True)
+            ):
+                raise UnsupportedError.about(
+                    "bench", f"contender {name!r}", must=f"compute the same as the others in '{self.title}'",
+                    got=f"relative errors {_shown(found)} where the textbook formula has {_shown(allowed)}",
+                    then="Different work is not timed.",
+                )  # fmt: skip
+            worst[name] = max(found)
+        return worst
+
+
+def errors_against(exact: Groups, groups: Groups) -> list[float]:
+    """For each group the largest error, relative to the group's largest exact number; infinite where shapes differ."""
+    errors = []
+    for wanted, got in zip(exact, groups, strict=False):
+        one = torch.cat([tensor.detach().double().flatten() for tensor in wanted])
+        other = torch.cat([tensor.detach().double().flatten() for tensor in got])
+        if one.shape != other.shape:
+            errors.append(torch.inf)
+            continue
+        errors.append(float((one - other).abs().max() / one.abs().max().clamp_min(1e-300)))
+    return errors
+
+
+def _shown(errors: Sequence[float]) -> str:
+    return ", ".join(f"{error:.1e}" for error in errors)
+
+
+def grid(
+    shapes: Sequence[tuple[int, int, int, int]],
+    dtypes: Sequence[torch.dtype],
+    *,
+    levels: Sequence[str] = LEVELS,
+    modes: Sequence[str] = MODES,
+    causal: Sequence[bool] = (False, True),
+) -> list[Setting]:
+    """Every combination, shape by shape."""
+    return [
+        Setting(level, mode, shape, dtype, is_causal)
+        for shape in shapes
+        for level in levels
+        for dtype in dtypes
+        for mode in modes
+        for is_causal in causal
+    ]
+
+
+def case_of(setting: Setting) -> Case:
+    """The contenders for a setting, their tensors drawn from a fixed seed."""
+    options = {"causal": setting.causal, "training": setting.mode == "training"}
+    batch, heads, length, _ = setting.shape
+    size = torch.empty((), dtype=setting.dtype).element_size()
+    # Scores and weights at least, in training the gradients of both besides.
+    held = (4 if options["training"] else 2) * batch * heads * length**2 * size
+    too_large = held > _MOST_SCORE_BYTES
+    if setting.level == "attention":
+        tensors = TensorWork(setting.shape, setting.dtype, **options)
+        calls, exact = tensors.calls(), lambda: tensors.by_rows(torch.float64)
+        plain: Callable[[], Groups] = lambda: tensors.by_rows(setting.dtype)  # noqa: E731
+    else:
+        module = ModuleWork(setting.shape, setting.dtype, **options)
+        calls, exact = module.calls(), module.exact
+        plain = calls["nn.MultiheadAttention" if too_large else "textbook formula"]
+    left_out = {}
+    if too_large:
+        reason = f"would hold about {held / 2**30:.1f} GiB of scores"
+        left_out = {name: reason for name in calls if name in _HOLD_ALL_SCORES}
+    kept = {name: call for name, call in calls.items() if name not in left_out}
+    return Case(title=setting.title, calls=kept, exact=exact, plain=plain, left_out=left_out)
+
+
+def chosen_backend(setting: Setting) -> str:
+    """The backend that clearhead runs a setting on."""
+    one = torch.zeros(setting.shape, dtype=setting.dtype, requires_grad=setting.mode == "training")
+    choice = explain_dispatch(one, one, one, mask=Causal() if setting.causal else None).choice
+    return choice or "none"

@@ -1,0 +1,80 @@
+"""The results as a table for terminals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from clearhead.benchmark.cases import OURS
+from clearhead.benchmark.results import Result
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["contenders", "summary", "tables"]
+
+_SHORT = {"scaled_dot_product_attention": "SDPA"}
+
+
+def contenders(results: Sequence[Result]) -> list[str]:
+    """Everyone measured, in the order of first appearance."""
+    return list(dict.fromkeys(name for result in results for name in (*result.timings, *result.left_out)))
+
+
+def tables(results: Sequence[Result]) -> Iterator[Table]:
+    """One table for each level: medians in milliseconds, how many times clearhead's, and the quartiles below."""
+    from rich.table import Table
+
+    for level in dict.fromkeys(result.setting.level for result in results):
+        rows = [result for result in results if result.setting.level == level]
+        names = contenders(rows)
+        table = Table(title=_title(level), title_justify="left", show_lines=True)
+        table.add_column("work")
+        for name in names:
+            table.add_column(_SHORT.get(name, name), justify="right")
+        for result in rows:
+            table.add_row(_work(result), *(_cell(result, name) for name in names))
+        yield table
+
+
+def _title(level: str) -> str:
+    what = {
+        "attention": "Attention alone: batch x heads x length x head_dim; extra memory at the peak in MiB",
+        "module": "Module with projections, the same weights for all",
+    }
+    return f"{what[level]}\nms per call, median of interleaved runs, (times clearhead), [quartiles]"
+
+
+def _work(result: Result) -> str:
+    setting = result.setting
+    kind = "causal" if setting.causal else "full"
+    shape = "x".join(map(str, setting.shape))
+    return f"{setting.mode} {str(setting.dtype)[6:]} {kind}\n{shape} ({result.backend})"
+
+
+def _cell(result: Result, name: str) -> str:
+    if name in result.left_out:
+        return "left out"
+    timing = result.timings[name]
+    ratio = "" if name == OURS else f" ({result.ratio(name):.2f}x)"
+    memory = f" {result.extra_bytes[name] / 2**20:.1f} MiB" if name in result.extra_bytes else ""
+    low, high = _milliseconds(timing.q1), _milliseconds(timing.q3)
+    return f"{_milliseconds(timing.median)}{ratio}\n[{low}, {high}]{memory}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
+
+
+def summary(results: Sequence[Result]) -> Iterator[str]:
+    """One line for each level and mode: how the others stand to clearhead over all its settings."""
+    for level, mode in dict.fromkeys((result.setting.level, result.setting.mode) for result in results):
+        rows = [r for r in results if (r.setting.level, r.setting.mode) == (level, mode)]
+        parts = []
+        for name in contenders(rows):
+            ratios = [result.ratio(name) for result in rows if name in result.timings]
+            if name != OURS and ratios:
+                mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+                parts.append(f"{name} {mean:.2f}x ({min(ratios):.2f} to {max(ratios):.2f})")
+        yield f"{level} {mode}, time against clearhead's (geometric mean, range): {'; '.join(parts)}"

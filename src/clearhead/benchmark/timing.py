@@ -1,0 +1,112 @@
+"""Fair timing: every contender runs once in each round, so that a slow second of the machine hits all alike."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clearhead.errors import ShapeError
+
+__all__ = ["Timing", "interleaved"]
+
+_FEWEST_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call: the median of the runs, their quartiles, and the runs themselves in the order taken."""
+
+    median: float
+    q1: float
+    q3: float
+    runs: tuple[float, ...]
+
+    @classmethod
+    def of(cls, runs: tuple[float, ...]) -> Timing:
+        """The summary of some runs.
+
+        >>> Timing.of((3.0, 1.0, 2.0))
+        Timing(median=2.0, q1=1.5, q3=2.5, runs=(3.0, 1.0, 2.0))
+        """
+        if len(runs) == 1:
+            return cls(runs[0], runs[0], runs[0], runs)
+        q1, median, q3 = statistics.quantiles(runs, n=4, method="inclusive")
+        return cls(median, q1, q3, runs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The numbers for JSON, in seconds."""
+        return {"median": self.median, "q1": self.q1, "q3": self.q3, "runs": list(self.runs)}
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    repeats: int = 9,
+    warmup: int = 2,
+    min_seconds: float = 0.005,
+    seconds: float | None = None,
+    after_round: Callable[[int], None] = lambda done: None,
+) -> dict[str, Timing]:
+    """Time several calls in turns: a, b, c, then b, c, a, and so on.
+
+    Args:
+        calls: what to time, by name. Build what they need before, outside the clock.
+        repeats: rounds; in each one every call gives one sample.
+        warmup: calls of each before the clock starts.
+        min_seconds: a sample repeats a shorter call until it has lasted this long, and counts the mean.
+        seconds: stop after the round in which this much time has passed, but not before three rounds.
+        after_round: told the number of rounds done, for a progress bar.
+
+    Returns:
+        A ``Timing`` for each name, in seconds per call.
+
+    Raises:
+        ShapeError: nothing to time, or fewer than one round.
+
+    >>> sorted(interleaved({"sum": lambda: sum(range(10)), "max": lambda: max(range(10))}, repeats=3))
+    ['max', 'sum']
+    """
+    if not calls or repeats < 1:
+        raise ShapeError.about(
+            "interleaved", "calls" if repeats >= 1 else "repeats", must="be at least one",
+            got="none" if repeats >= 1 else repeats, then="Name what to time and how often.",
+        )  # fmt: skip
+    inner = {name: _settle(call, warmup, min_seconds) for name, call in calls.items()}
+    names = list(calls)
+    runs: dict[str, list[float]] = {name: [] for name in names}
+    started = time.perf_counter()
+    for turn in range(repeats):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            runs[name].append(_sample(calls[name], inner[name]))
+        after_round(turn + 1)
+        late = seconds is not None and time.perf_counter() - started > seconds
+        if late and turn + 1 >= _FEWEST_ROUNDS:
+            break
+    return {name: Timing.of(tuple(taken)) for name, taken in runs.items()}
+
+
+def _settle(call: Callable[[], object], warmup: int, min_seconds: float) -> int:
+    """Warm a call up; how often a sample must repeat it to last ``min_seconds``."""
+    for _ in range(warmup):
+        call()
+    once = _sample(call, 1)
+    return max(1, round(min_seconds / max(once, 1e-9)))
+
+
+def _sample(call: Callable[[], object], times: int) -> float:
+    """Seconds per call over ``times`` calls, with the garbage collector held back as in ``timeit``."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        started = time.perf_counter()
+        for _ in range(times):
+            call()
+        return (time.perf_counter() - started) / times
+    finally:
+        if collecting:
+            gc.enable()

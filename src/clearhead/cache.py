@@ -1,0 +1,114 @@
+"""Keys and values of tokens already seen: an explicit argument, owned by whoever decodes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import ShapeError
+from clearhead.shapes import Float
+
+__all__ = ["KVCache"]
+
+_SMALLEST = 16
+
+
+class KVCache:
+    """The keys and values of one attention, grown token by token.
+
+    Without gradients the room is allocated ahead and doubled when full, so n appended tokens cost O(n) copies.
+    While gradients are recorded, tensors are joined instead and stay differentiable.
+
+    Example: decode one token after another.
+
+    >>> import torch
+    >>> from clearhead.nn import MultiHeadAttention
+    >>> attention, cache = MultiHeadAttention(8, 2), KVCache()
+    >>> with torch.no_grad():
+    ...     for step in range(3):
+    ...         output = attention(torch.randn(1, 1, 8), cache=cache)
+    >>> cache
+    KVCache(length=3, shape=[1, 2, 3, 4])
+    """
+
+    def __init__(self) -> None:
+        self._key: Tensor | None = None
+        self._value: Tensor | None = None
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        """How many tokens are held."""
+        return self._length
+
+    @property
+    def key(self) -> Float[Tensor, "batch kv_heads length head_dim"] | None:
+        """All keys held, or None before the first."""
+        return None if self._key is None else self._key[:, :, : self._length]
+
+    @property
+    def value(self) -> Float[Tensor, "batch kv_heads length value_dim"] | None:
+        """All values held, or None before the first."""
+        return None if self._value is None else self._value[:, :, : self._length]
+
+    def append(
+        self, key: Float[Tensor, "batch kv_heads new head_dim"], value: Float[Tensor, "batch kv_heads new value_dim"]
+    ) -> tuple[
+        Float[Tensor, "batch kv_heads length head_dim"], Float[Tensor, "batch kv_heads length value_dim"]
+    ]:  # fmt: skip
+        """Add tokens, and get all keys and all values, the new ones last.
+
+        Raises:
+            ShapeError: the tensors fit neither each other nor what is held.
+        """
+        self._check("key", key, self._key)
+        self._check("value", value, self._value)
+        if key.shape[:3] != value.shape[:3]:
+            raise ShapeError.about(
+                "KVCache.append", "value", must=f"have key's batch, heads and length {tuple(key.shape[:3])}",
+                got=f"shape {tuple(value.shape)}", then="One value per key.",
+            )  # fmt: skip
+        self._key = self._joined(self._key, key)
+        self._value = self._joined(self._value, value)
+        self._length += key.shape[2]
+        return self._key[:, :, : self._length], self._value[:, :, : self._length]
+
+    def reset(self) -> None:
+        """Forget everything; the next append starts at position 0."""
+        self._key = self._value = None
+        self._length = 0
+
+    def _joined(self, held: Tensor | None, new: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return new if held is None else torch.cat([held[:, :, : self._length], new], dim=2)
+        total = self._length + new.shape[2]
+        if held is None or held.shape[2] < total or held.requires_grad:
+            room = max(_SMALLEST, 2 * self._length, total)
+            larger = new.new_empty((*new.shape[:2], room, new.shape[3]))
+            if held is not None:
+                larger[:, :, : self._length] = held[:, :, : self._length]
+            held = larger
+        held[:, :, self._length : total] = new
+        return held
+
+    def _check(self, argument: str, new: Tensor, held: Tensor | None) -> None:
+        if new.ndim != 4:
+            raise ShapeError.about(
+                "KVCache.append", argument, must="have axes [batch, kv_heads, new, head_dim]",
+                got=f"shape {tuple(new.shape)}", then="Split the embedding into heads first.",
+            )  # fmt: skip
+        if held is None:
+            return
+        same = (new.shape[0], new.shape[1], new.shape[3]) == (held.shape[0], held.shape[1], held.shape[3])
+        if not same or new.dtype != held.dtype or new.device != held.device:
+            raise ShapeError.about(
+                "KVCache.append", argument,
+                must=f"match what is held, [{held.shape[0]}, {held.shape[1]}, new, {held.shape[3]}] "
+                     f"{held.dtype} on {held.device}",
+                got=f"shape {tuple(new.shape)} {new.dtype} on {new.device}",
+                then="Use one cache per layer and per batch, or call reset().",
+            )  # fmt: skip
+
+    def __repr__(self) -> str:
+        shape = None if self._key is None else [*self._key.shape[:2], self._length, self._key.shape[3]]
+        return f"KVCache(length={self._length}, shape={shape})"

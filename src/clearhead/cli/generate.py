@@ -1,0 +1,35 @@
+"""clearhead generate: text from a trained language model, as it comes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["command"]
+
+_FUNCTION = "generate"
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="Run folder of clearhead train lm.")],
+    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to add.")] = 200,
+    temperature: Annotated[float, typer.Option(help="Below 1 bolder guesses get rarer; 0 takes the best.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k best tokens only.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+) -> None:
+    """Go on with a text; prints the prompt and what the model adds, as it comes."""
+    from clearhead.train.sampling import stream
+    from clearhead.train.saved import load_run
+
+    loaded = load_run(run, function=_FUNCTION)
+    pieces = stream(loaded, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
+    first = next(pieces)  # refuses a bad prompt or number before anything is printed
+    sys.stdout.write(prompt + first)
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")

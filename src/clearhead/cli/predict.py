@@ -1,0 +1,120 @@
+"""clearhead predict: labels and probabilities from a trained classifier."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clearhead.errors import ShapeError
+
+if TYPE_CHECKING:
+    from clearhead.train.saved import Run
+
+__all__ = ["command"]
+
+_FUNCTION = "predict"
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="Run folder of clearhead train classify.")],
+    text: Annotated[list[str] | None, typer.Option(help="A text; may be given again.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A table of texts, .csv or .jsonl.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write predictions here, .csv or .jsonl.")] = None,
+    text_column: Annotated[str, typer.Option(help="The column of texts in --data.")] = "text",
+    label_column: Annotated[str, typer.Option(help="The column of labels in --data, if any.")] = "label",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines instead of a table.")] = False,
+) -> None:
+    """Predict the labels of texts; with --data, measure the accuracy too where the file has labels."""
+    from clearhead.train.data import Table, read_table
+    from clearhead.train.saved import load_run
+
+    if bool(text) == (data is not None):
+        must, then = "be given, one of the two", "Give --text or --data."
+        got = "both" if text else "neither"
+        raise ShapeError.about(_FUNCTION, "--text or --data", must=must, got=got, then=then)
+    if out is not None and out.suffix not in _WRITERS:
+        must, then = "end in .csv or .jsonl", "Choose another name."
+        raise ShapeError.about(_FUNCTION, "--out", must=must, got=repr(out.name), then=then)
+    loaded = load_run(run, function=_FUNCTION)
+    loaded.require("classify", _FUNCTION)
+    if data is not None:
+        table = read_table(
+            data,
+            text_column=text_column,
+            label_column=label_column,
+            labels_required=False,
+            function=_FUNCTION,
+        )
+    else:
+        texts = list(text or [])
+        table = Table(Path("--text"), texts, None, list(range(1, len(texts) + 1)))
+    rows = _rows(loaded, table.texts, table.lines, table.path, table.labels)
+    _deliver(rows, out, as_json)
+    if table.labels is not None:
+        right = sum(row["label"] == row["prediction"] for row in rows)
+        typer.echo(f"accuracy: {right / len(rows):.4f} ({right} of {len(rows)})", err=as_json)
+
+
+def _rows(run: Run, texts: list[str], lines: list[int], path: Path, labels: list[str] | None) -> list[dict[str, Any]]:
+    from clearhead.train.classify import encoded
+    from clearhead.train.data import Table
+
+    encoded(Table(path, texts, labels, lines), run.tokenizer, _FUNCTION)  # names the line of an empty text
+    rows = []
+    for place, (label, chances) in enumerate(run.predict(texts)):
+        row: dict[str, Any] = {"text": texts[place]}
+        if labels is not None:
+            row["label"] = labels[place]
+        probabilities = {name: round(chance, 6) for name, chance in zip(run.labels, chances, strict=True)}
+        rows.append(row | {"prediction": label, "probabilities": probabilities})
+    return rows
+
+
+def _deliver(rows: list[dict[str, Any]], out: Path | None, as_json: bool) -> None:
+    if out is not None:
+        from clearhead.train.files import write_bytes
+
+        write_bytes(out, _WRITERS[out.suffix](rows).encode())
+        typer.echo(f"wrote {len(rows)} predictions to {out}", err=True)
+    elif as_json:
+        sys.stdout.write(_json_lines(rows))
+    else:
+        _print_table(rows)
+
+
+def _json_lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _csv(rows: list[dict[str, Any]]) -> str:
+    flat = [
+        {name: value for name, value in row.items() if name != "probabilities"}
+        | {f"p({label})": chance for label, chance in row["probabilities"].items()}
+        for row in rows
+    ]
+    stream = io.StringIO(newline="")
+    writer = csv.DictWriter(stream, fieldnames=list(flat[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return stream.getvalue()
+
+
+_WRITERS = {".csv": _csv, ".jsonl": _json_lines}
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("text", "prediction", "probabilities", box=None)
+    for row in rows:
+        ranked = sorted(row["probabilities"].items(), key=lambda item: -item[1])
+        shown = "  ".join(f"{label} {chance:.3f}" for label, chance in ranked)
+        table.add_row(row["text"], row["prediction"], shown)
+    Console(markup=False, highlight=False).print(table)

@@ -1,0 +1,200 @@
+"""The job from data to page, in the order in which it is printed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from clearhead.demo import words
+from clearhead.demo.contents import page_data, pick
+from clearhead.demo.digits import TOKENS, Digits, load, token_name
+from clearhead.demo.exact import Agreement, compare
+from clearhead.demo.inside import influence, layers_on, most_telling
+from clearhead.demo.speed import Speed, measure
+from clearhead.demo.training import Recipe, log_probabilities, new_model, train
+from clearhead.errors import DataError, ShapeError
+from clearhead.inspector.page import write_page
+from clearhead.nn.models import SequenceClassifier
+from clearhead.observe.explain import explain
+from clearhead.train.files import write_json
+from clearhead.train.progress import Watcher, watcher_for
+
+__all__ = ["METRICS", "PAGE", "Result", "Settings", "run"]
+
+PAGE, METRICS = "index.html", "metrics.json"
+_FUNCTION = "clearhead demo"
+_CHECKED = 64  # held-out digits on which every head is checked, and the batch that is timed
+_MISTAKES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a user may choose: the folder for the results, the seed, the epochs, and a short run for a first look."""
+
+    out: Path = Path("clearhead-demo")
+    seed: int = 0
+    epochs: int | None = None
+    quick: bool = False
+
+    def checked(self) -> Settings:
+        """The same settings; raises for those that cannot work, before any time is spent on them."""
+        for flag, value, least in (("--seed", self.seed, 0), ("--epochs", self.epochs, 1)):
+            if value is not None and value < least:
+                must, then = f"be at least {least}", "Choose another number."
+                raise ShapeError.about(_FUNCTION, flag, must=must, got=value, then=then)
+        existing = next(folder for folder in (self.out, *self.out.absolute().parents) if folder.exists())
+        if not existing.is_dir():
+            must, got = "be a folder, or a name for a new one", f"a file, {existing}"
+            raise DataError.about(_FUNCTION, "--out", must=must, got=got, then="Choose another folder.")
+        return self
+
+    def recipe(self) -> Recipe:
+        """The recipe with the number of epochs asked for."""
+        usual = Recipe()
+        epochs = self.epochs if self.epochs is not None else 1 if self.quick else usual.epochs
+        return replace(usual, epochs=epochs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What the job found, and where it wrote it."""
+
+    accuracy: float
+    agreement: Agreement
+    speed: Speed
+    page: Path
+    metrics: Path
+
+
+def run(settings: Settings, *, say: Callable[[str], object] = print, watcher: Watcher | None = None) -> Result:
+    """Train, explain, check, time and write the page; nothing is written before all of it is there.
+
+    Raises:
+        ShapeError, DataError: settings that cannot work.
+    """
+    settings = settings.checked()
+    started = time.monotonic()
+    recipe = settings.recipe()
+    digits, held_out = load()
+    model = new_model(recipe, settings.seed)
+    _say_start(say, model, recipe, digits, held_out, settings)
+    outcome = train(
+        model, digits, held_out, recipe, seed=settings.seed, watcher=watcher_for() if watcher is None else watcher
+    )
+    accuracy = outcome.held_out["accuracy"]
+    correct = round(accuracy * len(held_out))
+    right = f"{correct} of {len(held_out)}"
+    _section(say, "Test accuracy", [
+        f"{accuracy:.4f} on the held-out fifth ({right}), after {outcome.seconds:.0f} s of training"
+    ])  # fmt: skip
+
+    shown = held_out.taken(_as_index(pick(model, held_out, mistakes=_MISTAKES)))
+    explained = _explain(say, model, shown)
+    layers = layers_on(model, held_out.ids[:_CHECKED])
+    agreement = compare(layers)
+    _section(say, "Attention against float64", words.agreement_lines(agreement))
+    speed = measure(layers[0], repeats=9 if settings.quick else 41, seconds=2.0 if settings.quick else 8.0)
+    _section(say, "Speed of layer 0's attention", words.speed_lines(speed))
+
+    data = page_data(model, shown, _facts(accuracy, correct, held_out, agreement, speed))
+    metrics = {
+        "format": "clearhead-demo", "version": 1, "seed": settings.seed, "recipe": asdict(recipe),
+        "test_accuracy": accuracy, "test_correct": correct, "test_digits": len(held_out), "train_digits": len(digits),
+        "train_seconds": round(outcome.seconds, 3), "seconds": round(time.monotonic() - started, 3),
+        "explained": explained, "float64": agreement.to_dict(), "speed": speed.to_dict(), "page": PAGE,
+    }  # fmt: skip
+    page, numbers = settings.out / PAGE, settings.out / METRICS
+    try:
+        write_page(data, page)
+        write_json(numbers, metrics)
+    except OSError as error:
+        must, got = "be a folder that can be written to", f"{error.strerror or error}"
+        raise DataError.about(_FUNCTION, "--out", must=must, got=got, then="Choose another folder.") from error
+    _section(say, "Page", [
+        f"{page.resolve()}  ({page.stat().st_size / 2**20:.1f} MB, opens offline in any browser)",
+        f"{numbers.resolve()}  (the numbers above)",
+        f"all of it took {time.monotonic() - started:.0f} s",
+    ])  # fmt: skip
+    return Result(accuracy=accuracy, agreement=agreement, speed=speed, page=page, metrics=numbers)
+
+
+def _as_index(places: list[int]) -> Any:
+    import torch
+
+    return torch.tensor(places)
+
+
+def _section(say: Callable[[str], object], title: str, lines: Iterable[str]) -> None:
+    say("\n".join(["", title, *(f"  {line}".rstrip() for line in lines)]))
+
+
+def _say_start(
+    say: Callable[[str], object], model: SequenceClassifier, recipe: Recipe, digits: Digits, held_out: Digits,
+    settings: Settings,
+) -> None:  # fmt: skip
+    total = len(digits) + len(held_out)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    say(f"{total:,} handwritten digits (scikit-learn), each a sequence of {TOKENS} intensity tokens; "
+        f"{len(digits):,} to train, {len(held_out)} held out")  # fmt: skip
+    say(f"ch.nn.SequenceClassifier from scratch: {recipe.num_layers} layers x {recipe.num_heads} heads, width "
+        f"{recipe.embed_dim}, {parameters:,} parameters; {recipe.epochs} epochs, seed {settings.seed}")  # fmt: skip
+
+
+def _explain(say: Callable[[str], object], model: SequenceClassifier, shown: Digits) -> dict[str, Any]:
+    """Explain the prediction for the first of the shown digits; what was said, as data."""
+    ids, truth, number = shown.ids[0], int(shown.labels[0]), int(shown.numbers[0])
+    chances = log_probabilities(model, ids[None])[0].exp().tolist()
+    predicted = max(range(len(chances)), key=lambda label: chances[label])
+    lost = influence(model, ids, predicted)
+    layers = layers_on(model, ids[None])
+    telling = most_telling(layers, lost, 0)
+    names = [token_name(token) for token in range(TOKENS)]
+    seen = explain(model, ids[None], layer=telling.layer, head=telling.head, token=telling.token, tokens=names)
+    received = _received(layers[telling.layer], telling.head)
+    head_lost = lost[telling.layer][telling.head]
+    _section(say, "One prediction, explained", [
+        *words.explained_lines(ids, number, truth, chances, telling, head_lost, received, seen.weights.tolist()),
+        "",
+        *str(seen).splitlines(),
+    ])  # fmt: skip
+    return {
+        "digit": number, "truth": truth, "predicted": predicted, "probability": chances[predicted],
+        **asdict(telling), "log_probability_lost_without_the_head": head_lost, "worst_difference": seen.difference,
+    }  # fmt: skip
+
+
+def _received(layer: Any, head: int) -> list[float]:
+    """What each token receives from one head, as a mean over the queries."""
+    from clearhead.functional import observe_attention
+    from clearhead.statistics import Want
+
+    seen = observe_attention(layer.query, layer.key, layer.value, want=Want(received=True), scale=layer.scale)
+    assert seen.received is not None
+    received: list[float] = (seen.received[0, head] / TOKENS).tolist()
+    return received
+
+
+def _facts(accuracy: float, correct: int, held_out: Digits, agreement: Agreement, speed: Speed) -> list[dict[str, str]]:
+    layer, head = agreement.place
+    return [
+        {
+            "label": "Test accuracy",
+            "value": f"{100 * accuracy:.1f}%",
+            "note": f"{correct} of {len(held_out)} held-out digits",
+        },
+        {
+            "label": "Worst difference from float64",
+            "value": f"{agreement.largest:.1e}",
+            "note": f"head {head} of layer {layer}; every head on {agreement.sequences} held-out digits; "
+            f"the textbook formula in float32: {agreement.largest_textbook:.1e}",
+        },
+        {
+            "label": "Attention speed",
+            "value": f"{speed.times:.2f} × torch",
+            "note": f"{1e3 * speed.ours.median:.2f} ms against {1e3 * speed.torch.median:.2f} ms of "
+            f"torch.nn.MultiheadAttention; {speed.conditions()}",
+        },
+    ]

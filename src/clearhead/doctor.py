@@ -1,0 +1,184 @@
+"""What this machine and this installation can do: the facts behind ``clearhead doctor``."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from clearhead.benchmark.machine import load, machine, threads, torch_build, versions
+from clearhead.benchmark.timing import Timing, interleaved
+from clearhead.dispatch import BACKENDS
+from clearhead.functional import attention, explain_dispatch
+
+__all__ = ["Diagnosis", "Rate", "diagnose"]
+
+_MATRIX = 1024
+_ATTENTION = (1, 8, 512, 64)
+_SECONDS_EACH = 0.4
+#: Extras that bring features; the others are for people who work on clearhead itself.
+_FOR_DEVELOPERS = ("dev", "docs", "all")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A measured speed in GFLOP/s, or why there is none."""
+
+    what: str
+    dtype: str
+    gflops: float | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """Everything that was found.
+
+    Attributes:
+        machine: processor, cores, memory, instruction sets, accelerators, load.
+        versions: of Python, clearhead, torch and numpy.
+        torch: how torch was built.
+        threads: that torch uses, and the variables that set them.
+        backends: each backend's capability in words.
+        extras: for each extra the packages it brings, with their versions or None.
+        compiler: path and version of a C++ compiler, or None.
+        rates: measured speeds.
+        missing: what is missing or in the way, each with what to do.
+    """
+
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+    torch: Mapping[str, Any]
+    threads: Mapping[str, Any]
+    backends: Mapping[str, Mapping[str, str]]
+    extras: Mapping[str, Mapping[str, str | None]]
+    compiler: Mapping[str, str] | None
+    rates: Sequence[Rate]
+    missing: Sequence[str]
+
+    @property
+    def verdict(self) -> str:
+        """The last line: what is missing, or that nothing is."""
+        return "nothing is missing." if not self.missing else f"missing or in the way: {'; '.join(self.missing)}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """The findings as plain values."""
+        return {**asdict(self), "verdict": self.verdict}
+
+
+def diagnose() -> Diagnosis:
+    """Look at everything and measure for a few seconds.
+
+    >>> diagnose().backends["tiled"]["usable"]
+    'yes'
+    """
+    extras = _extras()
+    compiler = _compiler()
+    found = {**machine(), "load": load()}
+    return Diagnosis(
+        machine=found, versions=versions(), torch=torch_build(), threads=threads(),
+        backends={backend.name: {"what": backend.summary, **backend.capability.row()} for backend in BACKENDS},
+        extras=extras, compiler=compiler, rates=[*_product_rates(), *_attention_rates()],
+        missing=_missing(found, extras, compiler),
+    )  # fmt: skip
+
+
+def _missing(
+    found: Mapping[str, Any], extras: Mapping[str, Mapping[str, str | None]], compiler: Mapping[str, str] | None
+) -> list[str]:
+    absent = []
+    for extra, packages in extras.items():
+        names = [name for name, version in packages.items() if version is None]
+        if names:
+            absent.append(f"{', '.join(names)} (install clearhead[{extra}])")
+    if not extras:
+        absent.append("the package's own metadata (install clearhead with pip to see its extras)")
+    if compiler is None:
+        absent.append("a C++ compiler (only needed to build from source, and for torch.compile)")
+    cores, used, busy = found["cores"], torch.get_num_threads(), found["load"]
+    if used > cores:
+        absent.append(f"cores for {used} threads ({cores} usable: set OMP_NUM_THREADS={cores})")
+    if busy is not None and busy > cores + 1:
+        absent.append(f"idle cores (load {busy} on {cores}: the rates above are lower than the machine's)")
+    return absent
+
+
+def _extras() -> dict[str, dict[str, str | None]]:
+    """The extras that the installed package declares."""
+    try:
+        declared = metadata.requires("clearhead") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    extras: dict[str, dict[str, str | None]] = {}
+    for line in declared:
+        match = re.match(r"\s*([\w.-]+).*;.*extra == ['\"]([\w-]+)['\"]", line)
+        if match and match[2] not in _FOR_DEVELOPERS:
+            extras.setdefault(match[2], {})[match[1]] = _installed(match[1])
+    return extras
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _compiler() -> dict[str, str] | None:
+    """The first C++ compiler there is, in the order in which builds look for one."""
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        path = shutil.which(name) if name else None
+        if path is None:
+            continue
+        try:
+            answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=5, check=True)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return {"path": path, "version": (answer.stdout.splitlines() or ["unknown"])[0]}
+    return None
+
+
+def _product_rates() -> list[Rate]:
+    rates = []
+    for dtype in (torch.float32, torch.bfloat16):
+        one, other = (torch.randn(_MATRIX, _MATRIX).to(dtype) for _ in range(2))
+        timing = _timed({"product": lambda one=one, other=other: one @ other})["product"]
+        rates.append(Rate("matrix product 1024", str(dtype)[6:], _gflops(2.0 * _MATRIX**3, timing)))
+    return rates
+
+
+def _attention_rates() -> list[Rate]:
+    """Each backend on one attention; those that refuse it say why."""
+    batch, heads, length, head_dim = _ATTENTION
+    operations = 4.0 * batch * heads * length**2 * head_dim
+    query = torch.randn(_ATTENTION)
+    refusals = explain_dispatch(query, query, query).reasons
+    calls = {
+        name: lambda name=name: attention(query, query, query, backend=name)
+        for name, reasons in refusals.items()
+        if not reasons
+    }
+    timings = _timed(calls)
+    title = f"attention {'x'.join(map(str, _ATTENTION))}"
+    return [
+        Rate(f"{title}, {name}", "float32", None, "; ".join(reasons))
+        if reasons
+        else Rate(f"{title}, {name}", "float32", _gflops(operations, timings[name]))
+        for name, reasons in refusals.items()
+    ]
+
+
+def _timed(calls: Mapping[str, Any]) -> dict[str, Timing]:
+    with torch.no_grad():
+        return interleaved(calls, repeats=7, warmup=1, seconds=_SECONDS_EACH * len(calls))
+
+
+def _gflops(operations: float, timing: Timing) -> float:
+    return round(operations / timing.median / 1e9, 1)

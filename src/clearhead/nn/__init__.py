@@ -1,0 +1,22 @@
+"""Modules: attention with projections, blocks, and whole models. Layout ``[batch, len, embed_dim]``."""
+
+from clearhead.nn.attention import MultiHeadAttention
+from clearhead.nn.blocks import DecoderBlock, EncoderBlock
+from clearhead.nn.classifier import SequenceClassifier
+from clearhead.nn.encoder_decoder import EncoderDecoder
+from clearhead.nn.feedforward import FeedForward
+from clearhead.nn.language_model import LanguageModel
+from clearhead.nn.stacks import Decoder, DecoderCache, Encoder
+
+__all__ = [
+    "Decoder",
+    "DecoderBlock",
+    "DecoderCache",
+    "Encoder",
+    "EncoderBlock",
+    "EncoderDecoder",
+    "FeedForward",
+    "LanguageModel",
+    "MultiHeadAttention",
+    "SequenceClassifier",
+]

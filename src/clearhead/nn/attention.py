@@ -1,0 +1,344 @@
+"""MultiHeadAttention: projections, and a cache, around the one attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Self
+
+from torch import Tensor, nn
+
+from clearhead.cache import KVCache
+from clearhead.errors import MaskError, ShapeError, UnsupportedError
+from clearhead.functional import attention
+from clearhead.masks import Mask
+from clearhead.nn.checks import check_tokens, positive, probability
+from clearhead.nn.rules import RuleList
+from clearhead.nn.weights import HeadWeight, copy_into, side_by_side, torch_projections, weight_and_bias
+from clearhead.positions import Rotary, as_rotary
+from clearhead.scores import ScoreRule
+from clearhead.shapes import Float
+
+__all__ = ["MultiHeadAttention"]
+
+_NAME = "MultiHeadAttention"
+_ROLES = ("query", "key", "value")
+
+
+class MultiHeadAttention(nn.Module):
+    """Project to heads, attend, join the heads, project back.
+
+    ``concat_h(attention(x Wq_h, y Wk_h, z Wv_h)) Wo``
+
+    Args:
+        embed_dim: width of queries and of the output.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads, which divides ``num_heads``; by default ``num_heads``.
+        head_dim: width of a head; by default ``embed_dim / num_heads``.
+        key_dim: width of what keys are made from; by default ``embed_dim``.
+        value_dim: width of what values are made from; by default ``embed_dim``.
+        bias: whether projections add a bias.
+        output_projection: whether heads are mixed by a last projection; without one the output is the heads side
+            by side, ``num_heads * head_dim`` wide.
+        dropout: probability of dropping a weight, while training only.
+        scores: score rules; their ``nn.Parameter`` tensors train, move and are saved with the module.
+        rotary: turn queries and keys by position: a ``Rotary``, ``True``, or a base.
+        scale: factor on ``query @ key^T``; by default ``1 / sqrt(head_dim)``.
+        backend: as in ``attention``.
+
+    Raises:
+        ShapeError: sizes that are not positive, or do not divide.
+
+    Cost: the projections, ``2 * len * embed_dim**2`` operations each, and the attention.
+
+    Paper: Vaswani et al. 2017, "Attention is all you need", section 3.2.2; grouped heads: Ainslie et al. 2023.
+
+    >>> import torch
+    >>> from clearhead.masks import Causal
+    >>> module = MultiHeadAttention(8, num_heads=2)
+    >>> module(torch.zeros(1, 5, 8), mask=Causal()).shape
+    torch.Size([1, 5, 8])
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, *, num_kv_heads: int | None = None, head_dim: int | None = None,
+        key_dim: int | None = None, value_dim: int | None = None, bias: bool = True, output_projection: bool = True,
+        dropout: float = 0.0, scores: ScoreRule | Iterable[ScoreRule] = (),
+        rotary: Rotary | bool | float | None = None, scale: float | None = None, backend: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.embed_dim = positive(_NAME, "embed_dim", embed_dim)
+        self.num_heads = positive(_NAME, "num_heads", num_heads)
+        self.num_kv_heads = positive(_NAME, "num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
+        self.head_dim = _head_dim(self.embed_dim, self.num_heads, head_dim)
+        self.key_dim = positive(_NAME, "key_dim", embed_dim if key_dim is None else key_dim)
+        self.value_dim = positive(_NAME, "value_dim", embed_dim if value_dim is None else value_dim)
+        if self.num_heads % self.num_kv_heads:
+            raise ShapeError.about(
+                _NAME, "num_kv_heads", must=f"divide num_heads {num_heads}", got=num_kv_heads,
+                then="Query head h reads key head h // (num_heads // num_kv_heads).",
+            )  # fmt: skip
+        self.dropout = probability(_NAME, "dropout", dropout)
+        self.rotary = as_rotary(_NAME, rotary)
+        if self.rotary is not None and self.head_dim % 2:
+            raise ShapeError.about(
+                _NAME, "head_dim", must="be even with rotary", got=self.head_dim, then="Rotary turns pairs of channels."
+            )
+        self.scale = scale
+        self.backend = backend
+        kv_width = self.num_kv_heads * self.head_dim
+        self.query_projection = nn.Linear(self.embed_dim, self.num_heads * self.head_dim, bias=bias)
+        self.key_projection = nn.Linear(self.key_dim, kv_width, bias=bias)
+        self.value_projection = nn.Linear(self.value_dim, kv_width, bias=bias)
+        self.output_projection = (
+            nn.Linear(self.num_heads * self.head_dim, self.embed_dim, bias=bias) if output_projection else None
+        )
+        self.scores = RuleList(_NAME, scores)
+
+    def forward(
+        self,
+        query: Float[Tensor, "*batch q_len embed_dim"],
+        key: Float[Tensor, "*batch k_len key_dim"] | None = None,
+        value: Float[Tensor, "*batch k_len value_dim"] | None = None,
+        *,
+        mask: Mask | None = None,
+        cache: KVCache | None = None,
+        query_offset: int | None = None,
+    ) -> Float[Tensor, "*batch q_len embed_dim"]:
+        """Attend from ``query`` to ``key``.
+
+        Args:
+            query: ``[batch, q_len, embed_dim]`` or ``[q_len, embed_dim]``.
+            key: ``[batch, k_len, key_dim]``; without it the module attends from ``query`` to itself.
+            value: ``[batch, k_len, value_dim]``; by default ``key``.
+            mask: who may attend to whom, ``True`` = may; positions count from the cache's first token.
+            cache: keys and values of earlier tokens. In self-attention the call's tokens are appended, and stand
+                behind those held. With a ``key`` of its own (cross-attention) the cache keeps the projected
+                memory: the first call fills it, later calls only read it.
+            query_offset: position of the first query, where ``key`` has another length and positions matter.
+
+        Returns:
+            ``[batch, q_len, embed_dim]``, or ``[q_len, embed_dim]`` as ``query`` was.
+
+        Raises:
+            ShapeError: widths or axes do not fit.
+            MaskError: the mask does not fit, or positions are ambiguous.
+            UnsupportedError: dtype or device differ from the module's.
+        """
+        own = (key is None or key is query) and (value is None or value is key or value is query)
+        key, value = self._sources(query, key, value)
+        first = self._first_position(own, cache, query_offset, query.shape[-2], key.shape[-2])
+        heads = self._query_heads(query, first)
+        if not own and cache is not None and cache.length > 0:
+            keys, values = self._memory(cache, key)
+        else:
+            keys, values = self._key_heads(key, value, first if own and cache is not None else 0)
+            if cache is not None:
+                keys, values = self._append(cache, keys, values)
+        output = attention(
+            heads, keys, values, mask=mask, scores=self.scores.rules(), scale=self.scale,
+            dropout=self.dropout if self.training else 0.0,
+            query_offset=first if own and cache is not None else query_offset, backend=self.backend,
+        )  # fmt: skip
+        joined = output.transpose(-3, -2).flatten(-2)
+        return joined if self.output_projection is None else self.output_projection(joined)
+
+    def project(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, first: int = 0
+    ) -> tuple[
+        Float[Tensor, "*batch heads q_len head_dim"],
+        Float[Tensor, "*batch kv_heads k_len head_dim"],
+        Float[Tensor, "*batch kv_heads k_len head_dim"],
+    ]:
+        """Queries, keys and values by head, as ``attention`` takes them; rotary applied from position ``first``.
+
+        >>> import torch
+        >>> [part.shape for part in MultiHeadAttention(8, 2, num_kv_heads=1).project(torch.zeros(5, 8))]
+        [torch.Size([2, 5, 4]), torch.Size([1, 5, 4]), torch.Size([1, 5, 4])]
+        """
+        own = key is None
+        key, value = self._sources(query, key, value)
+        return (self._query_heads(query, first), *self._key_heads(key, value, first if own else 0))
+
+    def _query_heads(self, query: Tensor, first: int) -> Tensor:
+        heads = _split(self.query_projection(query), self.num_heads, self.head_dim)
+        return heads if self.rotary is None else self.rotary.rotate(heads, first)
+
+    def _key_heads(self, key: Tensor, value: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        keys = _split(self.key_projection(key), self.num_kv_heads, self.head_dim)
+        values = _split(self.value_projection(value), self.num_kv_heads, self.head_dim)
+        return (keys if self.rotary is None else self.rotary.rotate(keys, first)), values
+
+    def _sources(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What keys and values are made from, after checking all three."""
+        if key is None:
+            if value is not None and value is not query:
+                raise ShapeError.about(
+                    _NAME, "key", must="be given with value", got="None", then="Pass query, key and value."
+                )
+            key = query
+        value = key if value is None else value
+        for name, tensor, width in (
+            ("query", query, self.embed_dim), ("key", key, self.key_dim), ("value", value, self.value_dim),
+        ):  # fmt: skip
+            check_tokens(_NAME, name, tensor, width, self.query_projection.weight)
+            if tensor.ndim != query.ndim or tensor.shape[:-2] != query.shape[:-2]:
+                raise ShapeError.about(
+                    _NAME, name, must=f"have query's batch, as in {tuple(query.shape)}",
+                    got=f"shape {tuple(tensor.shape)}", then="Give all three the same leading axes.",
+                )  # fmt: skip
+        if value.shape[-2] != key.shape[-2]:
+            raise ShapeError.about(
+                _NAME, "value", must=f"have key's length {key.shape[-2]}", got=f"shape {tuple(value.shape)}",
+                then="One value per key.",
+            )  # fmt: skip
+        return key, value
+
+    def _first_position(
+        self, own: bool, cache: KVCache | None, query_offset: int | None, q_len: int, k_len: int
+    ) -> int:
+        """Position of the first query."""
+        if own and cache is not None:
+            if query_offset is not None:
+                raise MaskError.about(
+                    _NAME, "query_offset", must="not be given with a cache", got=query_offset,
+                    then="The cache's length is where the first query stands.",
+                )  # fmt: skip
+            return cache.length
+        if query_offset is None and self.rotary is not None and q_len != k_len:
+            raise MaskError.about(
+                _NAME, "query_offset", must="be given when query and key differ in length under rotary",
+                got=f"q_len {q_len}, k_len {k_len}, no query_offset",
+                then=f"Usual choices: 0, or {k_len - q_len} (k_len - q_len: last query beside last key).",
+            )  # fmt: skip
+        return query_offset or 0
+
+    def _memory(self, cache: KVCache, key: Tensor) -> tuple[Tensor, Tensor]:
+        """The projected memory that an earlier call left in the cache."""
+        keys, values = cache.key, cache.value
+        assert keys is not None
+        assert values is not None
+        if keys.shape[2] != key.shape[-2] or keys.shape[0] != (key.shape[0] if key.ndim == 3 else 1):
+            raise ShapeError.about(
+                _NAME, "key", must=f"be the memory that filled the cache, {keys.shape[0]} x {keys.shape[2]} tokens",
+                got=f"shape {tuple(key.shape)}", then="Call cache.reset() before attending to another memory.",
+            )  # fmt: skip
+        return (keys, values) if key.ndim == 3 else (keys[0], values[0])
+
+    def _append(self, cache: KVCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if keys.ndim == 4:
+            return cache.append(keys, values)
+        keys, values = cache.append(keys[None], values[None])
+        return keys[0], values[0]
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention) -> Self:
+        """A module with the weights of torch's, copied; always batch first, whatever ``batch_first`` was.
+
+        Masks differ: in torch's module ``True`` forbids. ``clearhead.bridges`` has functions that convert.
+
+        Raises:
+            UnsupportedError: the module adds a learned key and value (``add_bias_kv``) or a zero one.
+
+        >>> module = MultiHeadAttention.from_torch(nn.MultiheadAttention(8, 2))
+        """
+        if not isinstance(module, nn.MultiheadAttention):
+            raise UnsupportedError.about(
+                f"{_NAME}.from_torch", "module", must="be a torch.nn.MultiheadAttention", got=type(module).__name__,
+                then="Copy its projections with from_heads.",
+            )  # fmt: skip
+        if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
+            got = "add_zero_attn" if module.add_zero_attn else "add_bias_kv"
+            raise UnsupportedError.about(
+                f"{_NAME}.from_torch", "module", must="have no extra key", got=got,
+                then="A zero key with a zero value is scores=[ch.Sink(0.0)].",
+            )  # fmt: skip
+        weights, biases = torch_projections(module)
+        new = cls(
+            module.embed_dim, module.num_heads, key_dim=module.kdim, value_dim=module.vdim,
+            bias=biases is not None, dropout=module.dropout,
+        )  # fmt: skip
+        new.to(device=weights[0].device, dtype=weights[0].dtype).train(module.training)
+        targets = (new.query_projection, new.key_projection, new.value_projection, new.output_projection)
+        for place, target in enumerate(targets):
+            assert target is not None
+            copy_into(target, weights[place], None if biases is None else biases[place])
+        return new
+
+    @classmethod
+    def from_heads(
+        cls, heads: Sequence[tuple[HeadWeight, HeadWeight, HeadWeight]], output: HeadWeight | None = None,
+        *, scale: float | None = None,
+    ) -> Self:  # fmt: skip
+        """A module made of single heads side by side, their weights copied.
+
+        Args:
+            heads: for each head its query, key and value projection: a weight ``[head_dim, width]`` as in
+                ``nn.Linear``, a pair of weight and bias, or an ``nn.Linear``.
+            output: the projection that mixes the heads, ``[embed_dim, num_heads * head_dim]``; none by default.
+            scale: factor on ``query @ key^T``; by default ``1 / sqrt(head_dim)``.
+
+        Raises:
+            ShapeError: no heads, or weights whose shapes differ between heads.
+
+        >>> import torch
+        >>> one_head = (torch.eye(4), torch.eye(4), torch.eye(4))
+        >>> MultiHeadAttention.from_heads([one_head, one_head])(torch.zeros(3, 4)).shape
+        torch.Size([3, 8])
+        """
+        name = f"{_NAME}.from_heads"
+        if len(heads) == 0 or any(len(head) != 3 for head in heads):
+            raise ShapeError.about(
+                name, "heads", must="hold one (query, key, value) of weights per head", got=f"{len(heads)} heads",
+                then="Pass [(w_q, w_k, w_v)].",
+            )  # fmt: skip
+        joined = [side_by_side(name, role, [head[place] for head in heads]) for place, role in enumerate(_ROLES)]
+        head_dims = [weight.shape[0] // len(heads) for weight, _ in joined]
+        if len(set(head_dims)) > 1:
+            raise ShapeError.about(
+                name, "heads", must="have one head_dim for query, key and value", got=head_dims,
+                then="Weights are [head_dim, width], as in nn.Linear.",
+            )  # fmt: skip
+        if output is not None:
+            joined.append(weight_and_bias(name, "output", output))
+        biased = [bias is not None for _, bias in joined]
+        weight = joined[0][0]
+        new = cls(
+            weight.shape[1], len(heads), head_dim=head_dims[0], key_dim=joined[1][0].shape[1],
+            value_dim=joined[2][0].shape[1], bias=any(biased), output_projection=output is not None, scale=scale,
+        )  # fmt: skip
+        new.to(device=weight.device, dtype=weight.dtype)
+        targets = (new.query_projection, new.key_projection, new.value_projection, new.output_projection)
+        for target, (own, bias) in zip(targets, joined, strict=False):
+            assert target is not None
+            if own.shape != target.weight.shape:
+                raise ShapeError.about(
+                    name, "output", must=f"have shape {tuple(target.weight.shape)}", got=tuple(own.shape),
+                    then="It maps the heads side by side back to the query's width.",
+                )  # fmt: skip
+            copy_into(target, own, bias)
+        return new
+
+    def extra_repr(self) -> str:
+        parts = [f"{self.embed_dim}, num_heads={self.num_heads}"]
+        if self.num_kv_heads != self.num_heads:
+            parts.append(f"num_kv_heads={self.num_kv_heads}")
+        parts.append(f"head_dim={self.head_dim}")
+        for name in ("dropout", "rotary", "scale"):
+            if getattr(self, name):
+                parts.append(f"{name}={getattr(self, name)}")
+        return ", ".join(parts)
+
+
+def _head_dim(embed_dim: int, num_heads: int, head_dim: int | None) -> int:
+    if head_dim is not None:
+        return positive(_NAME, "head_dim", head_dim)
+    if embed_dim % num_heads:
+        raise ShapeError.about(
+            _NAME, "num_heads", must=f"divide embed_dim {embed_dim}", got=num_heads, then="Or give head_dim yourself."
+        )
+    return embed_dim // num_heads
+
+
+def _split(x: Tensor, heads: int, head_dim: int) -> Tensor:
+    split: Tensor = x.unflatten(-1, (heads, head_dim))
+    return split.transpose(-3, -2)

@@ -1,0 +1,121 @@
+"""SequenceClassifier: from token ids to class scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from clearhead.errors import UnsupportedError
+from clearhead.masks import Mask
+from clearhead.nn.checks import positive, probability
+from clearhead.nn.edge import Lengths
+from clearhead.nn.embedding import TokenEmbedding, check_ids, embedded, start
+from clearhead.nn.pooling import POOLINGS, pool
+from clearhead.nn.stacks import Encoder
+from clearhead.scores import ScoreRule
+from clearhead.shapes import Float, Int
+
+__all__ = ["SequenceClassifier"]
+
+
+class SequenceClassifier(nn.Module):
+    """Token ids to class scores: embedding, encoder, pooling over the real tokens, one linear layer.
+
+    Padding is never attended to and never pooled.
+
+    Args:
+        vocab_size: number of token ids.
+        embed_dim: width of a token.
+        num_heads: number of heads.
+        num_layers: number of blocks.
+        num_classes: number of classes.
+        max_len: longest sequence.
+        dropout: probability within the blocks and before the last layer, while training only.
+        attention_dropout: probability of dropping an attention weight; by default ``dropout``.
+        embedding_dropout: probability on embeddings; by default ``dropout``.
+        feedforward_dim: width within the feedforwards; by default 4 times ``embed_dim``.
+        norm_first: as in ``EncoderBlock``.
+        pooling: ``"mean"``, ``"max"``, ``"mean_max"`` (both side by side) or ``"first"`` (the first token).
+        positions: ``"learned"``, ``"sinusoidal"``, ``"rotary"`` or ``"none"``.
+        num_kv_heads: number of key and value heads; by default ``num_heads``.
+        scores: score rules of every block's attention.
+        checkpoint_activations: as in ``EncoderBlock``.
+
+    Embeddings start as a truncated normal distribution of deviation 0.02, linear layers as in ``nn.Linear``.
+
+    Example:
+
+    >>> model = SequenceClassifier(vocab_size=100, embed_dim=8, num_heads=2, num_layers=2, num_classes=3)
+    >>> model(torch.randint(0, 100, (2, 7)), lengths=[7, 4]).shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(
+        self, vocab_size: int, embed_dim: int, num_heads: int, num_layers: int, num_classes: int, *,
+        max_len: int = 512, dropout: float = 0.1, attention_dropout: float | None = None,
+        embedding_dropout: float | None = None, feedforward_dim: int | None = None, norm_first: bool = True,
+        pooling: str = "mean", positions: str = "learned", num_kv_heads: int | None = None,
+        scores: ScoreRule | Iterable[ScoreRule] = (), checkpoint_activations: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if pooling not in POOLINGS:
+            raise UnsupportedError.about(
+                "SequenceClassifier", "pooling", must=f"be one of {', '.join(POOLINGS)}", got=repr(pooling)[:80],
+                then="The usual one is 'mean'.",
+            )  # fmt: skip
+        self.pooling = pooling
+        self.embedding = TokenEmbedding(
+            vocab_size, embed_dim, max_len=max_len, positions=positions,
+            dropout=dropout if embedding_dropout is None else embedding_dropout,
+        )  # fmt: skip
+        self.encoder = Encoder(
+            embed_dim, num_heads, num_layers, feedforward_dim=feedforward_dim, dropout=dropout,
+            attention_dropout=attention_dropout, norm_first=norm_first, num_kv_heads=num_kv_heads, scores=scores,
+            rotary=positions == "rotary", checkpoint_activations=checkpoint_activations,
+        )  # fmt: skip
+        self.dropout = nn.Dropout(probability("SequenceClassifier", "dropout", dropout))
+        width = embed_dim * (2 if pooling == "mean_max" else 1)
+        self.classifier = nn.Linear(width, positive("SequenceClassifier", "num_classes", num_classes))
+        start(self)
+
+    @property
+    def max_len(self) -> int:
+        """The longest sequence that the positions allow."""
+        return self.embedding.max_len
+
+    def forward(
+        self, ids: Int[Tensor, "batch len"], *, lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        mask: Mask | None = None,
+    ) -> Float[Tensor, "batch num_classes"]:  # fmt: skip
+        """Class scores (logits) of each sequence.
+
+        Args:
+            ids: int ``[batch, len]``; ids at the padding may be anything.
+            lengths: int ``[batch]``, real tokens of each sequence, padding to the right; all by default.
+            mask: who may attend to whom; a ``Padding`` in it says the same as ``lengths``.
+
+        Returns:
+            ``[batch, num_classes]``. A sequence without tokens pools to zeros.
+
+        Raises:
+            ShapeError: ids are no ids, are out of range, or longer than ``max_len``; lengths do not fit.
+            MaskError: the mask does not fit.
+        """
+        states, counts = self.encode(ids, lengths=lengths, mask=mask)
+        logits: Tensor = self.classifier(self.dropout(pool(states, counts, self.pooling)))
+        return logits
+
+    def encode(
+        self, ids: Int[Tensor, "batch len"], *, lengths: Lengths = None, mask: Mask | None = None
+    ) -> tuple[Float[Tensor, "batch len embed_dim"], Int[Tensor, " batch"] | None]:
+        """The encoder's output, zeros at the padding, and each sequence's length (None: all are full)."""
+        name = "SequenceClassifier"
+        check_ids(name, "ids", ids, self.max_len)
+        edge = self.encoder.edge(name, ids, lengths=lengths, mask=mask)
+        x = embedded(name, "ids", ids, edge, self.embedding)
+        return edge.leave(self.encoder.run(x, edge.mask)), edge.lengths
+
+    def compile_blocks(self, backend: str = "inductor") -> None:
+        """Compile every block in place with ``torch.compile`` and this backend of it, for any length."""
+        self.encoder.compile_blocks(backend)

@@ -1,0 +1,114 @@
+"""The edge of a model: how a padded batch goes in and comes out, so that padding touches nothing.
+
+Where sequences have padding, the real tokens are laid end to end and attend under ``Documents``: every linear,
+norm and attention in between works on real tokens only. That is right only where everything else depends on the
+distance between tokens alone; otherwise the batch stays padded, with the padding masked and emptied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import MaskError
+from clearhead.masks import Documents, Mask, Padding
+from clearhead.masks.base import conjuncts
+from clearhead.pack import as_lengths, real_places, unpack
+
+__all__ = ["Edge", "Lengths"]
+
+#: Real tokens of each sequence; None where all are full.
+Lengths = Sequence[int] | Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """How one batch goes through a model.
+
+    Attributes:
+        size: batch and length of the padded batch.
+        lengths: real tokens of each sequence; None where all are full.
+        packed: whether tokens lie end to end inside.
+        mask: the mask to attend under inside.
+    """
+
+    size: tuple[int, int]
+    lengths: Tensor | None
+    packed: bool
+    mask: Mask | None
+
+    @classmethod
+    def of(
+        cls, function: str, size: tuple[int, int], device: torch.device, *,
+        lengths: Sequence[int] | Tensor | None, mask: Mask | None, may_pack: bool,
+    ) -> Edge:  # fmt: skip
+        """The way for a batch of ``size``, with its padding told by ``lengths`` or by a ``Padding`` in ``mask``.
+
+        ``may_pack`` says whether the model's score rules mean the same in a packed batch.
+        """
+        if mask is not None and not isinstance(mask, Mask):
+            raise MaskError.about(
+                function, "mask", must="be a mask", got=type(mask).__name__,
+                then="Wrap a boolean tensor (True = may attend) in ch.Dense.",
+            )  # fmt: skip
+        padding, rest = _told_apart(mask)
+        if padding is not None:
+            if lengths is not None:
+                raise MaskError.about(
+                    function, "mask", must="hold no Padding where lengths are given", got=repr(mask),
+                    then="Give the lengths once.",
+                )  # fmt: skip
+            lengths = padding.lengths.expand(size[0]) if padding.lengths.shape[0] == 1 else padding.lengths
+        if lengths is None:
+            return cls(size, None, False, rest)
+        counts = as_lengths(function, lengths, batch=size[0], longest=size[1])
+        if bool((counts == size[1]).all()):
+            return cls(size, None, False, rest)
+        packed = may_pack and (rest is None or rest.relative)
+        confined: Mask = Documents(lengths=counts.to(device)) if packed else Padding(counts.to(device))
+        return cls(size, counts, packed, confined if rest is None else rest & confined)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """A padded ``[batch, len, ...]`` as it goes through the model; what lay at the padding is gone."""
+        if self.lengths is None:
+            return x
+        if self.packed:
+            places = real_places(self.lengths, self.size[1]).to(x.device)
+            return x.flatten(0, 1).index_select(0, places)[None]
+        return x.masked_fill(self._padding(x), 0)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The model's output as a padded ``[batch, len, ...]``, zeros at the padding."""
+        if self.lengths is None:
+            return x
+        if self.packed:
+            return unpack(x, self.lengths, self.size[1])
+        return x.masked_fill(self._padding(x), 0)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Each token's place in its own sequence, ``[batch | 1, len]`` as tokens lie inside."""
+        place = torch.arange(self.size[1], device=device)[None]
+        return self.enter(place.expand(self.size)) if self.packed else place
+
+    def _padding(self, x: Tensor) -> Tensor:
+        assert self.lengths is not None
+        place = torch.arange(self.size[1], device=x.device)
+        padding = place >= self.lengths.to(x.device)[:, None]
+        return padding.reshape(*self.size, *(1 for _ in x.shape[2:]))
+
+
+def _told_apart(mask: Mask | None) -> tuple[Padding | None, Mask | None]:
+    """The padding of a mask, and what it is combined with by ``&``."""
+    if mask is None:
+        return None, None
+    padding: Padding | None = None
+    rest: Mask | None = None
+    for part in conjuncts(mask):
+        if padding is None and isinstance(part, Padding):
+            padding = part
+        else:
+            rest = part if rest is None else rest & part
+    return padding, rest

@@ -1,0 +1,118 @@
+"""TokenEmbedding: ids and places become vectors."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.errors import ShapeError, UnsupportedError
+from clearhead.nn.checks import positive, probability
+from clearhead.nn.edge import Edge
+from clearhead.positions import sinusoidal
+from clearhead.shapes import Float, Int
+
+__all__ = ["POSITIONS", "TokenEmbedding", "check_ids", "check_range", "embedded", "start"]
+
+_EMBEDDING_STD: Final = 0.02
+#: Ways to tell a model where a token stands. With "rotary" the attention does it.
+POSITIONS: Final = ("learned", "sinusoidal", "rotary", "none")
+
+
+class TokenEmbedding(nn.Module):
+    """Token vectors plus position vectors.
+
+    Args:
+        vocab_size: number of token ids.
+        embed_dim: width of a vector.
+        max_len: number of positions.
+        positions: ``"learned"``, ``"sinusoidal"``, or nothing here (``"rotary"``, ``"none"``).
+        dropout: probability of dropping a channel, while training only.
+
+    >>> import torch
+    >>> TokenEmbedding(100, 8, max_len=16)(torch.tensor([[1, 2]]), torch.tensor([[0, 1]])).shape
+    torch.Size([1, 2, 8])
+    """
+
+    def __init__(
+        self, vocab_size: int, embed_dim: int, *, max_len: int, positions: str = "learned", dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.vocab_size = positive("TokenEmbedding", "vocab_size", vocab_size)
+        self.max_len = positive("TokenEmbedding", "max_len", max_len)
+        if positions not in POSITIONS:
+            raise UnsupportedError.about(
+                "TokenEmbedding", "positions", must=f"be one of {', '.join(POSITIONS)}", got=repr(positions)[:80],
+                then="The usual one is 'learned'.",
+            )  # fmt: skip
+        self.positions = positions
+        self.token = nn.Embedding(vocab_size, positive("TokenEmbedding", "embed_dim", embed_dim))
+        self.position = nn.Embedding(max_len, embed_dim) if positions == "learned" else None
+        self.dropout = nn.Dropout(probability("TokenEmbedding", "dropout", dropout))
+
+    def forward(
+        self, ids: Int[Tensor, "batch len"], places: Int[Tensor, "#batch len"]
+    ) -> Float[Tensor, "batch len embed_dim"]:
+        """Vectors of tokens ``ids`` that stand at ``places`` in their sequences; both are known to be in range."""
+        x = self.token(ids)
+        if self.position is not None:
+            x = x + self.position(places)
+        elif self.positions == "sinusoidal":
+            x = x + sinusoidal(places, x.shape[-1], dtype=x.dtype)
+        embedded: Tensor = self.dropout(x)
+        return embedded
+
+    def extra_repr(self) -> str:
+        return f"positions={self.positions!r}, max_len={self.max_len}"
+
+
+def check_ids(function: str, argument: str, ids: object, max_len: int) -> tuple[int, int]:
+    """Raise unless ``ids`` is whole numbers ``[batch, len]``, not longer than the positions allow; their shape."""
+    whole = isinstance(ids, Tensor) and ids.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
+    if not isinstance(ids, Tensor) or not whole or ids.ndim != 2:
+        got = f"{str(ids.dtype)[6:]} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ShapeError.about(
+            function,
+            argument,
+            must="be token ids, whole numbers [batch, len]",
+            got=got,
+            then="Add a batch axis: ids[None].",
+        )
+    if ids.shape[1] > max_len:
+        raise ShapeError.about(
+            function, argument, must=f"be at most {max_len} tokens long (max_len)", got=ids.shape[1],
+            then="Cut the sequences, or build the model with a larger max_len.",
+        )  # fmt: skip
+    return ids.shape[0], ids.shape[1]
+
+
+def check_range(function: str, argument: str, ids: Int[Tensor, "..."], vocab_size: int) -> None:
+    """Raise unless every id, padding aside, is of the vocabulary."""
+    # The compiler cannot look at numbers; there an id out of range fails in the look-up.
+    if torch.compiler.is_compiling() or ids.numel() == 0:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(ids))
+    if low < 0 or high >= vocab_size:
+        raise ShapeError.about(
+            function, argument, must=f"lie from 0 to {vocab_size - 1} (vocab_size {vocab_size})",
+            got=low if low < 0 else high, then="Use the tokenizer that the model was made for.",
+        )  # fmt: skip
+
+
+def embedded(
+    function: str, argument: str, ids: Tensor, edge: Edge, embedding: TokenEmbedding, first: int = 0
+) -> Tensor:
+    """Vectors of the real tokens only, laid as the edge lays them."""
+    inside = edge.enter(ids)
+    check_range(function, argument, inside, embedding.vocab_size)
+    x: Tensor = embedding(inside, edge.positions(ids.device) + first)
+    return x
+
+
+@torch.no_grad()
+def start(model: nn.Module) -> None:
+    """Give a model's embeddings their first values."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            nn.init.trunc_normal_(module.weight, std=_EMBEDDING_STD)

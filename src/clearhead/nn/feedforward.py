@@ -1,0 +1,64 @@
+"""FeedForward: two linear layers on each token alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from torch import Tensor, nn
+
+from clearhead.errors import UnsupportedError
+from clearhead.nn.checks import check_tokens, positive, probability
+from clearhead.shapes import Float
+
+__all__ = ["ACTIVATIONS", "FeedForward"]
+
+ACTIVATIONS: Final[dict[str, Callable[[], nn.Module]]] = {"gelu": nn.GELU, "relu": nn.ReLU, "silu": nn.SiLU}
+
+
+class FeedForward(nn.Module):
+    """``contract(dropout(activation(expand(x))))``, on each token alone.
+
+    Args:
+        embed_dim: width of a token.
+        feedforward_dim: width in between; by default 4 times ``embed_dim``.
+        activation: ``"gelu"``, ``"relu"`` or ``"silu"``.
+        dropout: probability of dropping a channel in between, while training only.
+        bias: whether the layers add a bias.
+
+    Raises:
+        ShapeError: sizes that are not positive; UnsupportedError: an unknown activation.
+
+    Cost: ``4 * tokens * embed_dim * feedforward_dim`` operations.
+
+    Paper: Vaswani et al. 2017, section 3.3; GELU: Hendrycks and Gimpel 2016.
+
+    >>> import torch
+    >>> FeedForward(4)(torch.zeros(2, 3, 4)).shape
+    torch.Size([2, 3, 4])
+    """
+
+    def __init__(
+        self, embed_dim: int, feedforward_dim: int | None = None, *, activation: str = "gelu", dropout: float = 0.0,
+        bias: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.embed_dim = positive("FeedForward", "embed_dim", embed_dim)
+        width = positive(
+            "FeedForward", "feedforward_dim", 4 * embed_dim if feedforward_dim is None else feedforward_dim
+        )
+        if activation not in ACTIVATIONS:
+            raise UnsupportedError.about(
+                "FeedForward", "activation", must=f"be one of {', '.join(ACTIVATIONS)}", got=repr(activation)[:80],
+                then="The usual one is 'gelu'.",
+            )  # fmt: skip
+        self.expand = nn.Linear(embed_dim, width, bias=bias)
+        self.activation = ACTIVATIONS[activation]()
+        self.dropout = nn.Dropout(probability("FeedForward", "dropout", dropout))
+        self.contract = nn.Linear(width, embed_dim, bias=bias)
+
+    def forward(self, x: Float[Tensor, "*batch len embed_dim"]) -> Float[Tensor, "*batch len embed_dim"]:
+        """Each token through both layers."""
+        check_tokens("FeedForward", "x", x, self.embed_dim, self.expand.weight)
+        hidden: Tensor = self.contract(self.dropout(self.activation(self.expand(x))))
+        return hidden

@@ -1,0 +1,104 @@
+"""Generation: one token after another, drawn from a model's predictions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.errors import ShapeError
+from clearhead.nn.embedding import check_ids
+from clearhead.shapes import Float, Int
+
+__all__ = ["Sampler", "check_prompt", "evaluating", "extend"]
+
+
+class Sampler:
+    """Draws the next token of each sequence.
+
+    Args:
+        temperature: divides the logits; below 1 sharper, 0 always the likeliest token.
+        top_k: draw among this many likeliest tokens; by default among all.
+        seed: makes the draw reproducible; by default torch's own generator.
+        device: where the logits will be.
+
+    Raises:
+        ShapeError: a negative temperature, or a ``top_k`` below 1.
+    """
+
+    def __init__(
+        self, function: str, *, temperature: float, top_k: int | None, seed: int | None, device: torch.device
+    ) -> None:
+        number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
+        if not number or not math.isfinite(temperature) or temperature < 0.0:
+            raise ShapeError.about(
+                function, "temperature", must="be a number of at least 0", got=repr(temperature)[:80],
+                then="0.0 always takes the likeliest token.",
+            )  # fmt: skip
+        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
+            raise ShapeError.about(
+                function, "top_k", must="be a whole number of at least 1", got=repr(top_k)[:80], then="None keeps all."
+            )
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64):
+            raise ShapeError.about(
+                function, "seed", must="be a whole number from 0 to 2**64 - 1", got=repr(seed)[:80], then="Pass e.g. 0."
+            )
+        self.temperature = float(temperature)
+        self.top_k = top_k
+        self.generator = None if seed is None else torch.Generator(device=device).manual_seed(seed)
+
+    def draw(self, logits: Float[Tensor, "batch vocab_size"]) -> Int[Tensor, "batch 1"]:
+        """One token id for each row."""
+        if self.temperature == 0.0:
+            return logits.argmax(dim=-1, keepdim=True)
+        logits = logits.float() / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k, dim=-1).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -math.inf)
+        return torch.multinomial(logits.softmax(dim=-1), 1, generator=self.generator)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """The module in evaluation mode and without gradients, then as it was."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def extend(
+    ids: Int[Tensor, "batch len"], max_new_tokens: int, next_logits: Callable[[Tensor], Tensor], sampler: Sampler,
+    stop: int | None,
+) -> Int[Tensor, "batch longer"]:  # fmt: skip
+    """Add tokens one at a time; once a sequence has drawn ``stop`` it only gets more of it."""
+    done = torch.zeros(ids.shape[0], 1, dtype=torch.bool, device=ids.device)
+    for _ in range(max_new_tokens):
+        drawn = sampler.draw(next_logits(ids)).to(ids.dtype)
+        if stop is not None:
+            drawn = drawn.masked_fill(done, stop)
+            done = done | (drawn == stop)
+        ids = torch.cat([ids, drawn], dim=1)
+        if stop is not None and bool(done.all()):
+            break
+    return ids
+
+
+def check_prompt(function: str, argument: str, ids: Tensor, max_new_tokens: int) -> None:
+    _, length = check_ids(function, argument, ids, 2**62)
+    if length == 0:
+        raise ShapeError.about(
+            function, argument, must="hold at least one token", got=tuple(ids.shape), then="Begin with a start token."
+        )
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise ShapeError.about(
+            function, "max_new_tokens", must="be a whole number of at least 0", got=repr(max_new_tokens)[:80],
+            then="Pass an int.",
+        )  # fmt: skip

@@ -1,0 +1,149 @@
+"""LanguageModel: from token ids to the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from clearhead.errors import ShapeError
+from clearhead.masks import Mask
+from clearhead.nn.embedding import TokenEmbedding, check_ids, embedded, start
+from clearhead.nn.generation import Sampler, check_prompt, evaluating, extend
+from clearhead.nn.stacks import Decoder, DecoderCache
+from clearhead.scores import ScoreRule
+from clearhead.shapes import Float, Int
+
+__all__ = ["LanguageModel"]
+
+
+class LanguageModel(nn.Module):
+    """Token ids to scores of the next token: embedding, decoder, and the embedding's transpose.
+
+    Args:
+        vocab_size: number of token ids.
+        embed_dim: width of a token.
+        num_heads: number of heads.
+        num_layers: number of blocks.
+        max_len: longest sequence that the model sees at once.
+        dropout: probability within embedding and blocks, while training only.
+        attention_dropout: probability of dropping an attention weight; by default ``dropout``.
+        feedforward_dim: width within the feedforwards; by default 4 times ``embed_dim``.
+        norm_first: as in ``EncoderBlock``.
+        tie_embeddings: predict with the transpose of the token embedding (Press and Wolf 2017).
+        positions: ``"learned"``, ``"sinusoidal"``, ``"rotary"`` or ``"none"``.
+        bias: whether linear layers and norms add a bias.
+        num_kv_heads: number of key and value heads; by default ``num_heads``.
+        scores: score rules of every block's attention.
+        checkpoint_activations: as in ``EncoderBlock``.
+
+    Embeddings start as a truncated normal distribution of deviation 0.02, linear layers as in ``nn.Linear``.
+
+    Example:
+
+    >>> model = LanguageModel(vocab_size=50, embed_dim=8, num_heads=2, num_layers=2, max_len=32)
+    >>> ids = torch.tensor([[1, 2, 3]])
+    >>> model(ids).shape, model.generate(ids, 5).shape
+    (torch.Size([1, 3, 50]), torch.Size([1, 8]))
+    """
+
+    def __init__(
+        self, vocab_size: int, embed_dim: int, num_heads: int, num_layers: int, *, max_len: int = 512,
+        dropout: float = 0.0, attention_dropout: float | None = None, feedforward_dim: int | None = None,
+        norm_first: bool = True, tie_embeddings: bool = True, positions: str = "learned", bias: bool = True,
+        num_kv_heads: int | None = None, scores: ScoreRule | Iterable[ScoreRule] = (),
+        checkpoint_activations: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.embedding = TokenEmbedding(vocab_size, embed_dim, max_len=max_len, positions=positions, dropout=dropout)
+        self.decoder = Decoder(
+            embed_dim, num_heads, num_layers, feedforward_dim=feedforward_dim, dropout=dropout,
+            attention_dropout=attention_dropout, norm_first=norm_first, bias=bias, num_kv_heads=num_kv_heads,
+            scores=scores, rotary=positions == "rotary", checkpoint_activations=checkpoint_activations,
+        )  # fmt: skip
+        self.head = nn.Linear(embed_dim, vocab_size, bias=False)
+        start(self)
+        if tie_embeddings:
+            self.head.weight = self.embedding.token.weight
+
+    @property
+    def max_len(self) -> int:
+        """The longest sequence that the positions allow."""
+        return self.embedding.max_len
+
+    def new_cache(self) -> DecoderCache:
+        """An empty cache for decoding one batch."""
+        return self.decoder.new_cache()
+
+    def forward(
+        self, ids: Int[Tensor, "batch len"], *, lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        mask: Mask | None = None, cache: DecoderCache | None = None,
+    ) -> Float[Tensor, "batch len vocab_size"]:  # fmt: skip
+        """Scores (logits) of the token after each token.
+
+        Args:
+            ids: int ``[batch, len]``; ids at the padding may be anything.
+            lengths: int ``[batch]``, real tokens of each sequence, padding to the right; all by default.
+            mask: what forbids more than the causal order does; a ``Padding`` in it says the same as ``lengths``.
+            cache: from ``new_cache``; the call's tokens follow those seen with it before.
+
+        Returns:
+            ``[batch, len, vocab_size]``, zeros at the padding.
+
+        Raises:
+            ShapeError: ids are no ids, are out of range, or longer than ``max_len``; lengths do not fit.
+            MaskError: the mask does not fit. UnsupportedError: padding together with a cache.
+        """
+        name = "LanguageModel"
+        first = 0 if cache is None else cache.length
+        _, length = check_ids(name, "ids", ids, self.max_len)
+        if first + length > self.max_len:
+            raise ShapeError.about(
+                name, "ids", must=f"be at most {self.max_len} tokens long with the cache (max_len)",
+                got=f"{first} in the cache and {length} more", then="Start a new cache, or use a larger max_len.",
+            )  # fmt: skip
+        edge = self.decoder.edge(name, ids, lengths=lengths, mask=mask, cache=cache)
+        x = embedded(name, "ids", ids, edge, self.embedding, first)
+        logits: Tensor = self.head(self.decoder.run(x, edge.mask, cache=cache))
+        return edge.leave(logits)
+
+    def generate(
+        self, ids: Int[Tensor, "batch len"], max_new_tokens: int, *, temperature: float = 1.0,
+        top_k: int | None = None, seed: int | None = None, stop: int | None = None, cached: bool = True,
+    ) -> Int[Tensor, "batch longer"]:  # fmt: skip
+        """Continue sequences, token by token; in evaluation mode, without gradients.
+
+        Past ``max_len`` tokens the model sees the last ``max_len``, computed anew for each token, since their
+        positions move.
+
+        Args:
+            ids: int ``[batch, len]``, at least one token each.
+            max_new_tokens: how many tokens to add.
+            temperature: divides the logits; below 1 sharper, 0 always the likeliest token.
+            top_k: draw among this many likeliest tokens; by default among all.
+            seed: makes the result reproducible; by default torch's own generator.
+            stop: a token id after which a sequence is only filled up with it.
+            cached: keep keys and values of earlier tokens. Without, the result is the same, slower.
+
+        Returns:
+            ``[batch, len + max_new_tokens]``, shorter where every sequence has stopped.
+
+        Raises:
+            ShapeError: an empty prompt, or arguments out of range.
+        """
+        name = "LanguageModel.generate"
+        check_prompt(name, "ids", ids, max_new_tokens)
+        sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed, device=ids.device)
+        cache = self.new_cache() if cached else None
+
+        def next_logits(ids: Tensor) -> Tensor:
+            if cache is None or ids.shape[1] > self.max_len:
+                return self(ids[:, -self.max_len :])[:, -1]  # type: ignore[no-any-return]
+            return self(ids[:, cache.length :], cache=cache)[:, -1]  # type: ignore[no-any-return]
+
+        with evaluating(self):
+            return extend(ids, max_new_tokens, next_logits, sampler, stop)
+
+    def compile_blocks(self, backend: str = "inductor") -> None:
+        """Compile every block in place with ``torch.compile`` and this backend of it, for any length."""
+        self.decoder.compile_blocks(backend)

@@ -1,0 +1,81 @@
+"""Score rules inside a module: their tensors become the module's parameters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.record import Record
+from clearhead.scores import ScoreRule, as_rules
+
+__all__ = ["RuleList"]
+
+
+class RuleHolder(nn.Module):
+    """One score rule. Its ``nn.Parameter`` tensors are parameters here, its other tensors buffers.
+
+    ``rule()`` is the rule on the tensors as they now are, after training steps, ``.to()`` or a loaded state.
+    Parameters and modules that a ``ScoreFunction`` closes over are registered too; since the function keeps its
+    own hold on them, a deep copy of the module goes on using the originals.
+    """
+
+    def __init__(self, rule: ScoreRule) -> None:
+        super().__init__()
+        self._names: list[str] = []
+        self._shapes: list[torch.Size] = []
+        for name, tensor in _named_tensors(rule):
+            self._hold(name, tensor)
+            self._names.append(name)
+            self._shapes.append(tensor.shape)
+        # The rule's form without its tensors, so that none lives twice.
+        self._form = rule.mapped(lambda tensor: torch.empty(0))
+        own = {id(parameter) for parameter in self.parameters()}
+        closed_over = [each for each in rule.parameters() if isinstance(each, nn.Parameter) and id(each) not in own]
+        for place, parameter in enumerate(closed_over if not rule.tensors() else ()):
+            self.register_parameter(f"closed_over_{place}", parameter)
+
+    def _hold(self, name: str, tensor: Tensor) -> None:
+        # A rule may have reshaped the parameter it was given (DenseBias adds axes); the parameter itself is held.
+        source = tensor if isinstance(tensor, nn.Parameter) else tensor._base
+        if isinstance(source, nn.Parameter) and source.numel() == tensor.numel():
+            self.register_parameter(name, source)
+        else:
+            self.register_buffer(name, tensor)
+
+    def rule(self) -> ScoreRule:
+        """The rule on the tensors that the module holds now."""
+        held = iter(getattr(self, name).reshape(shape) for name, shape in zip(self._names, self._shapes, strict=True))
+        return self._form.mapped(lambda tensor: next(held))
+
+    def extra_repr(self) -> str:
+        return repr(self.rule())
+
+
+def _named_tensors(record: Record, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a record and the records within it, in the order of ``Record.tensors``."""
+    for name in record.fields:
+        value = getattr(record, name)
+        if isinstance(value, Tensor):
+            yield prefix + name, value
+        elif isinstance(value, Record):
+            yield from _named_tensors(value, f"{prefix}{name}_")
+
+
+class RuleList(nn.ModuleList):
+    """The score rules of an attention module, in order.
+
+    Attributes:
+        relative: whether every rule depends on ``q_pos - k_pos`` alone, and so means the same in a packed batch.
+    """
+
+    def __init__(self, function: str, scores: ScoreRule | Iterable[ScoreRule]) -> None:
+        rules = as_rules(function, scores)
+        super().__init__(RuleHolder(rule) for rule in rules)
+        self.relative = all(rule.relative for rule in rules)
+
+    def rules(self) -> tuple[ScoreRule, ...]:
+        """The rules on the tensors that the module holds now."""
+        return tuple(cast(RuleHolder, holder).rule() for holder in self)

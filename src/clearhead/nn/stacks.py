@@ -1,0 +1,269 @@
+"""Encoder and Decoder: blocks one after another, and a last norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from torch import Tensor, nn
+
+from clearhead.cache import KVCache
+from clearhead.errors import ShapeError, UnsupportedError
+from clearhead.masks import Mask, Padding
+from clearhead.nn.blocks import DecoderBlock, EncoderBlock
+from clearhead.nn.checks import check_tokens, positive
+from clearhead.nn.edge import Edge, Lengths
+from clearhead.pack import as_lengths
+from clearhead.positions import Rotary
+from clearhead.scores import ScoreRule
+from clearhead.shapes import Float, Int
+
+__all__ = ["Decoder", "DecoderCache", "Encoder"]
+
+
+class Encoder(nn.Module):
+    """Blocks in which every token may attend to every other of its sequence.
+
+    Args:
+        embed_dim: width of a token.
+        num_heads: number of heads.
+        num_layers: number of blocks.
+        feedforward_dim: width within the feedforwards; by default 4 times ``embed_dim``.
+        dropout: as in ``EncoderBlock``, 0 by default.
+        attention_dropout: probability of dropping an attention weight; by default ``dropout``.
+        norm_first: norm before each part, and once more at the end.
+        activation: of the feedforwards.
+        bias: whether linear layers and norms add a bias.
+        num_kv_heads: number of key and value heads; by default ``num_heads``.
+        scores: score rules of every block's attention; learned tensors are shared between the blocks.
+        rotary: as in ``MultiHeadAttention``.
+        checkpoint_activations: as in ``EncoderBlock``.
+
+    >>> import torch
+    >>> Encoder(8, num_heads=2, num_layers=2)(torch.randn(2, 5, 8), lengths=[5, 3]).shape
+    torch.Size([2, 5, 8])
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, num_layers: int, *, feedforward_dim: int | None = None,
+        dropout: float = 0.0, attention_dropout: float | None = None, norm_first: bool = True,
+        activation: str = "gelu", bias: bool = True, num_kv_heads: int | None = None,
+        scores: ScoreRule | Iterable[ScoreRule] = (), rotary: Rotary | bool | float | None = None,
+        checkpoint_activations: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
+        self.embed_dim = positive("Encoder", "embed_dim", embed_dim)
+        self.blocks = nn.ModuleList(
+            EncoderBlock(
+                embed_dim, num_heads, feedforward_dim=feedforward_dim, dropout=dropout,
+                attention_dropout=attention_dropout, norm_first=norm_first, activation=activation, bias=bias,
+                num_kv_heads=num_kv_heads, scores=rules, rotary=rotary,
+                checkpoint_activations=checkpoint_activations,
+            )
+            for _ in range(positive("Encoder", "num_layers", num_layers))
+        )  # fmt: skip
+        self.norm = nn.LayerNorm(embed_dim, bias=bias) if norm_first else nn.Identity()
+
+    def forward(
+        self, x: Float[Tensor, "*batch len embed_dim"], *, lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        mask: Mask | None = None,
+    ) -> Float[Tensor, "*batch len embed_dim"]:  # fmt: skip
+        """Encode a batch.
+
+        Args:
+            x: ``[batch, len, embed_dim]``, or ``[len, embed_dim]`` for one whole sequence.
+            lengths: int ``[batch]``, real tokens of each sequence, padding to the right.
+            mask: who may attend to whom; a ``Padding`` in it says the same as ``lengths``.
+
+        Returns:
+            As ``x``, zeros at the padding.
+
+        Raises:
+            ShapeError, MaskError: the arguments do not fit.
+        """
+        check_tokens("Encoder", "x", x, self.embed_dim, _first(self.blocks).attention_norm.weight)
+        batched = x if x.ndim == 3 else x[None]
+        edge = self.edge("Encoder", batched, lengths=lengths, mask=mask)
+        output = edge.leave(self.run(edge.enter(batched), edge.mask))
+        return output if x.ndim == 3 else output[0]
+
+    def edge(self, function: str, batch: Tensor, *, lengths: Lengths, mask: Mask | None = None) -> Edge:
+        """How a padded batch ``[batch, len, ...]`` goes through the blocks."""
+        size = (batch.shape[0], batch.shape[1])
+        may_pack = _packable(self.blocks)
+        return Edge.of(function, size, batch.device, lengths=lengths, mask=mask, may_pack=may_pack)
+
+    def run(self, x: Tensor, mask: Mask | None) -> Tensor:
+        """The blocks alone, on tokens that lie as an ``Edge`` laid them."""
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def compile_blocks(self, backend: str = "inductor") -> None:
+        """Compile every block in place with ``torch.compile`` and this backend of it, for any length."""
+        for block in self.blocks:
+            block.compile(dynamic=True, backend=backend)
+
+
+def _packable(blocks: nn.ModuleList) -> bool:
+    """Whether every block's score rules mean the same where sequences lie end to end."""
+    return all(cast(EncoderBlock | DecoderBlock, block).attention.scores.relative for block in blocks)
+
+
+def _first(blocks: nn.ModuleList) -> EncoderBlock | DecoderBlock:
+    return cast(EncoderBlock | DecoderBlock, blocks[0])
+
+
+@dataclass
+class DecoderCache:
+    """What a decoder keeps of earlier tokens: one cache per layer, and one more for each layer's memory."""
+
+    layers: list[KVCache]
+    memory: list[KVCache] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """How many tokens have been decoded."""
+        return self.layers[0].length
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for cache in (*self.layers, *self.memory):
+            cache.reset()
+
+    def __repr__(self) -> str:
+        return f"DecoderCache(layers={len(self.layers)}, length={self.length})"
+
+
+class Decoder(nn.Module):
+    """Blocks in which a token sees itself and those before it, and a memory where wanted.
+
+    Args:
+        embed_dim: width of a token.
+        num_heads: number of heads.
+        num_layers: number of blocks.
+        cross_attention: whether the blocks attend to a memory, an encoder's output.
+        memory_dim: width of the memory; by default ``embed_dim``.
+        feedforward_dim: as in ``Encoder``, and so are the others.
+        dropout: as in ``Encoder``.
+        attention_dropout: as in ``Encoder``.
+        norm_first: as in ``Encoder``.
+        activation: as in ``Encoder``.
+        bias: as in ``Encoder``.
+        num_kv_heads: as in ``Encoder``.
+        scores: as in ``Encoder``, for the self-attentions.
+        rotary: as in ``Encoder``, for the self-attentions.
+        checkpoint_activations: as in ``Encoder``.
+
+    >>> import torch
+    >>> decoder = Decoder(8, num_heads=2, num_layers=2).eval()
+    >>> x, cache = torch.randn(1, 5, 8), decoder.new_cache()
+    >>> with torch.no_grad():
+    ...     steps = torch.cat([decoder(x[:, t : t + 1], cache=cache) for t in range(5)], dim=1)
+    ...     torch.allclose(steps, decoder(x), atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, num_layers: int, *, cross_attention: bool = False,
+        memory_dim: int | None = None, feedforward_dim: int | None = None, dropout: float = 0.0,
+        attention_dropout: float | None = None, norm_first: bool = True, activation: str = "gelu", bias: bool = True,
+        num_kv_heads: int | None = None, scores: ScoreRule | Iterable[ScoreRule] = (),
+        rotary: Rotary | bool | float | None = None, checkpoint_activations: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
+        self.embed_dim = positive("Decoder", "embed_dim", embed_dim)
+        self.cross_attention = cross_attention or memory_dim is not None
+        self.blocks = nn.ModuleList(
+            DecoderBlock(
+                embed_dim, num_heads, feedforward_dim=feedforward_dim, dropout=dropout,
+                attention_dropout=attention_dropout, norm_first=norm_first, activation=activation, bias=bias,
+                num_kv_heads=num_kv_heads, scores=rules, rotary=rotary, cross_attention=cross_attention,
+                memory_dim=memory_dim, checkpoint_activations=checkpoint_activations,
+            )
+            for _ in range(positive("Decoder", "num_layers", num_layers))
+        )  # fmt: skip
+        self.norm = nn.LayerNorm(embed_dim, bias=bias) if norm_first else nn.Identity()
+
+    def new_cache(self) -> DecoderCache:
+        """An empty cache for decoding one batch."""
+        layers = [KVCache() for _ in self.blocks]
+        return DecoderCache(layers, [KVCache() for _ in self.blocks] if self.cross_attention else [])
+
+    def forward(
+        self, x: Float[Tensor, "*batch len embed_dim"], *, lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        mask: Mask | None = None, memory: Float[Tensor, "*batch memory_len memory_dim"] | None = None,
+        memory_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None, cache: DecoderCache | None = None,
+    ) -> Float[Tensor, "*batch len embed_dim"]:  # fmt: skip
+        """Decode a batch.
+
+        Args:
+            x: ``[batch, len, embed_dim]``, or ``[len, embed_dim]`` for one whole sequence.
+            lengths: int ``[batch]``, real tokens of each sequence, padding to the right.
+            mask: what forbids more than the causal order does; a ``Padding`` in it says the same as ``lengths``.
+            memory: ``[batch, memory_len, memory_dim]``, what the blocks' cross-attention attends to.
+            memory_lengths: int ``[batch]``, real tokens of each memory.
+            cache: from ``new_cache``; the call's tokens follow those decoded with it before.
+
+        Returns:
+            As ``x``, zeros at the padding.
+
+        Raises:
+            ShapeError, MaskError: the arguments do not fit.
+            UnsupportedError: padding together with a cache.
+        """
+        check_tokens("Decoder", "x", x, self.embed_dim, _first(self.blocks).attention_norm.weight)
+        batched = x if x.ndim == 3 else x[None]
+        memory = memory[None] if memory is not None and memory.ndim == 2 else memory
+        edge = self.edge("Decoder", batched, lengths=lengths, mask=mask, cache=cache)
+        output = self.run(edge.enter(batched), edge.mask, memory=memory, memory_lengths=memory_lengths, cache=cache)
+        output = edge.leave(output)
+        return output if x.ndim == 3 else output[0]
+
+    def edge(
+        self, function: str, batch: Tensor, *, lengths: Lengths, mask: Mask | None = None,
+        cache: DecoderCache | None = None,
+    ) -> Edge:  # fmt: skip
+        """How a padded batch ``[batch, len, ...]`` goes through the blocks."""
+        size = (batch.shape[0], batch.shape[1])
+        # A memory has a batch of its own, which a packed row could not be matched with.
+        may_pack = not self.cross_attention and _packable(self.blocks)
+        edge = Edge.of(function, size, batch.device, lengths=lengths, mask=mask, may_pack=may_pack)
+        if edge.lengths is not None and cache is not None:
+            raise UnsupportedError.about(
+                function, "lengths", must="all be the batch's length where there is a cache",
+                got=edge.lengths.tolist(), then="Decode sequences of one length together.",
+            )  # fmt: skip
+        return edge
+
+    def run(
+        self, x: Tensor, mask: Mask | None, *, memory: Tensor | None = None,
+        memory_lengths: Lengths = None, cache: DecoderCache | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The blocks alone, on tokens that lie as an ``Edge`` laid them."""
+        memory_mask = None
+        if memory_lengths is not None:
+            if memory is None:
+                raise ShapeError.about(
+                    "Decoder", "memory", must="be given with memory_lengths", got="None", then="Pass memory=."
+                )
+            longest = memory.shape[1]
+            counts = as_lengths("Decoder", memory_lengths, batch=memory.shape[0], longest=longest)
+            memory_mask = None if bool((counts == longest).all()) else Padding(counts.to(memory.device))
+        for place, block in enumerate(self.blocks):
+            x = block(
+                x, mask=mask, memory=memory, memory_mask=memory_mask,
+                cache=None if cache is None else cache.layers[place],
+                memory_cache=None if cache is None or not cache.memory else cache.memory[place],
+            )  # fmt: skip
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def compile_blocks(self, backend: str = "inductor") -> None:
+        """Compile every block in place with ``torch.compile`` and this backend of it, for any length."""
+        for block in self.blocks:
+            block.compile(dynamic=True, backend=backend)

@@ -1,0 +1,113 @@
+"""Reading what an attention module was given and gave while a model runs once, and leaving no trace behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.errors import ClearheadError, ShapeError, UnsupportedError
+from clearhead.nn.attention import MultiHeadAttention
+
+__all__ = ["Captured", "attention_modules", "capture", "find_layer"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Captured:
+    """One call of an attention module: what went in, the heads side by side, and what came out."""
+
+    module: MultiHeadAttention
+    inputs: tuple[Any, ...]
+    options: Mapping[str, Any]
+    heads: Tensor
+    output: Tensor
+
+
+def attention_modules(model: nn.Module) -> dict[str, MultiHeadAttention]:
+    """Every attention module of a model by its dotted name, in the order of registration."""
+    return {name: part for name, part in model.named_modules() if isinstance(part, MultiHeadAttention)}
+
+
+def find_layer(function: str, model: nn.Module, layer: int | str | None) -> str:
+    """The name of the attention module meant by a number, a name, or nothing (the first).
+
+    Raises:
+        ShapeError: there is no such layer; the text lists those that exist.
+        UnsupportedError: the model holds no attention module of clearhead.
+    """
+    names = list(attention_modules(model))
+    if not names:
+        raise UnsupportedError.about(
+            function, "model", must="hold a ch.nn.MultiHeadAttention", got=type(model).__name__,
+            then="Convert torch's modules with MultiHeadAttention.from_torch.",
+        )  # fmt: skip
+    if isinstance(layer, str) and layer in names:
+        return layer
+    if layer is None or (isinstance(layer, int) and not isinstance(layer, bool) and 0 <= layer < len(names)):
+        return names[layer or 0]
+    listed = ", ".join(f"{place} ({name})" if name else str(place) for place, name in enumerate(names))
+    raise ShapeError.about(function, "layer", must=f"be one of {listed}", got=repr(layer)[:80], then="Pass its number.")
+
+
+def capture(
+    model: nn.Module, module: MultiHeadAttention, inputs: Sequence[Any], options: Mapping[str, Any]
+) -> Captured:
+    """Run ``model(*inputs, **options)`` once, as in ``eval()`` and without gradients; what ``module`` saw and gave.
+
+    Raises:
+        UnsupportedError: the model never called the module, or the model itself failed.
+    """
+    seen: dict[str, Any] = {}
+    with ExitStack() as stack:
+        stack.enter_context(_evaluating(model))
+        stack.enter_context(torch.no_grad())
+        for hook in _hooks(module, seen):
+            stack.callback(hook.remove)
+        try:
+            model(*inputs, **options)
+        except ClearheadError:
+            raise
+        except Exception as failure:
+            raise UnsupportedError.about(
+                "explain", "inputs", must=f"be what {type(model).__name__} takes",
+                got=f"{type(failure).__name__}: {str(failure)[:160]}", then="Call the model on them first.",
+            ) from failure  # fmt: skip
+    if "output" not in seen:
+        raise UnsupportedError.about(
+            "explain", "layer", must="be used by the model's forward", got="a module that was not called",
+            then="Choose another layer.",
+        )  # fmt: skip
+    heads = seen["output"] if module.output_projection is None else seen["heads"]
+    return Captured(module=module, inputs=seen["inputs"], options=seen["options"], heads=heads, output=seen["output"])
+
+
+def _hooks(module: MultiHeadAttention, seen: dict[str, Any]) -> Iterator[Any]:
+    def given(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        seen.update(inputs=inputs, options=dict(options))
+
+    def joined(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        seen["heads"] = inputs[0]
+
+    def gave(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        seen["output"] = output
+
+    yield module.register_forward_pre_hook(given, with_kwargs=True)
+    if module.output_projection is not None:
+        yield module.output_projection.register_forward_pre_hook(joined)
+    yield module.register_forward_hook(gave)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Every part of the model as in ``eval()``, and afterwards each as it was."""
+    training = [part for part in model.modules() if part.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

@@ -1,0 +1,232 @@
+"""``explain``: one token's view, step by step, each step computed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.dispatch import choose
+from clearhead.errors import ShapeError, UnsupportedError
+from clearhead.masks import Mask
+from clearhead.nn.attention import MultiHeadAttention
+from clearhead.observe.capture import Captured, attention_modules, capture, find_layer
+from clearhead.observe.explanation import Explanation
+from clearhead.observe.steps import Subject, steps_of
+from clearhead.problem import Problem
+from clearhead.scores import ScoreRule
+from clearhead.statistics import Want
+
+__all__ = ["explain", "find_token"]
+
+
+def explain(
+    subject: Tensor | nn.Module,
+    *inputs: Tensor,
+    token: int | str,
+    head: int = 0,
+    layer: int | str | None = None,
+    batch: int = 0,
+    tokens: Sequence[str] | None = None,
+    key_tokens: Sequence[str] | None = None,
+    mask: Mask | None = None,
+    scores: ScoreRule | Iterable[ScoreRule] = (),
+    scale: float | None = None,
+    query_offset: int | None = None,
+    backend: str = "auto",
+) -> Explanation:
+    """What one token sees in one head: every step of the formula, and each one checked against float64.
+
+    ``explain(query, key, value, token=2)`` explains a call of ``attention``; ``explain(module, x, token=2)`` one of
+    a ``MultiHeadAttention``; ``explain(model, ids, token=2, layer=0)`` runs a model once and explains the attention
+    of one layer as it happened there.
+
+    Args:
+        subject: query ``[batch, heads, q_len, head_dim]``, leading axes optional; or a module; or a model.
+        inputs: key and value; or what the module or model is called with. A model is given one sequence,
+            ``[1, len]`` or ``[1, len, embed_dim]``, without padding.
+        token: index of the query, or its text where ``tokens`` says it and holds it once.
+        head: query head.
+        layer: in a model, which attention module: its number in order, or its name; the first by default.
+        batch: which sequence, in a call on tensors or on an attention module.
+        tokens: text of each query, and of each key where the lengths agree.
+        key_tokens: text of each key, where keys are other tokens.
+        mask: as in ``attention``; passed on to a module or model.
+        scores: as in ``attention``; a module has its own.
+        scale: as in ``attention``; a module has its own.
+        query_offset: as in ``attention``.
+        backend: as in ``attention``; a module has its own.
+
+    Returns:
+        An ``Explanation``: ``str`` of it is a table, a notebook shows a page, its fields are the numbers.
+
+    Raises:
+        ShapeError: no such token, head, layer or sequence; the text lists what exists.
+        UnsupportedError: the model has no attention module of clearhead, or fails on the input.
+
+    Cost: one call of the subject, and for the token ``num_heads`` rows in float64.
+
+    >>> import torch
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> from clearhead.masks import Causal
+    >>> seen = explain(x, x, x, token=0, mask=Causal(), tokens=["good", "day"])
+    >>> seen.weights.tolist()
+    [1.0, 0.0]
+    >>> seen.difference < 1e-6
+    True
+    """
+    if isinstance(subject, Tensor):
+        if layer is not None:
+            raise UnsupportedError.about(
+                "explain", "layer", must="be left out for tensors", got=repr(layer), then="Pass a model to choose one."
+            )
+        options = {"mask": mask, "scores": scores, "scale": scale, "query_offset": query_offset}
+        ran, name = _from_tensors((subject, *inputs), options, backend), None
+    elif isinstance(subject, nn.Module):
+        if scores != () or scale is not None or backend != "auto":
+            raise UnsupportedError.about(
+                "explain", "scores", must="be left to the module, and so scale and backend", got="another",
+                then="A module carries its own.",
+            )  # fmt: skip
+        ran, name = _from_module(subject, inputs, layer, {"mask": mask, "query_offset": query_offset})
+    else:
+        raise UnsupportedError.about(
+            "explain", "subject", must="be tensors or a module", got=type(subject).__name__,
+            then="Pass query, key, value; or a module and its input.",
+        )  # fmt: skip
+    return _explanation(ran, name, token, head, batch, _texts(ran.problem, tokens, key_tokens))
+
+
+def _from_tensors(tensors: tuple[Tensor, ...], options: dict[str, Any], backend: str) -> Subject:
+    if len(tensors) != 3:
+        raise ShapeError.about(
+            "explain", "inputs", must="be key and value behind query", got=f"{len(tensors)} tensors",
+            then="Pass explain(query, key, value, token=0).",
+        )  # fmt: skip
+    problem = Problem.of("explain", *tensors, **options)
+    want = Want()
+    chosen = choose("explain", problem, want, backend)
+    with torch.no_grad():
+        heads = chosen.run(problem, want).output
+    return Subject(problem=problem, heads=heads, backend=chosen.name)
+
+
+def _from_module(
+    model: nn.Module, inputs: tuple[Tensor, ...], layer: int | str | None, options: dict[str, Any]
+) -> tuple[Subject, str | None]:
+    given = {name: value for name, value in options.items() if value is not None}
+    if isinstance(model, MultiHeadAttention):
+        if layer not in (None, 0):
+            raise ShapeError.about(
+                "explain", "layer", must="be left out for one attention module", got=repr(layer), then="Pass a model."
+            )
+        return _subject(capture(model, model, inputs, given)), None
+    name = find_layer("explain", model, layer)
+    for value in inputs:
+        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] != 1:
+            raise ShapeError.about(
+                "explain", "inputs", must="be one sequence, batch 1", got=f"shape {tuple(value.shape)}",
+                then="Pass x[i:i+1] without its padding.",
+            )  # fmt: skip
+    return _subject(capture(model, attention_modules(model)[name], inputs, given)), name
+
+
+def _subject(seen: Captured) -> Subject:
+    """The captured call as a problem: the module's own projections, mask, rules and scale."""
+    module, options = seen.module, dict(seen.options)
+    if options.get("cache") is not None:
+        raise UnsupportedError.about(
+            "explain", "cache", must="be left out", got="a KVCache", then="Explain the whole sequence in one call."
+        )
+    given = [*seen.inputs, *(options[name] for name in ("query", "key", "value") if name in options)]
+    given += [None] * (3 - len(given))
+    query = given[0]
+    key = query if given[1] is None else given[1]
+    value = key if given[2] is None else given[2]
+    sources = tuple(part if part.ndim == 3 else part[None] for part in (query, key, value))
+    offset = options.get("query_offset")
+    with torch.no_grad():
+        parts = module.project(*sources, first=offset or 0)
+    problem = Problem.of(
+        "explain", *parts, mask=options.get("mask"), scores=module.scores.rules(), scale=module.scale,
+        query_offset=offset,
+    )  # fmt: skip
+    heads = seen.heads.reshape(*sources[0].shape[:2], module.num_heads, module.head_dim).transpose(1, 2)
+    with torch.no_grad():
+        chosen = choose("explain", problem, Want(), module.backend)
+    return Subject(
+        problem=problem, heads=heads, backend=chosen.name, module=module, sources=sources,
+        output=seen.output.reshape(*sources[0].shape[:2], -1),
+    )  # fmt: skip
+
+
+def _texts(
+    problem: Problem, tokens: Sequence[str] | None, key_tokens: Sequence[str] | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The text of each query and of each key; the index where there is none."""
+    if key_tokens is None and tokens is not None and problem.q_len == problem.k_len:
+        key_tokens = tokens
+    texts = []
+    for name, given, count in (("tokens", tokens, problem.q_len), ("key_tokens", key_tokens, problem.k_len)):
+        if given is not None and len(given) != count:
+            raise ShapeError.about(
+                "explain", name, must=f"have one text for each of {count} tokens", got=f"{len(given)}",
+                then="Leave it out to see indices.",
+            )  # fmt: skip
+        texts.append(tuple(str(text) for text in given) if given is not None else tuple(map(str, range(count))))
+    return texts[0], texts[1]
+
+
+def _explanation(
+    ran: Subject, layer: str | None, token: int | str, head: int, batch: int,
+    texts: tuple[tuple[str, ...], tuple[str, ...]],
+) -> Explanation:  # fmt: skip
+    problem = ran.problem
+    place = find_token("explain", texts[0], token)
+    _in_range("head", head, problem.num_heads)
+    _in_range("batch", batch, problem.batch)
+    steps = tuple(steps_of(ran, batch, head, place))
+    masked = next(step for step in steps if step.name == "mask")
+    return Explanation(
+        token=place, label=texts[0][place], position=problem.query_offset + place, head=head,
+        num_heads=problem.num_heads, layer=layer, batch=batch, tokens=texts[1], dtype=problem.query.dtype,
+        mask=None if problem.mask is None else repr(problem.mask), rules=tuple(map(repr, problem.scores)),
+        backend=ran.backend, allowed=masked.exact != -torch.inf, steps=steps,
+    )  # fmt: skip
+
+
+def find_token(function: str, texts: Sequence[str], token: int | str) -> int:
+    """The index of a token given by index or by text.
+
+    Raises:
+        ShapeError: there is none, or several; the text lists them.
+
+    >>> find_token("explain", ["The", "cat"], "cat")
+    1
+    """
+    if isinstance(token, str):
+        places = [place for place, text in enumerate(texts) if text == token]
+        if len(places) == 1:
+            return places[0]
+        if places:
+            raise ShapeError.about(
+                function, "token", must="stand once in the text", got=f"{token!r} at {', '.join(map(str, places))}",
+                then="Pass the index.",
+            )  # fmt: skip
+    elif isinstance(token, int) and not isinstance(token, bool) and 0 <= token < len(texts):
+        return token
+    shown = ", ".join(f"{place} {text!r}" if text != str(place) else text for place, text in enumerate(texts[:40]))
+    more = "" if len(texts) <= 40 else f", up to {len(texts) - 1}"
+    raise ShapeError.about(
+        function, "token", must=f"be one of {shown}{more}", got=repr(token)[:80], then="Pass its index."
+    )
+
+
+def _in_range(name: str, value: int, count: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
+        raise ShapeError.about(
+            "explain", name, must=f"be a whole number from 0 to {count - 1}", got=repr(value)[:80],
+            then=f"There {'is one' if count == 1 else f'are {count}'}, counted from 0.",
+        )  # fmt: skip

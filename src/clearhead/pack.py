@@ -1,0 +1,118 @@
+"""Sequences of different lengths laid end to end, so that work follows the real tokens, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import ShapeError
+from clearhead.masks import Documents
+from clearhead.shapes import Int
+
+__all__ = ["as_lengths", "pack", "real_places", "unpack"]
+
+
+def as_lengths(
+    function: str,
+    lengths: Sequence[int] | Int[Tensor, " batch"],
+    *,
+    batch: int | None = None,
+    longest: int | None = None,
+) -> Int[Tensor, " batch"]:
+    """Sequence lengths as int64, checked: one for each of ``batch`` sequences, from 0 to ``longest``."""
+    try:
+        tensor = torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError):
+        tensor = torch.empty(0, 0)
+    empty = tensor.numel() == 0 and tensor.ndim == 1
+    whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool) or empty
+    if tensor.ndim != 1 or not whole or (batch is not None and tensor.shape[0] != batch):
+        kind = f"{str(tensor.dtype)[6:]} of shape {tuple(tensor.shape)}"
+        raise ShapeError.about(
+            function, "lengths", must=f"be whole numbers, one per sequence{'' if batch is None else f' ({batch})'}",
+            got=kind if isinstance(lengths, Tensor) else repr(lengths)[:80],
+            then="Count the real tokens of each sequence.",
+        )  # fmt: skip
+    tensor = tensor.to(torch.int64)
+    low, high = (int(tensor.min()), int(tensor.max())) if tensor.numel() else (0, 0)
+    if low < 0 or (longest is not None and high > longest):
+        raise ShapeError.about(
+            function, "lengths", must=f"lie from 0 to {'the longest sequence' if longest is None else longest}",
+            got=low if low < 0 else high, then="Count the real tokens of each sequence, padding to the right.",
+        )  # fmt: skip
+    return tensor
+
+
+def real_places(lengths: Int[Tensor, " batch"], length: int) -> Int[Tensor, " total"]:
+    """Where real tokens lie in a padded batch that has been flattened to ``[batch * length]``."""
+    real = torch.arange(length, device=lengths.device) < lengths[:, None]
+    return real.flatten().nonzero()[:, 0]
+
+
+def pack(x: Tensor, lengths: Sequence[int] | Int[Tensor, " batch"]) -> tuple[Tensor, Documents]:
+    """Leave the padding out: all real tokens in one row, and the mask that keeps sequences apart.
+
+    Args:
+        x: ``[batch, len, ...]``, padding to the right: embeddings, or token ids.
+        lengths: int ``[batch]``, real tokens of each sequence, from 0 to ``len``.
+
+    Returns:
+        ``[1, total, ...]``, where ``total`` is the sum of the lengths, and ``Documents(lengths)``. Attention over
+        the first under the second is attention over each sequence alone.
+
+    Raises:
+        ShapeError: x or lengths do not fit.
+
+    Cost: one copy of the real tokens.
+
+    >>> import torch
+    >>> packed, documents = pack(torch.tensor([[1, 2, 0], [3, 0, 0]]), [2, 1])
+    >>> packed, documents.dense(3, 3).int().tolist()
+    (tensor([[1, 2, 3]]), [[1, 1, 0], [1, 1, 0], [0, 0, 1]])
+    """
+    if not isinstance(x, Tensor) or x.ndim < 2:
+        raise ShapeError.about(
+            "pack", "x", must="have axes [batch, len, ...]", got=_seen(x), then="Add a batch axis: x[None]."
+        )
+    counts = as_lengths("pack", lengths, batch=x.shape[0], longest=x.shape[1])
+    places = real_places(counts, x.shape[1]).to(x.device)
+    return x.flatten(0, 1).index_select(0, places)[None], Documents(lengths=counts.to(x.device))
+
+
+def unpack(packed: Tensor, lengths: Sequence[int] | Int[Tensor, " batch"], max_len: int | None = None) -> Tensor:
+    """Undo ``pack``: a padded batch with zeros at the padding.
+
+    Args:
+        packed: ``[1, total, ...]``.
+        lengths: int ``[batch]``, as given to ``pack``; they add up to ``total``.
+        max_len: length of the padded batch; by default the longest of ``lengths``.
+
+    Returns:
+        ``[batch, max_len, ...]``.
+
+    Raises:
+        ShapeError: the lengths do not add up, or one is above ``max_len``.
+
+    >>> import torch
+    >>> unpack(torch.tensor([[1, 2, 3]]), [2, 1])
+    tensor([[1, 2],
+            [3, 0]])
+    """
+    counts = as_lengths("unpack", lengths, longest=max_len)
+    total = int(counts.sum())
+    if not isinstance(packed, Tensor) or packed.ndim < 2 or packed.shape[:2] != (1, total):
+        raise ShapeError.about(
+            "unpack", "packed", must=f"have axes [1, {total}, ...], the sum of the lengths", got=_seen(packed),
+            then="Pass the lengths that it was packed with.",
+        )  # fmt: skip
+    length = max_len if max_len is not None else int(counts.max()) if counts.numel() else 0
+    places = real_places(counts, length).to(packed.device)
+    padded = packed.new_zeros((counts.shape[0] * length, *packed.shape[2:])).index_copy(0, places, packed[0])
+    batch: Tensor = padded.unflatten(0, (counts.shape[0], length))
+    return batch
+
+
+def _seen(x: object) -> str:
+    return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

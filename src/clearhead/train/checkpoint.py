@@ -1,0 +1,115 @@
+"""The whole state of training as one file: model, average, optimizer and place, written in one step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.errors import DataError
+from clearhead.train.files import read_tensors, write_tensors
+
+__all__ = ["Place", "load_state", "load_weights", "save_state"]
+
+
+@dataclass
+class Place:
+    """Where training stands: all that is not a tensor."""
+
+    step: int = 0
+    best: float | None = None
+    best_step: int = 0
+    stale: int = 0
+    loss_sum: float = 0.0
+    correct: int = 0
+    counted: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    log_bytes: int = 0
+    stopped: bool = False
+
+
+def save_state(
+    path: Path, *, model: nn.Module, average: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, place: Place
+) -> None:
+    """Write the state as one safetensors file, its place as JSON in the header."""
+    tensors = {f"model/{name}": value for name, value in _weights(model).items()}
+    tensors |= {f"average/{name}": value for name, value in average.items()}
+    for number, slots in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer/{number}/{name}": value for name, value in slots.items()}
+    write_tensors(path, tensors, {"place": json.dumps(asdict(place))})
+
+
+def load_state(
+    path: Path,
+    *,
+    model: nn.Module,
+    average: dict[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    function: str,
+) -> Place:
+    """Put the state of ``path`` into model, average and optimizer, and return the place."""
+    tensors, note = read_tensors(path, function=function)
+    place = _place(path, note, function)
+    load_weights(model, _part(tensors, "model/"), path=path, function=function)
+    for name, value in _part(tensors, "average/").items():
+        if name in average:
+            average[name].copy_(value)
+    slots: dict[int, dict[str, Tensor]] = {}
+    for name, value in _part(tensors, "optimizer/").items():
+        number, slot = name.split("/")
+        slots.setdefault(int(number), {})[slot] = value
+    optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
+    return place
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, path: Path, function: str) -> None:
+    """Put named weights into a model; raises ``DataError`` where a name or a shape differs."""
+    own = _weights(model)
+    missing, foreign = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    wrong = [name for name in own if name in weights and own[name].shape != weights[name].shape]
+    got = ""
+    if missing or foreign:
+        got = f"missing {missing[:2]}, unknown {foreign[:2]}"
+    elif wrong:
+        got = f"{wrong[0]} with shape {tuple(weights[wrong[0]].shape)}, not {tuple(own[wrong[0]].shape)}"
+    if got:
+        must, then = "hold the weights that config.json describes", "The run is damaged; train it again."
+        raise DataError.about(function, str(path), must=must, got=got, then=then)
+    model.load_state_dict(dict(weights), strict=False)
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """The state of a model with each tensor once: safetensors refuses tied weights under two names."""
+    seen: set[int] = set()
+    found: dict[str, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in seen:
+            seen.add(id(value))
+            found[name] = value.detach()
+    return found
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """The weights to write for a model, tied ones once."""
+    return _weights(model)
+
+
+def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _place(path: Path, note: Mapping[str, str], function: str) -> Place:
+    try:
+        values: dict[str, Any] = json.loads(note["place"])
+        if set(values) != {item.name for item in fields(Place)}:
+            raise ValueError("a note with other fields")
+        return Place(**values)
+    except (KeyError, ValueError, TypeError) as error:
+        must, then = "be a checkpoint", "Remove it and train again."
+        raise DataError.about(function, str(path), must=must, got=str(error), then=then) from error

@@ -1,0 +1,339 @@
+"""Classifying sequences: the task for the engine, and the same from a table of texts to a run folder."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clearhead.errors import DataError
+from clearhead.nn import SequenceClassifier
+from clearhead.train.batches import Batch, Sequences, batch_of, bucketed, packed_by_size, split
+from clearhead.train.data import Table, fingerprint, read_table
+from clearhead.train.engine import Engine, Keeper, Outcome, Weighed, seeded
+from clearhead.train.files import write_json
+from clearhead.train.options import ClassifierOptions
+from clearhead.train.progress import Silent, Watcher
+from clearhead.train.run import FolderKeeper, RunFolder, versions
+from clearhead.train.text import TRAINERS, TextTokenizer
+
+__all__ = ["Trained", "build_classifier", "class_scores", "train_classifier", "train_text_classifier"]
+
+_FUNCTION = "train classify"
+_EVALUATION_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A classifier with its best weights, in eval mode, and how training ended."""
+
+    model: nn.Module
+    outcome: Outcome
+
+
+class ClassifierTask:
+    """Cross-entropy over classes, in length-bucketed batches; measured once an epoch."""
+
+    monitor = "accuracy"
+    larger_is_better = True
+
+    def __init__(
+        self, train: Sequences, held_out: Sequences, options: ClassifierOptions, unknown_id: int | None
+    ) -> None:
+        self._train, self._held_out = train.cut(options.max_len), held_out.cut(options.max_len)
+        self._options, self._unknown_id = options, unknown_id
+        self._lengths = self._train.lengths()
+        sizes = [len(self._plan(epoch)) for epoch in range(options.epochs)]
+        self._ends = list(accumulate(sizes))
+        self._cached = (-1, self._plan(0))
+        self.steps = self._ends[-1]
+
+    def _plan(self, epoch: int) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
+        return bucketed(
+            self._lengths,
+            batch_size=self._options.batch_size,
+            batch_tokens=self._options.batch_tokens,
+            seed=self._options.seed,
+            epoch=epoch,
+        )
+
+    def batch(self, step: int) -> Batch:
+        """The batch of one step, found from its epoch's plan."""
+        epoch = bisect_right(self._ends, step)
+        if self._cached[0] != epoch:
+            self._cached = (epoch, self._plan(epoch))
+        start = self._ends[epoch - 1] if epoch else 0
+        return batch_of(self._train, self._cached[1][step - start])
+
+    def evaluates_after(self, steps: int) -> bool:
+        """At the end of each epoch."""
+        return steps in self._ends
+
+    def weigh(self, model: nn.Module, batch: Batch) -> Weighed:
+        """Cross-entropy with label smoothing; some tokens are hidden from the model."""
+        ids = batch.ids
+        if self._unknown_id is not None and self._options.token_dropout:
+            hidden = torch.rand(ids.shape, device=ids.device) < self._options.token_dropout
+            ids = ids.masked_fill(hidden, self._unknown_id)
+        logits = model(ids, lengths=batch.lengths).float()
+        loss = F.cross_entropy(logits, batch.targets, label_smoothing=self._options.label_smoothing)
+        return Weighed(loss, (logits.argmax(-1) == batch.targets).sum(), len(batch.targets))
+
+    def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
+        """Accuracy and plain cross-entropy on the held-out part."""
+        return measured(model, self._held_out, device)
+
+
+def class_scores(model: nn.Module, examples: Sequences, device: torch.device) -> Tensor:
+    """Log-probabilities ``[examples, classes]`` in the order given; rows of like length run together."""
+    lengths = examples.lengths()
+    order = np.argsort(lengths, kind="stable")
+    parts = packed_by_size(order, lengths, batch_size=_EVALUATION_ROWS, batch_tokens=1 << 16)
+    found = []
+    model.eval()
+    with torch.no_grad():
+        for places in parts:
+            batch = batch_of(examples, places).to(device)
+            found.append(model(batch.ids, lengths=batch.lengths).float().log_softmax(-1).cpu())
+    scores = torch.cat(found)
+    return scores[torch.from_numpy(np.argsort(order, kind="stable"))]
+
+
+def measured(model: nn.Module, examples: Sequences, device: torch.device) -> dict[str, float]:
+    """Accuracy and mean cross-entropy in nats."""
+    scores = class_scores(model, examples, device)
+    targets = torch.tensor(list(examples.targets))
+    accuracy = (scores.argmax(-1) == targets).double().mean().item()
+    return {"accuracy": accuracy, "loss": F.nll_loss(scores.double(), targets).item()}
+
+
+def build_classifier(options: ClassifierOptions, *, vocab_size: int, num_classes: int) -> SequenceClassifier:
+    """The model that ``options`` describe, its weights drawn from ``options.seed``."""
+    with seeded(options.seed):
+        model = SequenceClassifier(
+            vocab_size,
+            options.embed_dim,
+            options.num_heads,
+            options.num_layers,
+            num_classes,
+            max_len=options.max_len,
+            dropout=options.dropout,
+            feedforward_dim=options.feedforward_dim or None,
+            pooling=options.pooling,
+            embedding_dropout=options.embedding_dropout,
+            checkpoint_activations=options.checkpoint_activations,
+        )
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=options.embedding_scale)
+    return model
+
+
+def train_classifier(
+    train: Sequences,
+    held_out: Sequences,
+    *,
+    vocab_size: int,
+    num_classes: int,
+    options: ClassifierOptions,
+    unknown_id: int | None = None,
+    keeper: Keeper | None = None,
+    watcher: Watcher | None = None,
+    function: str = _FUNCTION,
+) -> Trained:
+    """Train a ``SequenceClassifier`` on encoded sequences, with or without text behind them.
+
+    Args: examples to learn from and to stop by; the number of ids and of classes; the options; the id that
+    ``token_dropout`` puts in place of a token (``None``: no token dropout); who keeps the results (memory by
+    default) and who watches.
+
+    Returns: the model with its best weights, and the outcome. Raises ``ClearheadError`` for options out of
+    range and for a loss that is not finite.
+
+    >>> rows = Sequences([[1, 2], [2, 1], [3, 3], [3]] * 4, [0, 0, 1, 1] * 4)
+    >>> options = ClassifierOptions(embed_dim=8, num_heads=2, epochs=1, token_dropout=0.0)
+    >>> trained = train_classifier(rows, rows, vocab_size=4, num_classes=2, options=options)
+    >>> sorted(trained.outcome.held_out)
+    ['accuracy', 'loss']
+    """
+    options.checked(function)
+    device = options.chosen_device(function)
+    model = build_classifier(options, vocab_size=vocab_size, num_classes=num_classes).to(device)
+    if options.compile:
+        model.compile_blocks()
+    task = ClassifierTask(train, held_out, options, unknown_id)
+    engine = Engine(model, task, options, keeper=keeper, watcher=watcher, function=function)
+    outcome = engine.fit()
+    return Trained(model.eval(), outcome)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A table made ready: its parts as ids, the tokenizer and the labels."""
+
+    train: Sequences
+    held_out: Sequences
+    test: Sequences | None
+    tokenizer: TextTokenizer
+    labels: list[str]
+
+
+def train_text_classifier(
+    data: Path | str,
+    *,
+    out: Path | str,
+    test: Path | str | None = None,
+    text_column: str = "text",
+    label_column: str = "label",
+    options: ClassifierOptions | None = None,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Train on a table of texts and write a run folder; returns what ``metrics.json`` holds.
+
+    The same call with ``resume=True`` goes on with a run that was killed, to the same numbers.
+    """
+    options = (options or ClassifierOptions()).checked(_FUNCTION)
+    options.chosen_device(_FUNCTION)
+    folder, watcher = RunFolder(Path(out)), watcher or Silent()
+    columns = {"text_column": text_column, "label_column": label_column}
+    read = partial(read_table, text_column=text_column, label_column=label_column, function=_FUNCTION)
+    table = read(data)
+    tested = read(test) if test is not None else None
+    labels = _labels(table, tested)
+    config = _config(table, tested, columns, options, labels)
+    folder.refuse_other_run(resume=resume, function=_FUNCTION)
+    begun = folder.config.exists()
+    if begun:
+        folder.same_config(config, function=_FUNCTION)
+        done = folder.finished(function=_FUNCTION)
+        if done is not None:
+            watcher.said("this run is finished already")
+            watcher.closed()
+            return done
+    ready = _prepare(table, tested, labels, options, folder if begun else None)
+    _say_cut(ready, options, watcher)
+    if not begun:
+        ready.tokenizer.save(folder.tokenizer)
+        folder.begin(config | {"vocab_size": len(ready.tokenizer)})
+    return _run(ready, folder, options, watcher)
+
+
+def _run(ready: _Prepared, folder: RunFolder, options: ClassifierOptions, watcher: Watcher) -> dict[str, Any]:
+    with FolderKeeper(folder, function=_FUNCTION) as keeper:
+        trained = train_classifier(
+            ready.train,
+            ready.held_out,
+            vocab_size=len(ready.tokenizer),
+            num_classes=len(ready.labels),
+            options=options,
+            unknown_id=ready.tokenizer.unknown_id,
+            keeper=keeper,
+            watcher=watcher,
+        )
+    outcome = trained.outcome
+    metrics: dict[str, Any] = {
+        "held_out": outcome.held_out | {"examples": len(ready.held_out)},
+        "best_step": outcome.best_step,
+        "steps": outcome.steps,
+        "seconds": round(outcome.seconds, 3),
+    }
+    if ready.test is not None:
+        device = options.chosen_device(_FUNCTION)
+        found = measured(trained.model, ready.test.cut(options.max_len), device)
+        metrics["test"] = found | {"examples": len(ready.test)}
+    write_json(folder.metrics, metrics)
+    return metrics
+
+
+def _labels(table: Table, tested: Table | None) -> list[str]:
+    assert table.labels is not None
+    labels = sorted(set(table.labels))
+    if len(labels) < 2:
+        must, got = "have two classes or more", f"one, {labels[0]!r}"
+        raise DataError.about(_FUNCTION, str(table.path), must=must, got=got, then="Check --label-column.")
+    if tested is not None:
+        assert tested.labels is not None
+        for label, line in zip(tested.labels, tested.lines, strict=True):
+            if label not in labels:
+                must, got = "have only labels seen in training", f"{label!r} in line {line}"
+                then = "Correct the label, or add examples of it to the training data."
+                raise DataError.about(_FUNCTION, str(tested.path), must=must, got=got, then=then)
+    return labels
+
+
+def _config(
+    table: Table,
+    tested: Table | None,
+    columns: dict[str, str],
+    options: ClassifierOptions,
+    labels: list[str],
+) -> dict[str, Any]:
+    data: dict[str, Any] = {"file": table.path.name, "sha256": fingerprint(table.path), "rows": len(table)}
+    if tested is not None:
+        data |= {"test_file": tested.path.name, "test_sha256": fingerprint(tested.path)}
+    return {
+        "task": "classify",
+        "data": data | columns,
+        "options": options.as_dict(),
+        "labels": labels,
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _prepare(
+    table: Table,
+    tested: Table | None,
+    labels: list[str],
+    options: ClassifierOptions,
+    begun: RunFolder | None,
+) -> _Prepared:
+    assert table.labels is not None
+    number = {label: place for place, label in enumerate(labels)}
+    targets = [number[label] for label in table.labels]
+    kept, held = split(targets, options.held_out, seed=options.seed)
+    if begun is not None:
+        tokenizer = TextTokenizer.load(begun.tokenizer, function=_FUNCTION)
+    else:
+        tokenizer = TRAINERS[options.tokenizer](
+            [table.texts[place] for place in kept],
+            vocab_size=options.vocab_size,
+            min_count=options.min_count,
+            lowercase=options.lowercase,
+        )
+    examples = Sequences(encoded(table, tokenizer, _FUNCTION), targets)
+    test = None
+    if tested is not None:
+        assert tested.labels is not None
+        test = Sequences(encoded(tested, tokenizer, _FUNCTION), [number[label] for label in tested.labels])
+    return _Prepared(examples.taken(kept), examples.taken(held), test, tokenizer, labels)
+
+
+def encoded(table: Table, tokenizer: TextTokenizer, function: str) -> list[list[int]]:
+    """The ids of every text of a table; raises ``DataError`` naming the line of a text without a token."""
+    rows = tokenizer.encode_many(table.texts)
+    for ids, line in zip(rows, table.lines, strict=True):
+        if not ids:
+            must, got = "have a token in every text", f"none in line {line}"
+            raise DataError.about(function, str(table.path), must=must, got=got, then="Remove that row.")
+    return rows
+
+
+def _say_cut(ready: _Prepared, options: ClassifierOptions, watcher: Watcher) -> None:
+    rows = [*ready.train.ids, *ready.held_out.ids]
+    cut = sum(len(row) > options.max_len for row in rows)
+    watcher.said(
+        f"{len(ready.train)} texts to learn from, {len(ready.held_out)} held out, "
+        f"{len(ready.labels)} classes, {len(ready.tokenizer)} tokens known"
+    )
+    if cut:
+        watcher.said(f"{cut} of {len(rows)} texts are longer than --max-len {options.max_len} and were cut")

@@ -1,0 +1,147 @@
+"""Labelled tables (CSV, JSON lines) and plain text, read strictly: a bad line is named, never skipped."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from clearhead.errors import DataError
+
+__all__ = ["Table", "fingerprint", "read_table", "read_text"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of one file: texts, their labels (``None`` where the file has no such column), their lines."""
+
+    path: Path
+    texts: list[str]
+    labels: list[str] | None
+    lines: list[int]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+def fingerprint(path: Path) -> str:
+    """The SHA-256 of a file, by which a resumed run knows its data again."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_text(path: Path | str, *, function: str = "read_text") -> str:
+    """Read a whole UTF-8 file, newlines as they are; raises ``DataError`` where it is absent, empty or not UTF-8."""
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        must, then = "be a readable file", "Check the path."
+        raise DataError.about(function, str(path), must=must, got=error.strerror, then=then) from error
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        got = f"byte 0x{content[error.start]:02x} in line {line}"
+        then = "Convert it, for example with iconv -t UTF-8."
+        raise DataError.about(function, str(path), must="be UTF-8", got=got, then=then) from error
+    if not text.strip():
+        must, then = "hold text", "Check the file."
+        raise DataError.about(function, str(path), must=must, got="an empty file", then=then)
+    return text
+
+
+def read_table(
+    path: Path | str,
+    *,
+    text_column: str = "text",
+    label_column: str = "label",
+    labels_required: bool = True,
+    function: str = "read_table",
+) -> Table:
+    """Read ``.csv`` (with a header) or ``.jsonl`` (one object a line) as texts and labels.
+
+    Every row must hold the text column; with ``labels_required`` the label column too, otherwise labels are
+    read where the first row has them. Raises ``DataError`` naming the file and the line. Cost: linear.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "t.csv"
+    >>> _ = path.write_text('label,text\\nyes,"good, really"\\n')
+    >>> read_table(path).texts
+    ['good, really']
+    """
+    path = Path(path)
+    readers = {".csv": _csv_rows, ".jsonl": _json_rows}
+    if path.suffix.lower() not in readers:
+        must, then = "end in .csv or .jsonl", "Rename or convert the file."
+        raise DataError.about(function, str(path), must=must, got=repr(path.suffix), then=then)
+    text = read_text(path, function=function)
+    texts: list[str] = []
+    labels: list[str] = []
+    lines: list[int] = []
+    with_labels = labels_required
+    for line, row in readers[path.suffix.lower()](text, path, function):
+        if not lines:
+            with_labels = labels_required or label_column in row
+        texts.append(_cell(row, text_column, path, line, function))
+        if with_labels:
+            labels.append(_cell(row, label_column, path, line, function))
+        lines.append(line)
+    if not lines:
+        must, then = "hold at least one row", "Check the file."
+        raise DataError.about(function, str(path), must=must, got="a header and no rows", then=then)
+    return Table(path, texts, labels if with_labels else None, lines)
+
+
+def _csv_rows(text: str, path: Path, function: str) -> Iterator[tuple[int, dict[str, object]]]:
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    header: list[str] | None = None
+    line = 1
+    try:
+        for cells in reader:
+            if header is None:
+                header = cells
+            elif cells and len(cells) != len(header):
+                must, then = f"have {len(header)} cells in every row, as its header has", "Quote texts with commas."
+                got = f"{len(cells)} cells in line {line}"
+                raise DataError.about(function, str(path), must=must, got=got, then=then)
+            elif cells:
+                yield line, dict(zip(header, cells, strict=True))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        got, then = f"{error} in line {reader.line_num}", "Check the quoting there."
+        raise DataError.about(function, str(path), must="be well-formed CSV", got=got, then=then) from error
+
+
+def _json_rows(text: str, path: Path, function: str) -> Iterator[tuple[int, dict[str, object]]]:
+    for line, content in enumerate(text.split("\n"), start=1):
+        if not content.strip():
+            continue
+        try:
+            row = json.loads(content)
+        except json.JSONDecodeError as error:
+            got, then = f"{error.msg} in line {line}", "Check that line."
+            raise DataError.about(function, str(path), must="be JSON lines", got=got, then=then) from error
+        if not isinstance(row, dict):
+            got, then = f"{type(row).__name__} in line {line}", 'Write rows as {"label": ..., "text": ...}.'
+            raise DataError.about(function, str(path), must="hold one object a line", got=got, then=then)
+        yield line, row
+
+
+def _cell(row: dict[str, object], column: str, path: Path, line: int, function: str) -> str:
+    if column not in row:
+        got = f"the columns {', '.join(map(repr, row)) or 'none'} in line {line}"
+        then = "Name the right one with --text-column or --label-column."
+        raise DataError.about(function, str(path), must=f"have the column {column!r}", got=got, then=then)
+    value = row[column]
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool | int):
+        return json.dumps(value)
+    must = f"have text in the column {column!r}"
+    got, then = f"{type(value).__name__} in line {line}", "Correct that row."
+    raise DataError.about(function, str(path), must=must, got=got, then=then)

@@ -1,0 +1,18 @@
+"""The optional packages of training, imported when first needed."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from clearhead.errors import UnsupportedError
+
+__all__ = ["need"]
+
+
+def need(module: str) -> Any:
+    """Import a package of the extra ``train``; say which extra is missing where it is absent."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UnsupportedError("clearhead train: needs the extra 'train'; install clearhead[train].") from error

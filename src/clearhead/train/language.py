@@ -1,0 +1,209 @@
+"""Modelling text token by token: the task for the engine, and the same from a text file to a run folder."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clearhead.errors import DataError
+from clearhead.nn import LanguageModel
+from clearhead.train.batches import Batch
+from clearhead.train.data import fingerprint, read_text
+from clearhead.train.engine import Engine, Keeper, Outcome, Weighed, seeded
+from clearhead.train.files import write_json
+from clearhead.train.options import LanguageOptions
+from clearhead.train.progress import Silent, Watcher
+from clearhead.train.run import FolderKeeper, RunFolder, versions
+from clearhead.train.text import TextTokenizer, train_bytes, train_characters
+
+__all__ = ["LanguageTask", "build_language_model", "train_language_model", "train_text_language_model"]
+
+_FUNCTION = "train lm"
+_EVALUATION_TOKENS = 16_384
+
+
+class LanguageTask:
+    """Next-token cross-entropy on random windows; measured on every token of the held-out tail."""
+
+    monitor = "loss"
+    larger_is_better = False
+
+    def __init__(self, train: Tensor, held_out: Tensor, options: LanguageOptions, function: str) -> None:
+        for part, ids in (("training part", train), ("held-out part", held_out)):
+            if len(ids) <= options.context:
+                must, got = f"have more than --context {options.context} tokens in its {part}", len(ids)
+                then = "Give a longer text or a smaller --context."
+                raise DataError.about(function, "data", must=must, got=got, then=then)
+        self._train, self._held_out, self._options = train, held_out, options
+        self.steps = options.steps
+
+    def batch(self, step: int) -> Batch:
+        """The windows of one step."""
+        options = self._options
+        random = np.random.default_rng([options.seed, step])
+        starts = random.integers(0, len(self._train) - options.context, size=options.batch_size)
+        places = torch.from_numpy(starts)[:, None] + torch.arange(options.context + 1)
+        return _windows(self._train[places])
+
+    def evaluates_after(self, steps: int) -> bool:
+        """Every ``eval_every`` steps."""
+        return steps % self._options.eval_every == 0
+
+    def weigh(self, model: nn.Module, batch: Batch) -> Weighed:
+        """Cross-entropy of each next token."""
+        logits = model(batch.ids).float().flatten(0, 1)
+        targets = batch.targets.flatten()
+        loss = F.cross_entropy(logits, targets)
+        return Weighed(loss, (logits.argmax(-1) == targets).sum(), targets.numel())
+
+    def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
+        """Loss and accuracy over the held-out tail, cut into windows side by side."""
+        context = self._options.context
+        count = (len(self._held_out) - 1) // context
+        places = torch.arange(count)[:, None] * context + torch.arange(context + 1)
+        rows = self._held_out[places]
+        loss, correct, counted = 0.0, 0, 0
+        for part in rows.split(max(1, _EVALUATION_TOKENS // context)):
+            weighed = self.weigh(model, _windows(part).to(device))
+            loss += weighed.loss.item() * weighed.counted
+            correct += int(weighed.correct)
+            counted += weighed.counted
+        return {"loss": loss / counted, "accuracy": correct / counted}
+
+
+def _windows(rows: Tensor) -> Batch:
+    lengths = torch.full((len(rows),), rows.shape[1] - 1)
+    return Batch(rows[:, :-1].contiguous(), lengths, rows[:, 1:].contiguous())
+
+
+def build_language_model(options: LanguageOptions, *, vocab_size: int) -> LanguageModel:
+    """The model that ``options`` describe, its weights drawn from ``options.seed``."""
+    with seeded(options.seed):
+        return LanguageModel(
+            vocab_size,
+            options.embed_dim,
+            options.num_heads,
+            options.num_layers,
+            max_len=options.context,
+            dropout=options.dropout,
+            feedforward_dim=options.feedforward_dim or None,
+            checkpoint_activations=options.checkpoint_activations,
+        )
+
+
+@dataclass(frozen=True)
+class TrainedLanguage:
+    """A language model with its best weights, in eval mode, and how training ended."""
+
+    model: nn.Module
+    outcome: Outcome
+
+
+def train_language_model(
+    train: Tensor,
+    held_out: Tensor,
+    *,
+    vocab_size: int,
+    options: LanguageOptions,
+    keeper: Keeper | None = None,
+    watcher: Watcher | None = None,
+    function: str = _FUNCTION,
+) -> TrainedLanguage:
+    """Train a ``LanguageModel`` on ids ``[tokens]``; the held-out ids decide which weights are kept.
+
+    >>> ids = torch.arange(60) % 3
+    >>> options = LanguageOptions(embed_dim=8, num_heads=2, num_layers=1, context=8, steps=2)
+    >>> trained = train_language_model(ids, ids, vocab_size=3, options=options)
+    >>> trained.outcome.steps
+    2
+    """
+    options.checked(function)
+    device = options.chosen_device(function)
+    task = LanguageTask(train, held_out, options, function)
+    model = build_language_model(options, vocab_size=vocab_size).to(device)
+    if options.compile:
+        model.compile_blocks()
+    outcome = Engine(model, task, options, keeper=keeper, watcher=watcher, function=function).fit()
+    return TrainedLanguage(model.eval(), outcome)
+
+
+def train_text_language_model(
+    data: Path | str,
+    *,
+    out: Path | str,
+    options: LanguageOptions | None = None,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Train on a text file and write a run folder; returns what ``metrics.json`` holds.
+
+    The last tenth of the characters (``held_out``) is never trained on. The same call with ``resume=True``
+    goes on with a run that was killed, to the same numbers.
+    """
+    options = (options or LanguageOptions()).checked(_FUNCTION)
+    options.chosen_device(_FUNCTION)
+    folder, watcher = RunFolder(Path(out)), watcher or Silent()
+    path = Path(data)
+    text = read_text(path, function=_FUNCTION)
+    config = {
+        "task": "lm",
+        "data": {"file": path.name, "sha256": fingerprint(path), "characters": len(text)},
+        "options": options.as_dict(),
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
+    }
+    folder.refuse_other_run(resume=resume, function=_FUNCTION)
+    begun = folder.config.exists()
+    if begun:
+        folder.same_config(config, function=_FUNCTION)
+        done = folder.finished(function=_FUNCTION)
+        if done is not None:
+            watcher.said("this run is finished already")
+            watcher.closed()
+            return done
+    cut = len(text) - round(len(text) * options.held_out)
+    tokenizer = _tokenizer(text, cut, options, folder if begun else None)
+    train, held_out = (torch.tensor(tokenizer.encode_long(part)) for part in (text[:cut], text[cut:]))
+    LanguageTask(train, held_out, options, _FUNCTION)  # refuses a short text before anything is written
+    watcher.said(f"{len(train)} tokens to learn from, {len(held_out)} held out, {len(tokenizer)} tokens known")
+    if not begun:
+        tokenizer.save(folder.tokenizer)
+        folder.begin(config | {"vocab_size": len(tokenizer)})
+    with FolderKeeper(folder, function=_FUNCTION) as keeper:
+        trained = train_language_model(
+            train,
+            held_out,
+            vocab_size=len(tokenizer),
+            options=options,
+            keeper=keeper,
+            watcher=watcher,
+        )
+    metrics = _metrics(trained.outcome, tokens=len(held_out), characters=len(text) - cut)
+    write_json(folder.metrics, metrics)
+    return metrics
+
+
+def _tokenizer(text: str, cut: int, options: LanguageOptions, begun: RunFolder | None) -> TextTokenizer:
+    if begun is not None:
+        return TextTokenizer.load(begun.tokenizer, function=_FUNCTION)
+    if options.tokenizer == "chars":
+        # The alphabet is that of the whole file, as in nanoGPT, so that the losses can be compared.
+        return train_characters(text)
+    return train_bytes(text[:cut], vocab_size=options.vocab_size)
+
+
+def _metrics(outcome: Outcome, *, tokens: int, characters: int) -> dict[str, Any]:
+    bits = outcome.held_out["loss"] / math.log(2) * tokens / characters
+    return {
+        "held_out": outcome.held_out | {"tokens": tokens, "bits_per_character": bits},
+        "best_step": outcome.best_step,
+        "steps": outcome.steps,
+        "seconds": round(outcome.seconds, 3),
+    }

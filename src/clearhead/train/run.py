@@ -1,0 +1,193 @@
+"""Run folders: what is in them, how one is begun, gone on with, finished and read.
+
+A run holds ``config.json`` (everything that made it), ``tokenizer.json`` (text runs), ``model.safetensors``
+(the best weights), ``checkpoint/last.safetensors`` (the whole state), ``log.jsonl``, ``tensorboard/`` and,
+once finished, ``metrics.json``.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.errors import DataError
+from clearhead.train.checkpoint import Place, load_state, load_weights, save_state, weights_of
+from clearhead.train.files import read_json, read_tensors, write_json, write_tensors
+from clearhead.train.logs import EventLog, LineLog
+from clearhead.train.optimizer import Average
+
+__all__ = ["RunFolder", "versions"]
+
+
+def versions() -> dict[str, str]:
+    """What this run was made with."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("clearhead", "tokenizers", "safetensors", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """Everything that made the run, as JSON."""
+        return self.path / "config.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer, in Hugging Face's format."""
+        return self.path / "tokenizer.json"
+
+    @property
+    def weights(self) -> Path:
+        """The best weights."""
+        return self.path / "model.safetensors"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The whole state at the last checkpoint."""
+        return self.path / "checkpoint" / "last.safetensors"
+
+    @property
+    def metrics(self) -> Path:
+        """The final numbers; there once the run is finished."""
+        return self.path / "metrics.json"
+
+    @property
+    def log(self) -> Path:
+        """One JSON object for each evaluation."""
+        return self.path / "log.jsonl"
+
+    def refuse_other_run(self, *, resume: bool, function: str) -> None:
+        """Raise ``DataError`` where the folder is not free for this run, before anything is written."""
+        if self.path.exists() and not self.path.is_dir():
+            must, then = "be a folder", "Choose another --out."
+            raise DataError.about(function, str(self.path), must=must, got="a file", then=then)
+        if self.config.exists() and not resume:
+            then = "Choose another --out, or add --resume to go on with it."
+            must, got = "be a new or empty folder", "a folder that holds a run"
+            raise DataError.about(function, str(self.path), must=must, got=got, then=then)
+        if self.path.exists() and not self.config.exists() and any(self._foreign()):
+            must, got = "be a new or empty folder", "a folder with other files"
+            raise DataError.about(function, str(self.path), must=must, got=got, then="Choose another --out.")
+
+    def _foreign(self) -> list[Path]:
+        """What is in the folder besides a tokenizer, which a run killed in its first moments may leave."""
+        return [item for item in self.path.iterdir() if item != self.tokenizer and item.name[0] != "."]
+
+    def begin(self, config: dict[str, Any]) -> None:
+        """Write ``config.json``, last of the files that make a folder a run."""
+        write_json(self.config, config)
+
+    def same_config(self, config: dict[str, Any], *, function: str) -> dict[str, Any]:
+        """The kept configuration; raises ``DataError`` naming the first thing that this call would change."""
+        kept = self.read_config(function=function)
+        for part in ("task", "data", "options"):
+            if kept.get(part) != config[part]:
+                got = _difference(part, kept.get(part), config[part])
+                must, then = "be resumed with what it was begun with", "Repeat the first command with --resume."
+                raise DataError.about(function, str(self.path), must=must, got=got, then=then)
+        return kept
+
+    def read_config(self, *, function: str) -> dict[str, Any]:
+        """``config.json`` as a dictionary; raises ``DataError`` where it is absent or damaged."""
+        config = read_json(self.config, function=function)
+        if not isinstance(config, dict) or not isinstance(config.get("task"), str):
+            must, then = "describe a run", "The run is damaged; train it again."
+            raise DataError.about(function, str(self.config), must=must, got="something else", then=then)
+        return config
+
+    def finished(self, *, function: str) -> dict[str, Any] | None:
+        """The final numbers of a finished run, ``None`` before that."""
+        if not self.metrics.exists():
+            return None
+        metrics: dict[str, Any] = read_json(self.metrics, function=function)
+        return metrics
+
+    def load_best(self, model: nn.Module, *, function: str) -> None:
+        """Put the best weights into ``model``."""
+        weights, _ = read_tensors(self.weights, function=function)
+        load_weights(model, weights, path=self.weights, function=function)
+
+
+def _difference(part: str, kept: Any, given: Any) -> str:
+    if not isinstance(kept, dict) or not isinstance(given, dict):
+        return f"{part} {given!r} instead of {kept!r}"
+    names = sorted(kept.keys() | given.keys())
+    name = next(name for name in names if kept.get(name) != given.get(name))
+    return f"{part} {name} = {given.get(name)!r} instead of {kept.get(name)!r}"
+
+
+class FolderKeeper:
+    """Keeps what training makes in a run folder."""
+
+    def __init__(self, folder: RunFolder, *, function: str) -> None:
+        self.folder, self._function = folder, function
+        self._lines: LineLog | None = None
+        self._events: EventLog | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for log in (self._lines, self._events):
+            if log is not None:
+                log.close()
+
+    def resumed(self, model: nn.Module, average: Average, optimizer: torch.optim.Optimizer) -> Place:
+        """The last checkpoint's place, or the start where there is none; logs are cut to it."""
+        place = Place()
+        if self.folder.checkpoint.exists():
+            weights: dict[str, Tensor] = average.weights
+            place = load_state(
+                self.folder.checkpoint,
+                model=model,
+                average=weights,
+                optimizer=optimizer,
+                function=self._function,
+            )
+        self._lines = LineLog(self.folder.log, keep_bytes=place.log_bytes)
+        self._events = EventLog(self.folder.path / "tensorboard", first_step=place.step)
+        return place
+
+    def log(self, step: int, record: dict[str, Any]) -> None:
+        """To ``log.jsonl`` and to TensorBoard."""
+        assert self._lines is not None
+        assert self._events is not None
+        self._lines.write({"step": step, **record})
+        self._events.write(step, record)
+
+    def best(self, model: nn.Module) -> None:
+        """Write ``model.safetensors``."""
+        write_tensors(self.folder.weights, weights_of(model))
+
+    def checkpoint(self, model: nn.Module, average: Average, optimizer: torch.optim.Optimizer, place: Place) -> None:
+        """Write ``checkpoint/last.safetensors``."""
+        assert self._lines is not None
+        place.log_bytes = self._lines.size()
+        save_state(
+            self.folder.checkpoint,
+            model=model,
+            average=average.weights,
+            optimizer=optimizer,
+            place=place,
+        )
+
+    def restore_best(self, model: nn.Module) -> None:
+        """Read ``model.safetensors`` back."""
+        self.folder.load_best(model, function=self._function)

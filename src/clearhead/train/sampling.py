@@ -1,0 +1,66 @@
+"""Text from a language model, given out while it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import ShapeError
+from clearhead.nn import LanguageModel
+from clearhead.nn.generation import Sampler, evaluating
+from clearhead.train.saved import Run
+
+__all__ = ["stream"]
+
+_REPLACEMENT = "�"
+
+
+def stream(
+    run: Run,
+    prompt: str,
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    seed: int | None = None,
+    function: str = "generate",
+) -> Iterator[str]:
+    """The text that a run adds to ``prompt``, piece by piece.
+
+    Pieces end at whole characters: a token that is part of one waits for the rest of it. Raises
+    ``ClearheadError`` before the first piece for a prompt or a number that cannot be used.
+    """
+    run.require("lm", function)
+    if max_new_tokens < 1:
+        must, then = "be at least 1", "Choose another value."
+        raise ShapeError.about(function, "max_new_tokens", must=must, got=max_new_tokens, then=then)
+    device = next(run.model.parameters()).device
+    sampler = Sampler(function, temperature=temperature, top_k=top_k, seed=seed, device=device)
+    ids = torch.tensor([run.encode(prompt)], device=device)
+    return _pieces(run, ids, max_new_tokens, sampler)
+
+
+def _pieces(run: Run, ids: Tensor, max_new_tokens: int, sampler: Sampler) -> Iterator[str]:
+    model = run.model
+    assert isinstance(model, LanguageModel)
+    cache = model.new_cache()
+    added: list[int] = []
+    given = ""
+    with evaluating(model):
+        for _ in range(max_new_tokens):
+            if ids.shape[1] > model.max_len:  # positions move: earlier keys are no longer right
+                logits = model(ids[:, -model.max_len :])
+            else:
+                logits = model(ids[:, cache.length :], cache=cache)
+            drawn = sampler.draw(logits[:, -1])
+            ids = torch.cat([ids, drawn], dim=1)
+            added.append(int(drawn))
+            text = run.tokenizer.decode(added)
+            whole = text.rstrip(_REPLACEMENT)
+            if len(whole) > len(given):
+                yield whole[len(given) :]
+                given = whole
+    if len(text) > len(given):
+        yield text[len(given) :]

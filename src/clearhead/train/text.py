@@ -1,0 +1,157 @@
+"""Tokenizers trained on the data at hand, kept as one ``tokenizer.json`` each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clearhead.errors import DataError
+from clearhead.train.extra import need
+from clearhead.train.files import write_bytes
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["PADDING", "UNKNOWN", "TextTokenizer", "train_bpe", "train_bytes", "train_characters", "train_words"]
+
+PADDING, UNKNOWN = "<pad>", "<unk>"
+SPECIAL = [PADDING, UNKNOWN]
+_LONGEST_PIECE = 4096
+
+
+class TextTokenizer:
+    """Text to ids and back, by a Hugging Face tokenizer.
+
+    A tokenizer with an unknown token maps any text; one without (characters, bytes) refuses what it cannot
+    write back.
+
+    >>> tokenizer = train_words(["a good film", "a bad film"], min_count=2)
+    >>> tokenizer.encode("a new film"), tokenizer.tokens("a new film")
+    ([2, 1, 3], ['a', '<unk>', 'film'])
+    """
+
+    def __init__(self, inner: Tokenizer) -> None:
+        self._inner = inner
+
+    def __len__(self) -> int:
+        return self._inner.get_vocab_size()
+
+    @property
+    def unknown_id(self) -> int | None:
+        """The id of the unknown token; ``None`` where there is none."""
+        return self._inner.token_to_id(UNKNOWN)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of one text."""
+        return self._inner.encode(text, add_special_tokens=False).ids
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of many texts."""
+        return [found.ids for found in self._inner.encode_batch(list(texts), add_special_tokens=False)]
+
+    def encode_long(self, text: str) -> list[int]:
+        """The ids of a text of any length, cut at line ends so that memory stays in proportion."""
+        pieces: list[str] = []
+        size = _LONGEST_PIECE + 1
+        for line in text.splitlines(keepends=True):
+            if size + len(line) > _LONGEST_PIECE:
+                pieces.append(line)
+                size = len(line)
+            else:
+                pieces[-1] += line
+                size += len(line)
+        return [identity for ids in self.encode_many(pieces) for identity in ids]
+
+    def tokens(self, text: str) -> list[str]:
+        """The written form of each token of one text."""
+        return self._inner.encode(text, add_special_tokens=False).tokens
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text that ``ids`` stand for."""
+        return self._inner.decode(list(ids), skip_special_tokens=False)
+
+    def cannot_write(self, text: str) -> list[str]:
+        """The characters of ``text`` that this tokenizer would lose; empty where it has an unknown token."""
+        if self.unknown_id is not None:
+            return []
+        return sorted({character for character in set(text) if not self.encode(character)})
+
+    def save(self, path: Path) -> None:
+        """Write ``tokenizer.json``, atomically."""
+        write_bytes(path, self._inner.to_str(pretty=False).encode())
+
+    @classmethod
+    def load(cls, path: Path, *, function: str) -> TextTokenizer:
+        """Read ``tokenizer.json``; raises ``DataError`` where it is absent or damaged."""
+        tokenizers = need("tokenizers")
+        try:
+            return cls(tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            got = "no such file"
+        except Exception as error:  # the library raises bare Exception for a bad file
+            got = str(error)
+        then = "The run is damaged; train it again."
+        raise DataError.about(function, str(path), must="be a whole tokenizer file", got=got, then=then)
+
+
+def _trained(texts: Iterable[str], model: Any, splitter: Any, trainer: Any, lowercase: bool) -> Tokenizer:
+    tokenizers = need("tokenizers")
+    inner: Tokenizer = tokenizers.Tokenizer(model)
+    steps = [tokenizers.normalizers.NFC()]
+    if lowercase:
+        steps.append(tokenizers.normalizers.Lowercase())
+    inner.normalizer = tokenizers.normalizers.Sequence(steps)
+    inner.pre_tokenizer = splitter
+    inner.train_from_iterator(list(texts), trainer)
+    return inner
+
+
+def train_words(
+    texts: Iterable[str], *, vocab_size: int = 30_000, min_count: int = 2, lowercase: bool = False
+) -> TextTokenizer:
+    """One id for each word or mark of punctuation seen at least ``min_count`` times, the most frequent first."""
+    tokenizers = need("tokenizers")
+    model = tokenizers.models.WordLevel(unk_token=UNKNOWN)
+    trainer = tokenizers.trainers.WordLevelTrainer(
+        vocab_size=vocab_size, min_frequency=min_count, special_tokens=SPECIAL, show_progress=False
+    )
+    return TextTokenizer(_trained(texts, model, tokenizers.pre_tokenizers.Whitespace(), trainer, lowercase))
+
+
+def train_bpe(
+    texts: Iterable[str], *, vocab_size: int = 30_000, min_count: int = 2, lowercase: bool = False
+) -> TextTokenizer:
+    """Byte-pair encoding within words (Sennrich et al. 2016): frequent words whole, rare ones in pieces."""
+    tokenizers = need("tokenizers")
+    model = tokenizers.models.BPE(unk_token=UNKNOWN)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, min_frequency=min_count, special_tokens=SPECIAL, show_progress=False
+    )
+    return TextTokenizer(_trained(texts, model, tokenizers.pre_tokenizers.Whitespace(), trainer, lowercase))
+
+
+def train_characters(text: str) -> TextTokenizer:
+    """One id for each character that occurs in ``text``, in code point order; nothing else can be written."""
+    tokenizers = need("tokenizers")
+    vocabulary = {character: place for place, character in enumerate(sorted(set(text)))}
+    inner: Tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    inner.decoder = tokenizers.decoders.Fuse()
+    return TextTokenizer(inner)
+
+
+def train_bytes(text: str, *, vocab_size: int) -> TextTokenizer:
+    """Byte-level BPE (Radford et al. 2019): any text, no unknown token."""
+    tokenizers = need("tokenizers")
+    inner: Tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, min_frequency=2, initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator(text.splitlines(keepends=True), trainer)
+    return TextTokenizer(inner)
+
+
+TRAINERS: dict[str, Callable[..., TextTokenizer]] = {"word": train_words, "bpe": train_bpe}

@@ -1,0 +1,73 @@
+"""Interleaving, medians and quartiles, with a clock of our own."""
+
+from __future__ import annotations
+
+import pytest
+
+from clearhead.benchmark import Timing, interleaved, timing
+from clearhead.errors import ShapeError
+
+
+class Clock:
+    """Time that passes only when someone works."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.log: list[str] = []
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+
+    def work(self, name: str, seconds: float):  # type: ignore[no-untyped-def]
+        def call() -> None:
+            self.log.append(name)
+            self.now += seconds
+
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_each_round_runs_everyone_once_and_another_one_first(clock: Clock) -> None:
+    calls = {name: clock.work(name, 1.0) for name in "abc"}
+    interleaved(calls, repeats=4, warmup=0, min_seconds=0.0)
+    settled, rounds = clock.log[:3], "".join(clock.log[3:])
+    assert settled == ["a", "b", "c"]
+    assert rounds == "abcbcacababc"
+
+
+def test_times_are_per_call_however_often_a_sample_repeats_it(clock: Clock) -> None:
+    found = interleaved(
+        {"short": clock.work("short", 0.001), "long": clock.work("long", 0.5)}, repeats=3, min_seconds=0.1
+    )
+    assert found["short"].median == pytest.approx(0.001)
+    assert found["long"].median == pytest.approx(0.5)
+    assert clock.log.count("short") == 2 + 1 + 3 * 100
+    assert clock.log.count("long") == 2 + 1 + 3
+
+
+def test_a_time_limit_stops_rounds_but_not_before_three(clock: Clock) -> None:
+    done: list[int] = []
+    found = interleaved({"a": clock.work("a", 1.0)}, repeats=50, seconds=0.5, after_round=done.append)
+    assert len(found["a"].runs) == 3
+    assert done == [1, 2, 3]
+    found = interleaved({"a": clock.work("a", 1.0)}, repeats=50, seconds=9.5)
+    assert len(found["a"].runs) == 10
+
+
+def test_median_and_quartiles_are_those_of_the_runs() -> None:
+    found = Timing.of((5.0, 1.0, 2.0, 4.0, 3.0))
+    assert (found.q1, found.median, found.q3) == (2.0, 3.0, 4.0)
+    assert Timing.of((2.0,)) == Timing(2.0, 2.0, 2.0, (2.0,))
+    assert found.to_dict()["runs"] == [5.0, 1.0, 2.0, 4.0, 3.0]
+
+
+def test_one_slow_run_moves_no_median() -> None:
+    assert Timing.of((1.0, 1.0, 1.0, 1.0, 100.0)).median == 1.0
+
+
+@pytest.mark.parametrize(("calls", "repeats"), [({}, 3), ({"a": lambda: None}, 0)])
+def test_nothing_to_time_is_an_error(calls: dict[str, object], repeats: int) -> None:
+    with pytest.raises(ShapeError, match=r"interleaved: (calls|repeats) must be at least one"):
+        interleaved(calls, repeats=repeats)  # type: ignore[arg-type]

@@ -1,0 +1,124 @@
+"""`clearhead demo` from outside: what it prints, what it leaves, how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from clearhead.inspector import validate
+
+pytest.importorskip("sklearn", reason="scikit-learn is not installed (clearhead[demo] brings it)")
+
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; sys.argv[0] = 'clearhead'; from clearhead.cli.app import main; main()",
+    "demo",
+]
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+
+
+def demo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    folder = tmp_path_factory.mktemp("demo")
+    return folder, demo("--quick", "--seed", "3", cwd=folder)
+
+
+Quick = tuple[Path, subprocess.CompletedProcess[str]]
+
+
+def test_it_ends_well_and_prints_each_result(quick: Quick) -> None:
+    _, done = quick
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
+    assert re.search(r"Test accuracy\n  0\.\d{4} on the held-out fifth \(\d+ of 359\)", out)
+    assert re.search(r"held-out digit \d+: predicted \d with probability \d\.\d{4}", out)
+    assert re.search(r"most telling: head [0-3] of layer [01]", out)
+    assert re.search(r"softmax .* \[64\]", out)
+    assert re.search(r"worst difference \d\.\de-\d\d, in head [0-3] of layer [01]: as exact as float32 allows", out)
+    assert re.search(r"clearhead \d+\.\d+ ms, torch\.nn\.MultiheadAttention with the same weights \d+\.\d+ ms", out)
+    assert "seed 3" in out
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal(quick: Quick) -> None:
+    _, done = quick
+    assert "\x1b" not in done.stdout + done.stderr
+    assert re.search(r"train loss \d", done.stderr)
+
+
+def test_it_leaves_one_page_and_its_numbers(quick: Quick) -> None:
+    folder, done = quick
+    out = folder / "clearhead-demo"
+    assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == ["index.html", "metrics.json"]
+    assert str(out / "index.html") in done.stdout
+    found = re.search(r'id="data">(.*?)</script>', (out / "index.html").read_text("utf-8"), re.DOTALL)
+    assert found is not None
+    data = json.loads(found[1])
+    validate(data)
+    assert [example["truth"] for example in data["examples"][:10]] == list(range(10))
+    numbers = json.loads((out / "metrics.json").read_text("utf-8"))
+    assert numbers["seed"] == 3
+    assert numbers["float64"]["holds"] is True
+    assert numbers["float64"]["worst_difference"] < 1e-4
+    assert f"{numbers['test_accuracy']:.4f} on the held-out fifth" in done.stdout
+    assert data["facts"][0]["value"] == f"{100 * numbers['test_accuracy']:.1f}%"
+
+
+@pytest.mark.browser
+def test_its_page_opens_offline(quick: Quick) -> None:
+    from tests.inspector.chromium import Opened, chromium
+
+    folder, _ = quick
+    with chromium() as browser:
+        seen = Opened(browser, folder / "clearhead-demo" / "index.html")
+        assert seen.page.locator(".head").count() == 8
+        assert seen.page.locator(".example").count() >= 10
+        assert seen.complaints == []
+        assert [request.split(":")[0] for request in seen.requests] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--epochs", "0"), "clearhead demo: --epochs must be at least 1; got 0."),
+        (("--seed", "-1"), "clearhead demo: --seed must be at least 0; got -1."),
+        (("--out", "file"), "clearhead demo: --out must be a folder"),
+        (("--epochs", "many"), "clearhead demo: Invalid value for '--epochs'"),
+    ],
+)
+def test_wrong_use_is_one_line_and_2(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
+    (tmp_path / "file").write_text("")
+    done = demo(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(says)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    running = subprocess.Popen(
+        COMMAND, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert running.stdout is not None
+    running.stdout.readline()  # training is about to start
+    running.stdout.readline()
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert errors.splitlines()[-1] == "clearhead: interrupted."
+    assert "Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []

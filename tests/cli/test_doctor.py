@@ -1,0 +1,82 @@
+"""clearhead doctor from outside, and the facts behind it."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from clearhead import doctor
+from clearhead.cli.app import app
+from clearhead.dispatch import backend_names
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure small things: the tests look at what is said, not how fast the machine is."""
+    monkeypatch.setattr(doctor, "_MATRIX", 64)
+    monkeypatch.setattr(doctor, "_ATTENTION", (1, 2, 32, 8))
+    monkeypatch.setattr(doctor, "_SECONDS_EACH", 0.0)
+
+
+def test_it_shows_every_backend_and_ends_in_a_verdict() -> None:
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.stderr
+    for name in backend_names():
+        assert name in result.stdout
+    for words in ("machine", "software", "measured, GFLOP/s", torch.__version__, "usable cores"):
+        assert words in result.stdout
+    last = result.stdout.strip().splitlines()[-1]
+    assert last == "nothing is missing." or last.startswith("missing or in the way: ")
+
+
+def test_json_holds_the_same_and_every_rate_or_its_reason() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 0, result.stderr
+    read = json.loads(result.stdout)
+    assert list(read["backends"]) == list(backend_names())
+    assert read["torch"]["version"] == torch.__version__
+    assert len(read["rates"]) == 2 + len(backend_names())
+    for rate in read["rates"]:
+        assert (rate["gflops"] is None) == bool(rate["reason"])
+        assert rate["gflops"] is None or rate["gflops"] > 0
+    assert read["verdict"]
+
+
+def test_a_backend_that_cannot_run_here_says_why() -> None:
+    rates = {rate.what.split(", ")[-1]: rate for rate in doctor.diagnose().rates}
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device, so flex can run")
+    assert rates["flex"].gflops is None
+    assert "CUDA" in str(rates["flex"].reason)
+    assert rates["tiled"].gflops is not None
+
+
+def test_absent_extras_come_with_what_installs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = ["torch>=2", 'no-such-thing>=1; extra == "train"', 'numpy>=1; extra == "train"', 'x; extra == "dev"']
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: declared)
+    found = doctor.diagnose()
+    assert found.extras == {"train": {"no-such-thing": None, "numpy": metadata.version("numpy")}}
+    assert "no-such-thing (install clearhead[train])" in found.verdict
+
+
+def test_a_missing_compiler_and_too_many_threads_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor.torch, "get_num_threads", lambda: 10_000)
+    verdict = doctor.diagnose().verdict
+    assert "a C++ compiler" in verdict
+    assert "set OMP_NUM_THREADS=" in verdict
+
+
+def test_nothing_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = doctor.diagnose()
+    assert doctor.Diagnosis(**{**vars(found), "missing": []}).verdict == "nothing is missing."
+
+
+def test_an_unknown_option_is_one_line_and_exit_code_2() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--loud"])
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,304 @@
+"""Blocks and stacks against torch's, packed against padded, cached against whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import clearhead as ch
+from clearhead.cache import KVCache
+from clearhead.nn import Decoder, DecoderBlock, Encoder, EncoderBlock, FeedForward
+from clearhead.positions import Rotary
+
+EXACT = {"atol": 1e-10, "rtol": 1e-10}
+
+
+def _input(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_encoder_block_agrees_with_torchs_layer(norm_first: bool, activation: str, bias: bool) -> None:
+    torch.manual_seed(0)
+    theirs = nn.TransformerEncoderLayer(
+        12, 3, 20, dropout=0.0, activation=activation, batch_first=True, norm_first=norm_first, bias=bias,
+        layer_norm_eps=1e-3, dtype=torch.float64,
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    ours = EncoderBlock.from_torch(theirs)
+    lengths = torch.tensor([5, 3])
+    inputs = [_input(2, 5, 12).requires_grad_() for _ in range(2)]
+    expected = theirs(inputs[0], src_key_padding_mask=torch.arange(5) >= lengths[:, None])
+    got = ours(inputs[1], mask=ch.Padding(lengths))
+    torch.testing.assert_close(got, expected, **EXACT)
+    direction = _input(2, 5, 12, seed=1)
+    expected.backward(direction)
+    got.backward(direction)
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad, **EXACT)
+    torch.testing.assert_close(ours.feedforward.expand.weight.grad, theirs.linear1.weight.grad, **EXACT)
+    torch.testing.assert_close(ours.attention_norm.weight.grad, theirs.norm1.weight.grad, **EXACT)
+
+
+def test_from_torch_takes_dropout_and_mode_along() -> None:
+    theirs = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True).eval()
+    ours = EncoderBlock.from_torch(theirs)
+    assert not any(part.training for part in ours.modules())
+    assert (ours.residual_dropout.p, ours.feedforward.dropout.p, ours.attention.dropout) == (0.3, 0.3, 0.3)
+    odd = nn.TransformerEncoderLayer(8, 2, activation=torch.tanh)
+    with pytest.raises(ch.UnsupportedError, match="layer must use GELU or ReLU; got tanh"):
+        EncoderBlock.from_torch(odd)
+
+
+def test_decoder_block_agrees_with_torchs_layer() -> None:
+    torch.manual_seed(0)
+    theirs = nn.TransformerDecoderLayer(
+        12, 3, 20, dropout=0.0, activation="gelu", batch_first=True, norm_first=True, dtype=torch.float64
+    )
+    ours = DecoderBlock(12, 3, feedforward_dim=20, dropout=0.0, cross_attention=True).double()
+    ours.attention = ch_attention(theirs.self_attn)
+    ours.cross_attention = ch_attention(theirs.multihead_attn)
+    for mine, other in (
+        (ours.attention_norm, theirs.norm1), (ours.cross_norm, theirs.norm2), (ours.feedforward_norm, theirs.norm3),
+        (ours.feedforward.expand, theirs.linear1), (ours.feedforward.contract, theirs.linear2),
+    ):  # fmt: skip
+        mine.load_state_dict(other.state_dict())
+    x, memory = _input(2, 5, 12), _input(2, 7, 12, seed=1)
+    forbidden = ~ch.Causal().dense(5, 5)
+    expected = theirs(
+        x, memory, tgt_mask=forbidden, memory_key_padding_mask=torch.arange(7) >= torch.tensor([[7], [4]])
+    )
+    torch.testing.assert_close(ours(x, memory=memory, memory_mask=ch.Padding([7, 4])), expected, **EXACT)
+
+
+def ch_attention(module: nn.MultiheadAttention) -> nn.Module:
+    from clearhead.nn import MultiHeadAttention
+
+    return MultiHeadAttention.from_torch(module)
+
+
+def test_decoder_block_sees_no_future_and_steps_equal_the_whole() -> None:
+    block = DecoderBlock(8, 2, rotary=True, memory_dim=6).double().eval()
+    x, memory = _input(2, 7, 8), _input(2, 4, 6, seed=1)
+    whole = block(x, memory=memory)
+    changed = x.clone()
+    changed[:, 5:] += 1.0
+    torch.testing.assert_close(block(changed, memory=memory)[:, :5], whole[:, :5], **EXACT)
+    cache, memory_cache = KVCache(), KVCache()
+    steps = [block(x[:, t : t + 1], memory=memory, cache=cache, memory_cache=memory_cache) for t in range(7)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, **EXACT)
+    assert (cache.length, memory_cache.length) == (7, 4)
+
+
+def test_memory_is_given_exactly_where_it_is_wanted() -> None:
+    x = torch.zeros(1, 2, 8)
+    with pytest.raises(ch.ShapeError, match="DecoderBlock: memory must be given exactly where"):
+        DecoderBlock(8, 2)(x, memory=x)
+    with pytest.raises(ch.ShapeError, match=r"cross-attention; got none\."):
+        DecoderBlock(8, 2, cross_attention=True)(x)
+
+
+PACKABLE = [
+    {}, {"scores": (ch.Alibi(2), ch.SoftCap(4.0))}, {"rotary": True}, {"num_kv_heads": 1, "norm_first": False},
+    {"scores": (ch.RelativeBias(torch.tensor([[0.5, 0.0, -1.0], [1.0, 2.0, 3.0]])), ch.Sink(torch.tensor([0.1, 0.2])))},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", PACKABLE, ids=str)
+@pytest.mark.parametrize("mask", [None, ch.Window(2, 1), ch.Causal()], ids=repr)
+@pytest.mark.parametrize("kind", [Encoder, Decoder])
+def test_packed_equals_each_sequence_alone(kind: type, options: dict[str, object], mask: ch.Mask | None) -> None:
+    torch.manual_seed(0)
+    model = kind(8, 2, 2, **options).double()
+    x = _input(4, 9, 8)
+    lengths = [9, 1, 0, 4]
+    edge = model.edge("test", x, lengths=lengths, mask=mask)
+    assert edge.packed
+    whole = model(x, lengths=lengths, mask=mask)
+    assert whole.shape == x.shape
+    for row, length in enumerate(lengths):
+        assert (whole[row, length:] == 0).all()
+        if length:
+            alone = model(x[row : row + 1, :length], mask=mask)[0]
+            torch.testing.assert_close(whole[row, :length], alone, **EXACT)
+
+
+@pytest.mark.parametrize(
+    "mask", [ch.Prefix(2), ch.Dense(torch.rand(9, 9) > 0.3), ch.Global(1) | ch.Window(1)], ids=repr
+)
+def test_masks_that_read_absolute_positions_stay_padded(mask: ch.Mask) -> None:
+    torch.manual_seed(0)
+    model = Encoder(8, 2, 2).double()
+    x = _input(3, 9, 8)
+    lengths = [9, 0, 4]
+    assert not model.edge("test", x, lengths=lengths, mask=mask).packed
+    whole = model(x, lengths=lengths, mask=mask)
+    assert torch.isfinite(whole).all()
+    assert (whole[2, 4:] == 0).all()
+    small = ch.Dense(mask.allowed[..., :4, :4]) if isinstance(mask, ch.Dense) else mask
+    torch.testing.assert_close(whole[2, :4], model(x[2:, :4], mask=small)[0], **EXACT)
+
+
+def test_packed_and_padded_give_the_same_gradients() -> None:
+    model = Encoder(8, 2, 2, scores=ch.Alibi(2)).double()
+    lengths, everything = [5, 0, 3], ch.Dense(torch.ones(1, 1, dtype=torch.bool))
+    grads = []
+    for mask in (None, everything):
+        x = _input(3, 5, 8).requires_grad_()
+        model.zero_grad()
+        assert model.edge("test", x, lengths=lengths, mask=mask).packed == (mask is None)
+        model(x, lengths=lengths, mask=mask).square().sum().backward()
+        grads.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+    for packed, padded in zip(*grads, strict=True):
+        torch.testing.assert_close(packed, padded, **EXACT)
+
+
+@pytest.mark.parametrize("mask", [None, ch.Prefix(2)], ids=repr)
+@pytest.mark.parametrize("kind", [Encoder, Decoder])
+def test_nan_in_the_padding_changes_nothing_gradients_included(kind: type, mask: ch.Mask | None) -> None:
+    model = kind(8, 2, 2).double()
+    lengths = [5, 0, 3]
+    results = []
+    for fill in (0.0, torch.nan):
+        x = _input(3, 5, 8)
+        for row, length in enumerate(lengths):
+            x[row, length:] = fill
+        x.requires_grad_()
+        model.zero_grad()
+        output = model(x, lengths=lengths, mask=mask)
+        output.square().sum().backward()
+        results.append([output, x.grad, *(parameter.grad for parameter in model.parameters())])
+    for clean, spoiled in zip(*results, strict=True):
+        assert torch.equal(clean, spoiled)
+
+
+def test_a_padding_mask_says_the_same_as_lengths() -> None:
+    model = Encoder(8, 2, 1).double()
+    x = _input(2, 5, 8)
+    expected = model(x, lengths=[5, 2], mask=ch.Window(1, 1))
+    assert torch.equal(model(x, mask=ch.Padding([5, 2]) & ch.Window(1, 1)), expected)
+    assert torch.equal(model(x, lengths=torch.tensor([5, 2]), mask=ch.Window(1, 1)), expected)
+    with pytest.raises(ch.MaskError, match="mask must hold no Padding where lengths are given"):
+        model(x, lengths=[5, 2], mask=ch.Padding([5, 2]))
+
+
+def test_full_lengths_need_no_mask() -> None:
+    model = Encoder(8, 2, 1)
+    assert model.edge("test", torch.zeros(2, 5, 8), lengths=[5, 5], mask=None).mask is None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "text"),
+    [
+        ([5], r"be whole numbers, one per sequence \(2\); got \[5\]\."),
+        ([5, 6], r"lie from 0 to 5; got 6\."),
+        ([5, -1], r"lie from 0 to 5; got -1\."),
+        ([5.0, 1.5], "be whole numbers"),
+        (torch.tensor([[5, 2]]), "be whole numbers"),
+    ],
+)
+def test_bad_lengths(lengths: object, text: str) -> None:
+    with pytest.raises(ch.ShapeError, match="^Encoder: lengths must " + text):
+        Encoder(8, 2, 1)(torch.zeros(2, 5, 8), lengths=lengths)
+
+
+def test_unbatched_stacks() -> None:
+    x = _input(5, 8)
+    for model in (Encoder(8, 2, 2).double(), Decoder(8, 2, 2).double()):
+        torch.testing.assert_close(model(x), model(x[None])[0], **EXACT)
+
+
+def test_far_positions_are_as_exact_as_near_ones() -> None:
+    """Rotary angles of a packed row grow with all that came before; in float32 that costs no more than 1e-5."""
+    torch.manual_seed(0)
+    model = Encoder(16, 2, 1, rotary=True)
+    x = torch.randn(1, 6, 16)
+    batch = torch.randn(2000, 6, 16)
+    batch[-1] = x[0]
+    lengths = [5] * 1999 + [6]
+    far = model(batch, lengths=lengths)[-1]
+    torch.testing.assert_close(far, model(x)[0], atol=1e-5, rtol=1e-5)
+    assert Rotary().rotate(torch.ones(1, 4), first=10**6).isfinite().all()
+
+
+def test_checkpointing_changes_memory_not_numbers() -> None:
+    torch.manual_seed(0)
+    plain = Encoder(8, 2, 2, dropout=0.3)
+    thrifty = Encoder(8, 2, 2, dropout=0.3, checkpoint_activations=True)
+    thrifty.load_state_dict(plain.state_dict())
+    x = torch.randn(3, 6, 8)
+    saved: list[int] = []
+    for model in (plain, thrifty):
+        torch.manual_seed(5)
+        count = [0]
+
+        def note(tensor: Tensor, count: list[int] = count) -> Tensor:
+            count[0] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            output = model(x, lengths=[6, 2, 4])
+        output.square().sum().backward()
+        saved.append(count[0])
+    assert saved[1] < saved[0] / 3
+    for own, other in zip(thrifty.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_dropout_only_while_training() -> None:
+    for model in (Encoder(8, 2, 1, dropout=0.5), Decoder(8, 2, 1, dropout=0.5)):
+        x = torch.randn(2, 4, 8)
+        assert not torch.equal(model(x), model(x))
+        model.eval()
+        assert torch.equal(model(x), model(x))
+
+
+def test_decoder_cache_equals_the_whole_with_a_memory() -> None:
+    decoder = Decoder(8, 2, 2, cross_attention=True).double()
+    x, memory = _input(2, 6, 8), _input(2, 4, 8, seed=1)
+    whole = decoder(x, memory=memory, memory_lengths=[4, 2])
+    cache = decoder.new_cache()
+    steps = [decoder(part, memory=memory, memory_lengths=[4, 2], cache=cache) for part in x.split([2, 1, 3], dim=1)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, **EXACT)
+    assert repr(cache) == "DecoderCache(layers=2, length=6)"
+    cache.reset()
+    torch.testing.assert_close(decoder(x, memory=memory, memory_lengths=[4, 2], cache=cache), whole, **EXACT)
+    spoiled = memory.clone()
+    spoiled[1, 2:] = 1e6
+    torch.testing.assert_close(decoder(x, memory=spoiled, memory_lengths=[4, 2]), whole, **EXACT)
+
+
+def test_padding_and_a_cache_do_not_mix() -> None:
+    decoder = Decoder(8, 2, 1)
+    with pytest.raises(ch.UnsupportedError, match="lengths must all be the batch's length where there is a cache"):
+        decoder(torch.zeros(2, 3, 8), lengths=[3, 2], cache=decoder.new_cache())
+
+
+def test_feedforward_and_its_errors() -> None:
+    layer = FeedForward(4, 6, activation="silu")
+    x = torch.randn(2, 3, 4)
+    expected = layer.contract(nn.functional.silu(layer.expand(x)))
+    torch.testing.assert_close(layer(x), expected)
+    with pytest.raises(ch.UnsupportedError, match="activation must be one of gelu, relu, silu; got 'tanh'"):
+        FeedForward(4, activation="tanh")
+    with pytest.raises(ch.ShapeError, match="FeedForward: x must have axes"):
+        layer(torch.zeros(2, 3))
+
+
+def test_autocast_runs_in_bfloat16_and_stays_near() -> None:
+    torch.manual_seed(0)
+    model = Encoder(32, 4, 2, rotary=True)
+    x = torch.randn(3, 10, 32)
+    exact = model(x, lengths=[10, 3, 7])
+    seen: list[torch.dtype] = []
+    model.blocks[0].attention.output_projection.register_forward_hook(lambda m, i, o: seen.append(o.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(x, lengths=[10, 3, 7])
+    output.float().square().mean().backward()
+    assert seen == [torch.bfloat16]
+    assert (output - exact).abs().max() < 0.1
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())

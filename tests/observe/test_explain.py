@@ -1,0 +1,268 @@
+"""One token's view: right numbers, differences that can show, no trace left in the model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import clearhead as ch
+from clearhead.nn import Encoder, LanguageModel, MultiHeadAttention, SequenceClassifier
+from clearhead.observe import Explanation, explain
+from clearhead.observe.explanation import Step, largest_difference
+
+WORDS = ["The", "cat", "sat", "on", "the", "mat"]
+
+
+def eps_bound(seen: Explanation, step: Step, terms: int, size: float) -> float:
+    """Rounding of a sum of ``terms`` products of size ``size``, first order, each term rounded a few times."""
+    return 4.0 * torch.finfo(seen.dtype).eps * terms * max(size, 1.0)
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randn(1, len(WORDS), 16, generator=torch.Generator().manual_seed(0))
+
+
+def module(**options: object) -> MultiHeadAttention:
+    torch.manual_seed(1)
+    return MultiHeadAttention(16, 4, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_each_step_of_plain_tensors_is_as_exact_as_its_dtype(dtype: torch.dtype) -> None:
+    query, key, value = (torch.randn(2, 4, 6, 8).to(dtype) for _ in range(3))
+    seen = explain(query, key, value, token=3, head=2, batch=1, mask=ch.Causal())
+    assert [step.name for step in seen.steps] == ["scores", "scaling", "mask", "softmax", "weighted sum"]
+    for step in seen.steps:
+        assert step.difference <= eps_bound(seen, step, 8, float(step.exact.nan_to_num(neginf=0).abs().max())), (
+            step.name
+        )
+    wanted = ch.attention(query, key, value, mask=ch.Causal())[1, 2, 3]
+    assert torch.equal(seen.output, wanted)
+    assert seen.weights[4:].tolist() == [0.0, 0.0]
+    assert seen.allowed.tolist() == [True] * 4 + [False] * 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_kv_heads": 2, "rotary": True, "bias": False},
+        {"scores": (ch.Alibi(4), ch.SoftCap(3.0), ch.Sink(0.5)), "scale": 0.2},
+        {"head_dim": 6},
+        {"output_projection": False},
+    ],
+    ids=str,
+)
+def test_a_modules_view_ends_in_the_modules_output(options: dict[str, object], tokens: torch.Tensor) -> None:
+    attention = module(**options)
+    seen = explain(attention, tokens, token="sat", head=3, mask=ch.Causal(), tokens=WORDS)
+    whole = attention(tokens, mask=ch.Causal())[0, 2]
+    if attention.output_projection is None:
+        width = attention.head_dim
+        assert torch.equal(seen.output, whole[3 * width : 4 * width])
+        assert seen.part is None
+    else:
+        output = seen.step("output")
+        assert output is not None
+        assert torch.equal(output.value, whole)
+        parts = [
+            explain(attention, tokens, token=2, head=head, mask=ch.Causal()).step("head's part") for head in range(4)
+        ]
+        bias = attention.output_projection.bias
+        total = sum(part.exact for part in parts if part is not None) + (0 if bias is None else bias.detach().double())
+        torch.testing.assert_close(total, output.exact, rtol=0, atol=1e-14)
+    assert ("turned query" in [step.name for step in seen.steps]) == (attention.rotary is not None)
+    assert seen.difference < 1e-6
+    assert seen.label == "sat"
+
+
+def test_cross_attention_has_keys_of_its_own(tokens: torch.Tensor) -> None:
+    torch.manual_seed(1)
+    attention = MultiHeadAttention(16, 4, key_dim=5, value_dim=7)
+    key, value = torch.randn(1, 3, 5), torch.randn(1, 3, 7)
+    seen = explain(attention, tokens, key, value, token=5, tokens=WORDS, key_tokens=["un", "deux", "trois"])
+    assert seen.tokens == ("un", "deux", "trois")
+    assert seen.weights.shape == (3,)
+    assert seen.difference < 1e-6
+
+
+def test_an_unbatched_call_is_explained_as_it_is(tokens: torch.Tensor) -> None:
+    attention = module()
+    one, other = explain(attention, tokens[0], token=1), explain(attention, tokens, token=1)
+    assert torch.equal(one.weights, other.weights)
+
+
+def test_a_wrong_output_shows_as_a_difference(tokens: torch.Tensor) -> None:
+    attention = module()
+    handle = attention.register_forward_hook(lambda module, given, output: output + 1e-3)
+    seen = explain(attention, tokens, token=0)
+    handle.remove()
+    assert seen.worst.name == "output"
+    assert seen.difference == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_a_wrong_projection_shows_where_it_happens(tokens: torch.Tensor) -> None:
+    attention = module()
+    handle = attention.key_projection.register_forward_hook(lambda module, given, output: output * 1.01)
+    seen = explain(attention, tokens, token=0)
+    handle.remove()
+    found = {step.name: step.difference for step in seen.steps}
+    assert found["query"] < 1e-6
+    assert found["keys"] > 1e-3
+    assert found["scores"] > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("value", "exact"),
+    [
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, 2.0])),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, -math.inf])),
+        (torch.tensor([1.0, math.inf]), torch.tensor([1.0, -math.inf])),
+        (torch.tensor([1.0]), torch.tensor([1.0, 2.0])),
+    ],
+)
+def test_what_cannot_be_compared_differs_without_bound(value: torch.Tensor, exact: torch.Tensor) -> None:
+    assert largest_difference(value, exact.double()) == math.inf
+
+
+def test_a_query_that_may_attend_to_nothing_has_zeros_everywhere() -> None:
+    x = torch.randn(3, 4)
+    seen = explain(x, x, x, token=1, mask=ch.Dense(torch.tensor([[True] * 3, [False] * 3, [True] * 3])))
+    assert seen.weights.tolist() == [0.0] * 3
+    assert seen.output.tolist() == [0.0] * 4
+    assert seen.difference < 1e-6
+    assert "may attend to nothing" in str(seen)
+
+
+def test_a_nan_behind_the_mask_stays_there() -> None:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    key = x.clone()
+    key[2] = math.nan
+    seen = explain(x, key, key, token=1, mask=ch.Causal())
+    assert bool(torch.isfinite(seen.output).all())
+    assert seen.difference < 1e-6
+    json.dumps(seen.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("layer", [0, 1, "encoder.blocks.1.attention"])
+def test_a_models_layer_is_explained_as_it_ran(layer: int | str) -> None:
+    torch.manual_seed(2)
+    model = SequenceClassifier(10, 16, 4, 2, 3, dropout=0.3)
+    model.train()
+    model.encoder.blocks[0].eval()
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6]])
+    before = model(ids).shape, [part.training for part in model.modules()]
+    seen = explain(model, ids, token=2, head=1, layer=layer)
+    assert seen.difference < 1e-5
+    assert [part.training for part in model.modules()] == before[1]
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules()), (
+        "hooks must not stay behind"
+    )
+
+
+def test_the_first_layer_sees_the_embedding_and_the_second_what_the_first_made() -> None:
+    torch.manual_seed(2)
+    model = Encoder(16, 4, 2, norm_first=False).eval()
+    x = torch.randn(1, 5, 16)
+    first, second = (explain(model, x, token=0, layer=layer) for layer in (0, 1))
+    query = first.step("query")
+    assert query is not None
+    direct = explain(model.blocks[0].attention, x, token=0).step("query")
+    assert direct is not None
+    assert torch.equal(query.value, direct.value)
+    assert not torch.equal(second.weights, first.weights)
+
+
+def test_a_language_models_token_sees_no_later_one() -> None:
+    torch.manual_seed(2)
+    model = LanguageModel(10, 16, 4, 1, max_len=8)
+    seen = explain(model, torch.tensor([[1, 2, 3, 4]]), token=1)
+    assert seen.allowed.tolist() == [True, True, False, False]
+    assert seen.mask == "Causal()"
+
+
+def test_hooks_and_modes_are_put_back_when_the_model_fails() -> None:
+    torch.manual_seed(2)
+    model = SequenceClassifier(10, 16, 4, 1, 2)
+    with pytest.raises(ch.ShapeError):
+        explain(model, torch.tensor([[99]]), token=0)
+    assert model.training
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+def _tensors(**options: object) -> Callable[[], Explanation]:
+    x = torch.zeros(3, 4)
+    return lambda: explain(x, x, x, **{"token": 0, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (_tensors(token=3), ch.ShapeError, "token must be one of 0, 1, 2; got 3"),
+        (_tensors(token=-1), ch.ShapeError, "token must be one of"),
+        (_tensors(token=True), ch.ShapeError, "token must be one of"),
+        (_tensors(token="dog", tokens=["a", "b", "c"]), ch.ShapeError, "0 'a', 1 'b', 2 'c'; got 'dog'"),
+        (_tensors(token="a", tokens=["a", "b", "a"]), ch.ShapeError, "stand once in the text; got 'a' at 0, 2"),
+        (_tensors(tokens=["a"]), ch.ShapeError, "tokens must have one text for each of 3 tokens; got 1"),
+        (_tensors(head=1), ch.ShapeError, "head must be a whole number from 0 to 0; got 1"),
+        (_tensors(batch=2), ch.ShapeError, "batch must be"),
+        (_tensors(layer=0), ch.UnsupportedError, "layer must be left out for tensors"),
+        (_tensors(backend="none"), ch.UnsupportedError, "backend must be one of"),
+        (lambda: explain(torch.zeros(3, 4), token=0), ch.ShapeError, "inputs must be key and value"),
+        (lambda: explain([1.0], token=0), ch.UnsupportedError, "subject must be tensors or a module"),  # type: ignore[arg-type]
+        (lambda: explain(nn.Linear(2, 2), torch.zeros(1, 2, 2), token=0), ch.UnsupportedError, "MultiHeadAttention"),
+        (lambda: explain(module(), token=0), ch.UnsupportedError, "inputs must be what MultiHeadAttention takes"),
+        (lambda: explain(module(), torch.zeros(1, 2, 16), token=0, scale=1.0), ch.UnsupportedError, "left to"),
+        (lambda: explain(Encoder(16, 4, 2), torch.zeros(1, 2, 16), token=0, layer=2), ch.ShapeError,
+         "layer must be one of 0 (blocks.0.attention), 1 (blocks.1.attention); got 2"),
+        (lambda: explain(Encoder(16, 4, 2), torch.zeros(2, 2, 16), token=0), ch.ShapeError, "one sequence, batch 1"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_that_says_what_exists(
+    call: Callable[[], Explanation], error: type[ValueError], text: str
+) -> None:
+    with pytest.raises(error) as raised:
+        call()
+    assert text in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_text_shows_steps_keys_and_the_verdict(tokens: torch.Tensor) -> None:
+    text = str(explain(module(), tokens, token=1, head=2, mask=ch.Causal(), tokens=WORDS))
+    assert text.splitlines()[0].startswith("token 1 'cat' · head 2 of 4 · 6 keys · float32")
+    for words in ("q = Wq x[1] + b", "[6, 4]", "Wo[:, 8:12] o", "2 of 6 keys stay", "masked", "worst difference"):
+        assert words in text
+
+
+def test_many_keys_are_cut_to_the_heaviest_unless_all_are_wanted() -> None:
+    x = torch.randn(50, 4)
+    seen = explain(x, x, x, token=0)
+    assert "the 24 heaviest of 50 keys" in seen.text()
+    assert "heaviest" not in seen.text(all_rows=True)
+    assert len(seen.text(all_rows=True).splitlines()) > 50
+
+
+def test_the_page_escapes_every_text_and_loads_nothing() -> None:
+    x = torch.randn(2, 4)
+    seen = explain(x, x, x, token=0, tokens=["<script>alert(1)</script>", "a&b\n"])
+    page = seen._repr_html_()
+    assert "<script" not in page
+    assert "&lt;script" in page
+    assert "a&amp;b\\n" in page
+    assert "http" not in page
+
+
+def test_the_dictionary_is_json_with_none_for_masked_scores() -> None:
+    x = torch.randn(3, 4)
+    seen = explain(x, x, x, token=0, mask=ch.Causal())
+    read = json.loads(json.dumps(seen.to_dict(), allow_nan=False))
+    masked = next(step for step in read["steps"] if step["name"] == "mask")
+    assert masked["value"][1:] == [None, None]
+    assert read["allowed"] == [True, False, False]
+    assert read["worst_difference"] == seen.difference

@@ -1,0 +1,107 @@
+"""KVCache: what goes in comes out, in order, with room that grows by doubling."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead as ch
+from clearhead.cache import KVCache
+
+
+def _pair(new: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 3, new, 4, generator=generator), torch.randn(2, 3, new, 5, generator=generator)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_appended_tokens_come_back_in_order(grad: bool) -> None:
+    cache = KVCache()
+    parts = [_pair(new, seed) for seed, new in enumerate((3, 1, 1, 40, 0, 7))]
+    with torch.set_grad_enabled(grad):
+        for place in range(len(parts)):
+            keys, values = cache.append(*parts[place])
+            assert torch.equal(keys, torch.cat([key for key, _ in parts[: place + 1]], dim=2))
+            assert torch.equal(values, torch.cat([value for _, value in parts[: place + 1]], dim=2))
+            assert cache.length == keys.shape[2]
+    assert torch.equal(cache.key, keys)
+    assert torch.equal(cache.value, values)
+
+
+def test_room_is_allocated_seldom() -> None:
+    cache = KVCache()
+    places = set()
+    with torch.no_grad():
+        for seed in range(500):
+            keys, _ = cache.append(*_pair(1, seed))
+            places.add(keys.data_ptr())
+    assert len(places) <= 7  # 16, 32, ..., 512
+
+
+def test_earlier_answers_stay_as_they_were() -> None:
+    cache = KVCache()
+    with torch.no_grad():
+        keys, _ = cache.append(*_pair(2))
+        before = keys.clone()
+        cache.append(*_pair(3, seed=1))
+    assert torch.equal(keys, before)
+
+
+def test_gradients_pass_and_modes_may_change() -> None:
+    cache = KVCache()
+    with torch.no_grad():
+        cache.append(*_pair(2))
+    key, value = (part.requires_grad_() for part in _pair(3, seed=1))
+    keys, values = cache.append(key, value)
+    (keys.sum() + values.square().sum()).backward()
+    assert torch.equal(key.grad, torch.ones_like(key))
+    assert torch.equal(value.grad, 2 * value.detach())
+    with torch.no_grad():
+        later, _ = cache.append(*_pair(1, seed=2))
+    assert not later.requires_grad
+    assert torch.equal(later[:, :, :5], keys)
+
+
+def test_a_first_token_with_a_gradient_is_not_written_over() -> None:
+    """Room is only written into where the cache made it."""
+    cache = KVCache()
+    key, value = _pair(20)
+    kept = key.clone()
+    cache.append(key, value)
+    with torch.no_grad():
+        cache.append(*_pair(1, seed=1))
+    assert torch.equal(key, kept)
+
+
+def test_reset_and_repr() -> None:
+    cache = KVCache()
+    assert repr(cache) == "KVCache(length=0, shape=None)"
+    assert cache.key is None
+    cache.append(*_pair(2))
+    assert repr(cache) == "KVCache(length=2, shape=[2, 3, 2, 4])"
+    cache.reset()
+    assert cache.length == 0
+    cache.append(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        (torch.zeros(2, 3, 4), torch.zeros(2, 3, 1, 5), r"key must have axes \[batch, kv_heads, new, head_dim\]"),
+        (
+            torch.zeros(2, 3, 1, 4),
+            torch.zeros(2, 3, 2, 5),
+            r"value must have key's batch, heads and length \(2, 3, 1\)",
+        ),
+        (torch.zeros(1, 3, 1, 4), torch.zeros(1, 3, 1, 5), r"key must match what is held, \[2, 3, new, 4\]"),
+        (torch.zeros(2, 3, 1, 4), torch.zeros(2, 3, 1, 6), r"value must match what is held, \[2, 3, new, 5\]"),
+        (torch.zeros(2, 3, 1, 4).double(), torch.zeros(2, 3, 1, 5), r"key must match what is held.*float64"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_leaves_the_cache_alone(key: Tensor, value: Tensor, text: str) -> None:
+    cache = KVCache()
+    cache.append(*_pair(2))
+    with pytest.raises(ch.ShapeError, match=r"^KVCache\.append: " + text):
+        cache.append(key, value)
+    assert cache.length == 2

@@ -1,0 +1,225 @@
+"""The frame: pins that agree, an import that stays light, a set-up that does not pull CUDA."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import clearhead
+
+ROOT = Path(__file__).resolve().parent.parent
+OPTIONAL = {
+    "matplotlib",
+    "rich",
+    "safetensors",
+    "sklearn",
+    "starlette",
+    "tensorboard",
+    "tokenizers",
+    "transformers",
+    "triton",
+    "typer",
+    "uvicorn",
+}
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads(read("pyproject.toml"))
+
+
+@pytest.fixture(scope="module")
+def pins() -> dict[str, str]:
+    lines = [line for line in read("constraints.txt").splitlines() if line and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+
+
+@pytest.fixture
+def setup_env() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("setup_env", ROOT / "tools" / "setup_env.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def requirements(project: dict[str, Any]) -> list[Requirement]:
+    groups = [project["project"]["dependencies"], *project["project"]["optional-dependencies"].values()]
+    groups.append(project["build-system"]["requires"])
+    found = [Requirement(line) for group in groups for line in group]
+    return [requirement for requirement in found if requirement.name != "clearhead"]
+
+
+def test_every_requirement_is_pinned_to_a_version_it_allows(project: dict[str, Any], pins: dict[str, str]) -> None:
+    wrong = [
+        str(requirement)
+        for requirement in requirements(project)
+        if not requirement.specifier.contains(pins.get(canonicalize_name(requirement.name), "0"))
+    ]
+    assert wrong == []
+
+
+def test_the_torch_range_includes_the_oldest_and_the_pinned_release(
+    project: dict[str, Any], pins: dict[str, str]
+) -> None:
+    (torch,) = [found for found in requirements(project) if found.name == "torch"]
+    assert [version for version in ("2.11.0", "2.13.0", "2.13.0+cpu") if version in torch.specifier] == [
+        "2.11.0",
+        "2.13.0",
+        "2.13.0+cpu",
+    ]
+    assert "2.10.0" not in torch.specifier
+    assert pins["torch"] == "2.13.0"
+
+
+def test_the_pins_name_no_local_build_and_no_place(pins: dict[str, str]) -> None:
+    assert [version for version in pins.values() if not re.fullmatch(r"[0-9][0-9a-z.]*", version)] == []
+
+
+def test_pre_commit_runs_the_pinned_tools(pins: dict[str, str]) -> None:
+    named = re.findall(r"\"([\w-]+)==([\w.]+)\"", read(".pre-commit-config.yaml"))
+    assert named, "no pinned tool found"
+    assert [pins[canonicalize_name(name)] for name, _ in named] == [version for _, version in named]
+
+
+def test_ci_runs_lint_and_tests_and_stops_at_the_first_failure() -> None:
+    script = ROOT / ".ci" / "run"
+    lines = script.read_text(encoding="utf-8").splitlines()
+    assert os.access(script, os.X_OK)
+    assert "set -euo pipefail" in lines
+    assert lines.index("make lint") < lines.index("make test")
+
+
+@pytest.mark.parametrize("target", ["help", "setup", "demo", "test", "lint", "bench", "quality"])
+def test_make_has_the_target_and_says_what_it_does(target: str) -> None:
+    assert re.search(rf"(?m)^{target}:.*## \w", read("Makefile"))
+
+
+def test_the_marker_of_a_typed_package_ships() -> None:
+    assert (Path(clearhead.__file__).parent / "py.typed").is_file()
+
+
+def test_importing_clearhead_loads_nothing_optional() -> None:
+    code = (
+        "import sys, numpy, torch; before = set(sys.modules); import clearhead; "
+        "print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    added = set(done.stdout.split())
+    assert "clearhead" in added
+    assert added & OPTIONAL == set()
+
+
+def test_no_file_names_a_place_on_one_machine() -> None:
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listing.returncode != 0:
+        pytest.skip("this copy is not a git checkout, so the tracked files are unknown")
+    homes = "|".join(["home", "root", "Users", "work", "tmp", "mnt"])
+    place = re.compile(rf"(?<![\w.<*}}$)-])/({homes})/\w|[A-Z]:\\Users")
+    found = []
+    for name in filter(None, listing.stdout.split("\0")):
+        try:
+            text = read(name)
+        except (UnicodeDecodeError, FileNotFoundError, IsADirectoryError):
+            continue
+        lines = enumerate(text.splitlines(), start=1)
+        found += [f"{name}:{number}: {line.strip()[:80]}" for number, line in lines if place.search(line)]
+    assert found == []
+
+
+class TestSetup:
+    """tools/setup_env.py decides which torch a machine gets; its commands are recorded, not run."""
+
+    @pytest.fixture
+    def machine(self, setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+        commands: list[list[str]] = []
+
+        def record(title: str, *command: str | Path) -> None:
+            commands.append([str(part) for part in command])
+
+        monkeypatch.setattr(setup_env, "_run", record)
+        monkeypatch.setattr(setup_env.sys, "platform", "linux")
+        monkeypatch.setattr(setup_env, "has_gpu", lambda: False)
+        return commands
+
+    def test_linux_without_a_gpu_gets_the_cpu_build(self, setup_env: ModuleType, machine: list[list[str]]) -> None:
+        setup_env.install_torch(None)
+        assert [command[-1] for command in machine] == ["torch==2.13.0+cpu"]
+
+    def test_uv_is_asked_where_pip_has_no_cpu_build(
+        self, setup_env: ModuleType, machine: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        record = setup_env._run
+
+        def refuse_the_cpu_build(title: str, *command: str | Path) -> None:
+            record(title, *command)
+            if command[-1] == "torch==2.13.0+cpu":
+                raise setup_env.CommandFailed("ERROR: No matching distribution")
+
+        monkeypatch.setattr(setup_env, "_run", refuse_the_cpu_build)
+        setup_env.install_torch(None)
+        assert machine[1][-1].startswith("uv==")
+        assert {"--torch-backend=cpu", "--no-deps", "torch==2.13.0"} <= set(machine[2])
+
+    def test_cuda_is_never_taken_unasked(
+        self,
+        setup_env: ModuleType,
+        machine: list[list[str]],
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        def refuse(title: str, *command: str | Path) -> None:
+            raise setup_env.CommandFailed("no network")
+
+        monkeypatch.setattr(setup_env, "_run", refuse)
+        with pytest.raises(SystemExit) as stopped:
+            setup_env.install_torch(None)
+        assert stopped.value.code == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert 'make setup TORCH="torch==2.13.0"' in said
+
+    def test_a_gpu_gets_the_ordinary_wheel(
+        self, setup_env: ModuleType, machine: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(setup_env, "has_gpu", lambda: True)
+        setup_env.install_torch(None)
+        assert [command[-1] for command in machine] == ["torch==2.13.0"]
+
+    @pytest.mark.parametrize(
+        ("version", "kept"),
+        [("2.11.0", True), ("2.13.0+cpu", True), ("2.14.1+cu130", True), ("2.10.1", False), ("2.15.0", False)],
+    )
+    def test_a_torch_in_range_is_kept(self, setup_env: ModuleType, version: str, kept: bool) -> None:
+        assert setup_env.fits(version) is kept
+
+    def test_the_pins_pip_obeys_name_the_torch_that_is_kept(
+        self, setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(setup_env, "PINS", tmp_path / "pins")
+        setup_env.write_pins(torch="2.11.0+cpu")
+        lines = (tmp_path / "pins").read_text(encoding="utf-8").splitlines()
+        assert [line for line in lines if line.startswith("torch==")] == ["torch==2.11.0+cpu"]
+        assert len(lines) == len(read("constraints.txt").splitlines())

@@ -1,0 +1,37 @@
+"""The shapes in public signatures are true: jaxtyping checks them while a grid of calls runs, in its own process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys
+from jaxtyping import install_import_hook, TypeCheckError
+with install_import_hook(["clearhead.functional", "clearhead.statistics"], "beartype.beartype"):
+    import clearhead as ch
+import torch
+
+want = ch.Want(lse=True, max_score=True, entropy=True, top_k=2, received=True, heatmap=2, sink=1, distance=True,
+               rows=torch.tensor([0, 1]), row_weights=torch.ones(1, 1, 2, 5))
+for leading, kv in (((), ()), ((4,), (2,)), ((3, 4), (3, 2))):
+    for k_len, value_dim in ((5, 6), (9, 3)):
+        query = torch.randn(*leading, 5, 6)
+        key, value = torch.randn(*kv, k_len, 6), torch.randn(*kv, k_len, value_dim)
+        ch.attention(query, key, value)
+        ch.observe_attention(query, key, value, want=want)
+try:
+    ch.attention(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3), torch.zeros(2, 3))
+except TypeCheckError:
+    print("checked")
+"""
+
+
+def test_signatures_hold_and_are_checked() -> None:
+    pytest.importorskip("jaxtyping")
+    pytest.importorskip("beartype")
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "checked"

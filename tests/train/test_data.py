@@ -1,0 +1,73 @@
+"""Tables and texts are read strictly: what is wrong is named with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clearhead.errors import DataError
+from clearhead.train.data import read_table, read_text
+
+
+def _written(folder: Path, name: str, content: str | bytes) -> Path:
+    path = folder / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def test_csv_keeps_commas_quotes_and_newlines(tmp_path: Path) -> None:
+    path = _written(tmp_path, "t.csv", 'label,text\na,"one, ""two""\nthree"\nb,four\n')
+    table = read_table(path)
+    assert table.texts == ['one, "two"\nthree', "four"]
+    assert table.labels == ["a", "b"]
+    assert table.lines == [2, 4]
+
+
+def test_jsonl_equals_csv_and_numbers_are_labels(tmp_path: Path) -> None:
+    path = _written(tmp_path, "t.jsonl", '{"label": 1, "text": "one"}\n\n{"text": "two", "label": "x"}\n')
+    table = read_table(path)
+    assert (table.texts, table.labels, table.lines) == (["one", "two"], ["1", "x"], [1, 3])
+
+
+def test_byte_order_mark_is_not_part_of_the_header(tmp_path: Path) -> None:
+    assert read_table(_written(tmp_path, "t.csv", b"\xef\xbb\xbflabel,text\na,b\n")).labels == ["a"]
+
+
+def test_labels_may_be_absent_where_they_are_not_required(tmp_path: Path) -> None:
+    path = _written(tmp_path, "t.csv", "text\nhello\n")
+    assert read_table(path, labels_required=False).labels is None
+    with pytest.raises(DataError, match=r"must have the column 'label'; got the columns 'text' in line 2"):
+        read_table(path)
+
+
+BAD = {
+    "empty.csv": ("", "must hold text; got an empty file"),
+    "blank.jsonl": ("\n  \n", "must hold text; got an empty file"),
+    "header.csv": ("label,text\n", "must hold at least one row"),
+    "column.csv": ("label,words\na,b\n", "must have the column 'text'; got the columns 'label', 'words'"),
+    "short.csv": ("label,text\na,b\nc\n", "must have 2 cells in every row, as its header has; got 1 cells in line 3"),
+    "long.csv": ("label,text\na,b,c\n", "got 3 cells in line 2"),
+    "quote.csv": ('label,text\na,"b\n', "must be well-formed CSV"),
+    "json.jsonl": ('{"label": "a", "text": "b"}\n{"label": \n', "must be JSON lines; got Expecting value in line 2"),
+    "list.jsonl": ("[1, 2]\n", "must hold one object a line; got list in line 1"),
+    "type.jsonl": ('{"label": "a", "text": null}\n', "must have text in the column 'text'; got NoneType in line 1"),
+    "latin.csv": (b"label,text\na,caf\xe9\n", "must be UTF-8; got byte 0xe9 in line 2"),
+    "table.txt": ("label,text\n", "must end in .csv or .jsonl; got '.txt'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_is_one_line(tmp_path: Path, name: str) -> None:
+    content, expected = BAD[name]
+    with pytest.raises(DataError) as caught:
+        read_table(_written(tmp_path, name, content))
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_absent_file_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"must be a readable file; got No such file"):
+        read_table(tmp_path / "none.csv")
+    with pytest.raises(DataError, match=r"must be a readable file; got Is a directory"):
+        read_text(tmp_path)

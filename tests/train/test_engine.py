@@ -1,0 +1,149 @@
+"""The loop: it learns, it is reproducible, it stops early, it keeps the best, it says when the loss breaks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from clearhead.errors import DataError
+from clearhead.train import Sequences, train_classifier
+from clearhead.train.batches import Batch
+from clearhead.train.classify import class_scores
+from clearhead.train.engine import Engine, InMemory, Weighed, seeded
+from clearhead.train.options import ClassifierOptions, TrainingOptions
+from clearhead.train.progress import Shown
+
+SMALL: dict[str, Any] = {"embed_dim": 16, "num_heads": 2, "num_layers": 1, "batch_size": 16, "dropout": 0.1}
+
+
+def _examples(count: int, seed: int) -> Sequences:
+    """Rows of ids 1 to 8; the class is whether id 1 occurs."""
+    random = torch.Generator().manual_seed(seed)
+    ids, targets = [], []
+    for place in range(count):
+        length = int(torch.randint(2, 9, (), generator=random))
+        row = torch.randint(2, 9, (length,), generator=random).tolist()
+        if place % 2:
+            row[int(torch.randint(0, length, (), generator=random))] = 1
+        ids.append(row)
+        targets.append(place % 2)
+    return Sequences(ids, targets)
+
+
+def _train(**changes: Any) -> Any:
+    options = ClassifierOptions(**(SMALL | {"epochs": 6, "lr": 1e-2, "token_dropout": 0.0} | changes))
+    return train_classifier(
+        _examples(256, 0), _examples(64, 1), vocab_size=9, num_classes=2, options=options, unknown_id=8
+    )
+
+
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"checkpoint_activations": True}, {"average": 0.9}])
+def test_it_learns_under_every_option(changes: dict[str, Any]) -> None:
+    assert _train(**changes).outcome.held_out["accuracy"] >= 0.95
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_does_not() -> None:
+    first, again, other = (_train(epochs=1, token_dropout=0.1, seed=seed).model.state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_recomputing_activations_changes_nothing() -> None:
+    plain, saved = (_train(epochs=1, checkpoint_activations=flag).model.state_dict() for flag in (False, True))
+    assert all(torch.allclose(plain[name], saved[name], atol=1e-5) for name in plain)
+
+
+def test_torchs_own_random_numbers_are_left_alone() -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    _train(epochs=1)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_padding_and_the_other_rows_of_a_batch_change_no_score() -> None:
+    model = _train(epochs=1).model
+    examples = _examples(40, 2)
+    together = class_scores(model, examples, torch.device("cpu"))
+    alone = torch.cat([class_scores(model, examples.taken([place]), torch.device("cpu")) for place in range(40)])
+    torch.testing.assert_close(together, alone)
+
+
+class _Slope:
+    """One weight that walks down; its held-out number follows a script."""
+
+    monitor, larger_is_better = "score", True
+
+    def __init__(self, scores: list[float], loss: float = 1.0) -> None:
+        self.scores, self.loss, self.steps, self.measured = scores, loss, len(scores), 0
+
+    def batch(self, step: int) -> Batch:
+        return Batch(torch.zeros(1, 1, dtype=torch.long), torch.tensor([1]), torch.zeros(1))
+
+    def evaluates_after(self, steps: int) -> bool:
+        return True
+
+    def weigh(self, model: nn.Module, batch: Batch) -> Weighed:
+        weight = next(model.parameters())
+        return Weighed(weight.sum() * self.loss, torch.tensor(0), 1)
+
+    def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
+        weight = next(model.parameters()).item()
+        taken = round(-weight / 0.5)
+        self.measured += 1
+        return {"score": self.scores[taken - 1], "weight": weight}
+
+
+def _slope(task: _Slope, **changes: Any) -> tuple[Any, InMemory]:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    keeper = InMemory()
+    options = TrainingOptions(**({"lr": 0.5, "warmup": 0.0, "final_lr": 1.0, "weight_decay": 0.0} | changes))
+    return Engine(model, task, options, keeper=keeper).fit(), keeper
+
+
+def test_the_best_weights_are_kept_and_the_stop_is_early() -> None:
+    outcome, keeper = _slope(_Slope([0.1, 0.9, 0.5, 0.5, 0.5, 0.5, 0.5, 0.95]), patience=3)
+    assert (outcome.best_step, outcome.steps) == (2, 5)
+    assert outcome.held_out["weight"] == pytest.approx(-1.0, abs=1e-4)
+    assert [record["score"] for record in keeper.records if record["kind"] == "held_out"] == [0.1, 0.9, 0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_broken_loss_stops_with_one_line(loss: float) -> None:
+    engine = Engine(nn.Linear(1, 1, bias=False), _Slope([0.5], loss=loss), TrainingOptions())
+    with pytest.raises(DataError, match=r"^train: loss must stay finite; got (nan|inf|-inf) at step 0\. Lower --lr"):
+        engine.fit()
+
+
+def test_a_watcher_sees_speed_and_time_left_and_is_closed_once() -> None:
+    seen: list[Any] = []
+
+    class Watch:
+        def stepped(self, shown: Shown) -> None:
+            seen.append(shown)
+
+        def said(self, line: str) -> None:
+            seen.append(line)
+
+        def closed(self) -> None:
+            seen.append("closed")
+
+    options = ClassifierOptions(**(SMALL | {"epochs": 1}))
+    train_classifier(_examples(64, 0), _examples(64, 1), vocab_size=9, num_classes=2, options=options, watcher=Watch())
+    shown = [item for item in seen if isinstance(item, Shown)]
+    assert [item.step for item in shown] == [1, 2, 3, 4]
+    assert shown[-1].seconds_left == 0
+    assert all(item.tokens_per_second > 0 for item in shown)
+    assert seen.count("closed") == 1
+
+
+def test_seeded_depends_on_every_part_of_the_place() -> None:
+    drawn = []
+    for place in ((0,), (0, 0), (0, 1), (1, 0)):
+        with seeded(*place):
+            drawn.append(torch.rand(1).item())
+    assert len(set(drawn)) == 4

@@ -1,0 +1,155 @@
+"""A run killed at any moment and resumed is, bit for bit, the run that was never killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from clearhead.errors import DataError
+from clearhead.train import ClassifierOptions, train_text_classifier
+from clearhead.train.batches import bucketed
+
+from .conftest import TINY
+
+CLASSIFY = ["train", "classify", "--epochs", "6", "--average", "0.9", "--patience", "99", "--embed-dim", "16"]
+LM = ["train", "lm", "--steps", "60", "--eval-every", "25", "--context", "16", "--embed-dim", "16", "--dropout", "0.1"]
+COMMANDS = {"classify": [*CLASSIFY, "--batch-size", "4"], "lm": LM}
+PROGRAM = "import sys; from clearhead.cli.app import main; sys.argv[0] = 'clearhead'; main()"
+
+
+def _start(command: list[str], data: Path, out: Path) -> subprocess.Popen[str]:
+    words = [*command, "--data", str(data), "--out", str(out), "--checkpoint-every", "3", "--num-heads", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, *words], env=environment, text=True, stderr=subprocess.PIPE)
+
+
+def _finish(command: list[str], data: Path, out: Path) -> None:
+    process = _start(command, data, out)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+
+
+def _kill_after_checkpoints(process: subprocess.Popen[str], checkpoint: Path, count: int) -> None:
+    """Kill the process once it has written ``count`` checkpoints, wherever that finds it."""
+    seen: set[int] = set()
+    deadline = time.monotonic() + 240
+    while len(seen) < count and process.poll() is None and time.monotonic() < deadline:
+        if checkpoint.exists():
+            seen.add(checkpoint.stat().st_ino)
+        time.sleep(0.0005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "the run ended before it could be killed"
+
+
+def _numbers(path: Path) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in record.items() if name != "seconds"} for record in records]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", COMMANDS)
+def test_a_killed_run_resumes_to_the_same_bits(task: str, table: Path, play: Path, tmp_path: Path) -> None:
+    data, command = {"classify": table, "lm": play}[task], COMMANDS[task]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    _finish(command, data, whole)
+    for round_, count in enumerate((2, 5)):
+        process = _start([*command, "--resume"] if round_ else command, data, killed)
+        _kill_after_checkpoints(process, killed / "checkpoint" / "last.safetensors", count)
+        assert not (killed / "metrics.json").exists()
+    _finish([*command, "--resume"], data, killed)
+
+    for name in ("model.safetensors", "checkpoint/last.safetensors"):
+        expected, found = load_file(whole / name), load_file(killed / name)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[key], found[key]) for key in expected), name
+    assert _numbers(killed / "log.jsonl") == _numbers(whole / "log.jsonl")
+    metrics = [json.loads((run / "metrics.json").read_text()) for run in (whole, killed)]
+    assert metrics[0] | {"seconds": 0} == metrics[1] | {"seconds": 0}
+
+
+class _Killed(BaseException):
+    """Stands for a kill inside this process: nothing of ours catches it."""
+
+
+@pytest.mark.parametrize("moment", range(1, 12))
+def test_a_kill_between_any_two_writes_resumes_to_the_same_bits(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    """Every file is written by one function; dying just before its n-th call covers every order of files."""
+    options = ClassifierOptions(**TINY, epochs=2, checkpoint_every=3)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train_text_classifier(table, out=whole, options=options)
+    calls = 0
+
+    def dying(source: str, target: str) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == moment:
+            raise _Killed
+        os.rename(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("clearhead.train.files.os.replace", dying)
+        with pytest.raises(_Killed):
+            train_text_classifier(table, out=killed, options=options)
+    train_text_classifier(table, out=killed, options=options, resume=True)
+    assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert _numbers(killed / "log.jsonl") == _numbers(whole / "log.jsonl")
+
+
+def test_a_finished_run_is_left_as_it_is(table: Path, tmp_path: Path) -> None:
+    options = ClassifierOptions(**TINY, epochs=1)
+    metrics = train_text_classifier(table, out=tmp_path / "run", options=options)
+    before = (tmp_path / "run" / "checkpoint" / "last.safetensors").stat().st_mtime_ns
+    assert train_text_classifier(table, out=tmp_path / "run", options=options, resume=True) == metrics
+    assert (tmp_path / "run" / "checkpoint" / "last.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_run_is_not_resumed_with_other_options_or_data(table: Path, tmp_path: Path) -> None:
+    options = ClassifierOptions(**TINY, epochs=1)
+    train_text_classifier(table, out=tmp_path / "run", options=options)
+    other = ClassifierOptions(**TINY, epochs=1, lr=0.5)
+    with pytest.raises(DataError, match=r"got options lr = 0\.5 instead of 0\.001\. Repeat the first command"):
+        train_text_classifier(table, out=tmp_path / "run", options=other, resume=True)
+    changed = tmp_path / "films.csv"
+    changed.write_text(table.read_text() + "good,one more\n")
+    with pytest.raises(DataError, match=r"must be resumed with what it was begun with; got data "):
+        train_text_classifier(changed, out=tmp_path / "run", options=options, resume=True)
+
+
+def test_a_damaged_checkpoint_is_one_line(table: Path, tmp_path: Path) -> None:
+    options = ClassifierOptions(**TINY, epochs=1)
+    run = tmp_path / "run"
+    train_text_classifier(table, out=run, options=options)
+    (run / "metrics.json").unlink()
+    checkpoint = run / "checkpoint" / "last.safetensors"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-10])
+    with pytest.raises(DataError, match=r"last.safetensors must be a whole safetensors file"):
+        train_text_classifier(table, out=run, options=options, resume=True)
+
+
+def test_batches_of_a_step_do_not_depend_on_the_way_there(table: Path) -> None:
+    import numpy as np
+
+    from clearhead.train.batches import Sequences
+    from clearhead.train.classify import ClassifierTask
+
+    rows = Sequences([[1] * (1 + number % 7) for number in range(50)], [number % 2 for number in range(50)])
+    options = ClassifierOptions(**TINY, epochs=3)
+    walked = ClassifierTask(rows, rows, options, None)
+    for step in range(walked.steps):
+        jumped = ClassifierTask(rows, rows, options, None)
+        assert torch.equal(jumped.batch(step).ids, walked.batch(step).ids)
+    plan = bucketed(np.array([len(row) for row in rows.ids]), batch_size=8, batch_tokens=8192, seed=0, epoch=2)
+    assert walked.steps == 3 * len(plan)
