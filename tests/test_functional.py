@@ -136,9 +136,19 @@ def test_bad_wants(want: Any, words: str) -> None:
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [lambda: ch.Alibi(0), lambda: ch.Alibi(), lambda: ch.SoftCap(-1.0), lambda: ch.SoftCap(float("inf")),
-                                   lambda: ch.RelativeBias(torch.ones(2, 4)), lambda: ch.DenseBias(torch.ones(2, 2).bool()),
-                                   lambda: ch.Sink(torch.ones(2, 2)), lambda: ch.ScoreFunction("x")])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda: ch.Alibi(0),
+        lambda: ch.Alibi(),
+        lambda: ch.SoftCap(-1.0),
+        lambda: ch.SoftCap(float("inf")),
+        lambda: ch.RelativeBias(torch.ones(2, 4)),
+        lambda: ch.DenseBias(torch.ones(2, 2).bool()),
+        lambda: ch.Sink(torch.ones(2, 2)),
+        lambda: ch.ScoreFunction("x"),
+    ],
+)
 def test_bad_rules(value: Any) -> None:
     with pytest.raises(ch.ClearheadError, match=r"^\w+: \w+ must .+; got .+\. .+\.$"):
         value()

@@ -103,5 +103,7 @@ def test_the_operator_is_well_formed() -> None:
     query, key, value = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
     arguments = (query, key, value, [torch.tensor([3])], "Padding(t0)", "()", [], None, 0.0, None, "auto")
     torch.library.opcheck(
-        torch.ops.clearhead.attention.default, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+        torch.ops.clearhead.attention.default,
+        arguments,
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )

@@ -122,7 +122,9 @@ def test_gradients_of_rules(backend: str, name: str) -> None:
             rules = (*rules, ch.SoftCap(3.0), ch.Sink(learned[2]))
         names = ("output", "dquery", "dkey", "dvalue", "dtable", "dbias", "dsink")
         used = inputs + tuple(learned[: 3 if backend != "sdpa" else 2])
-        output = ch.attention(*inputs, mask=mask, scores=rules, backend=backend if dtype != torch.float64 else "reference")
+        output = ch.attention(
+            *inputs, mask=mask, scores=rules, backend=backend if dtype != torch.float64 else "reference"
+        )
         return [output, *torch.autograd.grad(output.square().sum(), used)], names
 
     found, names = run(backend, torch.float32)
@@ -159,7 +161,9 @@ def test_tiled_lse_has_its_gradient() -> None:
     def lse(backend: str) -> Tensor:
         want = ch.Want(lse=True)
         seen = ch.observe_attention(query, key, value, mask=ch.Causal(), want=want, backend=backend)
-        return torch.cat([grad.flatten() for grad in torch.autograd.grad(seen.lse.sum() + seen.output.sum(), (query, key))])
+        return torch.cat(
+            [grad.flatten() for grad in torch.autograd.grad(seen.lse.sum() + seen.output.sum(), (query, key))]
+        )
 
     torch.testing.assert_close(lse("tiled"), lse("reference"))
 

@@ -24,9 +24,7 @@ BACKENDS = ["reference", "tiled", "auto"]
     ids=repr,
 )
 @pytest.mark.parametrize("rules", [(), (ch.SoftCap(2.0), ch.Alibi(4))], ids=["plain", "rules"])
-def test_masked_keys_touch_nothing(
-    backend: str, poison: float, mask: ch.Mask, rules: tuple[ch.ScoreRule, ...]
-) -> None:
+def test_masked_keys_touch_nothing(backend: str, poison: float, mask: ch.Mask, rules: tuple[ch.ScoreRule, ...]) -> None:
     query, key, value = tensors()
     with torch.no_grad():
         poisoned = [tensor.clone() for tensor in (key, value)]

@@ -36,7 +36,12 @@ def test_share_of_kept_weights(probability: float) -> None:
     deviation = (probability * (1 - probability) / mask.numel()) ** 0.5
     assert abs(mask.mean().item() - (1 - probability)) < 5 * deviation
     # Heads, batches and neighbours are independent.
-    pairs = [(mask[:, 0], mask[:, 1]), (mask[0], mask[1]), (mask[..., 1:], mask[..., :-1]), (mask[:, :, 1:], mask[:, :, :-1])]
+    pairs = [
+        (mask[:, 0], mask[:, 1]),
+        (mask[0], mask[1]),
+        (mask[..., 1:], mask[..., :-1]),
+        (mask[:, :, 1:], mask[:, :, :-1]),
+    ]
     for one, other in pairs:
         correlation = torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1].item()
         assert abs(correlation) < 5 / one.numel() ** 0.5

@@ -67,9 +67,7 @@ def test_statistics_are_sums_over_the_weights(name: str) -> None:
 def test_row_weights_are_weighted_column_sums() -> None:
     query, key, value = tensors(dtype=torch.float64)
     rows = torch.rand(2, 4, 3, 13, dtype=torch.float64)
-    seen = ch.observe_attention(
-        query, key, value, want=ch.Want(row_weights=rows, rows=range(13)), backend="reference"
-    )
+    seen = ch.observe_attention(query, key, value, want=ch.Want(row_weights=rows, rows=range(13)), backend="reference")
     torch.testing.assert_close(seen.row_weights, rows @ seen.rows)
 
 

@@ -104,7 +104,7 @@ def test_the_default_folder_is_named_after_the_data(
     [
         (["--embed-dim", "0"], "--embed-dim must be at least 1; got 0"),
         (["--embed-dim", "15"], "--embed-dim must be divisible by --num-heads 2; got 15"),
-        (["--epochs", "0"], "--epochs must be at least 1"),
+        (["--epochs", "-1"], "--epochs must be at least 0"),
         (["--batch-size", "-4"], "--batch-size must be at least 1"),
         (["--text-column", "words"], "must have the column 'words'; got the columns 'label', 'text' in line 2"),
         (["--precision", "fp8"], "--precision must be one of fp32, bf16"),

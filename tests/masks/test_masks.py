@@ -18,7 +18,9 @@ from tests.problems import BATCH, HEADS, LEN, MASKS, NamedMask
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("named", [m for m in MASKS.values() if m.mask is not None], ids=[n for n in MASKS if n != "none"])
+@pytest.mark.parametrize(
+    "named", [m for m in MASKS.values() if m.mask is not None], ids=[n for n in MASKS if n != "none"]
+)
 def test_dense_is_the_predicate(named: NamedMask) -> None:
     assert named.mask is not None
     dense = named.mask.dense(LEN, LEN, batch=BATCH, num_heads=HEADS).expand(BATCH, HEADS, LEN, LEN)
@@ -73,8 +75,6 @@ expressions = st.recursive(
 def _full(mask: ch.Mask, batch: int = 2) -> torch.Tensor:
     indices = index_tensors(batch, 1, N, N, 0, CPU)
     return mask.allows(*indices).expand(batch, 1, N, N)
-
-
 
 
 @settings(max_examples=150, deadline=None)

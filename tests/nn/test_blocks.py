@@ -267,9 +267,24 @@ def test_decoder_cache_equals_the_whole_with_a_memory() -> None:
     assert repr(cache) == "DecoderCache(layers=2, length=6)"
     cache.reset()
     torch.testing.assert_close(decoder(x, memory=memory, memory_lengths=[4, 2], cache=cache), whole, **EXACT)
-    spoiled = memory.clone()
-    spoiled[1, 2:] = 1e6
-    torch.testing.assert_close(decoder(x, memory=spoiled, memory_lengths=[4, 2]), whole, **EXACT)
+
+
+def test_nan_in_a_memorys_padding_changes_nothing_gradients_included() -> None:
+    decoder = Decoder(8, 2, 2, memory_dim=6).double()
+    x, results = _input(2, 6, 8), []
+    for fill in (0.0, torch.nan):
+        memory = _input(2, 4, 6, seed=1)
+        memory[1, 2:] = fill
+        decoder.zero_grad()
+        output = decoder(x, memory=memory, memory_lengths=[4, 2])
+        output.square().sum().backward()
+        results.append([output, *(parameter.grad for parameter in decoder.parameters())])
+    for clean, spoiled in zip(*results, strict=True):
+        assert torch.equal(clean, spoiled)
+    with pytest.raises(ch.ShapeError, match=r"^Decoder: memory must be given with memory_lengths"):
+        decoder(x, memory_lengths=[4, 2])
+    with pytest.raises(ch.ShapeError, match=r"^Decoder: memory must have axes \[batch, len, 6\]"):
+        decoder(x, memory=x, memory_lengths=[4, 2])
 
 
 def test_padding_and_a_cache_do_not_mix() -> None:

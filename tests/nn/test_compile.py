@@ -82,6 +82,19 @@ def test_exports_for_any_batch_and_length(kind: str) -> None:
         torch.testing.assert_close(exported.module()(x), module(x), **NEAR)
 
 
+def test_whole_models_compile_and_export_where_nothing_is_padded() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ids = torch.randint(0, 20, (2, 9))
+    for model in (
+        SequenceClassifier(20, 16, 4, 1, 3, max_len=16).eval(),
+        LanguageModel(20, 16, 4, 1, max_len=16).eval(),
+    ):
+        expected = model(ids)
+        torch.testing.assert_close(torch.compile(model, fullgraph=True, backend=QUICK)(ids), expected, **NEAR)
+        torch.testing.assert_close(torch.export.export(model, (ids,)).module()(ids), expected, **NEAR)
+
+
 def test_compiled_blocks_serve_packed_batches_of_any_length() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

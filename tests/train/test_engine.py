@@ -11,7 +11,7 @@ from torch import nn
 from clearhead.errors import DataError
 from clearhead.train import Sequences, train_classifier
 from clearhead.train.batches import Batch
-from clearhead.train.classify import class_scores
+from clearhead.train.classify import ClassifierTask, class_scores
 from clearhead.train.engine import Engine, InMemory, Weighed, seeded
 from clearhead.train.options import ClassifierOptions, TrainingOptions
 from clearhead.train.progress import Shown
@@ -147,3 +147,11 @@ def test_seeded_depends_on_every_part_of_the_place() -> None:
         with seeded(*place):
             drawn.append(torch.rand(1).item())
     assert len(set(drawn)) == 4
+
+
+@pytest.mark.parametrize(("rows", "epochs"), [(100, 2000 // 7), (16 * 1500, 1), (16 * 5000, 1)])
+def test_without_a_number_of_epochs_there_are_about_two_thousand_steps(rows: int, epochs: int) -> None:
+    examples = Sequences([[1]] * rows, [0] * rows)
+    task = ClassifierTask(examples, examples, ClassifierOptions(**SMALL), None)
+    per_epoch = -(-rows // 16)
+    assert task.steps == pytest.approx(epochs * per_epoch, rel=0.01)

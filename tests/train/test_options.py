@@ -14,7 +14,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"embed_dim": 0}, "--embed-dim must be at least 1; got 0"),
     ({"embed_dim": 130}, "--embed-dim must be divisible by --num-heads 4; got 130"),
     ({"num_heads": 0}, "--num-heads must be at least 1"),
-    ({"epochs": -1}, "--epochs must be at least 1"),
+    ({"epochs": -1}, "--epochs must be at least 0"),
     ({"batch_size": 0}, "--batch-size must be at least 1"),
     ({"lr": 0.0}, "--lr must be above 0"),
     ({"lr": float("nan")}, "--lr must be above 0; got nan"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -18,6 +19,8 @@ from safetensors.torch import load_file
 from clearhead.errors import DataError
 from clearhead.train import ClassifierOptions, train_text_classifier
 from clearhead.train.batches import bucketed
+from clearhead.train.files import clear_leftovers
+from clearhead.train.progress import Lines
 
 from .conftest import TINY
 
@@ -78,6 +81,14 @@ def test_a_killed_run_resumes_to_the_same_bits(task: str, table: Path, play: Pat
     assert metrics[0] | {"seconds": 0} == metrics[1] | {"seconds": 0}
 
 
+def test_leftovers_of_a_kill_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    for name in (".half-written-x", "checkpoint/.half-written-y", ".keep", "config.json"):
+        (tmp_path / name).touch()
+    clear_leftovers(tmp_path)
+    assert sorted(item.name for item in tmp_path.rglob("*")) == [".keep", "checkpoint", "config.json"]
+
+
 class _Killed(BaseException):
     """Stands for a kill inside this process: nothing of ours catches it."""
 
@@ -104,6 +115,7 @@ def test_a_kill_between_any_two_writes_resumes_to_the_same_bits(
         with pytest.raises(_Killed):
             train_text_classifier(table, out=killed, options=options)
     train_text_classifier(table, out=killed, options=options, resume=True)
+    assert not [item.name for item in killed.rglob(".*")], "temporary files are left"
     assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert _numbers(killed / "log.jsonl") == _numbers(whole / "log.jsonl")
 
@@ -126,6 +138,18 @@ def test_a_run_is_not_resumed_with_other_options_or_data(table: Path, tmp_path: 
     changed.write_text(table.read_text() + "good,one more\n")
     with pytest.raises(DataError, match=r"must be resumed with what it was begun with; got data "):
         train_text_classifier(changed, out=tmp_path / "run", options=options, resume=True)
+
+
+def test_other_threads_are_said(table: Path, tmp_path: Path) -> None:
+    options = ClassifierOptions(**TINY, epochs=1)
+    run = tmp_path / "run"
+    train_text_classifier(table, out=run, options=options)
+    (run / "metrics.json").unlink()
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"threads": 99}))
+    stream = io.StringIO()
+    train_text_classifier(table, out=run, options=options, resume=True, watcher=Lines(stream))
+    assert "threads differ from the run's beginning: its last digits may too" in stream.getvalue()
 
 
 def test_a_damaged_checkpoint_is_one_line(table: Path, tmp_path: Path) -> None:

@@ -79,7 +79,8 @@ def measure(
     if setting.level == "attention":
         found = {name: peak_extra_bytes(call) for name, call in case.calls.items()}
         extra = {name: size for name, size in found.items() if size is not None}
-    timings = interleaved(case.calls, repeats=repeats, warmup=1, seconds=seconds, after_round=after_round)
+    # The check has warmed every contender up.
+    timings = interleaved(case.calls, repeats=repeats, warmup=0, seconds=seconds, after_round=after_round)
     return Result(
         setting=setting, backend=chosen_backend(setting), timings=timings, errors=errors, extra_bytes=extra,
         left_out=case.left_out,

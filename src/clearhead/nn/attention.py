@@ -103,7 +103,7 @@ class MultiHeadAttention(nn.Module):
         mask: Mask | None = None,
         cache: KVCache | None = None,
         query_offset: int | None = None,
-    ) -> Float[Tensor, "*batch q_len embed_dim"]:
+    ) -> Float[Tensor, "*batch q_len output_dim"]:
         """Attend from ``query`` to ``key``.
 
         Args:
@@ -117,7 +117,8 @@ class MultiHeadAttention(nn.Module):
             query_offset: position of the first query, where ``key`` has another length and positions matter.
 
         Returns:
-            ``[batch, q_len, embed_dim]``, or ``[q_len, embed_dim]`` as ``query`` was.
+            ``[batch, q_len, embed_dim]``, or ``[q_len, embed_dim]`` as ``query`` was; ``num_heads * head_dim`` wide
+            without an output projection.
 
         Raises:
             ShapeError: widths or axes do not fit.

@@ -46,6 +46,7 @@ class SequenceClassifier(nn.Module):
 
     Example:
 
+    >>> import torch
     >>> model = SequenceClassifier(vocab_size=100, embed_dim=8, num_heads=2, num_layers=2, num_classes=3)
     >>> model(torch.randint(0, 100, (2, 7)), lengths=[7, 4]).shape
     torch.Size([2, 3])

@@ -42,8 +42,8 @@ class Edge:
 
     @classmethod
     def of(
-        cls, function: str, size: tuple[int, int], device: torch.device, *,
-        lengths: Sequence[int] | Tensor | None, mask: Mask | None, may_pack: bool,
+        cls, function: str, size: Sequence[int], device: torch.device, *,
+        lengths: Lengths, mask: Mask | None, may_pack: bool,
     ) -> Edge:  # fmt: skip
         """The way for a batch of ``size``, with its padding told by ``lengths`` or by a ``Padding`` in ``mask``.
 
@@ -54,6 +54,7 @@ class Edge:
                 function, "mask", must="be a mask", got=type(mask).__name__,
                 then="Wrap a boolean tensor (True = may attend) in ch.Dense.",
             )  # fmt: skip
+        size = (size[0], size[1])
         padding, rest = _told_apart(mask)
         if padding is not None:
             if lengths is not None:

@@ -35,6 +35,7 @@ class EncoderDecoder(nn.Module):
 
     Example:
 
+    >>> import torch
     >>> model = EncoderDecoder(40, 50, embed_dim=8, num_heads=2, num_layers=1, max_len=32)
     >>> source = torch.tensor([[1, 2, 3, 0]])
     >>> model(source, torch.tensor([[4, 5]]), source_lengths=[3]).shape

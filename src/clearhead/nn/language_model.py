@@ -41,6 +41,7 @@ class LanguageModel(nn.Module):
 
     Example:
 
+    >>> import torch
     >>> model = LanguageModel(vocab_size=50, embed_dim=8, num_heads=2, num_layers=2, max_len=32)
     >>> ids = torch.tensor([[1, 2, 3]])
     >>> model(ids).shape, model.generate(ids, 5).shape

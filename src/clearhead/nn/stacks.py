@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from clearhead.cache import KVCache
 from clearhead.errors import ShapeError, UnsupportedError
-from clearhead.masks import Mask, Padding
+from clearhead.masks import Mask
 from clearhead.nn.blocks import DecoderBlock, EncoderBlock
 from clearhead.nn.checks import check_tokens, positive
 from clearhead.nn.edge import Edge, Lengths
-from clearhead.pack import as_lengths
 from clearhead.positions import Rotary
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float, Int
@@ -218,7 +217,7 @@ class Decoder(nn.Module):
         """
         check_tokens("Decoder", "x", x, self.embed_dim, _first(self.blocks).attention_norm.weight)
         batched = x if x.ndim == 3 else x[None]
-        memory = memory[None] if memory is not None and memory.ndim == 2 else memory
+        memory = memory[None] if isinstance(memory, Tensor) and memory.ndim == 2 else memory
         edge = self.edge("Decoder", batched, lengths=lengths, mask=mask, cache=cache)
         output = self.run(edge.enter(batched), edge.mask, memory=memory, memory_lengths=memory_lengths, cache=cache)
         output = edge.leave(output)
@@ -245,15 +244,7 @@ class Decoder(nn.Module):
         memory_lengths: Lengths = None, cache: DecoderCache | None = None,
     ) -> Tensor:  # fmt: skip
         """The blocks alone, on tokens that lie as an ``Edge`` laid them."""
-        memory_mask = None
-        if memory_lengths is not None:
-            if memory is None:
-                raise ShapeError.about(
-                    "Decoder", "memory", must="be given with memory_lengths", got="None", then="Pass memory=."
-                )
-            longest = memory.shape[1]
-            counts = as_lengths("Decoder", memory_lengths, batch=memory.shape[0], longest=longest)
-            memory_mask = None if bool((counts == longest).all()) else Padding(counts.to(memory.device))
+        memory, memory_mask = self._memory(memory, memory_lengths)
         for place, block in enumerate(self.blocks):
             x = block(
                 x, mask=mask, memory=memory, memory_mask=memory_mask,
@@ -262,6 +253,19 @@ class Decoder(nn.Module):
             )  # fmt: skip
         normed: Tensor = self.norm(x)
         return normed
+
+    def _memory(self, memory: Tensor | None, lengths: Lengths) -> tuple[Tensor | None, Mask | None]:
+        """The memory with its padding emptied, and the mask over it."""
+        cross = cast(DecoderBlock, self.blocks[0]).cross_attention
+        if memory is None and lengths is not None:
+            raise ShapeError.about(
+                "Decoder", "memory", must="be given with memory_lengths", got="None", then="Pass memory=."
+            )
+        if memory is None or cross is None or lengths is None:
+            return memory, None
+        check_tokens("Decoder", "memory", memory, cross.key_dim, cross.key_projection.weight)
+        edge = Edge.of("Decoder", memory.shape[:2], memory.device, lengths=lengths, mask=None, may_pack=False)
+        return edge.enter(memory), edge.mask
 
     def compile_blocks(self, backend: str = "inductor") -> None:
         """Compile every block in place with ``torch.compile`` and this backend of it, for any length."""

@@ -29,6 +29,7 @@ __all__ = ["Trained", "build_classifier", "class_scores", "train_classifier", "t
 
 _FUNCTION = "train classify"
 _EVALUATION_ROWS = 256
+_USUAL_STEPS = 2000
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class ClassifierTask:
         self._train, self._held_out = train.cut(options.max_len), held_out.cut(options.max_len)
         self._options, self._unknown_id = options, unknown_id
         self._lengths = self._train.lengths()
-        sizes = [len(self._plan(epoch)) for epoch in range(options.epochs)]
+        epochs = options.epochs or max(1, round(_USUAL_STEPS / len(self._plan(0))))
+        sizes = [len(self._plan(epoch)) for epoch in range(epochs)]
         self._ends = list(accumulate(sizes))
         self._cached = (-1, self._plan(0))
         self.steps = self._ends[-1]
@@ -210,15 +212,9 @@ def train_text_classifier(
     tested = read(test) if test is not None else None
     labels = _labels(table, tested)
     config = _config(table, tested, columns, options, labels)
-    folder.refuse_other_run(resume=resume, function=_FUNCTION)
-    begun = folder.config.exists()
-    if begun:
-        folder.same_config(config, function=_FUNCTION)
-        done = folder.finished(function=_FUNCTION)
-        if done is not None:
-            watcher.said("this run is finished already")
-            watcher.closed()
-            return done
+    begun, done = folder.entered(config, resume=resume, watcher=watcher, function=_FUNCTION)
+    if done is not None:
+        return done
     ready = _prepare(table, tested, labels, options, folder if begun else None)
     _say_cut(ready, options, watcher)
     if not begun:

@@ -14,15 +14,16 @@ from torch import Tensor
 from clearhead.errors import DataError
 from clearhead.train.extra import need
 
-__all__ = ["read_json", "read_tensors", "write_bytes", "write_json", "write_tensors"]
+__all__ = ["clear_leftovers", "read_json", "read_tensors", "write_bytes", "write_json", "write_tensors"]
 
+_LEFTOVER = ".half-written-"
 _ORDINARY = 0o644  # mkstemp's own mode would hide a run from everyone but its owner
 
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Put ``content`` at ``path`` in one step: a reader, or a crash, sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=_LEFTOVER)
     try:
         with os.fdopen(handle, "wb") as file:
             os.fchmod(file.fileno(), _ORDINARY)
@@ -34,6 +35,12 @@ def write_bytes(path: Path, content: bytes) -> None:
         Path(name).unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove the temporary files that a killed process left in ``folder`` and the folders in it."""
+    for path in folder.rglob(f"{_LEFTOVER}*"):
+        path.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:

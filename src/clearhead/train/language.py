@@ -159,15 +159,9 @@ def train_text_language_model(
         "versions": versions(),
         "threads": torch.get_num_threads(),
     }
-    folder.refuse_other_run(resume=resume, function=_FUNCTION)
-    begun = folder.config.exists()
-    if begun:
-        folder.same_config(config, function=_FUNCTION)
-        done = folder.finished(function=_FUNCTION)
-        if done is not None:
-            watcher.said("this run is finished already")
-            watcher.closed()
-            return done
+    begun, done = folder.entered(config, resume=resume, watcher=watcher, function=_FUNCTION)
+    if done is not None:
+        return done
     cut = len(text) - round(len(text) * options.held_out)
     tokenizer = _tokenizer(text, cut, options, folder if begun else None)
     train, held_out = (torch.tensor(tokenizer.encode_long(part)) for part in (text[:cut], text[cut:]))

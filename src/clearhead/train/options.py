@@ -122,7 +122,7 @@ class ClassifierOptions(_ModelOptions):
     token_dropout: float = _option(0.3, "Part of the tokens replaced by the unknown one.", least=0, below=1)
     label_smoothing: float = _option(0.1, "Label smoothing.", least=0, below=1)
     pooling: str = _option("mean_max", "What of the tokens is kept.", choices=("mean", "max", "mean_max", "first"))
-    epochs: int = _option(12, "Most passes over the data.", least=1)
+    epochs: int = _option(0, "Most passes over the data; 0: as many as make about 2,000 steps.", least=0)
     batch_size: int = _option(50, "Most sequences in a batch.", least=1)
     batch_tokens: int = _option(8192, "Most tokens in a batch, padding included.", least=1)
     held_out: float = _option(0.1, "Part of the data kept for early stopping.", above=0, below=1)

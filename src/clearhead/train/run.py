@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from clearhead.errors import DataError
 from clearhead.train.checkpoint import Place, load_state, load_weights, save_state, weights_of
-from clearhead.train.files import read_json, read_tensors, write_json, write_tensors
+from clearhead.train.files import clear_leftovers, read_json, read_tensors, write_json, write_tensors
 from clearhead.train.logs import EventLog, LineLog
 from clearhead.train.optimizer import Average
+from clearhead.train.progress import Watcher
 
 __all__ = ["RunFolder", "versions"]
 
@@ -73,8 +74,28 @@ class RunFolder:
         """One JSON object for each evaluation."""
         return self.path / "log.jsonl"
 
-    def refuse_other_run(self, *, resume: bool, function: str) -> None:
-        """Raise ``DataError`` where the folder is not free for this run, before anything is written."""
+    def entered(
+        self, config: dict[str, Any], *, resume: bool, watcher: Watcher, function: str
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether this run was begun before, and its final numbers if it is finished; nothing is written.
+
+        Raises ``DataError`` where the folder holds another run or other files, or where a resumed run would
+        change what it was begun with.
+        """
+        self._refuse_what_is_there(resume=resume, function=function)
+        if not self.config.exists():
+            return False, None
+        kept = self._same_config(config, function=function)
+        done = self._finished(function=function)
+        changed = [name for name in ("versions", "threads") if kept.get(name) != config[name]]
+        if done is not None:
+            watcher.said("this run is finished already")
+            watcher.closed()
+        elif changed:
+            watcher.said(f"{' and '.join(changed)} differ from the run's beginning: its last digits may too")
+        return True, done
+
+    def _refuse_what_is_there(self, *, resume: bool, function: str) -> None:
         if self.path.exists() and not self.path.is_dir():
             must, then = "be a folder", "Choose another --out."
             raise DataError.about(function, str(self.path), must=must, got="a file", then=then)
@@ -82,7 +103,7 @@ class RunFolder:
             then = "Choose another --out, or add --resume to go on with it."
             must, got = "be a new or empty folder", "a folder that holds a run"
             raise DataError.about(function, str(self.path), must=must, got=got, then=then)
-        if self.path.exists() and not self.config.exists() and any(self._foreign()):
+        if self.path.exists() and not self.config.exists() and self._foreign():
             must, got = "be a new or empty folder", "a folder with other files"
             raise DataError.about(function, str(self.path), must=must, got=got, then="Choose another --out.")
 
@@ -94,7 +115,7 @@ class RunFolder:
         """Write ``config.json``, last of the files that make a folder a run."""
         write_json(self.config, config)
 
-    def same_config(self, config: dict[str, Any], *, function: str) -> dict[str, Any]:
+    def _same_config(self, config: dict[str, Any], *, function: str) -> dict[str, Any]:
         """The kept configuration; raises ``DataError`` naming the first thing that this call would change."""
         kept = self.read_config(function=function)
         for part in ("task", "data", "options"):
@@ -112,7 +133,7 @@ class RunFolder:
             raise DataError.about(function, str(self.config), must=must, got="something else", then=then)
         return config
 
-    def finished(self, *, function: str) -> dict[str, Any] | None:
+    def _finished(self, *, function: str) -> dict[str, Any] | None:
         """The final numbers of a finished run, ``None`` before that."""
         if not self.metrics.exists():
             return None
@@ -151,6 +172,7 @@ class FolderKeeper:
 
     def resumed(self, model: nn.Module, average: Average, optimizer: torch.optim.Optimizer) -> Place:
         """The last checkpoint's place, or the start where there is none; logs are cut to it."""
+        clear_leftovers(self.folder.path)
         place = Place()
         if self.folder.checkpoint.exists():
             weights: dict[str, Tensor] = average.weights

@@ -250,7 +250,9 @@ function start(data) {
 }
 
 function fail(error) {
-  const what = error instanceof Damaged ? error.message : "something in it was not expected";
+  const known = error instanceof Damaged;
+  if (!known) console.error(error);
+  const what = known ? error.message : "something in it was not expected";
   const alert = byId("alert");
   alert.textContent = `This page cannot be shown: ${what}. Make it again with the command that wrote it.`;
   alert.hidden = false;
