@@ -82,7 +82,7 @@ class KVCache:
         if torch.is_grad_enabled():
             return new if held is None else torch.cat([held[:, :, : self._length], new], dim=2)
         total = self._length + new.shape[2]
-        if held is None or held.shape[2] < total or held.requires_grad:
+        if held is None or held.shape[2] < total:
             room = max(_SMALLEST, 2 * self._length, total)
             larger = new.new_empty((*new.shape[:2], room, new.shape[3]))
             if held is not None:

@@ -143,11 +143,16 @@ def _bounds(problem: Problem, allowed: Tensor | None, indices: tuple[Tensor, Ten
     return bias.masked_fill(nothing, 0.0), False, nothing
 
 
+def _loses_digits(problem: Problem, mask: Tensor | None) -> bool:
+    """Where torch on CPU keeps sums of 16-bit inputs in 16 bits: gradients, biases, and its unfused path."""
+    biased = mask is not None and mask.dtype != torch.bool
+    return problem.needs_gradient or biased or problem.value_dim != problem.head_dim
+
+
 def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds: _Bounds) -> Tensor:
     mask, is_causal, empty = bounds
     dtype = problem.query.dtype
-    if query.device.type == "cpu":
-        # On CPU torch accumulates gradients of 16-bit inputs in 16 bits; in float32 it is no slower.
+    if query.device.type == "cpu" and _loses_digits(problem, mask):
         query, key, value = (tensor.to(problem.work_dtype) for tensor in (query, key, value))
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(query.dtype)

@@ -14,8 +14,12 @@ from clearhead.record import Record
 from clearhead.shapes import Bool, Int
 
 __all__ = [
+    "Both",
     "Carrying",
+    "Combined",
+    "Either",
     "Mask",
+    "Not",
     "carried_sizes",
     "conjuncts",
     "index_tensors",
@@ -58,13 +62,13 @@ class Mask(Record, ABC):
         """Raise ``MaskError`` or ``ShapeError`` unless the mask fits a call of these sizes."""
 
     def __and__(self, other: Mask) -> Mask:
-        return _Both(self, _mask("&", other))
+        return Both(self, _mask("&", other))
 
     def __or__(self, other: Mask) -> Mask:
-        return _Either(self, _mask("|", other))
+        return Either(self, _mask("|", other))
 
     def __invert__(self) -> Mask:
-        return _Not(self)
+        return Not(self)
 
     def __bool__(self) -> bool:
         raise MaskError.about(
@@ -196,7 +200,7 @@ class Carrying(Mask):
                 )  # fmt: skip
 
 
-class _Combined(Mask):
+class Combined(Mask):
     """What a combination knows about its parts."""
 
     symbol: ClassVar[str]
@@ -223,13 +227,15 @@ class _Combined(Mask):
 
     def __repr__(self) -> str:
         shown = [
-            f"({part!r})" if isinstance(part, _Combined) and part.symbol != self.symbol else repr(part)
+            f"({part!r})" if isinstance(part, Combined) and part.symbol != self.symbol else repr(part)
             for part in self.parts()
         ]
         return f" {self.symbol} ".join(shown) if len(shown) > 1 else f"{self.symbol}{shown[0]}"
 
 
-class _Both(_Combined):
+class Both(Combined):
+    """What both masks allow; written ``left & right``."""
+
     fields = ("left", "right")
     symbol = "&"
 
@@ -245,7 +251,9 @@ class _Both(_Combined):
         return left.intersect(right) if left is not None and right is not None else None
 
 
-class _Either(_Combined):
+class Either(Combined):
+    """What either mask allows; written ``left | right``."""
+
     fields = ("left", "right")
     symbol = "|"
 
@@ -261,7 +269,9 @@ class _Either(_Combined):
         return left.union(right) if left is not None and right is not None else None
 
 
-class _Not(_Combined):
+class Not(Combined):
+    """What the mask forbids; written ``~part``."""
+
     fields = ("part",)
     symbol = "~"
 
@@ -278,6 +288,6 @@ class _Not(_Combined):
 
 def conjuncts(mask: Mask) -> list[Mask]:
     """The masks that ``mask`` is made of by ``&``; itself alone where it is not."""
-    if isinstance(mask, _Both):
+    if isinstance(mask, Both):
         return [*conjuncts(mask.left), *conjuncts(mask.right)]
     return [mask]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from clearhead.masks import Blocks, Causal, Dense, Documents, Global, Mask, Padding, Prefix, Strided, Window
-from clearhead.masks.base import _Both, _Either, _Not
+from clearhead.masks.base import Both, Either, Not
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
 
 __all__ = [
@@ -137,9 +137,9 @@ _MASKS: dict[type[Mask], Callable[[Any, Place], Flags]] = {
     Documents: _documents,
     Blocks: lambda mask, at: _own(mask.table, at.batch, at.head, at.query // mask.size, at.keys // mask.size),
     Dense: lambda mask, at: _own(mask.allowed, at.batch, at.head, at.query - mask.first, at.keys),
-    _Both: lambda mask, at: allowed(mask.left, at) & allowed(mask.right, at),
-    _Either: lambda mask, at: allowed(mask.left, at) | allowed(mask.right, at),
-    _Not: lambda mask, at: ~allowed(mask.part, at),
+    Both: lambda mask, at: allowed(mask.left, at) & allowed(mask.right, at),
+    Either: lambda mask, at: allowed(mask.left, at) | allowed(mask.right, at),
+    Not: lambda mask, at: ~allowed(mask.part, at),
 }
 
 
