@@ -30,7 +30,9 @@ def test_settings_that_cannot_work_are_refused_at_once(settings: dict[str, int],
 def test_a_file_in_the_way_is_found_before_training(tmp_path: Path, name: str) -> None:
     (tmp_path / "taken").write_text("mine")
     said: list[object] = []
-    with pytest.raises(ClearheadError, match="--out must be a folder, or a name for a new one; got a file"):
+    with pytest.raises(
+        ClearheadError, match="--out must be a folder, or a name for a new one, that can be written to; got a file"
+    ):
         run(Settings(out=tmp_path / name), say=said.append, watcher=Silent())
     assert said == []
     assert (tmp_path / "taken").read_text() == "mine"

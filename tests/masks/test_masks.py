@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import clearhead as ch
 from clearhead.masks.base import index_tensors
 from clearhead.masks.intervals import MAX_INTERVALS
-from clearhead.masks.picture import picture
 from clearhead.masks.tile_map import tile_map
 from clearhead.record import decode
 from tests.problems import BATCH, HEADS, LEN, MASKS, NamedMask
@@ -160,9 +159,9 @@ def test_words() -> None:
 
 def test_picture() -> None:
     assert str(ch.Causal() & ch.Window(1)).splitlines()[1:4] == ["■·······", "■■······", "·■■·····"]
-    assert picture(ch.Documents(lengths=[1, 2])) == "■··\n·■■\n·■■"
-    assert picture(ch.Padding([2, 3])).endswith("(the first of 2 batch x 1 heads)")
-    assert "the first 24 of 100 queries" in picture(ch.Documents(lengths=[100]))
+    assert ch.Documents(lengths=[1, 2]).picture() == "■··\n·■■\n·■■"
+    assert ch.Padding([2, 3]).picture().endswith("(the first of 2 batch x 1 heads)")
+    assert "the first 24 of 100 queries" in ch.Documents(lengths=[100]).picture()
 
 
 # --- bad input ---------------------------------------------------------------------------------------

@@ -149,8 +149,8 @@ def test_seeded_depends_on_every_part_of_the_place() -> None:
     assert len(set(drawn)) == 4
 
 
-@pytest.mark.parametrize(("rows", "epochs"), [(100, 2000 // 7), (16 * 1500, 1), (16 * 5000, 1)])
-def test_without_a_number_of_epochs_there_are_about_two_thousand_steps(rows: int, epochs: int) -> None:
+@pytest.mark.parametrize(("rows", "epochs"), [(100, 1500 // 7), (16 * 1500, 1), (16 * 5000, 1)])
+def test_without_a_number_of_epochs_there_are_about_fifteen_hundred_steps(rows: int, epochs: int) -> None:
     examples = Sequences([[1]] * rows, [0] * rows)
     task = ClassifierTask(examples, examples, ClassifierOptions(**SMALL), None)
     per_epoch = -(-rows // 16)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from clearhead.demo import words
 from clearhead.demo.contents import page_data, pick
 from clearhead.demo.digits import TOKENS, Digits, load, token_name
 from clearhead.demo.exact import Agreement, compare
-from clearhead.demo.inside import influence, layers_on, most_telling
+from clearhead.demo.inside import Layer, influence, layers_on, most_telling
 from clearhead.demo.speed import Speed, measure
+from clearhead.demo.threads import threads
 from clearhead.demo.training import Recipe, log_probabilities, new_model, train
 from clearhead.errors import DataError, ShapeError
+from clearhead.functional import observe_attention
 from clearhead.inspector.page import write_page
 from clearhead.nn.models import SequenceClassifier
 from clearhead.observe.explain import explain
+from clearhead.statistics import Want
 from clearhead.train.files import write_json
 from clearhead.train.progress import Watcher, watcher_for
 
@@ -26,6 +32,7 @@ __all__ = ["METRICS", "PAGE", "Result", "Settings", "run"]
 
 PAGE, METRICS = "index.html", "metrics.json"
 _FUNCTION = "clearhead demo"
+_Say = Callable[[str], object]
 _CHECKED = 64  # held-out digits on which every head is checked, and the batch that is timed
 _MISTAKES = 4
 
@@ -47,8 +54,9 @@ class Settings:
                 raise ShapeError.about(_FUNCTION, flag, must=must, got=value, then=then)
         existing = next(folder for folder in (self.out, *self.out.absolute().parents) if folder.exists())
         if not existing.is_dir():
-            must, got = "be a folder, or a name for a new one", f"a file, {existing}"
-            raise DataError.about(_FUNCTION, "--out", must=must, got=got, then="Choose another folder.")
+            raise _no_folder(f"a file, {existing}")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise _no_folder(f"{existing}, which is closed to writing")
         return self
 
     def recipe(self) -> Recipe:
@@ -63,6 +71,7 @@ class Result:
     """What the job found, and where it wrote it."""
 
     accuracy: float
+    correct: int
     agreement: Agreement
     speed: Speed
     page: Path
@@ -76,63 +85,75 @@ def run(settings: Settings, *, say: Callable[[str], object] = print, watcher: Wa
         ShapeError, DataError: settings that cannot work.
     """
     settings = settings.checked()
+    # Steps this small gain little from a second thread, and become several times slower whenever another program
+    # holds its core. With one thread the numbers also do not depend on how many cores there are.
+    with threads(1) as usual:
+        return _run(settings, say, watcher_for() if watcher is None else watcher, usual)
+
+
+def _run(settings: Settings, say: _Say, watcher: Watcher, usual_threads: int) -> Result:
     started = time.monotonic()
     recipe = settings.recipe()
     digits, held_out = load()
     model = new_model(recipe, settings.seed)
     _say_start(say, model, recipe, digits, held_out, settings)
-    outcome = train(
-        model, digits, held_out, recipe, seed=settings.seed, watcher=watcher_for() if watcher is None else watcher
-    )
+    outcome = train(model, digits, held_out, recipe, seed=settings.seed, watcher=watcher)
     accuracy = outcome.held_out["accuracy"]
     correct = round(accuracy * len(held_out))
-    right = f"{correct} of {len(held_out)}"
-    _section(say, "Test accuracy", [
-        f"{accuracy:.4f} on the held-out fifth ({right}), after {outcome.seconds:.0f} s of training"
-    ])  # fmt: skip
+    _section(say, "Test accuracy", [_accuracy_line(accuracy, correct, len(held_out), outcome.seconds)])
 
-    shown = held_out.taken(_as_index(pick(model, held_out, mistakes=_MISTAKES)))
+    shown = held_out.taken(torch.tensor(pick(model, held_out, mistakes=_MISTAKES)))
     explained = _explain(say, model, shown)
     layers = layers_on(model, held_out.ids[:_CHECKED])
     agreement = compare(layers)
     _section(say, "Attention against float64", words.agreement_lines(agreement))
-    speed = measure(layers[0], repeats=9 if settings.quick else 41, seconds=2.0 if settings.quick else 8.0)
+    with threads(usual_threads):
+        speed = measure(layers[0], repeats=9 if settings.quick else 41, seconds=2.0 if settings.quick else 8.0)
     _section(say, "Speed of layer 0's attention", words.speed_lines(speed))
 
-    data = page_data(model, shown, _facts(accuracy, correct, held_out, agreement, speed))
+    result = Result(
+        accuracy=accuracy, correct=correct, agreement=agreement, speed=speed, page=settings.out / PAGE,
+        metrics=settings.out / METRICS,
+    )  # fmt: skip
+    data = page_data(model, shown, _facts(result, len(held_out)))
     metrics = {
         "format": "clearhead-demo", "version": 1, "seed": settings.seed, "recipe": asdict(recipe),
         "test_accuracy": accuracy, "test_correct": correct, "test_digits": len(held_out), "train_digits": len(digits),
         "train_seconds": round(outcome.seconds, 3), "seconds": round(time.monotonic() - started, 3),
         "explained": explained, "float64": agreement.to_dict(), "speed": speed.to_dict(), "page": PAGE,
     }  # fmt: skip
-    page, numbers = settings.out / PAGE, settings.out / METRICS
-    try:
-        write_page(data, page)
-        write_json(numbers, metrics)
-    except OSError as error:
-        must, got = "be a folder that can be written to", f"{error.strerror or error}"
-        raise DataError.about(_FUNCTION, "--out", must=must, got=got, then="Choose another folder.") from error
+    _write(result, data, metrics)
     _section(say, "Page", [
-        f"{page.resolve()}  ({page.stat().st_size / 2**20:.1f} MB, opens offline in any browser)",
-        f"{numbers.resolve()}  (the numbers above)",
+        f"{result.page.resolve()}  ({result.page.stat().st_size / 2**20:.1f} MB, opens offline in any browser)",
+        f"{result.metrics.resolve()}  (the numbers above)",
         f"all of it took {time.monotonic() - started:.0f} s",
     ])  # fmt: skip
-    return Result(accuracy=accuracy, agreement=agreement, speed=speed, page=page, metrics=numbers)
+    return result
 
 
-def _as_index(places: list[int]) -> Any:
-    import torch
+def _write(result: Result, data: dict[str, Any], metrics: dict[str, Any]) -> None:
+    try:
+        write_page(data, result.page)
+        write_json(result.metrics, metrics)
+    except OSError as error:
+        raise _no_folder(f"{error.strerror or error}") from error
 
-    return torch.tensor(places)
+
+def _no_folder(got: str) -> DataError:
+    must, then = "be a folder, or a name for a new one, that can be written to", "Choose another folder."
+    return DataError.about(_FUNCTION, "--out", must=must, got=got, then=then)
 
 
-def _section(say: Callable[[str], object], title: str, lines: Iterable[str]) -> None:
+def _accuracy_line(accuracy: float, correct: int, count: int, seconds: float) -> str:
+    return f"{accuracy:.4f} on the held-out fifth ({correct} of {count}), after {seconds:.0f} s of training"
+
+
+def _section(say: _Say, title: str, lines: Iterable[str]) -> None:
     say("\n".join(["", title, *(f"  {line}".rstrip() for line in lines)]))
 
 
 def _say_start(
-    say: Callable[[str], object], model: SequenceClassifier, recipe: Recipe, digits: Digits, held_out: Digits,
+    say: _Say, model: SequenceClassifier, recipe: Recipe, digits: Digits, held_out: Digits,
     settings: Settings,
 ) -> None:  # fmt: skip
     total = len(digits) + len(held_out)
@@ -143,7 +164,7 @@ def _say_start(
         f"{recipe.embed_dim}, {parameters:,} parameters; {recipe.epochs} epochs, seed {settings.seed}")  # fmt: skip
 
 
-def _explain(say: Callable[[str], object], model: SequenceClassifier, shown: Digits) -> dict[str, Any]:
+def _explain(say: _Say, model: SequenceClassifier, shown: Digits) -> dict[str, Any]:
     """Explain the prediction for the first of the shown digits; what was said, as data."""
     ids, truth, number = shown.ids[0], int(shown.labels[0]), int(shown.numbers[0])
     chances = log_probabilities(model, ids[None])[0].exp().tolist()
@@ -166,24 +187,22 @@ def _explain(say: Callable[[str], object], model: SequenceClassifier, shown: Dig
     }  # fmt: skip
 
 
-def _received(layer: Any, head: int) -> list[float]:
+def _received(layer: Layer, head: int) -> list[float]:
     """What each token receives from one head, as a mean over the queries."""
-    from clearhead.functional import observe_attention
-    from clearhead.statistics import Want
-
     seen = observe_attention(layer.query, layer.key, layer.value, want=Want(received=True), scale=layer.scale)
     assert seen.received is not None
     received: list[float] = (seen.received[0, head] / TOKENS).tolist()
     return received
 
 
-def _facts(accuracy: float, correct: int, held_out: Digits, agreement: Agreement, speed: Speed) -> list[dict[str, str]]:
+def _facts(result: Result, count: int) -> list[dict[str, str]]:
+    agreement, speed = result.agreement, result.speed
     layer, head = agreement.place
     return [
         {
             "label": "Test accuracy",
-            "value": f"{100 * accuracy:.1f}%",
-            "note": f"{correct} of {len(held_out)} held-out digits",
+            "value": f"{100 * result.accuracy:.1f}%",
+            "note": f"{result.correct} of {count} held-out digits",
         },
         {
             "label": "Worst difference from float64",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from clearhead.errors import MaskError, ShapeError
 from clearhead.masks.intervals import Intervals
+from clearhead.masks.picture import SIDE, draw
 from clearhead.record import Record
 from clearhead.shapes import Bool, Int
 
@@ -114,10 +115,35 @@ class Mask(Record, ABC):
         allowed = allowed.expand(*allowed.shape[:2], q_len, k_len)
         return allowed[0, 0] if allowed.shape[:2] == (1, 1) else allowed
 
-    def __str__(self) -> str:
-        from clearhead.masks.picture import picture
+    def own_size(self) -> tuple[int, int] | None:
+        """The number of queries and keys that the mask's own tensors speak of, if they do."""
+        sizes = (part.own_size() for name in self.fields if isinstance(part := getattr(self, name), Mask))
+        return next((size for size in sizes if size is not None), None)
 
-        return f"{self!r}\n{picture(self)}"
+    def picture(self, q_len: int | None = None, k_len: int | None = None) -> str:
+        """The mask over a few positions: one line per query, ``■`` where it may attend, ``·`` where not.
+
+        Args:
+            q_len: queries to draw; by default the mask's own size where it has one, else 8. At most 24 are drawn.
+            k_len: keys to draw, likewise.
+
+        Returns:
+            Lines of text; of several batches or heads the first is drawn, and the last line says so.
+
+        >>> from clearhead import Causal, Window
+        >>> print((Causal() & Window(1)).picture(3, 3))
+        ■··
+        ■■·
+        ·■■
+        """
+        own_q, own_k = self.own_size() or (SIDE, SIDE)
+        q_len, k_len = q_len or own_q, k_len or own_k
+        drawn = draw(self.dense(q_len, k_len, query_offset=0).reshape(-1, q_len, k_len)[0])
+        batch, heads = carried_sizes(self)
+        return drawn if (batch, heads) == (1, 1) else f"{drawn}\n(the first of {batch} batch x {heads} heads)"
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.picture()}"
 
 
 def whole(function: str, argument: str, value: object, *, low: int) -> int:

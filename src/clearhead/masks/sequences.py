@@ -10,6 +10,7 @@ from torch import Tensor
 from clearhead.errors import MaskError, ShapeError
 from clearhead.masks.base import Carrying, seen
 from clearhead.masks.intervals import Intervals
+from clearhead.masks.picture import SIDE
 from clearhead.shapes import Bool, Int
 
 __all__ = ["Documents", "Padding"]
@@ -46,6 +47,9 @@ class Padding(Carrying):
 
     def carries(self) -> tuple[int, int]:
         return self.lengths.shape[0], 1
+
+    def own_size(self) -> tuple[int, int]:
+        return SIDE, max([SIDE, *self.lengths.tolist()])
 
     def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return k_pos < self.lengths[self._row(batch)]
@@ -106,6 +110,9 @@ class Documents(Carrying):
 
     def carries(self) -> tuple[int, int]:
         return self.ids.shape[0], 1
+
+    def own_size(self) -> tuple[int, int]:
+        return self.ids.shape[1], self.ids.shape[1]
 
     def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         row = batch if self.ids.shape[0] > 1 else batch * 0

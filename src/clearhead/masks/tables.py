@@ -30,6 +30,9 @@ class Blocks(Carrying):
     def carries(self) -> tuple[int, int]:
         return self.table.shape[0], self.table.shape[1]
 
+    def own_size(self) -> tuple[int, int]:
+        return self.table.shape[2] * self.size, self.table.shape[3] * self.size
+
     def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return _look_up(self.table, batch, head, q_pos // self.size, k_pos // self.size)
 
@@ -60,6 +63,9 @@ class Dense(Carrying):
 
     def carries(self) -> tuple[int, int]:
         return self.allowed.shape[0], self.allowed.shape[1]
+
+    def own_size(self) -> tuple[int, int]:
+        return self.allowed.shape[2], self.allowed.shape[3]
 
     def placed(self, query_offset: int) -> Dense:
         copy = self.mapped(lambda tensor: tensor)

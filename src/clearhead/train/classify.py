@@ -29,7 +29,7 @@ __all__ = ["Trained", "build_classifier", "class_scores", "train_classifier", "t
 
 _FUNCTION = "train classify"
 _EVALUATION_ROWS = 256
-_USUAL_STEPS = 2000
+_USUAL_STEPS = 1500
 
 
 @dataclass(frozen=True)

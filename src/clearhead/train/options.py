@@ -116,13 +116,15 @@ class _ModelOptions(TrainingOptions):
 class ClassifierOptions(_ModelOptions):
     """Options of ``train classify``; the defaults are those of small text tables."""
 
+    embed_dim: int = _option(256, "Width of the model.", least=1)
+    feedforward_dim: int = _option(512, "Width inside the feed-forward part; 0: four times the width.", least=0)
     max_len: int = _option(256, "Longest sequence in tokens; longer texts are cut.", least=1)
     embedding_dropout: float = _option(0.4, "Dropout on the embeddings.", least=0, below=1)
     embedding_scale: float = _option(0.1, "Deviation of the embeddings at the start.", above=0)
-    token_dropout: float = _option(0.3, "Part of the tokens replaced by the unknown one.", least=0, below=1)
+    token_dropout: float = _option(0.2, "Part of the tokens replaced by the unknown one.", least=0, below=1)
     label_smoothing: float = _option(0.1, "Label smoothing.", least=0, below=1)
     pooling: str = _option("mean_max", "What of the tokens is kept.", choices=("mean", "max", "mean_max", "first"))
-    epochs: int = _option(0, "Most passes over the data; 0: as many as make about 2,000 steps.", least=0)
+    epochs: int = _option(0, "Most passes over the data; 0: as many as make about 1,500 steps.", least=0)
     batch_size: int = _option(50, "Most sequences in a batch.", least=1)
     batch_tokens: int = _option(8192, "Most tokens in a batch, padding included.", least=1)
     held_out: float = _option(0.1, "Part of the data kept for early stopping.", above=0, below=1)
