@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from clearhead.backends import flex, reference, sdpa, tiled
 from clearhead.backends.capability import Backend
 from clearhead.errors import UnsupportedError
 from clearhead.problem import Problem
-from clearhead.statistics import Want
+from clearhead.statistics import Observation, Want
 
-__all__ = ["BACKENDS", "DispatchReport", "backend_names", "choose", "report"]
+__all__ = ["BACKENDS", "DispatchReport", "backend_names", "choose", "report", "run"]
 
 #: In order of preference: "auto" takes the first that has no reason against the problem.
 BACKENDS: tuple[Backend, ...] = (sdpa.BACKEND, flex.BACKEND, tiled.BACKEND, reference.BACKEND)
@@ -69,6 +71,16 @@ def choose(function: str, problem: Problem, want: Want, backend: str = "auto") -
         function, "backend", must="be able to run this call", got=" | ".join(against),
         then="Use backend='auto', or change what it cannot do.",
     )  # fmt: skip
+
+
+def run(function: str, problem: Problem, want: Want, backend: str = "auto") -> Observation:
+    """Choose and run; autocast stays outside, so that float32 inputs are computed in float32."""
+    chosen = choose(function, problem, want, backend)
+    device = problem.query.device.type
+    if not torch.is_autocast_enabled(device):
+        return chosen.run(problem, want)
+    with torch.autocast(device, enabled=False):
+        return chosen.run(problem, want)
 
 
 def report(function: str, problem: Problem, want: Want, backend: str = "auto") -> DispatchReport:

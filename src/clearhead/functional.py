@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from clearhead import torch_op
-from clearhead.dispatch import DispatchReport, choose, report
+from clearhead.dispatch import DispatchReport, report, run
 from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
 from clearhead.problem import Problem
@@ -80,7 +80,7 @@ def attention(
         "attention", query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,
         query_offset=query_offset,
     )  # fmt: skip
-    output = choose("attention", problem, _NOTHING, backend).run(problem, _NOTHING).output
+    output = run("attention", problem, _NOTHING, backend).output
     return output.reshape(output.shape[2 - problem.leading :])
 
 
@@ -137,7 +137,7 @@ def observe_attention(
         query_offset=query_offset,
     )  # fmt: skip
     want.check("observe_attention", problem.q_len, problem.k_len)
-    seen = choose("observe_attention", problem, want, backend).run(problem, want)
+    seen = run("observe_attention", problem, want, backend)
     return seen.with_leading(problem.leading)
 
 

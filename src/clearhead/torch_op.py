@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from clearhead.dispatch import choose
+from clearhead.dispatch import run
 from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
 from clearhead.problem import Problem
@@ -56,8 +56,7 @@ def _run(
         "attention", query, key, value, mask=decode(mask, tensors), scores=decode(scores, tensors), scale=scale,
         dropout=dropout, seed=int(seeds[0]) if seeds else None, query_offset=query_offset,
     )  # fmt: skip
-    want = Want()
-    output = choose("attention", problem, want, backend).run(problem, want).output
+    output = run("attention", problem, Want(), backend).output
     return output.reshape(output.shape[2 - problem.leading :])
 
 

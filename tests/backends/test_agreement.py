@@ -70,6 +70,25 @@ def test_inference_in_16_bits(backend: str, name: str, dtype: torch.dtype) -> No
     within_budget(backend, found, textbook + half, exact)
 
 
+@pytest.mark.parametrize("backend", [*TESTED, "reference"])
+def test_autocast_leaves_float32_alone(backend: str) -> None:
+    inputs = tensors(value_dim=8)
+    plain = _gradients(inputs, backend, mask=ch.Causal())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = ch.attention(*inputs, mask=ch.Causal(), backend=backend)
+    assert output.dtype == torch.float32
+    torch.testing.assert_close(output, plain[0], rtol=0, atol=1e-6)
+
+
+def test_tiled_backward_within_autocast() -> None:
+    inputs = tensors()
+    plain = _gradients(inputs, "tiled", mask=ch.Causal())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        within = _gradients(inputs, "tiled", mask=ch.Causal())
+    for one, other in zip(within, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
 SIZES = [
     {"q_len": 1, "k_len": 1},
     {"q_len": 127, "k_len": 127},

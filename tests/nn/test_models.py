@@ -256,6 +256,21 @@ def test_autocast_trains_in_bfloat16(build: object) -> None:
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+def test_first_values() -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(2000, 128, 4, 4)
+    assert abs(model.embedding.token.weight.std() - 0.02) < 5e-4
+    block = model.decoder.blocks[2]
+    for layer, std in (
+        (block.attention.query_projection, 128**-0.5),
+        (block.feedforward.expand, 128**-0.5),
+        (block.attention.output_projection, (128 * 8) ** -0.5),
+        (block.feedforward.contract, (512 * 8) ** -0.5),
+    ):
+        assert abs(layer.weight.std() / std - 1.0) < 0.03
+        assert not layer.bias.any()
+
+
 def test_a_few_steps_learn_a_rule() -> None:
     """Whether token 7 occurs among the real tokens; at the padding it must not count."""
     torch.manual_seed(0)

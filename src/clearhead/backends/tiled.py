@@ -250,28 +250,37 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
-        problem: Problem = ctx.problem.with_tensors(query, key, value)
-        # delta is a row's sum of weight times weight-gradient; a gradient of lse enters at the same place.
-        delta = (grad_output.to(problem.work_dtype) * output).sum(dim=-1)
-        if grad_lse is not None:
-            delta = delta - grad_lse
-        grads = [torch.zeros_like(tensor, dtype=problem.work_dtype) for tensor in (query, key, value)]
-        parameters = problem.rule_parameters if ctx.parameters else []
-        rule_grads = [torch.zeros_like(tensor, dtype=problem.work_dtype) for tensor in parameters]
-        for whole in _layouts(problem):
-            rows = _taken(whole.group, grad_output.to(problem.work_dtype), delta, lse)
-            found = [torch.zeros_like(tensor) for tensor in (whole.query, whole.key, whole.value)]
-            for part, layout in _batches(whole):
-                cut = (rows[0][part], rows[1][part], rows[2][part])
-                for queries, tiles in _strips(problem, layout):
-                    into = [grad[part] for grad in found]
-                    _backward_strip(problem, layout, queries, tiles, cut, into, parameters, rule_grads)
-            _store(whole.group, tuple(grads), found)
-        _sink_gradient(problem, parameters, rule_grads, delta, lse)
-        cast = [grad.to(tensor.dtype) for grad, tensor in zip(grads, (query, key, value), strict=True)]
-        cast += [grad.to(tensor.dtype) for grad, tensor in zip(rule_grads, parameters, strict=True)]
-        return None, *cast
+        # Backward may be called within autocast, which would round the products to 16 bits.
+        with torch.autocast(grad_output.device.type, enabled=False):
+            return None, *_gradients(ctx.problem, ctx.saved_tensors, grad_output, grad_lse, bool(ctx.parameters))
+
+
+def _gradients(
+    problem: Problem, saved: tuple[Tensor, ...], grad_output: Tensor, grad_lse: Tensor | None, rules: bool
+) -> list[Tensor]:
+    """Gradients of query, key, value and the rules' parameters."""
+    query, key, value, output, lse = saved
+    problem = problem.with_tensors(query, key, value)
+    # delta is a row's sum of weight times weight-gradient; a gradient of lse enters at the same place.
+    delta = (grad_output.to(problem.work_dtype) * output).sum(dim=-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    grads = [torch.zeros_like(tensor, dtype=problem.work_dtype) for tensor in (query, key, value)]
+    parameters = problem.rule_parameters if rules else []
+    rule_grads = [torch.zeros_like(tensor, dtype=problem.work_dtype) for tensor in parameters]
+    for whole in _layouts(problem):
+        rows = _taken(whole.group, grad_output.to(problem.work_dtype), delta, lse)
+        found = [torch.zeros_like(tensor) for tensor in (whole.query, whole.key, whole.value)]
+        for part, layout in _batches(whole):
+            cut = (rows[0][part], rows[1][part], rows[2][part])
+            for queries, tiles in _strips(problem, layout):
+                into = [grad[part] for grad in found]
+                _backward_strip(problem, layout, queries, tiles, cut, into, parameters, rule_grads)
+        _store(whole.group, tuple(grads), found)
+    _sink_gradient(problem, parameters, rule_grads, delta, lse)
+    cast = [grad.to(tensor.dtype) for grad, tensor in zip(grads, (query, key, value), strict=True)]
+    cast += [grad.to(tensor.dtype) for grad, tensor in zip(rule_grads, parameters, strict=True)]
+    return cast
 
 
 def _taken(group: Group | None, grad_output: Tensor, delta: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,7 @@ import torch
 
 from clearhead.demo import words
 from clearhead.demo.contents import page_data, pick
-from clearhead.demo.digits import TOKENS, Digits, load, token_name
+from clearhead.demo.digits import CLASSES, TOKENS, Digits, load, token_name
 from clearhead.demo.exact import Agreement, compare
 from clearhead.demo.inside import Layer, influence, layers_on, most_telling
 from clearhead.demo.speed import Speed, measure
@@ -165,9 +165,11 @@ def _say_start(
 
 
 def _explain(say: _Say, model: SequenceClassifier, shown: Digits) -> dict[str, Any]:
-    """Explain the prediction for the first of the shown digits; what was said, as data."""
-    ids, truth, number = shown.ids[0], int(shown.labels[0]), int(shown.numbers[0])
-    chances = log_probabilities(model, ids[None])[0].exp().tolist()
+    """Explain the least certain of the predictions shown, class by class; what was said, as data."""
+    every = log_probabilities(model, shown.ids[:CLASSES]).exp()
+    place = int(every.amax(dim=-1).argmin())
+    ids, truth, number = shown.ids[place], int(shown.labels[place]), int(shown.numbers[place])
+    chances = every[place].tolist()
     predicted = max(range(len(chances)), key=lambda label: chances[label])
     lost = influence(model, ids, predicted)
     layers = layers_on(model, ids[None])

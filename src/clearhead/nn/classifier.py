@@ -10,9 +10,10 @@ from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
 from clearhead.nn.checks import positive, probability
 from clearhead.nn.edge import Lengths
-from clearhead.nn.embedding import TokenEmbedding, check_ids, embedded, start
+from clearhead.nn.embedding import TokenEmbedding, check_ids, embedded
 from clearhead.nn.pooling import POOLINGS, pool
 from clearhead.nn.stacks import Encoder
+from clearhead.nn.start import start_embeddings
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float, Int
 
@@ -78,7 +79,7 @@ class SequenceClassifier(nn.Module):
         self.dropout = nn.Dropout(probability("SequenceClassifier", "dropout", dropout))
         width = embed_dim * (2 if pooling == "mean_max" else 1)
         self.classifier = nn.Linear(width, positive("SequenceClassifier", "num_classes", num_classes))
-        start(self)
+        start_embeddings(self)
 
     @property
     def max_len(self) -> int:

@@ -13,9 +13,8 @@ from clearhead.nn.edge import Edge
 from clearhead.positions import sinusoidal
 from clearhead.shapes import Float, Int
 
-__all__ = ["POSITIONS", "TokenEmbedding", "check_ids", "check_range", "embedded", "start"]
+__all__ = ["POSITIONS", "TokenEmbedding", "check_ids", "check_range", "embedded"]
 
-_EMBEDDING_STD: Final = 0.02
 #: Ways to tell a model where a token stands. With "rotary" the attention does it.
 POSITIONS: Final = ("learned", "sinusoidal", "rotary", "none")
 
@@ -108,11 +107,3 @@ def embedded(
     check_range(function, argument, inside, embedding.vocab_size)
     x: Tensor = embedding(inside, edge.positions(ids.device) + first)
     return x
-
-
-@torch.no_grad()
-def start(model: nn.Module) -> None:
-    """Give a model's embeddings their first values."""
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            nn.init.trunc_normal_(module.weight, std=_EMBEDDING_STD)

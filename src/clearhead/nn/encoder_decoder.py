@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from clearhead.errors import ShapeError
 from clearhead.nn.edge import Lengths
-from clearhead.nn.embedding import TokenEmbedding, check_ids, check_range, embedded, start
+from clearhead.nn.embedding import TokenEmbedding, check_ids, check_range, embedded
 from clearhead.nn.generation import Sampler, check_prompt, evaluating, extend
 from clearhead.nn.stacks import Decoder, DecoderCache, Encoder
+from clearhead.nn.start import start_embeddings
 from clearhead.shapes import Float, Int
 
 __all__ = ["EncoderDecoder"]
@@ -66,7 +67,7 @@ class EncoderDecoder(nn.Module):
             checkpoint_activations=checkpoint_activations,
         )  # fmt: skip
         self.head = nn.Linear(embed_dim, target_vocab_size, bias=False)
-        start(self)
+        start_embeddings(self)
         if tie_embeddings:
             self.head.weight = self.target_embedding.token.weight
 

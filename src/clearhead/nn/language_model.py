@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from clearhead.errors import ShapeError
 from clearhead.masks import Mask
-from clearhead.nn.embedding import TokenEmbedding, check_ids, embedded, start
+from clearhead.nn.embedding import TokenEmbedding, check_ids, embedded
 from clearhead.nn.generation import Sampler, check_prompt, evaluating, extend
 from clearhead.nn.stacks import Decoder, DecoderCache
+from clearhead.nn.start import start_embeddings, start_linears
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float, Int
 
@@ -37,7 +38,8 @@ class LanguageModel(nn.Module):
         scores: score rules of every block's attention.
         checkpoint_activations: as in ``EncoderBlock``.
 
-    Embeddings start as a truncated normal distribution of deviation 0.02, linear layers as in ``nn.Linear``.
+    Embeddings start from a truncated normal distribution of deviation 0.02, linear layers of the blocks from a normal
+    one of deviation ``1 / sqrt(in_features)``, less where they add to the residual.
 
     Example:
 
@@ -63,7 +65,8 @@ class LanguageModel(nn.Module):
             scores=scores, rotary=positions == "rotary", checkpoint_activations=checkpoint_activations,
         )  # fmt: skip
         self.head = nn.Linear(embed_dim, vocab_size, bias=False)
-        start(self)
+        start_embeddings(self)
+        start_linears(self.decoder.blocks)
         if tie_embeddings:
             self.head.weight = self.embedding.token.weight
 
