@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 from torch import Tensor
 
@@ -42,6 +43,7 @@ class Want:
     distance: bool = False
     rows: Sequence[int] | Int[Tensor, " rows"] | None = None
 
+    @cached_property
     def names(self) -> frozenset[str]:
         """Which statistics are asked for."""
         asked = set()

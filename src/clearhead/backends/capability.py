@@ -78,7 +78,7 @@ class Capability:
             reasons.append(f"would hold {size:,} scores at once (limit {self.max_scores:,})")
         if problem.needs_gradient and not self.gradient:
             reasons.append("has no gradient")
-        missing = sorted(want.names() - self.statistics)
+        missing = sorted(want.names - self.statistics)
         if missing:
             reasons.append(f"cannot give {', '.join(missing)}")
         return reasons

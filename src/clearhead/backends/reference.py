@@ -96,7 +96,7 @@ def run(problem: Problem, want: Want) -> Observation:
     """Output and statistics from the materialised steps."""
     done = steps(problem)
     found: dict[str, Tensor] = {}
-    asked = want.names()
+    asked = want.names
     if "lse" in asked:
         found["lse"] = done.lse
     if "max_score" in asked:

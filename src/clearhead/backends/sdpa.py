@@ -75,14 +75,12 @@ def run(problem: Problem, want: Want) -> Observation:
     documents = documents_in(problem)
     if documents is not None and problem.mask is not None:
         return Observation(output=_by_documents(problem, list(groups(documents)), rest_of(problem.mask, documents)))
-    indices = problem.indices()
-    if _sees_all(problem):
-        bounds: _Bounds = _bounds(problem, None, indices)
-    elif _plain_causal(problem) and not problem.scores:
-        bounds = (None, True, None)
+    if not problem.scores and (_sees_all(problem) or _plain_causal(problem)):
+        bounds: _Bounds = (None, not _sees_all(problem), None)
     else:
-        assert problem.mask is not None
-        bounds = _bounds(problem, problem.mask.allows(*indices), indices)
+        indices = problem.indices()
+        allowed = None if problem.mask is None or _sees_all(problem) else problem.mask.allows(*indices)
+        bounds = _bounds(problem, allowed, indices)
     return Observation(output=_attend(problem, problem.query, problem.key, problem.value, bounds))
 
 
@@ -129,8 +127,7 @@ def _bounds(problem: Problem, allowed: Tensor | None, indices: tuple[Tensor, Ten
     torch's kernels divide by a row's sum, so a row without keys is given all of them and its output set to 0.
     """
     if not problem.scores:
-        if allowed is None:
-            return None, False, None
+        assert allowed is not None
         nothing = ~allowed.any(dim=-1, keepdim=True)
         return allowed | nothing, False, nothing
     shape = torch.broadcast_shapes(*(index.shape for index in indices))

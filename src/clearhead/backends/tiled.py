@@ -377,7 +377,7 @@ def run(problem: Problem, want: Want) -> Observation:
     output, lse, max_score = _Tiled.apply(  # type: ignore[no-untyped-call]
         problem, problem.query, problem.key, problem.value, *problem.rule_parameters
     )
-    asked = want.names()
+    asked = want.names
     return Observation(
         output=output,
         lse=lse if "lse" in asked else None,
