@@ -91,3 +91,18 @@ def test_statistics_are_from_before_dropout() -> None:
     want = ch.Want(lse=True)
     dropped, plain = (ch.observe_attention(*inputs, want=want, dropout=p, seed=1).lse for p in (0.5, 0.0))
     assert torch.equal(dropped, plain)
+
+
+def test_documents_longer_than_a_tile_beside_shorter_ones() -> None:
+    """Padding at the end of a group reaches into tiles of its own."""
+    lengths = [90, 70, 88, 66] * 20
+    query, key, value = tensors(batch=1, heads=8, kv_heads=8, q_len=sum(lengths), k_len=sum(lengths))
+    mask = ch.Documents(lengths=lengths)
+    output = ch.attention(query, key, value, mask=mask, dropout=0.3, seed=5, backend="tiled")
+    start = sum(lengths[:5])
+    stop = start + lengths[5]
+    alone = ch.Dense(torch.arange(sum(lengths))[None, :] >= start) & ch.Padding([stop])
+    right = ch.attention(
+        query[:, :, start:stop], key, value, mask=alone, dropout=0.3, seed=5, query_offset=start, backend="reference"
+    )
+    torch.testing.assert_close(output[:, :, start:stop], right, rtol=1e-4, atol=1e-5)

@@ -77,8 +77,11 @@ class _Slope:
 
     monitor, larger_is_better = "score", True
 
-    def __init__(self, scores: list[float], loss: float = 1.0) -> None:
-        self.scores, self.loss, self.steps, self.measured = scores, loss, len(scores), 0
+    def __init__(self, scores: list[float], loss: float = 1.0, slack: float = 0.0) -> None:
+        self.scores, self.loss, self.steps, self._slack = scores, loss, len(scores), slack
+
+    def slack(self, value: float) -> float:
+        return self._slack
 
     def batch(self, step: int) -> Batch:
         return Batch(torch.zeros(1, 1, dtype=torch.long), torch.tensor([1]), torch.zeros(1))
@@ -93,7 +96,6 @@ class _Slope:
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
         weight = next(model.parameters()).item()
         taken = round(-weight / 0.5)
-        self.measured += 1
         return {"score": self.scores[taken - 1], "weight": weight}
 
 
@@ -110,6 +112,12 @@ def test_the_best_weights_are_kept_and_the_stop_is_early() -> None:
     assert (outcome.best_step, outcome.steps) == (2, 5)
     assert outcome.held_out["weight"] == pytest.approx(-1.0, abs=1e-4)
     assert [record["score"] for record in keeper.records if record["kind"] == "held_out"] == [0.1, 0.9, 0.5, 0.5, 0.5]
+
+
+def test_of_evaluations_that_cannot_be_told_apart_the_later_is_kept() -> None:
+    # 0.85 is within 0.06 of the best, 0.9; 0.8 is not, although it is within 0.06 of 0.85: it may not creep down.
+    outcome, _ = _slope(_Slope([0.5, 0.9, 0.85, 0.8, 0.8], slack=0.06), patience=5)
+    assert (outcome.best_step, outcome.steps) == (3, 5)
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])

@@ -43,14 +43,15 @@ def kept(
     seed: int, probability: float, batch: Int[Tensor, "b 1 1 1"], head: Int[Tensor, "1 heads 1 1"],
     q_pos: Int[Tensor, "b 1 q_len 1"], k_pos: Int[Tensor, "b 1 1 k_len"],
 ) -> Bool[Tensor, "batch heads q_len k_len"]:  # fmt: skip
-    """Where weights survive; ``k_pos`` must be consecutive along its last axis."""
+    """Where weights survive; ``k_pos`` must be consecutive along its last axis, but for padding."""
     first = k_pos[..., :1] // 4
     groups = (k_pos.shape[-1] + 3) // 4 + 1
     group = first + torch.arange(groups, device=k_pos.device)
     shape = torch.broadcast_shapes(batch.shape, head.shape, q_pos.shape, group.shape)
     counter = (group & _WORD, q_pos & _WORD, head & _WORD, batch & _WORD)
     words = torch.stack([word.expand(shape) for word in philox(counter, seed)], dim=-1).flatten(-2)
-    places = (k_pos - 4 * first).expand(*shape[:-1], -1)
+    # Padding repeats an earlier position; its weight is 0, so any word will do.
+    places = (k_pos - 4 * first).clamp(0, words.shape[-1] - 1).expand(*shape[:-1], -1)
     return words.gather(-1, places) >= int(probability * 2**32)
 
 

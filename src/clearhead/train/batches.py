@@ -107,7 +107,7 @@ def bucketed(
     The same arguments give the same batches. Cost: one sort of the data.
 
     >>> [batch.tolist() for batch in bucketed(np.array([1, 5, 1, 5]), batch_size=2, batch_tokens=99, seed=0, epoch=0)]
-    [[3, 1], [2, 0]]
+    [[1, 3], [2, 0]]
     """
     random = np.random.default_rng([seed, epoch])
     order = random.permutation(len(lengths))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import partial
@@ -75,6 +76,10 @@ class ClassifierTask:
         start = self._ends[epoch - 1] if epoch else 0
         return batch_of(self._train, self._cached[1][step - start])
 
+    def slack(self, value: float) -> float:
+        """One standard error of the held-out accuracy."""
+        return math.sqrt(value * (1 - value) / len(self._held_out))
+
     def evaluates_after(self, steps: int) -> bool:
         """At the end of each epoch."""
         return steps in self._ends
@@ -128,6 +133,7 @@ def build_classifier(options: ClassifierOptions, *, vocab_size: int, num_classes
             num_classes,
             max_len=options.max_len,
             dropout=options.dropout,
+            attention_dropout=options.attention_dropout,
             feedforward_dim=options.feedforward_dim or None,
             pooling=options.pooling,
             embedding_dropout=options.embedding_dropout,

@@ -45,6 +45,9 @@ class Task(Protocol):
     """The number of an evaluation that decides which weights are best."""
     larger_is_better: bool
 
+    def slack(self, value: float) -> float:
+        """How far below the best an evaluation may lie and still be as good, given how few examples it has."""
+
     def batch(self, step: int) -> Batch:
         """The batch of one step."""
 
@@ -220,11 +223,15 @@ class Engine:
             if not math.isfinite(value):
                 raise self._not_finite(place, value)
             signed = value if self.task.larger_is_better else -value
-            if place.best is None or signed > place.best:
-                place.best, place.best_step, place.stale = signed, place.step, 0
+            best = signed if place.best is None else max(place.best, signed)
+            # Of evaluations that cannot be told apart the later one wins: it has learned for longer, at a lower
+            # learning rate, and the highest of many noisy numbers is mostly a lucky one.
+            if signed >= best - self.task.slack(value):
+                place.best_step, place.stale = place.step, 0
                 self.keeper.best(self.model)
             else:
                 place.stale += 1
+            place.best = best
         place.stopped = place.stale >= self.options.patience
         train = {"loss": place.loss_sum / place.counted, "accuracy": place.correct / place.counted}
         times = {"seconds": round(place.seconds, 3)}
