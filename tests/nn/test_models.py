@@ -337,3 +337,20 @@ def test_repr_reads() -> None:
     text = repr(_classifier())
     assert "positions='learned', max_len=16" in text
     assert "num_heads=2" in text
+
+
+def test_neighbours_stay_within_their_sequence() -> None:
+    """Packed, padded and alone agree, and what lies at the padding touches nothing."""
+    torch.manual_seed(0)
+    model = SequenceClassifier(20, 16, 2, 1, 3, max_len=12, neighbours=2).eval()
+    ids = torch.randint(1, 20, (3, 9))
+    lengths = [9, 1, 5]
+    together = model(ids, lengths=lengths)
+    for row, length in enumerate(lengths):
+        torch.testing.assert_close(together[row], model(ids[row : row + 1, :length])[0])
+    other = ids.clone()
+    other[1, 1:], other[2, 5:] = 7, 3
+    torch.testing.assert_close(model(other, lengths=lengths), together)
+    # An absolute mask keeps the batch padded inside.
+    mask = ch.Dense(torch.ones(9, 9, dtype=torch.bool))
+    torch.testing.assert_close(model(other, lengths=lengths, mask=mask), together)

@@ -11,6 +11,7 @@ from clearhead.masks import Mask
 from clearhead.nn.checks import positive, probability
 from clearhead.nn.edge import Lengths
 from clearhead.nn.embedding import TokenEmbedding, check_ids, embedded
+from clearhead.nn.neighbours import NeighbourMixing
 from clearhead.nn.pooling import POOLINGS, pool
 from clearhead.nn.stacks import Encoder
 from clearhead.nn.start import start_embeddings
@@ -39,6 +40,7 @@ class SequenceClassifier(nn.Module):
         norm_first: as in ``EncoderBlock``.
         pooling: ``"mean"``, ``"max"``, ``"mean_max"`` (both side by side) or ``"first"`` (the first token).
         positions: ``"learned"``, ``"sinusoidal"``, ``"rotary"`` or ``"none"``.
+        neighbours: how many tokens on each side each token is mixed with before the blocks; see ``NeighbourMixing``.
         num_kv_heads: number of key and value heads; by default ``num_heads``.
         scores: score rules of every block's attention.
         checkpoint_activations: as in ``EncoderBlock``.
@@ -58,7 +60,7 @@ class SequenceClassifier(nn.Module):
         max_len: int = 512, dropout: float = 0.1, attention_dropout: float | None = None,
         embedding_dropout: float | None = None, feedforward_dim: int | None = None, norm_first: bool = True,
         pooling: str = "mean", positions: str = "learned", num_kv_heads: int | None = None,
-        scores: ScoreRule | Iterable[ScoreRule] = (), checkpoint_activations: bool = False,
+        neighbours: int = 0, scores: ScoreRule | Iterable[ScoreRule] = (), checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if pooling not in POOLINGS:
@@ -71,6 +73,7 @@ class SequenceClassifier(nn.Module):
             vocab_size, embed_dim, max_len=max_len, positions=positions,
             dropout=dropout if embedding_dropout is None else embedding_dropout,
         )  # fmt: skip
+        self.neighbours = NeighbourMixing(embed_dim, neighbours) if neighbours else None
         self.encoder = Encoder(
             embed_dim, num_heads, num_layers, feedforward_dim=feedforward_dim, dropout=dropout,
             attention_dropout=attention_dropout, norm_first=norm_first, num_kv_heads=num_kv_heads, scores=scores,
@@ -116,6 +119,8 @@ class SequenceClassifier(nn.Module):
         check_ids(name, "ids", ids, self.max_len)
         edge = self.encoder.edge(name, ids, lengths=lengths, mask=mask)
         x = embedded(name, "ids", ids, edge, self.embedding)
+        if self.neighbours is not None:
+            x = self.neighbours(edge.emptied(x), edge.positions(ids.device))
         return edge.leave(self.encoder.run(x, edge.mask)), edge.lengths
 
     def compile_blocks(self, backend: str = "inductor") -> None:

@@ -79,7 +79,11 @@ class Edge:
         if self.packed:
             places = real_places(self.lengths, self.size[1]).to(x.device)
             return x.flatten(0, 1).index_select(0, places)[None]
-        return x.masked_fill(self._padding(x), 0)
+        return self.emptied(x)
+
+    def emptied(self, x: Tensor) -> Tensor:
+        """Tokens as they lie inside, zeros at what padding there is."""
+        return x if self.lengths is None or self.packed else x.masked_fill(self._padding(x), 0)
 
     def leave(self, x: Tensor) -> Tensor:
         """The model's output as a padded ``[batch, len, ...]``, zeros at the padding."""
@@ -87,7 +91,7 @@ class Edge:
             return x
         if self.packed:
             return unpack(x, self.lengths, self.size[1])
-        return x.masked_fill(self._padding(x), 0)
+        return self.emptied(x)
 
     def positions(self, device: torch.device) -> Tensor:
         """Each token's place in its own sequence, ``[batch | 1, len]`` as tokens lie inside."""

@@ -137,6 +137,7 @@ def build_classifier(options: ClassifierOptions, *, vocab_size: int, num_classes
             feedforward_dim=options.feedforward_dim or None,
             pooling=options.pooling,
             embedding_dropout=options.embedding_dropout,
+            neighbours=options.neighbours,
             checkpoint_activations=options.checkpoint_activations,
         )
         for module in model.modules():
