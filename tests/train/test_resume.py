@@ -24,8 +24,8 @@ from clearhead.train.progress import Lines
 
 from .conftest import TINY
 
-CLASSIFY = ["train", "classify", "--epochs", "6", "--average", "0.9", "--patience", "99", "--embed-dim", "16"]
-LM = ["train", "lm", "--steps", "60", "--eval-every", "25", "--context", "16", "--embed-dim", "16", "--dropout", "0.1"]
+CLASSIFY = ["train", "classify", "--epochs", "12", "--average", "0.9", "--patience", "99", "--embed-dim", "16"]
+LM = ["train", "lm", "--steps", "120", "--eval-every", "25", "--context", "16", "--embed-dim", "16", "--dropout", "0.1"]
 COMMANDS = {"classify": [*CLASSIFY, "--batch-size", "4"], "lm": LM}
 PROGRAM = "import sys; from clearhead.cli.app import main; sys.argv[0] = 'clearhead'; main()"
 
@@ -48,7 +48,7 @@ def _kill_after_checkpoints(process: subprocess.Popen[str], checkpoint: Path, co
     deadline = time.monotonic() + 240
     while len(seen) < count and process.poll() is None and time.monotonic() < deadline:
         if checkpoint.exists():
-            seen.add(checkpoint.stat().st_ino)
+            seen.add(checkpoint.stat().st_mtime_ns)
         time.sleep(0.0005)
     process.send_signal(signal.SIGKILL)
     process.communicate()

@@ -119,7 +119,9 @@ class ClassifierOptions(_ModelOptions):
     embed_dim: int = _option(192, "Width of the model.", least=1)
     feedforward_dim: int = _option(384, "Width inside the feed-forward part; 0: four times the width.", least=0)
     max_len: int = _option(256, "Longest sequence in tokens; longer texts are cut.", least=1)
-    attention_dropout: float = _option(0.0, "Dropout on attention weights; 0 lets faster kernels run.", least=0, below=1)
+    attention_dropout: float = _option(
+        0.0, "Dropout on attention weights; 0 lets faster kernels run.", least=0, below=1
+    )
     embedding_dropout: float = _option(0.4, "Dropout on the embeddings.", least=0, below=1)
     embedding_scale: float = _option(0.1, "Deviation of the embeddings at the start.", above=0)
     token_dropout: float = _option(0.2, "Part of the tokens replaced by the unknown one.", least=0, below=1)
