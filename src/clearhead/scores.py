@@ -29,13 +29,11 @@ class ScoreRule(Record, ABC):
     position_dependent: bool = False
     #: Depends on ``q_pos - k_pos`` alone.
     relative: bool = False
-    #: The score enters with derivative 1, so its gradient passes unchanged.
-    additive: bool = False
 
     def apply(
-        self, score: Float[Tensor, ...], batch: Int[Tensor, ...], head: Int[Tensor, ...],
-        q_pos: Int[Tensor, ...], k_pos: Int[Tensor, ...],
-    ) -> Float[Tensor, ...]:  # fmt: skip
+        self, score: Float[Tensor, "..."], batch: Int[Tensor, "..."], head: Int[Tensor, "..."],
+        q_pos: Int[Tensor, "..."], k_pos: Int[Tensor, "..."],
+    ) -> Float[Tensor, "..."]:  # fmt: skip
         """The new scores of a tile ``[batch, heads, q_len, k_len]``; index tensors broadcast to it."""
         return score
 
@@ -73,7 +71,6 @@ class Alibi(ScoreRule):
     fields = ("slopes",)
     position_dependent = True
     relative = True
-    additive = True
 
     def __init__(
         self, num_heads: int | None = None, *, slopes: Sequence[float] | Float[Tensor, " heads"] | None = None
@@ -120,7 +117,6 @@ class RelativeBias(ScoreRule):
     fields = ("table",)
     position_dependent = True
     relative = True
-    additive = True
 
     def __init__(self, table: Float[Tensor, "heads distances"]) -> None:
         self.table = _float_tensor("RelativeBias", "table", table, axes=2)
@@ -170,7 +166,6 @@ class DenseBias(ScoreRule):
     """
 
     fields = ("bias", "first")
-    additive = True
 
     def __init__(self, bias: Float[Tensor, "*leading q_len k_len"]) -> None:
         tensor = torch.as_tensor(bias)
@@ -212,7 +207,6 @@ class Sink(ScoreRule):
 
     fields = ("logits",)
     relative = True
-    additive = True
 
     def __init__(self, logits: float | Sequence[float] | Float[Tensor, " heads"]) -> None:
         tensor = torch.as_tensor(logits)

@@ -31,7 +31,6 @@ class Capability:
         statistics: names of the statistics it can give.
         dropout: whether it drops weights reproducibly from one seed.
         max_head_dim: largest head size.
-        max_mask_entries: largest T x T mask or bias that it may have to hold, in entries.
         max_scores: largest number of scores that it may hold at once, ``batch * heads * q_len * k_len``.
         gradient: whether it can be differentiated.
         requires: why it cannot run in this process at all, or None.

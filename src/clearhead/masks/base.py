@@ -41,11 +41,11 @@ class Mask(Record, ABC):
     @abstractmethod
     def allows(
         self,
-        batch: Int[Tensor, ...],
-        head: Int[Tensor, ...],
-        q_pos: Int[Tensor, ...],
-        k_pos: Int[Tensor, ...],
-    ) -> Bool[Tensor, ...]:
+        batch: Int[Tensor, "..."],
+        head: Int[Tensor, "..."],
+        q_pos: Int[Tensor, "..."],
+        k_pos: Int[Tensor, "..."],
+    ) -> Bool[Tensor, "..."]:
         """Whether the query at ``q_pos`` may attend to the key at ``k_pos``; index tensors broadcast."""
 
     def intervals(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_len: int) -> Intervals | None:
