@@ -73,7 +73,7 @@ def _layouts(problem: Problem) -> Iterator[_Layout]:
         yield _layout(problem, tuple(group.take(tensor) for tensor in tensors), indices, group)
 
 
-def _layout(problem: Problem, tensors: tuple[Tensor, "..."], indices: _Indices, group: Group | None) -> _Layout:
+def _layout(problem: Problem, tensors: tuple[Tensor, ...], indices: _Indices, group: Group | None) -> _Layout:
     query, key, value = (tensor.to(problem.work_dtype) for tensor in tensors)
     valid = None if group is None or bool(group.valid.all()) else group.valid
     bad = None
@@ -256,7 +256,7 @@ class _Tiled(torch.autograd.Function):
 
 
 def _gradients(
-    problem: Problem, saved: tuple[Tensor, "..."], grad_output: Tensor, grad_lse: Tensor | None, rules: bool
+    problem: Problem, saved: tuple[Tensor, ...], grad_output: Tensor, grad_lse: Tensor | None, rules: bool
 ) -> list[Tensor]:
     """Gradients of query, key, value and the rules' parameters."""
     query, key, value, output, lse = saved
@@ -295,7 +295,7 @@ def _taken(group: Group | None, grad_output: Tensor, delta: Tensor, lse: Tensor)
     )
 
 
-def _store(group: Group | None, into: tuple[Tensor, "..."], results: list[Tensor]) -> None:
+def _store(group: Group | None, into: tuple[Tensor, ...], results: list[Tensor]) -> None:
     """Write a layout's results to their places in the call's tensors."""
     for whole, result in zip(into, results, strict=True):
         if group is None:

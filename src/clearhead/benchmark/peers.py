@@ -23,7 +23,7 @@ __all__ = [
     "Call", "Groups", "ModuleWork", "TensorWork", "forbidden", "textbook",
 ]  # fmt: skip
 
-Groups: TypeAlias = tuple[tuple[Tensor, "..."], ...]
+Groups: TypeAlias = tuple[tuple[Tensor, ...], ...]
 Call: TypeAlias = Callable[[], Groups]
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 

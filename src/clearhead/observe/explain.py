@@ -99,7 +99,7 @@ def explain(
     return _explanation(ran, name, token, head, batch, _texts(ran.problem, tokens, key_tokens))
 
 
-def _from_tensors(tensors: tuple[Tensor, "..."], options: dict[str, Any], backend: str) -> Subject:
+def _from_tensors(tensors: tuple[Tensor, ...], options: dict[str, Any], backend: str) -> Subject:
     if len(tensors) != 3:
         raise ShapeError.about(
             "explain", "inputs", must="be key and value behind query", got=f"{len(tensors)} tensors",
@@ -114,7 +114,7 @@ def _from_tensors(tensors: tuple[Tensor, "..."], options: dict[str, Any], backen
 
 
 def _from_module(
-    model: nn.Module, inputs: tuple[Tensor, "..."], layer: int | str | None, options: dict[str, Any]
+    model: nn.Module, inputs: tuple[Tensor, ...], layer: int | str | None, options: dict[str, Any]
 ) -> tuple[Subject, str | None]:
     given = {name: value for name, value in options.items() if value is not None}
     if isinstance(model, MultiHeadAttention):

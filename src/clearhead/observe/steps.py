@@ -36,7 +36,7 @@ class Subject:
     heads: Float[Tensor, "batch heads q_len value_dim"]
     backend: str
     module: MultiHeadAttention | None = None
-    sources: tuple[Tensor, "..."] = ()
+    sources: tuple[Tensor, ...] = ()
     output: Float[Tensor, "batch q_len embed_dim"] | None = None
 
     def place(self, batch: int, head: int, token: int) -> Place:
