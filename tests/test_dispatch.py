@@ -69,3 +69,15 @@ def test_refused_sizes_say_their_number() -> None:
     query = torch.zeros(1, 64, 4096, 1)
     reasons = ch.explain_dispatch(query, query, query, want=ch.Want(received=True)).reasons["reference"]
     assert reasons == ("would hold 1,073,741,824 scores at once (limit 268,435,456)",)
+
+
+def test_long_documents_need_no_square_mask() -> None:
+    """Padding is one row a document and causal order a flag, however long the documents are."""
+    lengths = [5000, 4500]
+    query = torch.randn(1, 1, sum(lengths), 4)
+    for mask in (ch.Documents(lengths=lengths), ch.Documents(lengths=lengths) & ch.Causal()):
+        assert ch.explain_dispatch(query, query, query, mask=mask).choice == "sdpa"
+        found = ch.attention(query, query, query, mask=mask)
+        torch.testing.assert_close(found, ch.attention(query, query, query, mask=mask, backend="tiled"))
+    windowed = ch.Documents(lengths=lengths) & ch.Window(3)
+    assert ch.explain_dispatch(query, query, query, mask=windowed).choice == "tiled"

@@ -12,7 +12,7 @@ from clearhead.demo.training import Recipe, log_probabilities, new_model
 from clearhead.demo.words import beside, blocks
 from clearhead.inspector import unpack_floats, validate
 from clearhead.inspector.schema import STEPS
-from clearhead.nn.models import SequenceClassifier
+from clearhead.nn import SequenceClassifier
 from clearhead.observe.explain import explain
 
 

@@ -13,7 +13,7 @@ from clearhead.demo.exact import Agreement, compare, exact
 from clearhead.demo.inside import influence, layers_on, most_telling
 from clearhead.demo.speed import as_torch, measure
 from clearhead.demo.training import Recipe, log_probabilities, new_model
-from clearhead.nn.models import SequenceClassifier
+from clearhead.nn import SequenceClassifier
 from clearhead.observe.capture import attention_modules
 from clearhead.observe.explain import explain
 

@@ -54,11 +54,18 @@ def _mask_entries(problem: Problem) -> int:
     if not problem.scores and (_sees_all(problem) or _plain_causal(problem)):
         return 0
     documents = documents_in(problem)
-    if documents is not None:
+    if documents is not None and problem.mask is not None:
+        if _needs_no_square(problem, rest_of(problem.mask, documents)):
+            return 0
         return sum(int(group.slots.shape[0] * group.slots.shape[1] ** 2) for group in groups(documents))
     batch, heads = carried_sizes(problem.mask) if problem.mask is not None else (1, 1)
     heads = max([heads, *(problem.num_heads for _ in problem.scores)])
     return batch * heads * problem.q_len * problem.k_len
+
+
+def _needs_no_square(problem: Problem, rest: list[Mask]) -> bool:
+    """Whether documents beside ``rest`` ask torch for its causal flag or a row of padding at most."""
+    return not problem.scores and all(isinstance(part, Causal) for part in rest)
 
 
 def _sees_all(problem: Problem) -> bool:
@@ -106,7 +113,7 @@ def _group_bounds(problem: Problem, group: Group, rest: list[Mask]) -> _Bounds:
     """What torch needs to be told for a group of documents."""
     whole = bool(group.valid.all())
     # Padding stands at the right, where a causal query of a real token does not look.
-    if not problem.scores and all(isinstance(part, Causal) for part in rest) and (rest or whole):
+    if _needs_no_square(problem, rest) and (rest or whole):
         return None, bool(rest), None
     _, head, _, _ = problem.indices()
     indices = (

@@ -22,7 +22,7 @@ from clearhead.demo.training import Recipe, log_probabilities, new_model, train
 from clearhead.errors import DataError, ShapeError
 from clearhead.functional import observe_attention
 from clearhead.inspector.page import write_page
-from clearhead.nn.models import SequenceClassifier
+from clearhead.nn import SequenceClassifier
 from clearhead.observe.explain import explain
 from clearhead.statistics import Want
 from clearhead.train.files import write_json

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.demo.digits import CLASSES, INTENSITIES, TOKENS, Digits, jittered, shifted
-from clearhead.nn.models import SequenceClassifier
+from clearhead.nn import SequenceClassifier
 from clearhead.shapes import Float
 from clearhead.train.batches import Batch
 from clearhead.train.engine import Engine, Outcome, Weighed, seeded

@@ -2,8 +2,10 @@
 
 from clearhead.nn.attention import MultiHeadAttention
 from clearhead.nn.blocks import DecoderBlock, EncoderBlock
+from clearhead.nn.classifier import SequenceClassifier
+from clearhead.nn.encoder_decoder import EncoderDecoder
 from clearhead.nn.feedforward import FeedForward
-from clearhead.nn.models import EncoderDecoder, LanguageModel, SequenceClassifier
+from clearhead.nn.language_model import LanguageModel
 from clearhead.nn.stacks import Decoder, DecoderCache, Encoder
 
 __all__ = [
