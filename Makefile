@@ -3,27 +3,39 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NATIVE := $(PYTHON) tools/build_native.py
+# Code 3 is a machine with nothing to build with; a build that fails must not leave the tests with an old library.
+NATIVE_IF_ABLE := $(NATIVE) || [ $$? -eq 3 ]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench quality clean
+.PHONY: help setup native test-native demo test lint format bench quality clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
 
 # A torch asked for by name is installed even when everything else is up to date.
 ifdef TORCH
 .PHONY: $(READY)
 endif
 
-setup: $(READY) ## make .venv and install clearhead into it (does nothing when up to date)
+setup: $(READY) ## make .venv, install clearhead into it, build its CPU kernels (only what is not up to date)
+	@$(NATIVE) || true
 
 $(READY): pyproject.toml constraints.txt tools/setup_env.py
 	@$(PYTHON) tools/setup_env.py $(if $(TORCH),--torch "$(TORCH)")
 
+native: ## build the CPU kernels, only what changed
+	@$(NATIVE)
+
+test-native: ## the kernels' own tests, under AddressSanitizer and UBSan
+	@$(NATIVE) --tests
+
 demo: $(READY) ## train, explain and check a classifier of digits; writes one page
+	@$(NATIVE) || true
 	@$(BIN)/clearhead demo $(ARGS)
 
 test: $(READY) ## run the tests (make test ARGS="-k masks")
+	@$(NATIVE_IF_ABLE)
 	@$(BIN)/python -m pytest $(ARGS)
 
 lint: $(READY) ## style, types and the import contract
@@ -37,10 +49,12 @@ format: $(READY) ## rewrite the files in the common style
 	@$(BIN)/ruff format .
 
 bench: $(READY) ## measure clearhead against PyTorch on this machine
+	@$(NATIVE_IF_ABLE)
 	@$(BIN)/clearhead bench $(ARGS)
 
 quality: $(READY) ## the long training runs behind benchmarks/RESULTS.md
 	@$(BIN)/python benchmarks/quality.py $(ARGS)
 
 clean: ## remove the environment, the caches and what was built
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist src/clearhead/_native .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find native/editable -mindepth 1 ! -name CMakeLists.txt -delete

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.backends import native
 from clearhead.dispatch import BACKENDS, backend_names
 from tests.problems import tensors
 
@@ -14,25 +15,35 @@ def _choice(**options: object) -> str | None:
     return ch.explain_dispatch(*tensors(), **options).choice  # type: ignore[arg-type]
 
 
+def _or_native(without: str) -> str:
+    """The kernels where they are built, else what takes over."""
+    return without if native.BACKEND.capability.requires() else "native"
+
+
 def test_first_that_can() -> None:
-    assert _choice() == "sdpa"
-    assert _choice(mask=ch.Causal() & ch.Padding([3, 13])) == "sdpa"
-    assert _choice(scores=ch.SoftCap(2.0)) == "tiled"
-    assert _choice(dropout=0.1) == "tiled"
-    assert _choice(want=ch.Want(lse=True)) == "tiled"
+    assert _choice() == _or_native("sdpa")
+    assert _choice(mask=ch.Causal() & ch.Padding([3, 13])) == _or_native("sdpa")
+    assert _choice(scores=ch.SoftCap(2.0)) == _or_native("tiled")
+    assert _choice(dropout=0.1) == _or_native("tiled")
+    assert _choice(want=ch.Want(lse=True)) == _or_native("tiled")
+    assert _choice(want=ch.Want(max_score=True)) == "tiled"
+    assert _choice(scores=ch.ScoreFunction(lambda score, b, h, i, j: score)) == "tiled"
     assert _choice(want=ch.Want(received=True)) == "reference"
     assert _choice(want=ch.Want(received=True), backend="tiled") is None
 
 
 def test_a_mask_too_large_to_write_out_goes_to_the_tiles() -> None:
     query = torch.zeros(1, 1, 8192, 8)
-    assert ch.explain_dispatch(query, query, query, mask=ch.Window(10)).choice == "tiled"
-    assert ch.explain_dispatch(query, query, query, mask=ch.Causal()).choice == "sdpa"
+    reasons = ch.explain_dispatch(query, query, query, mask=ch.Window(10)).reasons["sdpa"]
+    assert reasons == ("would need a mask of 67,108,864 entries (limit 16,777,216)",)
+    assert not ch.explain_dispatch(query, query, query, mask=ch.Causal()).reasons["sdpa"]
+    longer = torch.zeros(1, 1, 8193, 8)
+    assert ch.explain_dispatch(longer, longer, longer, mask=ch.Strided(3)).choice == "tiled"
 
 
 def test_report_names_the_choice_and_every_reason() -> None:
     text = str(ch.explain_dispatch(*tensors(), scores=ch.SoftCap(2.0), dropout=0.1))
-    assert text.splitlines()[0] == "backend: tiled"
+    assert text.splitlines()[0] == f"backend: {_or_native('tiled')}"
     assert "cannot apply SoftCap to scores; cannot reproduce dropout from a seed" in text
     for name in backend_names():
         assert f"  {name} " in text
@@ -76,8 +87,8 @@ def test_long_documents_need_no_square_mask() -> None:
     lengths = [5000, 4500]
     query = torch.randn(1, 1, sum(lengths), 4)
     for mask in (ch.Documents(lengths=lengths), ch.Documents(lengths=lengths) & ch.Causal()):
-        assert ch.explain_dispatch(query, query, query, mask=mask).choice == "sdpa"
-        found = ch.attention(query, query, query, mask=mask)
+        assert not ch.explain_dispatch(query, query, query, mask=mask).reasons["sdpa"]
+        found = ch.attention(query, query, query, mask=mask, backend="sdpa")
         torch.testing.assert_close(found, ch.attention(query, query, query, mask=mask, backend="tiled"))
     windowed = ch.Documents(lengths=lengths) & ch.Window(3)
-    assert ch.explain_dispatch(query, query, query, mask=windowed).choice == "tiled"
+    assert ch.explain_dispatch(query, query, query, mask=windowed).reasons["sdpa"]

@@ -57,6 +57,7 @@ def main() -> None:
             _say(f"torch {kept} is already here and is kept")
         write_pins(torch=kept)
         install_clearhead()
+        install_cmake()
     except CommandFailed as failure:
         _stop(f"{failure}. The whole output is in {LOG.relative_to(ROOT)}.")
     READY.touch()
@@ -128,6 +129,17 @@ def install_clearhead() -> None:
         _run(title, *pip, "--force-reinstall", "--no-deps", *absent)
 
 
+def install_cmake() -> None:
+    """Bring CMake and Ninja into .venv where there is a compiler but no CMake to drive it."""
+    compilers = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    if shutil.which("cmake") or (VENV / "bin" / "cmake").exists() or not any(shutil.which(c) for c in compilers if c):
+        return
+    try:
+        _run("installing cmake and ninja", PYTHON, "-m", "pip", "install", "--constraint", PINS, "cmake", "ninja")
+    except CommandFailed as failure:
+        _say(f"no CMake could be had ({failure}), so the CPU kernels will not be built")
+
+
 def torch_version(python: Path) -> str | None:
     """The version of the torch that `python` imports, or None."""
     try:
@@ -195,7 +207,10 @@ def _run(title: str, *command: str | Path) -> None:
     _say(f"{title} ...")
     # pip reads the first name for build environments up to 25.2, the second from 25.3 on.
     pins = {"PIP_CONSTRAINT": str(PINS), "PIP_BUILD_CONSTRAINT": str(PINS)}
-    surroundings = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONUNBUFFERED": "1", **pins}
+    # The Makefile builds the kernels, so that a change to one is not a new installation.
+    kernels = {"SKBUILD_WHEEL_CMAKE": "false"}
+    speech = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONUNBUFFERED": "1"}
+    surroundings = {**os.environ, **speech, **pins, **kernels}
     lines = []
     with (
         LOG.open("a", encoding="utf-8") as log,

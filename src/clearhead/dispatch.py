@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from clearhead.backends import flex, reference, sdpa, tiled
+from clearhead.backends import flex, native, reference, sdpa, tiled
 from clearhead.backends.capability import Backend
 from clearhead.errors import UnsupportedError
 from clearhead.problem import Problem
@@ -16,7 +16,7 @@ from clearhead.statistics import Observation, Want
 __all__ = ["BACKENDS", "DispatchReport", "backend_names", "choose", "report", "run"]
 
 #: In order of preference: "auto" takes the first that has no reason against the problem.
-BACKENDS: tuple[Backend, ...] = (sdpa.BACKEND, flex.BACKEND, tiled.BACKEND, reference.BACKEND)
+BACKENDS: tuple[Backend, ...] = (native.BACKEND, sdpa.BACKEND, flex.BACKEND, tiled.BACKEND, reference.BACKEND)
 
 
 @dataclass(frozen=True)

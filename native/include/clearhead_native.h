@@ -1,0 +1,137 @@
+/* The plain C interface of the CPU kernels: one description, two calls.
+ *
+ * Nothing here knows torch. Whoever calls fills a `ch_attention`, with `size` set to `sizeof(ch_attention)` and
+ * every field that is not used set to zero, and gets 0 back, or a code that `ch_message` puts into words. Sizes,
+ * strides and pointers are checked against each other before any of them is followed.
+ *
+ * Strides count elements, not bytes. The last axis of query, key, value, output and their gradients is
+ * contiguous; every other stride is free, also 0 for what is only read.
+ */
+#ifndef CLEARHEAD_NATIVE_H
+#define CLEARHEAD_NATIVE_H
+
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define CH_EXPORT __declspec(dllexport)
+#else
+#define CH_EXPORT __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Raised whenever `ch_attention` or the meaning of a field changes. */
+#define CH_ABI 1
+#define CH_MAX_HEAD_DIM 256
+#define CH_MAX_RUNS 4
+#define CH_MAX_RULES 8
+
+enum ch_dtype { CH_FLOAT32 = 0, CH_BFLOAT16 = 1, CH_FLOAT16 = 2 };
+
+enum ch_rule_kind {
+  CH_RULE_SLOPE = 1,    /* score -= data[head] * |q_pos - k_pos|                                   (Alibi) */
+  CH_RULE_RELATIVE = 2, /* score += data[head, clip(q_pos - k_pos, -reach, reach) + reach]  (RelativeBias) */
+  CH_RULE_DENSE = 3,    /* score += data[batch, head, query, key]                              (DenseBias) */
+  CH_RULE_SOFTCAP = 4,  /* score = value * tanh(score / value)                                   (SoftCap) */
+};
+
+enum ch_code {
+  CH_OK = 0,
+  CH_BAD_SIZE = 1,      /* `size` or `abi` is not this library's                                            */
+  CH_BAD_SHAPE = 2,     /* a count is negative, too large, or does not divide                               */
+  CH_BAD_DTYPE = 3,     /* no such dtype                                                                    */
+  CH_BAD_POINTER = 4,   /* a tensor that is needed is null                                                  */
+  CH_BAD_STRIDE = 5,    /* a stride is negative, or rows that are written overlap                           */
+  CH_BAD_MASK = 6,      /* runs, intervals, table or block size do not fit                                  */
+  CH_BAD_RULE = 7,      /* no such rule, or its numbers do not fit                                          */
+  CH_BAD_OPTION = 8,    /* scale, dropout or threads out of range                                           */
+  CH_BAD_ISA = 9,       /* the processor lacks the instruction set asked for                                */
+  CH_NO_MEMORY = 10,    /* scratch memory could not be had; nothing was written                             */
+  CH_NOT_FINITE = 11,   /* backward: NaN or inf in query, key or value under a mask; gradients not written  */
+};
+
+/* A tensor [batch, heads, rows, last axis contiguous]; strides in elements. */
+typedef struct ch_tensor {
+  void* data;
+  int64_t batch, head, row;
+} ch_tensor;
+
+/* A table [batch, heads, rows, columns] of which any stride may be 0. */
+typedef struct ch_table {
+  const void* data;
+  int64_t batch, head, row, column;
+} ch_table;
+
+typedef struct ch_rule {
+  int32_t kind;
+  int32_t reserved;
+  float value;          /* CH_RULE_SOFTCAP: the cap                                                         */
+  int32_t reach;        /* CH_RULE_RELATIVE: R                                                              */
+  ch_table table;       /* float32. SLOPE: [heads]; RELATIVE: [heads, 2R+1]; DENSE: [batch, heads, q, k],
+                           column stride 0 or 1                                                             */
+  /* float32, written by backward when not null; zeroed by the caller. RELATIVE: [heads, 2R+1] with the
+     strides `grad_head` and 1, summed over what the table shares; DENSE: laid out by the grad_* strides. */
+  float* grad;
+  int64_t grad_batch, grad_head, grad_row;
+} ch_rule;
+
+typedef struct ch_attention {
+  uint32_t size;        /* sizeof(ch_attention)                                                             */
+  uint32_t abi;         /* CH_ABI                                                                           */
+  int32_t isa;          /* index of an instruction set, or -1: the best that the processor has              */
+  int32_t threads;      /* at least 1                                                                       */
+  int32_t dtype;        /* ch_dtype of query, key, value, output and their gradients                        */
+  int32_t num_rules;
+  int64_t batch, heads, kv_heads, q_len, k_len, head_dim, value_dim;
+  int64_t query_offset; /* absolute position of the first query                                             */
+  double scale;
+  double dropout;       /* probability; 0 switches it off; kept where a word is at least dropout * 2**32    */
+  uint64_t seed;
+
+  ch_tensor query, key, value, output;
+  float* output32;      /* [batch, heads, q_len, value_dim] contiguous, or null: the output unrounded       */
+  float* lse;           /* [batch, heads, q_len] contiguous, or null: natural logarithm                     */
+  float* softmax;       /* [batch, heads, q_len, 2] contiguous, or null: a row's largest score in base 2 and
+                           the reciprocal of its sum, from which backward has the very weights of forward   */
+
+  /* The mask is the conjunction of what is given. */
+  int64_t before, after; /* keys from q_pos - before to q_pos + after; INT64_MAX for no bound               */
+  const int32_t* start;  /* runs [start, stop) of keys, ascending and disjoint: [batch, heads, q_len, runs] */
+  const int32_t* stop;   /* with the strides below and 1; null for none                                     */
+  int64_t run_batch, run_head, run_row;
+  int32_t runs;
+  int32_t block_size;    /* > 0: `blocks` is [batch, heads, q_pos / block_size, k_pos / block_size]         */
+  ch_table allowed;      /* bytes 0 or 1, one per query and key; null for none                              */
+  ch_table blocks;       /* bytes 0 or 1; null for none                                                     */
+  int64_t block_rows, block_columns;
+
+  ch_rule rules[CH_MAX_RULES]; /* applied in order                                                          */
+  const float* sink;     /* a logit per head, stride sink_head; null for none                               */
+  int64_t sink_head;
+
+  /* Backward only. It reads output32 (or output, where that is float32) and softmax as forward wrote them. */
+  ch_tensor grad_output; /* dtype of the tensors                                                            */
+  const float* grad_lse; /* [batch, heads, q_len] contiguous, or null                                       */
+  ch_tensor grad_query, grad_key, grad_value;
+  float* delta;          /* [batch, heads, q_len] contiguous, written: sum(grad_output * output) - grad_lse */
+} ch_attention;
+
+CH_EXPORT int ch_abi(void);
+CH_EXPORT int64_t ch_description_size(void);
+/* The instruction sets this library was built for, best first; null past the last. */
+CH_EXPORT const char* ch_isa_name(int index);
+/* Whether this processor can run it. */
+CH_EXPORT int ch_isa_usable(int index);
+/* The one that -1 stands for. */
+CH_EXPORT int ch_isa_best(void);
+
+CH_EXPORT int ch_forward(const ch_attention* work);
+CH_EXPORT int ch_backward(const ch_attention* work);
+CH_EXPORT const char* ch_message(int code);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

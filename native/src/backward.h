@@ -1,0 +1,465 @@
+// Backward: each tile of keys walks over the blocks of queries that see it, computes their weights again from the
+// saved largest score and sum (FlashAttention, Dao et al. 2022, algorithm 4), and keeps the gradients of its keys and values
+// near; the queries' gradients are summed in memory. Where there are few heads the keys are cut into chunks, each
+// with a sum of its own, added in order at the end: which chunks there are depends on the shape alone.
+#pragma once
+
+#include "work.h"
+
+namespace CH_NS {
+
+template <class M, class IO> struct Backward {
+  typedef typename M::number number;
+  typedef typename IO::type element;
+  static constexpr int BLOCK = 96;
+
+  const ch_attention& w;
+  int64_t group, blocks;
+  int tile, numbers, v_numbers, steps, v_steps, out, v_out;
+  int64_t tiles, chunks, chunk_tiles;
+  bool masked, plain, capped, share_batch, share_heads;
+  float base2;
+  Dropout dropout;
+  int64_t diagonals, learned;  // diagonal rules, and those of them with a gradient
+
+  struct Desk {
+    number *q, *g;    // rows of A
+    number *qb, *gb;  // the same as B
+    number *kt, *vt;  // panels
+    number* kn;       // rows of B
+    float *dk, *dv;
+    float *s, *dp, *slope, *keep;  // [MR][tile]
+    number *p, *ds;                // [BLOCK / PAIR][tile], A with rows along keys
+    number* dr;                    // [BLOCK][tile / PAIR], A with rows along queries
+    Row* row;
+    float *largest, *share, *delta;
+    float* diagonal;  // [group][diagonals][length]
+    Span* spans;      // [group][blocks]
+    number* staged;
+    float* dq;  // [group][q_len][out], where there is one chunk
+  };
+
+  explicit Backward(const ch_attention& work) : w(work) {
+    group = w.heads / w.kv_heads;
+    blocks = (w.q_len + BLOCK - 1) / BLOCK;
+    tile = has_tables(w) ? most(64, PW) : most(w.head_dim, w.value_dim) > 64 ? 128 : 256;
+    numbers = row_numbers<M>((int)w.head_dim);
+    v_numbers = row_numbers<M>((int)w.value_dim);
+    steps = (int)row_steps<M>(w.head_dim);
+    v_steps = (int)row_steps<M>(w.value_dim);
+    out = (int)round_up(w.head_dim, VL);
+    v_out = (int)round_up(w.value_dim, VL);
+    tiles = (w.k_len + tile - 1) / tile;
+    masked = is_masked(w);
+    plain = no_rules(w);
+    base2 = to_base2(w);
+    dropout = dropout_of(w);
+    diagonals = count_diagonal(w);
+    learned = 0;
+    capped = share_batch = share_heads = false;
+    for (int r = 0; r < w.num_rules; r++) {
+      const ch_rule& rule = w.rules[r];
+      learned += rule.kind == CH_RULE_RELATIVE && rule.grad != nullptr;
+      capped = capped || rule.kind == CH_RULE_SOFTCAP;
+      if (rule.kind != CH_RULE_DENSE || rule.grad == nullptr) continue;
+      // Rows of a bias that several heads add to: one thread takes them in turn.
+      share_batch = share_batch || (rule.grad_batch == 0 && w.batch > 1);
+      share_heads = share_heads || (rule.grad_head == 0 && w.kv_heads > 1);
+    }
+    int64_t units = (share_batch ? 1 : w.batch) * (share_heads ? 1 : w.kv_heads);
+    chunks = most((int64_t)1, least((32 + units - 1) / most(units, (int64_t)1), tiles * tile / 512));
+    chunk_tiles = most((int64_t)1, (tiles + chunks - 1) / chunks);
+    chunks = most((int64_t)1, (tiles + chunk_tiles - 1) / chunk_tiles);
+  }
+
+  int64_t desk_bytes(Desk& d, char* base) const {
+    Carver c{base};
+    constexpr bool single = M::PAIR == 1;
+    d.q = c.template take<number>((int64_t)BLOCK * numbers);
+    d.g = c.template take<number>((int64_t)BLOCK * v_numbers);
+    d.qb = single ? d.q : c.template take<number>((int64_t)BLOCK / M::PAIR * out);
+    d.gb = single ? d.g : c.template take<number>((int64_t)BLOCK / M::PAIR * v_out);
+    d.kt = c.template take<number>((int64_t)tile * numbers);
+    d.vt = c.template take<number>((int64_t)tile * v_numbers);
+    d.kn = c.template take<number>((int64_t)tile / M::PAIR * out);
+    d.dk = c.template take<float>((int64_t)tile * out);
+    d.dv = c.template take<float>((int64_t)tile * v_out);
+    d.s = c.template take<float>((int64_t)MR * tile);
+    d.dp = c.template take<float>((int64_t)MR * tile);
+    d.slope = c.template take<float>((int64_t)MR * tile);
+    d.keep = c.template take<float>((int64_t)MR * tile);
+    d.p = c.template take<number>((int64_t)BLOCK / M::PAIR * tile);
+    d.ds = c.template take<number>((int64_t)BLOCK / M::PAIR * tile);
+    d.dr = single ? d.ds : c.template take<number>((int64_t)BLOCK * tile / M::PAIR);
+    d.row = c.template take<Row>(BLOCK);
+    d.largest = c.template take<float>(BLOCK);
+    d.share = c.template take<float>(BLOCK);
+    d.delta = c.template take<float>(BLOCK);
+    d.diagonal = c.template take<float>(diagonals > 0 ? group * diagonals * diagonal_length(w) : 0);
+    d.spans = c.template take<Span>(group * blocks);
+    d.staged = c.template take<number>((int64_t)VL * most(numbers, v_numbers));
+    d.dq = chunks == 1 ? c.template take<float>(group * w.q_len * out) : nullptr;
+    return c.next - base;
+  }
+
+  // Sums that outlive a unit: gradients of queries by chunk, and of diagonals by chunk, batch and head.
+  struct Sums {
+    float* dq;
+    float* diagonal;
+  };
+
+  int64_t sums_bytes(Sums& s, char* base) const {
+    Carver c{base};
+    int64_t heads = chunks * w.batch * w.heads;
+    s.dq = c.template take<float>(chunks > 1 ? heads * w.q_len * out : 0);
+    s.diagonal = c.template take<float>(learned > 0 ? heads * learned * diagonal_length(w) : 0);
+    return c.next - base;
+  }
+
+  int64_t sums_place(int64_t chunk, int64_t b, int64_t h) const { return (chunk * w.batch + b) * w.heads + h; }
+
+  void write_delta(int threads) const {
+    bool unrounded = w.output32 != nullptr;
+    parallel(threads, w.batch * w.heads, [&](int64_t unit) {
+      int64_t b = unit / w.heads, h = unit % w.heads;
+      for (int64_t i = 0; i < w.q_len; i++) {
+        int64_t place = row_index(w, b, h, i);
+        const element* g = at<IO>(w.grad_output, b, h, i);
+        const float* o = unrounded ? w.output32 + place * w.value_dim : at<Float32>(w.output, b, h, i);
+        vf sum = (vf){};
+        int c = 0;
+        for (; c + VL <= w.value_dim; c += VL) sum += get_vector<IO>(g + c) * load(o + c);
+        float total = sum_of(sum);
+        for (; c < w.value_dim; c++) total += get_one<IO>(g + c) * o[c];
+        w.delta[place] = w.grad_lse != nullptr ? total - w.grad_lse[place] : total;
+      }
+    });
+  }
+
+  // Zero weight times NaN is NaN, so under a mask such a call is the caller's to clean.
+  void check_finite(int threads, Fault& fault) const {
+    parallel(threads, w.batch * w.heads, [&](int64_t unit) {
+      int64_t b = unit / w.heads, h = unit % w.heads;
+      bool fine = all_finite<IO>(at<IO>(w.query, b, h, 0), w.query.row, w.q_len, (int)w.head_dim);
+      if (h < w.kv_heads) {
+        fine = fine && all_finite<IO>(at<IO>(w.key, b, h, 0), w.key.row, w.k_len, (int)w.head_dim);
+        fine = fine && all_finite<IO>(at<IO>(w.value, b, h, 0), w.value.row, w.k_len, (int)w.value_dim);
+      }
+      if (!fine) fault.set(CH_NOT_FINITE);
+    });
+  }
+
+  void pack_keys(int64_t b, int64_t kh, int64_t t0, int count, Desk& d) const {
+    const element* key = at<IO>(w.key, b, kh, t0);
+    pack_panels<M, IO>(key, w.key.row, count, (int)w.head_dim, d.kt, d.staged);
+    pack_panels<M, IO>(at<IO>(w.value, b, kh, t0), w.value.row, count, (int)w.value_dim, d.vt, d.staged);
+    pack_rows<M, IO>(key, w.key.row, count, (int)w.head_dim, d.kn, out);
+    memset(d.dk, 0, (size_t)tile * out * sizeof(float));
+    memset(d.dv, 0, (size_t)tile * v_out * sizeof(float));
+  }
+
+  void open_block(int64_t b, int64_t h, int64_t first, int count, Desk& d) const {
+    const element* query = at<IO>(w.query, b, h, first);
+    const element* grad = at<IO>(w.grad_output, b, h, first);
+    for (int r = 0; r < count; r++) {
+      get_numbers<M, IO>(query + r * w.query.row, (int)w.head_dim, d.q + (int64_t)r * numbers, numbers);
+      get_numbers<M, IO>(grad + r * w.grad_output.row, (int)w.value_dim, d.g + (int64_t)r * v_numbers, v_numbers);
+      int64_t place = row_index(w, b, h, first + r);
+      d.row[r] = mask_row(w, b, h, first + r);
+      d.largest[r] = w.softmax[2 * place];
+      d.share[r] = w.softmax[2 * place + 1];
+      d.delta[r] = w.delta[place];
+    }
+    if constexpr (M::PAIR == 2) {
+      pack_rows<M, IO>(query, w.query.row, count, (int)w.head_dim, d.qb, out);
+      pack_rows<M, IO>(grad, w.grad_output.row, count, (int)w.value_dim, d.gb, v_out);
+    }
+  }
+
+  // Weights and gradients of scores of `count` rows, in floats, over columns [c0, c1r) of the tile.
+  void differentiate(int64_t b, int64_t h, int64_t first, int r0, int count, int64_t t0, int c0, int c1, Desk& d,
+                     const float* diagonal, float* diagonal_grads) const {
+    int c1r = (int)round_up(c1, VL);
+    for (int p = c0 / PW; p * PW < c1; p++) {
+      int from = most(c0, p * PW), to = least(c1r, (p + 1) * PW), vecs = (to - from) / VL;
+      int64_t inside = from - p * PW;
+      product<M, SET>(count, vecs, steps, d.q + (int64_t)r0 * numbers, numbers, 1,
+                      d.kt + (int64_t)p * PW * numbers + inside, PW, d.s + from, tile);
+      product<M, SET>(count, vecs, v_steps, d.g + (int64_t)r0 * v_numbers, v_numbers, 1,
+                      d.vt + (int64_t)p * PW * v_numbers + inside, PW, d.dp + from, tile);
+    }
+    for (int r = 0; r < count; r++) {
+      float *s = d.s + r * tile, *dp = d.dp + r * tile, *slope = d.slope + r * tile;
+      const Row& row = d.row[r0 + r];
+      int64_t i = first + r0 + r;
+      if (!plain) apply_rules(w, diagonal, b, h, i, t0 + c0, c1 - c0, s + c0, capped ? slope + c0 : nullptr);
+      if (!sees_all(row, t0 + c0, t0 + c1r)) forbid(w, row, t0 + c0, c1r - c0, s + c0);
+      vf scale = all(base2), shift = all(d.largest[r0 + r]), share = all(d.share[r0 + r]);
+      vf delta = all(d.delta[r0 + r]);
+      if (!dropout.on) {
+        for (int c = c0; c < c1r; c += VL) {
+          vf e = exp2_of<5>(load(s + c) * scale - shift) * share;
+          store(s + c, e);
+          store(dp + c, e * (load(dp + c) - delta));
+        }
+      } else {
+        float* keep = d.keep + r * tile;
+        int from = c0 / (4 * VL) * (4 * VL);
+        for (int c = from; c < c1r; c += VL) store(keep + c, all(dropout.factor));
+        drop(dropout, (uint32_t)b, (uint32_t)h, (uint32_t)(w.query_offset + i), t0 + from, c1r - from, keep + from);
+        for (int c = c0; c < c1r; c += VL) {
+          vf e = exp2_of<5>(load(s + c) * scale - shift) * share, kept = load(keep + c);
+          store(s + c, e * kept);
+          store(dp + c, e * (load(dp + c) * kept - delta));
+        }
+      }
+      if (!plain) unapply_rules(b, h, i, t0, c0, c1, dp, slope, diagonal_grads);
+    }
+  }
+
+  // From the gradient of the last rule's result to that of the scaled score, and the rules' own gradients.
+  void unapply_rules(int64_t b, int64_t h, int64_t i, int64_t t0, int c0, int c1, float* ds, const float* slope,
+                     float* grads) const {
+    int64_t length = diagonal_length(w);
+    int64_t next = learned;
+    for (int r = w.num_rules - 1; r >= 0; r--) {
+      const ch_rule& rule = w.rules[r];
+      if (rule.kind == CH_RULE_SOFTCAP) {
+        for (int c = c0; c < c1; c += VL) store(ds + c, load(ds + c) * load(slope + c));
+      } else if (rule.grad != nullptr && rule.kind == CH_RULE_DENSE) {
+        float* line = rule.grad + b * rule.grad_batch + h * rule.grad_head + i * rule.grad_row + t0;
+        for (int c = c0; c < c1; c++) line[c] += ds[c];
+      } else if (rule.grad != nullptr && rule.kind == CH_RULE_RELATIVE) {
+        float* line = grads + --next * length + diagonal_start(w, i) + t0;
+        for (int c = c0; c < c1; c++) line[c] += ds[c];
+      }
+    }
+  }
+
+  // Rows of weights and score gradients to where the last three products read them; 0 in [left, right) beyond.
+  void spread(int r0, int count, int left, int right, int c0, int c1r, Desk& d) const {
+    for (int r = 0; r < count; r++) {
+      for (int which = 0; which < 2; which++) {
+        float* line = (which == 0 ? d.s : d.dp) + r * tile;
+        if (c1r <= c0) {
+          memset(line + left, 0, (size_t)(right - left) * sizeof(float));
+          continue;
+        }
+        memset(line + left, 0, (size_t)(c0 - left) * sizeof(float));
+        memset(line + c1r, 0, (size_t)(right - c1r) * sizeof(float));
+      }
+    }
+    if constexpr (M::PAIR == 1) {
+      for (int r = 0; r < count; r++) {
+        size_t bytes = (size_t)(right - left) * sizeof(float);
+        memcpy(d.p + (int64_t)(r0 + r) * tile + left, d.s + r * tile + left, bytes);
+        memcpy(d.ds + (int64_t)(r0 + r) * tile + left, d.dp + r * tile + left, bytes);
+      }
+    } else {
+#if defined(CH_BF16DOT)
+      static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                         8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+      __m512i interleave = _mm512_loadu_si512(order);
+      for (int r = 0; r < count; r += 2) {
+        // Without a second row the pair's other half must be 0.
+        bool both = r + 1 < count;
+        for (int c = left; c < right; c += VL) {
+          for (int which = 0; which < 2; which++) {
+            const float* line = (which == 0 ? d.s : d.dp) + r * tile + c;
+            __m512 one = _mm512_loadu_ps(line), other = both ? _mm512_loadu_ps(line + tile) : _mm512_setzero_ps();
+            __m512i joined = (__m512i)_mm512_cvtne2ps_pbh(other, one);
+            number* to = (which == 0 ? d.p : d.ds) + (int64_t)((r0 + r) / 2) * tile + c;
+            _mm512_storeu_si512(to, _mm512_permutexvar_epi16(interleave, joined));
+            if (which == 1) {
+              uint16_t* rows = (uint16_t*)d.dr + (int64_t)(r0 + r) * tile + c;
+              _mm256_storeu_si256((__m256i*)rows, _mm512_castsi512_si256(joined));
+              if (both) _mm256_storeu_si256((__m256i*)(rows + tile), _mm512_extracti64x4_epi64(joined, 1));
+            }
+          }
+        }
+      }
+#endif
+    }
+  }
+
+  void visit(int64_t b, int64_t h, int64_t block, int64_t t0, int keys, Desk& d, const float* diagonal,
+             float* diagonal_grads, float* dq) const {
+    int64_t first = block * BLOCK, t1 = t0 + keys;
+    int count = (int)least((int64_t)BLOCK, w.q_len - first);
+    open_block(b, h, first, count, d);
+    Span spans[BLOCK / MR + 1];
+    int low = INT32_MAX, high = 0;
+    for (int r0 = 0; r0 < count; r0 += MR) {
+      Span span{INT32_MAX, 0};
+      for (int r = r0; r < least(r0 + MR, count); r++) {
+        Span own = reach(w, d.row[r], t0, t1);
+        if (own.high <= own.low) continue;
+        span.low = least(span.low, (int)(own.low - t0));
+        span.high = most(span.high, (int)(own.high - t0));
+      }
+      if (span.high <= span.low) span = Span{0, 0};
+      spans[r0 / MR] = span;
+      if (span.high > 0) {
+        low = least(low, span.low);
+        high = most(high, span.high);
+      }
+    }
+    if (high <= low) return;
+    int left = low / VL * VL, right = (int)round_up(high, VL);
+    for (int r0 = 0; r0 < count; r0 += MR) {
+      int n = least(MR, count - r0);
+      Span span = spans[r0 / MR];
+      int c0 = span.low / VL * VL, c1 = span.high;
+      if (c1 > c0) differentiate(b, h, first, r0, n, t0, c0, c1, d, diagonal, diagonal_grads);
+      spread(r0, n, left, right, c0, (int)round_up(c1, VL), d);
+      if (c1 <= c0) continue;
+      for (int p = 0; p < out; p += PW)
+        product<M, ADD>(n, least(PW, out - p) / VL, row_steps<M>(c1 - c0),
+                        d.dr + ((int64_t)r0 * tile + c0) / M::PAIR, tile / M::PAIR, 1,
+                        d.kn + (int64_t)(c0 / M::PAIR) * out + p, out, dq + (first + r0) * out + p, out);
+    }
+    int64_t along = row_steps<M>(count);
+    for (int j = low; j < high; j += MR) {
+      int n = least(MR, high - j);
+      for (int p = 0; p < v_out; p += PW)
+        product<M, ADD>(n, least(PW, v_out - p) / VL, along, d.p + j, 1, tile, d.gb + p, v_out,
+                        d.dv + (int64_t)j * v_out + p, v_out);
+      for (int p = 0; p < out; p += PW)
+        product<M, ADD>(n, least(PW, out - p) / VL, along, d.ds + j, 1, tile, d.qb + p, out,
+                        d.dk + (int64_t)j * out + p, out);
+    }
+  }
+
+  void find_spans(int64_t b, int64_t kh, Desk& d) const {
+    for (int64_t g = 0; g < group; g++)
+      for (int64_t block = 0; block < blocks; block++) {
+        Span span{INT32_MAX, 0};
+        for (int64_t i = block * BLOCK; i < least((block + 1) * BLOCK, w.q_len); i++) {
+          Row row = mask_row(w, b, kh * group + g, i);
+          if (row.high <= row.low) continue;
+          span.low = least(span.low, (int)row.low);
+          span.high = most(span.high, (int)row.high);
+        }
+        d.spans[g * blocks + block] = span;
+      }
+  }
+
+  // One chunk of a key head's keys.
+  void do_chunk(int64_t b, int64_t kh, int64_t chunk, const Sums& sums, Desk& d) const {
+    int64_t length = diagonal_length(w), h0 = kh * group, rows = w.q_len * out;
+    float* dq = chunks == 1 ? d.dq : sums.dq + sums_place(chunk, b, h0) * rows;
+    memset(dq, 0, (size_t)(group * rows) * sizeof(float));
+    float* diagonal_grads = sums.diagonal + sums_place(chunk, b, h0) * learned * length;
+    if (learned > 0) memset(diagonal_grads, 0, (size_t)(group * learned * length) * sizeof(float));
+    for (int64_t g = 0; g < group && diagonals > 0; g++)
+      make_diagonals(w, h0 + g, d.diagonal + g * diagonals * length);
+    find_spans(b, kh, d);
+    for (int64_t t = chunk * chunk_tiles; t < least((chunk + 1) * chunk_tiles, tiles); t++) {
+      int64_t t0 = t * tile;
+      int keys = (int)least((int64_t)tile, w.k_len - t0);
+      pack_keys(b, kh, t0, keys, d);
+      for (int64_t g = 0; g < group; g++)
+        for (int64_t block = 0; block < blocks; block++) {
+          Span span = d.spans[g * blocks + block];
+          if (span.low >= t0 + keys || span.high <= t0) continue;
+          visit(b, h0 + g, block, t0, keys, d, d.diagonal + g * diagonals * length,
+                diagonal_grads + g * learned * length, dq + g * rows);
+        }
+      for (int j = 0; j < keys; j++) {
+        put_row<IO>(at<IO>(w.grad_key, b, kh, t0 + j), (int)w.head_dim, d.dk + (int64_t)j * out, (float)w.scale);
+        put_row<IO>(at<IO>(w.grad_value, b, kh, t0 + j), (int)w.value_dim, d.dv + (int64_t)j * v_out, 1.0f);
+      }
+    }
+    if (chunks > 1) return;
+    for (int64_t r = 0; r < group * w.q_len; r++)
+      put_row<IO>(at<IO>(w.grad_query, b, h0 + r / w.q_len, r % w.q_len), (int)w.head_dim, dq + r * out,
+                  (float)w.scale);
+  }
+
+  void add_chunks(int threads, const Sums& sums) const {
+    parallel(threads, w.batch * w.heads, [&](int64_t unit) {
+      int64_t b = unit / w.heads, h = unit % w.heads, rows = w.q_len * out;
+      float* first = sums.dq + sums_place(0, b, h) * rows;
+      for (int64_t chunk = 1; chunk < chunks; chunk++) {
+        const float* part = sums.dq + sums_place(chunk, b, h) * rows;
+        for (int64_t x = 0; x < rows; x += VL) store(first + x, load(first + x) + load(part + x));
+      }
+      for (int64_t i = 0; i < w.q_len; i++)
+        put_row<IO>(at<IO>(w.grad_query, b, h, i), (int)w.head_dim, first + i * out, (float)w.scale);
+    });
+  }
+
+  // Diagonal sums to tables of distances, in order and in double: a clipped distance gathers many.
+  void add_diagonals(const Sums& sums) const {
+    int64_t length = diagonal_length(w), next = 0;
+    for (int r = 0; r < w.num_rules; r++) {
+      const ch_rule& rule = w.rules[r];
+      if (rule.kind != CH_RULE_RELATIVE || rule.grad == nullptr) continue;
+      for (int64_t h = 0; h < w.heads; h++) {
+        double total = 0.0;
+        for (int64_t x = w.q_len + w.k_len - 2; x >= 0; x--) {
+          for (int64_t chunk = 0; chunk < chunks; chunk++)
+            for (int64_t b = 0; b < w.batch; b++)
+              total += sums.diagonal[(sums_place(chunk, b, h) * learned + next) * length + x];
+          int64_t distance = w.query_offset + w.q_len - 1 - x;
+          int64_t column = clip(distance, -rule.reach, rule.reach);
+          if (x > 0 && clip(distance + 1, -rule.reach, rule.reach) == column) continue;
+          rule.grad[h * rule.grad_head + column + rule.reach] += (float)total;
+          total = 0.0;
+        }
+      }
+      next++;
+    }
+  }
+
+  int run() const {
+    if (w.batch == 0 || w.q_len == 0 || w.k_len == 0) return empty();
+    double operations = 5.0 * (double)w.batch * (double)w.heads * (double)w.q_len * (double)w.k_len *
+                        (double)(w.head_dim + w.value_dim);
+    int threads = threads_for(w, operations);
+    Fault fault;
+    if (masked) check_finite(threads, fault);
+    if (fault.get() != CH_OK) return fault.get();
+    Sums sums, sizes;
+    int64_t bytes = sums_bytes(sizes, nullptr);
+    char* base = (char*)scratch(clearhead::SLOT_PARTIAL, (size_t)most(bytes, (int64_t)64));
+    if (base == nullptr) return CH_NO_MEMORY;
+    sums_bytes(sums, base);
+    write_delta(threads);
+    int64_t outer_b = share_batch ? 1 : w.batch, outer_h = share_heads ? 1 : w.kv_heads;
+    parallel(threads, outer_b * outer_h * chunks, [&](int64_t unit) {
+      // Early keys first: under a causal mask they have the most queries.
+      int64_t chunk = unit / (outer_b * outer_h), head = unit % (outer_b * outer_h);
+      Desk d, need;
+      char* work = (char*)scratch(clearhead::SLOT_WORK, (size_t)desk_bytes(need, nullptr));
+      if (work == nullptr) return fault.set(CH_NO_MEMORY);
+      desk_bytes(d, work);
+      int64_t b0 = head / outer_h, h0 = head % outer_h;
+      for (int64_t b = b0; b < (share_batch ? w.batch : b0 + 1); b++)
+        for (int64_t kh = h0; kh < (share_heads ? w.kv_heads : h0 + 1); kh++) do_chunk(b, kh, chunk, sums, d);
+    });
+    if (fault.get() == CH_OK && chunks > 1) add_chunks(threads, sums);
+    if (fault.get() == CH_OK && learned > 0) add_diagonals(sums);
+    clearhead::trim_scratch();
+    return fault.get();
+  }
+
+  // Without queries or without keys every gradient is 0.
+  int empty() const {
+    for (int64_t b = 0; b < w.batch; b++) {
+      for (int64_t h = 0; h < w.heads; h++)
+        for (int64_t i = 0; i < w.q_len; i++) {
+          memset(at<IO>(w.grad_query, b, h, i), 0, (size_t)w.head_dim * sizeof(element));
+          w.delta[row_index(w, b, h, i)] = 0.0f;
+        }
+      for (int64_t h = 0; h < w.kv_heads; h++)
+        for (int64_t j = 0; j < w.k_len; j++) {
+          memset(at<IO>(w.grad_key, b, h, j), 0, (size_t)w.head_dim * sizeof(element));
+          memset(at<IO>(w.grad_value, b, h, j), 0, (size_t)w.value_dim * sizeof(element));
+        }
+    }
+    return CH_OK;
+  }
+};
+
+}  // namespace CH_NS

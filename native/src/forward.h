@@ -1,0 +1,401 @@
+// Forward: blocks of rows walk over tiles of keys with a running maximum and sum (Milakov and Gimelshein 2018;
+// FlashAttention, Dao et al. 2022, algorithm 1), 6 rows at a time from first product to second, so that scores
+// never leave the first cache. The grouped heads of a key head are rows like any other and share its keys.
+#pragma once
+
+#include "work.h"
+
+namespace CH_NS {
+
+constexpr int ROWS = 96;  // rows of a block: how often a tile of keys is used while it is near
+
+template <class M, class IO> struct Forward {
+  typedef typename M::number number;
+  typedef typename IO::type element;
+
+  const ch_attention& w;
+  int64_t group, rows;      // query heads per key head; rows per key head
+  int tile, numbers, steps, out;  // keys of a tile; numbers of a row of A, and those to multiply; columns of O
+  int64_t tiles, k_numbers, v_numbers;  // per tile
+  int64_t splits, split_tiles, blocks;  // of keys; blocks of rows
+  bool whole;                           // units take all rows of a key head, and pack its keys themselves
+  bool masked, plain;
+  float base2;
+  Dropout dropout;
+  int64_t diagonal_floats;
+
+  struct Keys {
+    number* k;
+    number* v;
+    uint8_t* bad;  // per tile: values were not finite and are 0 here
+  };
+
+  // What a thread works in.
+  struct Desk {
+    number* q;       // [ROWS][numbers]
+    float* scores;   // [MR][tile]
+    uint16_t* half;  // [MR][tile], weights in bfloat16
+    float* o;        // [ROWS][out]
+    float* m;
+    float* l;        // [ROWS][VL]
+    Row* row;
+    float* diagonals;
+    number* staged;
+    float* line;
+  };
+
+  explicit Forward(const ch_attention& work) : w(work) {
+    group = w.heads / w.kv_heads;
+    rows = group * w.q_len;
+    blocks = (rows + ROWS - 1) / ROWS;
+    tile = has_tables(w) ? most(64, PW) : 256;
+    numbers = row_numbers<M>((int)w.head_dim);
+    steps = (int)row_steps<M>(w.head_dim);
+    out = (int)round_up(w.value_dim, VL);
+    tiles = (w.k_len + tile - 1) / tile;
+    k_numbers = (int64_t)tile * numbers;
+    v_numbers = row_steps<M>(tile) * out;
+    masked = is_masked(w);
+    plain = no_rules(w);
+    base2 = to_base2(w);
+    dropout = dropout_of(w);
+    diagonal_floats = count_diagonal(w) * diagonal_length(w) * group;
+    plan();
+  }
+
+  // Splitting keys depends on the shape alone, so that sums are the same with any number of threads.
+  void plan() {
+    int64_t heads = w.batch * w.kv_heads;
+    splits = 1;
+    if (rows <= 32 && heads < 64) splits = least((tiles * tile + 511) / 512, (64 + heads - 1) / most(heads, (int64_t)1));
+    splits = most(splits, (int64_t)1);
+    split_tiles = (tiles + splits - 1) / splits;
+    splits = split_tiles > 0 ? (tiles + split_tiles - 1) / split_tiles : 1;
+    whole = splits == 1 && heads >= 4 * w.threads;
+    if (w.threads == 1 && splits == 1) whole = true;
+    if (splits == 1 && heads % w.threads == 0 && heads / w.threads < 64) whole = true;
+  }
+
+  void pack_tile(int64_t b, int64_t kh, int64_t t, number* k, number* v, uint8_t* bad, Desk& d) const {
+    int64_t first = t * tile;
+    int count = (int)least((int64_t)tile, w.k_len - first);
+    pack_panels<M, IO>(at<IO>(w.key, b, kh, first), w.key.row, count, (int)w.head_dim, k, d.staged);
+    const element* values = at<IO>(w.value, b, kh, first);
+    pack_rows<M, IO>(values, w.value.row, count, (int)w.value_dim, v, out);
+    *bad = masked && !all_finite<IO>(values, w.value.row, count, (int)w.value_dim);
+    if (*bad) clean_values(v, count);
+  }
+
+  // Zero weight times NaN is NaN: values that are not finite wait until it is known who attends to them.
+  void clean_values(number* v, int count) const {
+    for (int64_t x = 0; x < row_steps<M>(count) * out; x++) {
+      if constexpr (M::PAIR == 1) {
+        if (!(v[x] - v[x] == 0.0f)) v[x] = 0.0f;
+      } else {
+        uint32_t pair = (uint32_t)v[x];
+        if ((pair & 0x7f800000) == 0x7f800000) pair &= 0x0000ffff;
+        if ((pair & 0x00007f80) == 0x00007f80) pair &= 0xffff0000;
+        v[x] = pair;
+      }
+    }
+  }
+
+  int64_t desk_bytes(Desk& d, char* base) const {
+    Carver c{base};
+    d.q = c.template take<number>((int64_t)ROWS * numbers);
+    d.scores = c.template take<float>((int64_t)MR * tile);
+    d.half = c.template take<uint16_t>((int64_t)MR * tile);
+    d.o = c.template take<float>((int64_t)ROWS * out);
+    d.m = c.template take<float>(ROWS);
+    d.l = c.template take<float>((int64_t)ROWS * VL);
+    d.row = c.template take<Row>(ROWS);
+    d.diagonals = c.template take<float>(diagonal_floats);
+    d.staged = c.template take<number>((int64_t)VL * numbers);
+    d.line = c.template take<float>(out);
+    return c.next - base;
+  }
+
+  int64_t keys_bytes(Keys& k, char* base, int64_t heads, int64_t count) const {
+    Carver c{base};
+    k.k = c.template take<number>(heads * count * k_numbers);
+    k.v = c.template take<number>(heads * count * v_numbers);
+    k.bad = c.template take<uint8_t>(heads * count);
+    return c.next - base;
+  }
+
+  // Rows [first, first + count) of a key head: queries, masks, and empty sums.
+  Span begin_block(int64_t b, int64_t kh, int64_t first, int count, Desk& d) const {
+    Span span{INT32_MAX, 0};
+    for (int r = 0; r < count; r++) {
+      int64_t h = kh * group + (first + r) / w.q_len, i = (first + r) % w.q_len;
+      get_numbers<M, IO>(at<IO>(w.query, b, h, i), (int)w.head_dim, d.q + (int64_t)r * numbers, numbers);
+      d.row[r] = mask_row(w, b, h, i);
+      d.m[r] = -INF;
+      store(d.l + r * VL, (vf){});
+      if (d.row[r].high > d.row[r].low) {
+        span.low = least(span.low, (int)d.row[r].low);
+        span.high = most(span.high, (int)d.row[r].high);
+      }
+    }
+    memset(d.o, 0, (size_t)count * out * sizeof(float));
+    return span;
+  }
+
+  // Scores to weights for one row; returns the factor on what was summed before.
+  CH_INLINE float weigh(float* s, uint16_t* half, int c0, int c1, float& largest, float* total) const {
+    constexpr int DEGREE = M::PAIR == 1 ? 5 : 4;
+    vf most_score = load(s + c0);
+    for (int c = c0 + VL; c < c1; c += VL) most_score = vmax(most_score, load(s + c));
+    float before = largest, now = max_of(most_score) * base2;
+    if (!(now > before)) now = before;
+    largest = now;
+    float factor = now == before ? 1.0f : exp2_of<5>(all(before - now))[0];
+    vf shift = all(now == -INF ? 0.0f : now), scale = all(base2);
+    vf sum = load(total) * all(factor);
+    for (int c = c0; c < c1; c += VL) {
+      vf e = exp2_of<DEGREE>(load(s + c) * scale - shift);
+      sum += e;
+      if constexpr (M::PAIR == 1)
+        store(s + c, e);
+      else
+        put_vector<BFloat16>(half + c, e);
+    }
+    store(total, sum);
+    return factor;
+  }
+
+  // `count` rows of a block against one tile.
+  void visit(int64_t b, int64_t kh, int64_t first, int r0, int count, int64_t t, const number* k, const number* v,
+             bool bad, Desk& d) const {
+    int64_t t0 = t * tile, t1 = least(t0 + tile, w.k_len);
+    Span span{INT32_MAX, 0};
+    for (int r = 0; r < count; r++) {
+      Span own = reach(w, d.row[r0 + r], t0, t1);
+      if (own.high <= own.low) continue;
+      span.low = least(span.low, own.low);
+      span.high = most(span.high, own.high);
+    }
+    if (span.high <= span.low) return;
+    int c0 = (span.low - (int)t0) / VL * VL, c1 = span.high - (int)t0, c1r = (int)round_up(c1, VL);
+    for (int p = c0 / PW; p * PW < c1; p++) {
+      int from = most(c0, p * PW), to = least(c1r, (p + 1) * PW);
+      product<M, SET>(count, (to - from) / VL, steps, d.q + (int64_t)r0 * numbers, numbers, 1,
+                      k + (int64_t)p * PW * numbers + (from - p * PW), PW, d.scores + from, tile);
+    }
+    float factor[MR];
+    for (int r = 0; r < count; r++) {
+      float* s = d.scores + r * tile;
+      const Row& row = d.row[r0 + r];
+      int64_t h = kh * group + (first + r0 + r) / w.q_len, i = (first + r0 + r) % w.q_len;
+      if (!plain)
+        apply_rules(w, d.diagonals + (h - kh * group) * (diagonal_floats / group), b, h, i, t0 + c0, c1 - c0, s + c0,
+                    nullptr);
+      if (!sees_all(row, t0 + c0, t0 + c1r)) forbid(w, row, t0 + c0, c1r - c0, s + c0);
+      factor[r] = weigh(s, d.half + r * tile, c0, c1r, d.m[r0 + r], d.l + (r0 + r) * VL);
+      if (dropout.on) drop_row(b, h, i, t0, c0, c1, s, d.half + r * tile);
+    }
+    const number* weights = (M::PAIR == 1 ? (const number*)d.scores : (const number*)d.half) + c0 / M::PAIR;
+    for (int p = 0; p < out; p += PW)
+      product<M, SCALE_ADD>(count, least(PW, out - p) / VL, row_steps<M>(c1 - c0), weights, tile / M::PAIR, 1,
+                            v + (int64_t)(c0 / M::PAIR) * out + p, out, d.o + (int64_t)r0 * out + p, out, factor);
+    if (bad) add_bad_values(b, kh, r0, count, t0, c0, c1, d);
+  }
+
+  void drop_row(int64_t b, int64_t h, int64_t i, int64_t t0, int c0, int c1, float* s, uint16_t* half) const {
+    uint32_t q_pos = (uint32_t)(w.query_offset + i);
+    int from = c0 / (4 * VL) * (4 * VL);
+    if constexpr (M::PAIR == 1) {
+      drop(dropout, (uint32_t)b, (uint32_t)h, q_pos, t0 + from, c1 - from, s + from);
+    } else {
+      // Which ones fall is found on ones, in the row of scores that nobody needs any more.
+      for (int c = from; c < c1; c += VL) store(s + c, all(1.0f));
+      drop(dropout, (uint32_t)b, (uint32_t)h, q_pos, t0 + from, c1 - from, s + from);
+      for (int c = c0; c < c1; c++) half[c] = s[c] != 0.0f ? half[c] : 0;
+    }
+  }
+
+  void add_bad_values(int64_t b, int64_t kh, int r0, int count, int64_t t0, int c0, int c1,
+                      Desk& d) const {
+    for (int c = c0; c < c1; c++) {
+      const element* value = at<IO>(w.value, b, kh, t0 + c);
+      if (all_finite<IO>(value, 0, 1, (int)w.value_dim)) continue;
+      get_row<IO>(value, (int)w.value_dim, d.line, out);
+      for (int r = 0; r < count; r++) {
+        if (!may_attend(w, d.row[r0 + r], t0 + c)) continue;
+        float weight = M::PAIR == 1 ? d.scores[r * tile + c] : get_one<BFloat16>(d.half + r * tile + c);
+        for (int x = 0; x < w.value_dim; x++)
+          if (!(d.line[x] - d.line[x] == 0.0f)) d.o[(int64_t)(r0 + r) * out + x] += weight * d.line[x];
+      }
+    }
+  }
+
+  // Divides by the sum and writes a row out.
+  void finish(int64_t b, int64_t h, int64_t i, float* o, float largest, float total) const {
+    if (w.sink != nullptr) {
+      float logit = w.sink[h * w.sink_head] * LOG2E, now = logit > largest ? logit : largest;
+      // A logit of -inf beside no keys leaves the row empty.
+      if (now != -INF) {
+        float factor = exp2_of<5>(all(largest - now))[0];
+        total = total * factor + exp2_of<5>(all(logit - now))[0];
+        for (int x = 0; x < out; x++) o[x] *= factor;
+        largest = now;
+      }
+    }
+    bool empty = total == 0.0f;
+    float factor = empty ? 0.0f : dropout.factor / total;
+    if (empty) memset(o, 0, (size_t)out * sizeof(float));
+    put_row<IO>(at<IO>(w.output, b, h, i), (int)w.value_dim, o, factor);
+    int64_t place = row_index(w, b, h, i);
+    if (w.output32 != nullptr) put_row<Float32>(w.output32 + place * w.value_dim, (int)w.value_dim, o, factor);
+    if (w.lse != nullptr) w.lse[place] = empty ? -INF : largest * LN2 + __builtin_logf(total);
+    if (w.softmax != nullptr) {
+      w.softmax[2 * place] = empty ? INF : largest;
+      w.softmax[2 * place + 1] = empty ? 0.0f : 1.0f / total;
+    }
+  }
+
+  // One block of rows over tiles [from, to); `partial` takes unfinished sums.
+  void do_block(int64_t b, int64_t kh, int64_t block, int64_t from, int64_t to, Keys keys, bool packed, Desk& d,
+                float* partial) const {
+    int64_t first = block * ROWS;
+    int count = (int)least((int64_t)ROWS, rows - first);
+    Span span = begin_block(b, kh, first, count, d);
+    if (span.high > span.low) {
+      from = most(from, (int64_t)span.low / tile);
+      to = least(to, ((int64_t)span.high + tile - 1) / tile);
+    } else {
+      to = from;
+    }
+    for (int64_t t = from; t < to; t++) {
+      int64_t place = packed ? t : 0;
+      number* k = keys.k + place * k_numbers;
+      number* v = keys.v + place * v_numbers;
+      if (!packed) pack_tile(b, kh, t, k, v, keys.bad, d);
+      for (int r0 = 0; r0 < count; r0 += MR)
+        visit(b, kh, first, r0, least(MR, count - r0), t, k, v, keys.bad[place], d);
+    }
+    for (int r = 0; r < count; r++) {
+      float* o = d.o + (int64_t)r * out;
+      float total = sum_of(load(d.l + r * VL));
+      if (partial != nullptr) {
+        float* at = partial + (first + r) * (out + 2);
+        at[0] = d.m[r];
+        at[1] = total;
+        memcpy(at + 2, o, (size_t)out * sizeof(float));
+      } else {
+        finish(b, kh * group + (first + r) / w.q_len, (first + r) % w.q_len, o, d.m[r], total);
+      }
+    }
+  }
+
+  bool open_desk(Desk& d, int64_t kh, Fault& fault) const {
+    Desk sizes;
+    char* base = (char*)scratch(clearhead::SLOT_WORK, (size_t)desk_bytes(sizes, nullptr));
+    if (base == nullptr) {
+      fault.set(CH_NO_MEMORY);
+      return false;
+    }
+    desk_bytes(d, base);
+    if (diagonal_floats > 0)
+      for (int64_t g = 0; g < group; g++)
+        make_diagonals(w, kh * group + g, d.diagonals + g * (diagonal_floats / group));
+    return true;
+  }
+
+  // The range of tiles that any row of a key head reaches, for packing no more than that.
+  void run_whole(int threads, Fault& fault) const {
+    parallel(threads, w.batch * w.kv_heads, [&](int64_t unit) {
+      int64_t b = unit / w.kv_heads, kh = unit % w.kv_heads;
+      Desk d;
+      Keys keys, sizes;
+      if (!open_desk(d, kh, fault)) return;
+      bool packed = blocks > 1;
+      int64_t count = packed ? tiles : 1;
+      char* base = (char*)scratch(clearhead::SLOT_KEYS, (size_t)keys_bytes(sizes, nullptr, 1, count));
+      if (base == nullptr) return fault.set(CH_NO_MEMORY);
+      keys_bytes(keys, base, 1, count);
+      if (packed)
+        for (int64_t t = 0; t < tiles; t++)
+          pack_tile(b, kh, t, keys.k + t * k_numbers, keys.v + t * v_numbers, keys.bad + t, d);
+      for (int64_t block = 0; block < blocks; block++) do_block(b, kh, block, 0, tiles, keys, packed, d, nullptr);
+    });
+  }
+
+  // Keys are packed once for all, then blocks of rows are handed out, late ones first: under a causal mask they are
+  // the long ones.
+  void run_shared(int threads, Fault& fault) const {
+    Keys keys, sizes;
+    int64_t heads = w.batch * w.kv_heads;
+    char* base = (char*)scratch(clearhead::SLOT_SHARED, (size_t)keys_bytes(sizes, nullptr, heads, tiles));
+    if (base == nullptr) return fault.set(CH_NO_MEMORY);
+    keys_bytes(keys, base, heads, tiles);
+    parallel(threads, heads * tiles, [&](int64_t unit) {
+      int64_t head = unit / tiles;
+      Desk d;
+      if (!open_desk(d, head % w.kv_heads, fault)) return;
+      pack_tile(head / w.kv_heads, head % w.kv_heads, unit % tiles, keys.k + unit * k_numbers,
+                keys.v + unit * v_numbers, keys.bad + unit, d);
+    });
+    if (fault.get() != CH_OK) return;
+    parallel(threads, heads * blocks, [&](int64_t unit) {
+      int64_t head = unit % heads, block = blocks - 1 - unit / heads;
+      Desk d;
+      if (!open_desk(d, head % w.kv_heads, fault)) return;
+      Keys own{keys.k + head * tiles * k_numbers, keys.v + head * tiles * v_numbers, keys.bad + head * tiles};
+      do_block(head / w.kv_heads, head % w.kv_heads, block, 0, tiles, own, true, d, nullptr);
+    });
+  }
+
+  // Few queries over many keys: the keys are split, and the parts merged in order.
+  void run_split(int threads, Fault& fault) const {
+    int64_t heads = w.batch * w.kv_heads, stride = rows * (out + 2);
+    float* partial = (float*)scratch(clearhead::SLOT_PARTIAL, (size_t)(heads * splits * stride) * sizeof(float));
+    if (partial == nullptr) return fault.set(CH_NO_MEMORY);
+    parallel(threads, heads * splits, [&](int64_t unit) {
+      int64_t head = unit / splits, split = unit % splits;
+      Desk d;
+      Keys keys, sizes;
+      if (!open_desk(d, head % w.kv_heads, fault)) return;
+      char* base = (char*)scratch(clearhead::SLOT_KEYS, (size_t)keys_bytes(sizes, nullptr, 1, 1));
+      if (base == nullptr) return fault.set(CH_NO_MEMORY);
+      keys_bytes(keys, base, 1, 1);
+      int64_t from = split * split_tiles, to = least(from + split_tiles, tiles);
+      for (int64_t block = 0; block < blocks; block++)
+        do_block(head / w.kv_heads, head % w.kv_heads, block, from, to, keys, false, d, partial + unit * stride);
+    });
+    if (fault.get() != CH_OK) return;
+    for (int64_t head = 0; head < heads; head++)
+      for (int64_t r = 0; r < rows; r++) merge(head, r, partial + head * splits * stride + r * (out + 2), stride);
+  }
+
+  void merge(int64_t head, int64_t r, float* first, int64_t stride) const {
+    float largest = -INF, total = 0.0f;
+    for (int64_t s = 0; s < splits; s++) largest = first[s * stride] > largest ? first[s * stride] : largest;
+    for (int64_t s = 0; s < splits; s++) {
+      float* part = first + s * stride;
+      float factor = part[0] == largest ? 1.0f : exp2_of<5>(all(part[0] - largest))[0];
+      total += part[1] * factor;
+      for (int x = 0; x < out; x++) first[2 + x] = (s > 0 ? first[2 + x] : 0.0f) + part[2 + x] * factor;
+    }
+    int64_t b = head / w.kv_heads, h = head % w.kv_heads * group + r / w.q_len;
+    finish(b, h, r % w.q_len, first + 2, largest, total);
+  }
+
+  int run() const {
+    if (w.batch == 0 || w.q_len == 0) return CH_OK;
+    Fault fault;
+    double operations = 2.0 * (double)w.batch * (double)w.heads * (double)w.q_len * (double)w.k_len *
+                        (double)(w.head_dim + w.value_dim);
+    int threads = threads_for(w, operations);
+    if (splits > 1)
+      run_split(threads, fault);
+    else if (whole)
+      run_whole(threads, fault);
+    else
+      run_shared(threads, fault);
+    clearhead::trim_scratch();
+    return fault.get();
+  }
+};
+
+}  // namespace CH_NS

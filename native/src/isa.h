@@ -1,0 +1,29 @@
+// The instruction sets that kernels.cpp is compiled for, and what each of its objects hands out.
+#ifndef CLEARHEAD_ISA_H
+#define CLEARHEAD_ISA_H
+
+#include "clearhead_native.h"
+
+namespace clearhead {
+
+// What one instruction set offers. The description has passed every check of entry.cpp.
+struct Kernels {
+  int (*forward)(const ch_attention* work);
+  int (*backward)(const ch_attention* work);
+};
+
+// True in a process that was forked from one in which this library was loaded: the threads of the OpenMP pool
+// did not survive the fork, and GNU's runtime waits for them for ever.
+bool after_fork() noexcept;
+
+}  // namespace clearhead
+
+// Inside kernels.cpp the build defines CH_NS, the name of the set.
+#ifdef CH_NS
+namespace CH_NS {
+using clearhead::Kernels;
+extern const Kernels kernels;
+}  // namespace CH_NS
+#endif
+
+#endif

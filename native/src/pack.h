@@ -1,0 +1,264 @@
+// From tensors as they lie to what the product reads, and back.
+//
+// Three layouts. *Rows*: [row][ld] numbers, steps along the row: A of a product, and for floats also B of one whose
+// steps are rows. *Panels*: the transpose in panels of PW columns, [panel][step][PW]: B of a product with rows of A
+// along head_dim. *Paired rows* (bfloat16 only): [row / 2][ld] pairs of neighbouring rows: B of a product whose steps
+// are rows. Whatever lies beyond a tensor's edge is 0.
+#pragma once
+
+#include "product.h"
+
+namespace CH_NS {
+
+struct Float32 {
+  typedef float type;
+};
+struct BFloat16 {
+  typedef uint16_t type;
+};
+struct Float16 {
+  typedef uint16_t type;
+};
+
+CH_INLINE float bits_to_float(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+CH_INLINE uint32_t float_to_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
+
+CH_INLINE float half_to_float(uint16_t half) {
+  uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
+  if (rest >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+  // A factor of 2**112 moves the exponent, subnormal numbers included.
+  float value = bits_to_float(rest << 13) * bits_to_float(0x77800000);
+  return bits_to_float(float_to_bits(value) | sign);
+}
+
+CH_INLINE uint16_t float_to_half(float value) {
+  uint32_t bits = float_to_bits(value), sign = bits >> 16 & 0x8000;
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+  if (bits >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
+  if (bits < 0x38800000) {  // subnormal: the sum's rounding does it
+    float shifted = bits_to_float(bits) + 0.5f;
+    return (uint16_t)(sign | (float_to_bits(shifted) - 0x3f000000));
+  }
+  bits += 0xfff + (bits >> 13 & 1);
+  return (uint16_t)(sign | (bits - 0x38000000) >> 13);
+}
+
+CH_INLINE uint16_t float_to_bfloat(float value) {
+  uint32_t bits = float_to_bits(value);
+  if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+template <class IO> CH_INLINE float get_one(const typename IO::type* p);
+template <> CH_INLINE float get_one<Float32>(const float* p) { return *p; }
+template <> CH_INLINE float get_one<BFloat16>(const uint16_t* p) { return bits_to_float((uint32_t)*p << 16); }
+template <> CH_INLINE float get_one<Float16>(const uint16_t* p) { return half_to_float(*p); }
+
+template <class IO> CH_INLINE void put_one(typename IO::type* p, float x);
+template <> CH_INLINE void put_one<Float32>(float* p, float x) { *p = x; }
+template <> CH_INLINE void put_one<BFloat16>(uint16_t* p, float x) { *p = float_to_bfloat(x); }
+template <> CH_INLINE void put_one<Float16>(uint16_t* p, float x) { *p = float_to_half(x); }
+
+template <class IO> CH_INLINE vf get_vector(const typename IO::type* p) {
+  if constexpr (__is_same(typename IO::type, float)) {
+    return load(p);
+  } else {
+#if defined(CH_AVX512)
+    __m256i halves = _mm256_loadu_si256((const __m256i*)p);
+    if constexpr (__is_same(IO, BFloat16)) return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+    return (vf)_mm512_cvtph_ps(halves);
+#elif defined(CH_AVX2)
+    __m128i halves = _mm_loadu_si128((const __m128i*)p);
+    if constexpr (__is_same(IO, BFloat16)) return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
+    return (vf)_mm256_cvtph_ps(halves);
+#else
+    vf v;
+    for (int i = 0; i < VL; i++) v[i] = get_one<IO>(p + i);
+    return v;
+#endif
+  }
+}
+
+template <class IO> CH_INLINE void put_vector(typename IO::type* p, vf x) {
+  if constexpr (__is_same(typename IO::type, float)) {
+    store(p, x);
+  } else {
+#if defined(CH_BF16DOT)
+    if constexpr (__is_same(IO, BFloat16)) {
+      _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+      return;
+    }
+#endif
+#if defined(CH_AVX512)
+    if constexpr (__is_same(IO, Float16)) {
+      _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+      return;
+    }
+#elif defined(CH_AVX2)
+    if constexpr (__is_same(IO, Float16)) {
+      _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+      return;
+    }
+#endif
+    for (int i = 0; i < VL; i++) put_one<IO>(p + i, x[i]);
+  }
+}
+
+// `count` numbers of a row as floats, the rest of `ld` zero.
+template <class IO> CH_INLINE void get_row(const typename IO::type* from, int count, float* to, int ld) {
+  int c = 0;
+  for (; c + VL <= count; c += VL) store(to + c, get_vector<IO>(from + c));
+  for (; c < count; c++) to[c] = get_one<IO>(from + c);
+  for (; c < ld; c++) to[c] = 0.0f;
+}
+
+template <class IO> CH_INLINE void put_row(typename IO::type* to, int count, const float* from, float factor) {
+  int c = 0;
+  for (; c + VL <= count; c += VL) put_vector<IO>(to + c, load(from + c) * all(factor));
+  for (; c < count; c++) put_one<IO>(to + c, from[c] * factor);
+}
+
+// A row as the numbers of M: floats, or bfloat16 as they are.
+template <class M, class IO>
+CH_INLINE void get_numbers(const typename IO::type* from, int count, typename M::number* to, int ld) {
+  if constexpr (M::PAIR == 1) {
+    get_row<IO>(from, count, to, ld);
+  } else {
+    memcpy(to, from, (size_t)count * 2);
+    if (count < 2 * ld) memset((uint16_t*)to + count, 0, (size_t)(2 * ld - count) * 2);
+  }
+}
+
+// Numbers of M that a row of `dim` takes as rows of A.
+template <class M> CH_INLINE int row_numbers(int dim) { return (int)round_up(dim, VL * M::PAIR) / M::PAIR; }
+
+#if defined(CH_AVX512)
+// 16 x 16 words.
+CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld) {
+  __m512i r[16], t[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(from + i * ld);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    _mm512_storeu_si512(to + i * to_ld, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+    _mm512_storeu_si512(to + (i + 8) * to_ld, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+  }
+}
+#elif defined(CH_AVX2)
+// 8 x 8 words.
+CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld) {
+  __m256 r[8], t[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps((const float*)from + i * ld);
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    _mm256_storeu_ps((float*)to + i * to_ld, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+    _mm256_storeu_ps((float*)to + (i + 4) * to_ld, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+  }
+}
+#else
+CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld) {
+  for (int c = 0; c < VL; c++)
+    for (int r = 0; r < VL; r++) to[c * to_ld + r] = from[r * ld + c];
+}
+#endif
+
+// Rows [first, first + count) of a tensor as panels; `staged` holds VL rows. Writes whole panels, zeros beyond.
+template <class M, class IO>
+void pack_panels(const typename IO::type* from, int64_t stride, int count, int dim, typename M::number* to,
+                 typename M::number* staged) {
+  int numbers = row_numbers<M>(dim);
+  for (int row = 0; row < (int)round_up(count, PW); row += VL) {
+    typename M::number* panel = to + (int64_t)(row / PW) * numbers * PW + row % PW;
+    int real = most(0, least(VL, count - row));
+    for (int r = 0; r < real; r++) get_numbers<M, IO>(from + (row + r) * stride, dim, staged + r * numbers, numbers);
+    for (int r = real; r < VL; r++) memset(staged + r * numbers, 0, (size_t)numbers * 4);
+    for (int c = 0; c < numbers; c += VL)
+      transpose_block((const uint32_t*)staged + c, numbers, (uint32_t*)panel + (int64_t)c * PW, PW);
+  }
+}
+
+// Rows as B of a product along rows: rows of floats, or paired rows. A panel of PW columns is `to + panel * PW`.
+template <class M, class IO>
+void pack_rows(const typename IO::type* from, int64_t stride, int count, int dim, typename M::number* to, int ld) {
+  if constexpr (M::PAIR == 1) {
+    for (int r = 0; r < count; r++) get_row<IO>(from + r * stride, dim, to + (int64_t)r * ld, ld);
+  } else {
+#if defined(CH_BF16DOT)
+    for (int r = 0; r < count; r += 2) {
+      const uint16_t* one = from + r * stride;
+      bool both = r + 1 < count;
+      const uint16_t* other = both ? one + stride : one;
+      uint32_t* out = to + (int64_t)(r / 2) * ld;
+      int c = 0;
+      for (; c + VL <= dim; c += VL) {
+        __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(one + c)));
+        __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(other + c)));
+        __m512i joined = both ? _mm512_or_si512(low, _mm512_slli_epi32(high, 16)) : low;
+        _mm512_storeu_si512(out + c, joined);
+      }
+      for (; c < dim; c++) out[c] = one[c] | (both ? (uint32_t)other[c] << 16 : 0);
+      for (; c < ld; c++) out[c] = 0;
+    }
+#endif
+  }
+}
+
+// Rows of B that a product along `count` rows reads.
+template <class M> CH_INLINE int64_t row_steps(int64_t count) { return (count + M::PAIR - 1) / M::PAIR; }
+
+// Whether any of `count` rows holds NaN or inf.
+template <class IO> bool all_finite(const typename IO::type* from, int64_t stride, int64_t count, int dim) {
+  vf zero = (vf){};
+  float rest = 0.0f;
+  for (int64_t r = 0; r < count; r++) {
+    const typename IO::type* row = from + r * stride;
+    int c = 0;
+    for (; c + VL <= dim; c += VL) zero += get_vector<IO>(row + c) * (vf){};
+    for (; c < dim; c++) rest += get_one<IO>(row + c) * 0.0f;
+  }
+  return sum_of(zero) + rest == 0.0f;
+}
+
+}  // namespace CH_NS

@@ -1,0 +1,107 @@
+// The one product that forward and backward are made of: a few rows of A times a panel of B, in registers.
+//
+// C[MR x NV*VL] = (or +=) sum over steps of A[row][step] * B[step][column]. A is read one number at a time and
+// spread over a vector, so its strides are free: a transposed A costs nothing. B is a panel: one step after the
+// other, `ldb` numbers apart. 6 rows of 4 vectors keep 24 sums in flight, which is what two multipliers of latency
+// four need, and leave room for a step of B. A "number" is a float, or with CH_BF16DOT a pair of bfloat16 along
+// the steps, of which one instruction multiplies and adds both.
+#pragma once
+
+#include "vector.h"
+
+namespace CH_NS {
+
+#if defined(CH_AVX512)
+constexpr int NV = 4;  // vectors of a panel
+#else
+constexpr int NV = 2;
+#endif
+constexpr int MR = 6;         // rows at a time
+constexpr int PW = NV * VL;  // columns of a panel
+
+// How two numbers are multiplied and added.
+struct Single {
+  typedef float number;
+  static constexpr int PAIR = 1;
+  static CH_INLINE vf spread(const float* a) { return all(*a); }
+  static CH_INLINE vf get(const float* b) { return load(b); }
+  static CH_INLINE vf madd(vf sum, vf a, vf b) { return sum + a * b; }
+};
+
+#if defined(CH_BF16DOT)
+struct Pairs {
+  typedef uint32_t number;
+  static constexpr int PAIR = 2;
+  static CH_INLINE vf spread(const uint32_t* a) { return (vf)_mm512_set1_epi32((int)*a); }
+  static CH_INLINE vf get(const uint32_t* b) { return (vf)_mm512_loadu_si512(b); }
+  static CH_INLINE vf madd(vf sum, vf a, vf b) {
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  }
+};
+#endif
+
+// How the sums meet what is in C.
+enum Into { SET, ADD, SCALE_ADD };
+
+template <class M, int ROWS, int VECS, Into INTO>
+CH_INLINE void block(int64_t steps, const typename M::number* __restrict a, int64_t a_row, int64_t a_step,
+                     const typename M::number* __restrict b, int64_t ldb, float* __restrict c, int64_t ldc,
+                     const float* __restrict factor) {
+  vf sum[ROWS][VECS];
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; v++) sum[r][v] = (vf){};
+  for (int64_t s = 0; s < steps; s++) {
+    vf bv[VECS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; v++) bv[v] = M::get(b + v * VL);
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; r++) {
+      vf av = M::spread(a + r * a_row);
+#pragma GCC unroll 4
+      for (int v = 0; v < VECS; v++) sum[r][v] = M::madd(sum[r][v], av, bv[v]);
+    }
+    a += a_step;
+    b += ldb;
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; v++) {
+      // Meeting C at the end and not at the start keeps the chain of roundings as short as the steps.
+      float* at = c + r * ldc + v * VL;
+      if constexpr (INTO == ADD) sum[r][v] += load(at);
+      if constexpr (INTO == SCALE_ADD) sum[r][v] += load(at) * all(factor[r]);
+      store(at, sum[r][v]);
+    }
+}
+
+template <class M, int VECS, Into INTO>
+__attribute__((noinline)) void rows_block(int rows, int64_t steps, const typename M::number* a, int64_t a_row,
+                                          int64_t a_step, const typename M::number* b, int64_t ldb, float* c,
+                                          int64_t ldc, const float* factor) {
+  switch (rows) {
+    case 6: return block<M, 6, VECS, INTO>(steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+    case 5: return block<M, 5, VECS, INTO>(steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+    case 4: return block<M, 4, VECS, INTO>(steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+    case 3: return block<M, 3, VECS, INTO>(steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+    case 2: return block<M, 2, VECS, INTO>(steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+    default: return block<M, 1, VECS, INTO>(steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+  }
+}
+
+// At most MR rows and NV vectors of columns.
+template <class M, Into INTO>
+CH_INLINE void product(int rows, int vecs, int64_t steps, const typename M::number* a, int64_t a_row, int64_t a_step,
+                       const typename M::number* b, int64_t ldb, float* c, int64_t ldc,
+                       const float* factor = nullptr) {
+  if constexpr (NV == 4) {
+    if (vecs == 4) return rows_block<M, 4, INTO>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+    if (vecs == 3) return rows_block<M, 3, INTO>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+  }
+  if (vecs == 2) return rows_block<M, 2, INTO>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+  return rows_block<M, 1, INTO>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factor);
+}
+
+}  // namespace CH_NS

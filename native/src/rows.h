@@ -1,0 +1,126 @@
+// Which keys a row may attend to: runs, bands and tables, as the loops over tiles want to know it.
+#pragma once
+
+#include "../include/clearhead_native.h"
+#include "product.h"
+
+namespace CH_NS {
+
+// One row of the mask: up to CH_MAX_RUNS runs of keys, cut by the band, and its lines of the tables.
+struct Row {
+  int32_t runs;
+  int32_t start[CH_MAX_RUNS], stop[CH_MAX_RUNS];  // ascending, disjoint, none empty
+  int32_t low, high;                              // of all runs; low = high = 0 when there is none
+  const uint8_t* allowed;                         // null: no table
+  const uint8_t* blocks;
+};
+
+// q_pos - bound and the like without overflow: bounds go up to INT64_MAX.
+CH_INLINE int64_t clip(int64_t value, int64_t low, int64_t high) {
+  return value < low ? low : value > high ? high : value;
+}
+
+inline Row mask_row(const ch_attention& w, int64_t b, int64_t h, int64_t i) {
+  Row row;
+  int64_t q_pos = w.query_offset + i, k_len = w.k_len;
+  int64_t from = w.before == INT64_MAX ? 0 : clip(q_pos - w.before, 0, k_len);
+  int64_t to = w.after == INT64_MAX ? k_len : clip(q_pos + w.after + 1, 0, k_len);
+  const int64_t at = b * w.run_batch + h * w.run_head + i * w.run_row;
+  int given = w.start != nullptr ? w.runs : 1;
+  row.runs = 0;
+  for (int run = 0; run < given; run++) {
+    int64_t low = from, high = to;
+    if (w.start != nullptr) {
+      low = most(low, (int64_t)w.start[at + run]);
+      high = least(high, (int64_t)w.stop[at + run]);
+      // Runs that are not ascending would be read twice.
+      if (row.runs > 0) low = most(low, (int64_t)row.stop[row.runs - 1]);
+    }
+    if (high <= low) continue;
+    row.start[row.runs] = (int32_t)low;
+    row.stop[row.runs] = (int32_t)high;
+    row.runs++;
+  }
+  row.low = row.runs > 0 ? row.start[0] : 0;
+  row.high = row.runs > 0 ? row.stop[row.runs - 1] : 0;
+  row.allowed = nullptr;
+  row.blocks = nullptr;
+  if (w.allowed.data != nullptr)
+    row.allowed = (const uint8_t*)w.allowed.data + b * w.allowed.batch + h * w.allowed.head + i * w.allowed.row;
+  if (w.blocks.data != nullptr)
+    row.blocks = (const uint8_t*)w.blocks.data + b * w.blocks.batch + h * w.blocks.head +
+                 q_pos / w.block_size * w.blocks.row;
+  return row;
+}
+
+CH_INLINE bool has_tables(const ch_attention& w) { return w.allowed.data != nullptr || w.blocks.data != nullptr; }
+
+CH_INLINE bool is_masked(const ch_attention& w) {
+  return has_tables(w) || w.start != nullptr || w.before != INT64_MAX || w.after != INT64_MAX;
+}
+
+CH_INLINE bool may_attend(const ch_attention& w, const Row& row, int64_t key) {
+  bool in_run = false;
+  for (int run = 0; run < row.runs; run++) in_run = in_run || (key >= row.start[run] && key < row.stop[run]);
+  if (!in_run) return false;
+  if (row.allowed != nullptr && !row.allowed[key * w.allowed.column]) return false;
+  return row.blocks == nullptr || row.blocks[key / w.block_size * w.blocks.column];
+}
+
+struct Span {
+  int low, high;  // empty when high <= low
+};
+
+// The part of the keys [first, last) that a row reaches, seen from the tables too.
+inline Span reach(const ch_attention& w, const Row& row, int64_t first, int64_t last) {
+  int64_t low = most((int64_t)row.low, first), high = least((int64_t)row.high, last);
+  if (row.blocks != nullptr) {
+    while (low < high && !row.blocks[low / w.block_size * w.blocks.column])
+      low = (low / w.block_size + 1) * (int64_t)w.block_size;
+    while (low < high && !row.blocks[(high - 1) / w.block_size * w.blocks.column])
+      high = (high - 1) / w.block_size * (int64_t)w.block_size;
+  }
+  if (row.allowed != nullptr) {
+    while (low < high && !row.allowed[low * w.allowed.column]) low++;
+    while (low < high && !row.allowed[(high - 1) * w.allowed.column]) high--;
+  }
+  return Span{(int)low, (int)(high > low ? high : low)};
+}
+
+CH_INLINE void fill(float* p, int64_t from, int64_t to, float value) {
+  for (int64_t c = from; c < to; c++) p[c] = value;
+}
+
+// Writes -inf over the scores of keys [first, first + count) that the row may not attend to.
+inline void forbid(const ch_attention& w, const Row& row, int64_t first, int count, float* scores) {
+  int64_t done = 0;
+  for (int run = 0; run < row.runs; run++) {
+    fill(scores, done, clip(row.start[run] - first, done, count), -INF);
+    done = clip(row.stop[run] - first, done, count);
+  }
+  fill(scores, done, count, -INF);
+  int64_t low = clip(row.low - first, 0, count), high = clip(row.high - first, 0, count);
+  if (row.allowed != nullptr) {
+    const uint8_t* line = row.allowed + first * w.allowed.column;
+    if (w.allowed.column == 1) {
+      for (int64_t c = low; c < high; c++) scores[c] = line[c] ? scores[c] : -INF;
+    } else {
+      for (int64_t c = low; c < high; c++) scores[c] = line[c * w.allowed.column] ? scores[c] : -INF;
+    }
+  }
+  if (row.blocks != nullptr) {
+    for (int64_t c = low; c < high;) {
+      int64_t block = (first + c) / w.block_size, next = least((block + 1) * (int64_t)w.block_size - first, high);
+      if (!row.blocks[block * w.blocks.column]) fill(scores, c, next, -INF);
+      c = next;
+    }
+  }
+}
+
+// Whether a row may attend to all keys [first, last).
+CH_INLINE bool sees_all(const Row& row, int64_t first, int64_t last) {
+  return row.runs == 1 && row.start[0] <= first && row.stop[0] >= last && row.allowed == nullptr &&
+         row.blocks == nullptr;
+}
+
+}  // namespace CH_NS

@@ -1,0 +1,74 @@
+#include "scratch.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+
+namespace clearhead {
+namespace {
+
+struct Buffer {
+  void* data;
+  size_t bytes;
+};
+
+struct Buffers {
+  Buffer of[SLOTS];
+};
+
+constexpr size_t KEPT = size_t(1) << 25;
+
+pthread_key_t key;
+pthread_once_t once = PTHREAD_ONCE_INIT;
+
+void release(void* pointer) {
+  Buffers* own = static_cast<Buffers*>(pointer);
+  for (Buffer& buffer : own->of) free(buffer.data);
+  free(own);
+}
+
+// A key with a destructor and not thread_local: that one would bring the C++ runtime along.
+void make_key() { pthread_key_create(&key, release); }
+
+Buffers* buffers() {
+  pthread_once(&once, make_key);
+  Buffers* own = static_cast<Buffers*>(pthread_getspecific(key));
+  if (own == nullptr) {
+    own = static_cast<Buffers*>(calloc(1, sizeof(Buffers)));
+    if (own != nullptr && pthread_setspecific(key, own) != 0) {
+      free(own);
+      own = nullptr;
+    }
+  }
+  return own;
+}
+
+}  // namespace
+
+void* scratch(Slot slot, size_t bytes) {
+  Buffers* own = buffers();
+  if (own == nullptr) return nullptr;
+  Buffer& buffer = own->of[slot];
+  if (buffer.bytes < bytes) {
+    free(buffer.data);
+    // Some room above, so that lengths that grow by one do not ask anew each time.
+    size_t wanted = (bytes + bytes / 8 + 4095) / 4096 * 4096;
+    buffer.data = nullptr;
+    buffer.bytes = 0;
+    if (posix_memalign(&buffer.data, 64, wanted) != 0) return buffer.data = nullptr;
+    buffer.bytes = wanted;
+  }
+  return buffer.data;
+}
+
+void trim_scratch() {
+  Buffers* own = buffers();
+  if (own == nullptr) return;
+  for (Buffer& buffer : own->of) {
+    if (buffer.bytes > KEPT) {
+      free(buffer.data);
+      buffer = Buffer{nullptr, 0};
+    }
+  }
+}
+
+}  // namespace clearhead

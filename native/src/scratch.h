@@ -1,0 +1,18 @@
+// Memory that a thread keeps between calls, so that large calls do not pay for fresh pages every time.
+#pragma once
+
+#include <stddef.h>
+
+namespace clearhead {
+
+// What a buffer is for; a thread has one of each.
+enum Slot { SLOT_WORK, SLOT_KEYS, SLOT_SHARED, SLOT_PARTIAL, SLOTS };
+
+// At least `bytes`, aligned to 64, the thread's own until it asks for the same slot again; null when there is none.
+// What was in it is lost when it grows.
+void* scratch(Slot slot, size_t bytes);
+
+// Gives back what is too large to keep.
+void trim_scratch();
+
+}  // namespace clearhead

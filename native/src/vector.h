@@ -1,0 +1,112 @@
+// One vector of floats of the width that the instruction set has, and the few things done with it.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(CH_AVX512) || defined(CH_AVX2)
+#include <immintrin.h>
+#endif
+
+#define CH_INLINE inline __attribute__((always_inline))
+
+namespace CH_NS {
+
+#if defined(CH_AVX512)
+constexpr int VL = 16;
+#elif defined(CH_AVX2)
+constexpr int VL = 8;
+#else
+constexpr int VL = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+typedef float vf_any __attribute__((vector_size(VL * 4), aligned(4)));
+
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
+constexpr float INF = __builtin_inff();
+
+CH_INLINE vf load(const float* p) { return *(const vf_any*)p; }
+CH_INLINE void store(float* p, vf v) { *(vf_any*)p = v; }
+CH_INLINE vf all(float x) { return x - (vf){}; }
+
+template <class T> CH_INLINE T least(T a, T b) { return a < b ? a : b; }
+template <class T> CH_INLINE T most(T a, T b) { return a > b ? a : b; }
+CH_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+CH_INLINE vf vmax(vf a, vf b) {
+#if defined(CH_AVX512)
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(CH_AVX2)
+  return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+CH_INLINE float sum_of(vf v) {
+#if defined(CH_AVX512)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float s = 0;
+  for (int i = 0; i < VL; i++) s += v[i];
+  return s;
+#endif
+}
+
+CH_INLINE float max_of(vf v) {
+#if defined(CH_AVX512)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float s = v[0];
+  for (int i = 1; i < VL; i++) s = s > v[i] ? s : v[i];
+  return s;
+#endif
+}
+
+// 2**x. Relative error 1e-7 (DEGREE 5) or 4e-6 (DEGREE 4); exactly 0 for -inf, NaN for NaN.
+//
+// x is cut into its floor and a fraction in [0, 1), whose power is a polynomial (least maximal relative error).
+template <int DEGREE> CH_INLINE vf exp2_of(vf x) {
+#if defined(CH_AVX512)
+  // The immediate 1 rounds down; a fraction of -inf is 0 there, and scalef of -inf is 0.
+  vf f = (vf)_mm512_reduce_ps((__m512)x, 0x09);
+#else
+  // Below -126 the power is not a normal number: it is flushed to 0 at the end.
+  vf low = all(-126.0f), high = all(127.0f);
+  vf bounded = x < low ? low : x;
+  bounded = bounded > high ? high : bounded;
+  vi whole = __builtin_convertvector(bounded, vi);
+  vf back = __builtin_convertvector(whole, vf);
+  vi over = back > bounded;  // -1 where the conversion rounded up
+  whole += over;
+  vf f = bounded - __builtin_convertvector(whole, vf);
+#endif
+  vf p;
+  if constexpr (DEGREE == 5) {
+    p = all(1.877576695e-03f);
+    p = p * f + all(8.989340626e-03f);
+    p = p * f + all(5.582631752e-02f);
+    p = p * f + all(2.401536107e-01f);
+    p = p * f + all(6.931530833e-01f);
+    p = p * f + all(9.999999404e-01f);
+  } else {
+    p = all(1.353416778e-02f);
+    p = p * f + all(5.201146379e-02f);
+    p = p * f + all(2.414427549e-01f);
+    p = p * f + all(6.930038333e-01f);
+    p = p * f + all(1.000002623f);
+  }
+#if defined(CH_AVX512)
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+  vf power = p * (vf)((whole + 127) << 23);
+  power = x < low ? all(0.0f) : power;
+  return x == x ? power : x;
+#endif
+}
+
+}  // namespace CH_NS

@@ -1,0 +1,71 @@
+// What forward and backward share: derived sizes, and units of work handed to threads.
+#pragma once
+
+#include "isa.h"
+#include "pack.h"
+#include "philox.h"
+#include "rules.h"
+#include "scratch.h"
+
+namespace CH_NS {
+
+using clearhead::scratch;
+
+CH_INLINE bool no_rules(const ch_attention& w) { return w.num_rules == 0 && w.scale > 0.0; }
+
+// The factor that takes what is left after the rules to base 2.
+CH_INLINE float to_base2(const ch_attention& w) { return no_rules(w) ? (float)(w.scale * 1.4426950408889634) : LOG2E; }
+
+CH_INLINE Dropout dropout_of(const ch_attention& w) {
+  Dropout d;
+  d.on = w.dropout > 0.0;
+  d.threshold = (uint32_t)(w.dropout * 4294967296.0);
+  d.key[0] = (uint32_t)w.seed;
+  d.key[1] = (uint32_t)(w.seed >> 32);
+  d.factor = (float)(1.0 / (1.0 - w.dropout));
+  return d;
+}
+
+template <class IO> CH_INLINE typename IO::type* at(const ch_tensor& t, int64_t b, int64_t h, int64_t row) {
+  return (typename IO::type*)t.data + b * t.batch + h * t.head + row * t.row;
+}
+
+CH_INLINE int64_t row_index(const ch_attention& w, int64_t b, int64_t h, int64_t i) {
+  return (b * w.heads + h) * w.q_len + i;
+}
+
+// Threads that pay for `operations`: waking another one costs a few microseconds.
+CH_INLINE int threads_for(const ch_attention& w, double operations) {
+  if (clearhead::after_fork()) return 1;
+  double worth = operations / 4e5;
+  return worth < 2.0 ? 1 : worth < w.threads ? (int)worth : w.threads;
+}
+
+template <class Body> void parallel(int threads, int64_t units, const Body& body) {
+  if (threads > units) threads = (int)units;
+  if (threads <= 1) {
+    for (int64_t u = 0; u < units; u++) body(u);
+    return;
+  }
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+  for (int64_t u = 0; u < units; u++) body(u);
+}
+
+// Cuts one buffer into aligned parts; run once with null to learn the size.
+struct Carver {
+  char* next;
+  template <class T> T* take(int64_t count) {
+    char* here = next;
+    next += round_up(count * (int64_t)sizeof(T), 64);
+    return (T*)here;
+  }
+};
+
+// A thread saw what the caller has to hear of.
+struct Fault {
+  int code = CH_OK;
+  void set(int seen) { __atomic_store_n(&code, seen, __ATOMIC_RELAXED); }
+  int get() const { return __atomic_load_n(&code, __ATOMIC_RELAXED); }
+};
+
+}  // namespace CH_NS

@@ -1,0 +1,147 @@
+// The library against the formula: every instruction set that this processor has, at 1, 2 and 5 threads.
+// `test_attention [first [count]]` runs those cases alone.
+#include <pthread.h>
+
+#include <cstdlib>
+
+#include "call.h"
+#include "cases.h"
+
+namespace test {
+
+int entry_tests();
+
+namespace {
+
+std::vector<int> usable_sets() {
+  std::vector<int> sets;
+  for (int index = 0; ch_isa_name(index) != nullptr; ++index) {
+    if (ch_isa_usable(index)) sets.push_back(index);
+  }
+  return sets;
+}
+
+std::string describe(uint64_t number, const Case& c) {
+  char line[256];
+  std::snprintf(line, sizeof(line), "case %llu (dtype %d, %lldx%lld/%lldx%lldx%lld, %lld and %lld wide, %d rules)",
+                static_cast<unsigned long long>(number), c.dtype, static_cast<long long>(c.batch),
+                static_cast<long long>(c.heads), static_cast<long long>(c.kv_heads), static_cast<long long>(c.q_len),
+                static_cast<long long>(c.k_len), static_cast<long long>(c.dim), static_cast<long long>(c.value_dim),
+                static_cast<int>(c.rules.size()));
+  return line;
+}
+
+void expect_done(int code, const std::string& name) {
+  if (code != CH_OK) fail(name + ": " + ch_message(code));
+}
+
+// Right, inside its memory, and the same bits at any number of threads.
+void one_case(uint64_t number) {
+  const Case c = draw(number);
+  const Expected right = Reference(c).r;
+  Random random(number + 1000003);
+  Call call(c, random);
+  for (int isa : usable_sets()) {
+    std::vector<std::vector<uint8_t>> first;
+    for (int threads : {1, 2, 5}) {
+      const std::string name = describe(number, c) + ", " + ch_isa_name(isa) + ", threads " + std::to_string(threads);
+      const int before = failures;
+      expect_done(call.forward(isa, threads), name + " forward");
+      if (threads == 1) call.compare_forward(right, name);
+      expect_done(call.backward(), name + " backward");
+      if (failures != before) return;
+      if (threads == 1) {
+        call.compare_backward(right, name);
+        first = call.results();
+      } else {
+        check(call.results() == first, name + ": other bits than with one thread");
+      }
+    }
+  }
+}
+
+// NaN in a key and a value that nobody may attend to reaches nothing; backward says that it saw it, and writes nothing.
+void containment() {
+  for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
+    Case c;
+    c.dtype = dtype, c.heads = c.kv_heads = 2, c.q_len = 40, c.k_len = 90, c.dim = 24, c.value_dim = 40, c.runs = 1;
+    Random random(static_cast<uint64_t>(dtype) + 5);
+    draw_numbers(random, c, c.query, 2 * 40 * 24, 2.0);
+    draw_numbers(random, c, c.key, 2 * 90 * 24, 2.0);
+    draw_numbers(random, c, c.value, 2 * 90 * 40, 2.0);
+    draw_numbers(random, c, c.grad_output, 2 * 40 * 40, 2.0);
+    c.start.assign(80, 0), c.stop.assign(80, 77);
+    const Expected right = Reference(c).r;
+    for (double bad : {static_cast<double>(NAN), static_cast<double>(INFINITY)}) {
+      Case spoiled = c;
+      for (int64_t head = 0; head < 2; ++head) {
+        for (int64_t x = 0; x < 24; ++x) spoiled.key[static_cast<size_t>((head * 90 + 77) * 24 + x)] = bad;
+        for (int64_t x = 0; x < 40; ++x) spoiled.value[static_cast<size_t>((head * 90 + 80) * 40 + x)] = bad;
+      }
+      Call call(spoiled, random);
+      for (int isa : usable_sets()) {
+        const std::string name = std::string("masked NaN or inf, ") + ch_isa_name(isa) + ", dtype " +
+                                 std::to_string(dtype);
+        expect_done(call.forward(isa, 2), name);
+        call.compare_forward(right, name);
+        check(call.backward() == CH_NOT_FINITE, name + ": backward must say CH_NOT_FINITE");
+        check(call.gradients_untouched(), name + ": backward must not write");
+      }
+    }
+  }
+}
+
+struct Caller {
+  const Case* c;
+  const Expected* right;
+  uint64_t number;
+  int isa;
+};
+
+void* call_often(void* argument) {
+  const Caller& caller = *static_cast<Caller*>(argument);
+  Random random(caller.number);
+  Call call(*caller.c, random);
+  for (int round = 0; round < 6; ++round) {
+    const std::string name = describe(caller.number, *caller.c) + " beside others";
+    expect_done(call.forward(caller.isa, 1 + round % 3), name);
+    call.compare_forward(*caller.right, name);
+    expect_done(call.backward(), name);
+    call.compare_backward(*caller.right, name);
+  }
+  return nullptr;
+}
+
+// Eight threads at once, each with its own work and its own number of threads.
+void many_callers() {
+  constexpr int count = 8;
+  std::vector<Case> cases;
+  std::vector<Expected> right;
+  std::vector<Caller> callers;
+  for (uint64_t i = 0; i < count; ++i) cases.push_back(draw(7000 + i));
+  for (const Case& c : cases) right.push_back(Reference(c).r);
+  const std::vector<int> sets = usable_sets();
+  for (size_t i = 0; i < count; ++i) callers.push_back({&cases[i], &right[i], 7000 + i, sets[i % sets.size()]});
+  pthread_t threads[count];
+  for (size_t i = 0; i < count; ++i) pthread_create(&threads[i], nullptr, call_often, &callers[i]);
+  for (pthread_t thread : threads) pthread_join(thread, nullptr);
+}
+
+}  // namespace
+}  // namespace test
+
+int main(int arguments, char** argument) {
+  const uint64_t first = arguments > 1 ? std::strtoull(argument[1], nullptr, 10) : 1;
+  const uint64_t count = arguments > 2 ? std::strtoull(argument[2], nullptr, 10) : arguments > 1 ? 1 : 240;
+  for (uint64_t number = first; number < first + count; ++number) test::one_case(number);
+  int others = 0;
+  if (arguments == 1) {
+    test::containment();
+    test::many_callers();
+    others = test::entry_tests();
+  }
+  std::printf("%llu cases and %d bad descriptions on", static_cast<unsigned long long>(count), others);
+  for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
+  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::fullest);
+  return test::failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,192 @@
+// Descriptions that are wrong in one place each: every one must come back with its code, and nothing written.
+#include <cmath>
+#include <functional>
+
+#include "call.h"
+#include "cases.h"
+
+namespace test {
+
+namespace {
+
+struct Bad {
+  const char* what;
+  int code;
+  std::function<void(ch_attention&)> spoil;
+};
+
+constexpr int64_t huge = INT64_MAX / 2;
+
+const std::vector<Bad>& both_ways() {
+  static const std::vector<Bad> all = {
+      {"size", CH_BAD_SIZE, [](ch_attention& w) { w.size -= 8; }},
+      {"abi", CH_BAD_SIZE, [](ch_attention& w) { w.abi += 1; }},
+      {"isa past the last", CH_BAD_ISA, [](ch_attention& w) { w.isa = 99; }},
+      {"isa below -1", CH_BAD_ISA, [](ch_attention& w) { w.isa = -2; }},
+      {"dtype", CH_BAD_DTYPE, [](ch_attention& w) { w.dtype = 3; }},
+      {"negative dtype", CH_BAD_DTYPE, [](ch_attention& w) { w.dtype = -1; }},
+      {"negative batch", CH_BAD_SHAPE, [](ch_attention& w) { w.batch = -1; }},
+      {"negative q_len", CH_BAD_SHAPE, [](ch_attention& w) { w.q_len = -1; }},
+      {"negative k_len", CH_BAD_SHAPE, [](ch_attention& w) { w.k_len = INT64_MIN; }},
+      {"huge k_len", CH_BAD_SHAPE, [](ch_attention& w) { w.k_len = huge; }},
+      {"huge product", CH_BAD_SHAPE, [](ch_attention& w) { w.batch = w.q_len = INT32_MAX; }},
+      {"heads that do not divide", CH_BAD_SHAPE, [](ch_attention& w) { w.kv_heads = 3; }},
+      {"no key heads", CH_BAD_SHAPE, [](ch_attention& w) { w.kv_heads = 0; }},
+      {"head_dim 0", CH_BAD_SHAPE, [](ch_attention& w) { w.head_dim = 0; }},
+      {"head_dim 257", CH_BAD_SHAPE, [](ch_attention& w) { w.head_dim = 257; }},
+      {"value_dim 257", CH_BAD_SHAPE, [](ch_attention& w) { w.value_dim = 257; }},
+      {"query_offset", CH_BAD_SHAPE, [](ch_attention& w) { w.query_offset = INT64_MAX; }},
+      {"threads 0", CH_BAD_OPTION, [](ch_attention& w) { w.threads = 0; }},
+      {"threads", CH_BAD_OPTION, [](ch_attention& w) { w.threads = INT32_MAX; }},
+      {"scale NaN", CH_BAD_OPTION, [](ch_attention& w) { w.scale = NAN; }},
+      {"dropout 1", CH_BAD_OPTION, [](ch_attention& w) { w.dropout = 1.0; }},
+      {"dropout NaN", CH_BAD_OPTION, [](ch_attention& w) { w.dropout = NAN; }},
+      {"no query", CH_BAD_POINTER, [](ch_attention& w) { w.query.data = nullptr; }},
+      {"no key", CH_BAD_POINTER, [](ch_attention& w) { w.key.data = nullptr; }},
+      {"no value", CH_BAD_POINTER, [](ch_attention& w) { w.value.data = nullptr; }},
+      {"odd query",
+       CH_BAD_POINTER, [](ch_attention& w) { w.query.data = static_cast<char*>(w.query.data) + 1; }},
+      {"negative stride", CH_BAD_STRIDE, [](ch_attention& w) { w.query.row = -1; }},
+      {"huge stride", CH_BAD_STRIDE, [](ch_attention& w) { w.key.row = huge; }},
+      {"a stride past the end of memory", CH_BAD_STRIDE, [](ch_attention& w) { w.key.row = INT64_MAX / 160; }},
+      {"negative runs", CH_BAD_MASK, [](ch_attention& w) { w.runs = -1; }},
+      {"five runs", CH_BAD_MASK, [](ch_attention& w) { w.runs = 5; }},
+      {"runs of nothing", CH_BAD_MASK, [](ch_attention& w) { w.runs = 0; }},
+      {"no stop", CH_BAD_POINTER, [](ch_attention& w) { w.stop = nullptr; }},
+      {"negative run stride", CH_BAD_STRIDE, [](ch_attention& w) { w.run_row = -4; }},
+      {"before", CH_BAD_MASK, [](ch_attention& w) { w.before = INT64_MIN; }},
+      {"after", CH_BAD_MASK, [](ch_attention& w) { w.after = INT64_MAX - 1; }},
+      {"block size 0", CH_BAD_MASK, [](ch_attention& w) { w.block_size = 0; }},
+      {"block size without a table", CH_BAD_MASK, [](ch_attention& w) { w.blocks.data = nullptr; }},
+      {"too few block rows", CH_BAD_MASK, [](ch_attention& w) { w.block_rows -= 1; }},
+      {"too few block columns", CH_BAD_MASK, [](ch_attention& w) { w.block_columns -= 1; }},
+      {"blocks before position 0", CH_BAD_MASK, [](ch_attention& w) { w.query_offset = -1; }},
+      {"negative table stride", CH_BAD_STRIDE, [](ch_attention& w) { w.allowed.column = -1; }},
+      {"huge table stride", CH_BAD_STRIDE, [](ch_attention& w) { w.allowed.column = huge; }},
+      {"nine rules", CH_BAD_RULE, [](ch_attention& w) { w.num_rules = 9; }},
+      {"no such rule", CH_BAD_RULE, [](ch_attention& w) { w.rules[0].kind = 5; }},
+      {"rule 0", CH_BAD_RULE, [](ch_attention& w) { w.rules[0].kind = 0; }},
+      {"negative reach", CH_BAD_RULE, [](ch_attention& w) { w.rules[0].reach = -1; }},
+      {"huge reach", CH_BAD_RULE, [](ch_attention& w) { w.rules[0].reach = INT32_MAX; }},
+      {"no table", CH_BAD_POINTER, [](ch_attention& w) { w.rules[0].table.data = nullptr; }},
+      {"column stride 2", CH_BAD_RULE, [](ch_attention& w) { w.rules[1].table.column = 2; }},
+      {"negative bias stride", CH_BAD_STRIDE, [](ch_attention& w) { w.rules[1].table.row = -1; }},
+      {"cap 0", CH_BAD_RULE, [](ch_attention& w) { w.rules[2].value = 0; }},
+      {"cap NaN", CH_BAD_RULE, [](ch_attention& w) { w.rules[2].value = NAN; }},
+      {"a gradient of a cap", CH_BAD_RULE, [](ch_attention& w) { w.rules[2].grad = w.delta; }},
+      {"negative sink stride", CH_BAD_STRIDE, [](ch_attention& w) { w.sink_head = -1; }},
+  };
+  return all;
+}
+
+const std::vector<Bad>& forward_only() {
+  static const std::vector<Bad> all = {
+      {"no output", CH_BAD_POINTER, [](ch_attention& w) { w.output.data = nullptr; }},
+      {"overlapping rows", CH_BAD_STRIDE, [](ch_attention& w) { w.output.row = w.value_dim - 1; }},
+      {"overlapping heads", CH_BAD_STRIDE, [](ch_attention& w) { w.output.head = 1; }},
+      {"output broadcast over the batch", CH_BAD_STRIDE, [](ch_attention& w) { w.output.batch = 0; }},
+      {"odd lse", CH_BAD_POINTER,
+       [](ch_attention& w) { w.lse = reinterpret_cast<float*>(reinterpret_cast<char*>(w.lse) + 2); }},
+  };
+  return all;
+}
+
+const std::vector<Bad>& backward_only() {
+  static const std::vector<Bad> all = {
+      {"no softmax", CH_BAD_POINTER, [](ch_attention& w) { w.softmax = nullptr; }},
+      {"no delta", CH_BAD_POINTER, [](ch_attention& w) { w.delta = nullptr; }},
+      {"no output at all", CH_BAD_POINTER, [](ch_attention& w) { w.output32 = nullptr, w.output.data = nullptr; }},
+      {"no output32 in bfloat16", CH_BAD_POINTER,
+       [](ch_attention& w) { w.dtype = CH_BFLOAT16, w.output32 = nullptr; }},
+      {"no grad_output", CH_BAD_POINTER, [](ch_attention& w) { w.grad_output.data = nullptr; }},
+      {"no grad_query", CH_BAD_POINTER, [](ch_attention& w) { w.grad_query.data = nullptr; }},
+      {"no grad_key", CH_BAD_POINTER, [](ch_attention& w) { w.grad_key.data = nullptr; }},
+      {"no grad_value", CH_BAD_POINTER, [](ch_attention& w) { w.grad_value.data = nullptr; }},
+      {"overlapping grad_key", CH_BAD_STRIDE, [](ch_attention& w) { w.grad_key.row = 3; }},
+      {"overlapping grad of a rule", CH_BAD_STRIDE, [](ch_attention& w) { w.rules[1].grad_row = 1; }},
+  };
+  return all;
+}
+
+// Every kind of mask and rule at once, so that each can be spoiled.
+Case everything() {
+  Case c;
+  Random random(11);
+  c.batch = 2, c.heads = 4, c.kv_heads = 2, c.q_len = 10, c.k_len = 20, c.dim = 8, c.value_dim = 6;
+  c.scale = 0.5, c.before = 15, c.after = 12;
+  draw_runs(random, c);
+  for (int axis = 0; axis < 4; ++axis) c.allowed_size[axis] = axis < 2 ? 1 : axis == 2 ? c.q_len : c.k_len;
+  c.allowed.assign(static_cast<size_t>(c.q_len * c.k_len), 1);
+  c.block_size = 4, c.block_rows = 3, c.block_columns = 5;
+  c.blocks.assign(static_cast<size_t>(c.batch * c.heads * 15), 1);
+  RuleCase relative, dense, cap;
+  relative.kind = CH_RULE_RELATIVE, relative.reach = 3, relative.size[1] = c.heads, relative.size[3] = 7;
+  dense.kind = CH_RULE_DENSE, dense.size[2] = c.q_len, dense.size[3] = c.k_len;
+  dense.wants_grad = relative.wants_grad = true;
+  cap.kind = CH_RULE_SOFTCAP, cap.value = 9;
+  draw_numbers(random, c, relative.table, c.heads * 7, 1.0);
+  draw_numbers(random, c, dense.table, c.q_len * c.k_len, 1.0);
+  c.rules = {relative, dense, cap};
+  draw_numbers(random, c, c.sink, c.heads, 1.0);
+  draw_numbers(random, c, c.query, c.batch * c.heads * c.q_len * c.dim, 1.0);
+  draw_numbers(random, c, c.key, c.batch * c.kv_heads * c.k_len * c.dim, 1.0);
+  draw_numbers(random, c, c.value, c.batch * c.kv_heads * c.k_len * c.value_dim, 1.0);
+  draw_numbers(random, c, c.grad_output, c.batch * c.heads * c.q_len * c.value_dim, 1.0);
+  return c;
+}
+
+void expect(int seen, int wanted, const std::string& name) {
+  if (seen != wanted) fail(name + " gave \"" + ch_message(seen) + "\", not \"" + ch_message(wanted) + "\"");
+}
+
+void answers() {
+  check(ch_abi() == CH_ABI, "ch_abi");
+  check(ch_description_size() == static_cast<int64_t>(sizeof(ch_attention)), "ch_description_size");
+  check(ch_isa_name(-1) == nullptr && ch_isa_name(99) == nullptr, "ch_isa_name past the ends");
+  check(ch_isa_usable(-1) == 0 && ch_isa_usable(99) == 0, "ch_isa_usable past the ends");
+  check(ch_isa_usable(ch_isa_best()) == 1, "the best set must be usable");
+  check(std::strcmp(ch_message(12345), "no such code") == 0, "ch_message of no code");
+  expect(ch_forward(nullptr), CH_BAD_POINTER, "forward of nothing");
+  expect(ch_backward(nullptr), CH_BAD_POINTER, "backward of nothing");
+}
+
+// Where there is no work, tensors may be absent.
+void nothing_to_do() {
+  ch_attention work{};
+  work.size = sizeof(work), work.abi = CH_ABI, work.isa = -1, work.threads = 1;
+  work.before = work.after = INT64_MAX, work.head_dim = work.value_dim = 8, work.k_len = 4;
+  expect(ch_forward(&work), CH_OK, "forward of an empty batch");
+  expect(ch_backward(&work), CH_OK, "backward of an empty batch");
+}
+
+}  // namespace
+
+int entry_tests() {
+  answers();
+  nothing_to_do();
+  const Case c = everything();
+  Random random(3);
+  Call call(c, random);
+  expect(call.forward(-1, 1), CH_OK, "the description before it is spoiled, forward");
+  expect(call.backward(), CH_OK, "the description before it is spoiled, backward");
+  const ch_attention good = call.work;
+  call.output.clear(), call.grad_query.clear(), call.grad_key.clear(), call.grad_value.clear();
+  int count = 0;
+  const auto run = [&](const std::vector<Bad>& all, int (*enter)(const ch_attention*), const char* way) {
+    for (const Bad& bad : all) {
+      ch_attention work = good;
+      work.isa = -1;
+      bad.spoil(work);
+      expect(enter(&work), bad.code, std::string(way) + " with a bad description (" + bad.what + ")");
+      check(call.output.untouched() && call.gradients_untouched(), std::string(bad.what) + ": something was written");
+      ++count;
+    }
+  };
+  run(both_ways(), ch_forward, "forward");
+  run(both_ways(), ch_backward, "backward");
+  run(forward_only(), ch_forward, "forward");
+  run(backward_only(), ch_backward, "backward");
+  return count;
+}
+
+}  // namespace test

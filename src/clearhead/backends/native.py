@@ -1,0 +1,379 @@
+"""The CPU kernels: a problem written down as one description, run by the compiled library."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from clearhead.backends.capability import Backend, Capability
+from clearhead.backends.containment import contained
+from clearhead.backends.native_library import (
+    MAX_HEAD_DIM,
+    MAX_RULES,
+    Code,
+    Description,
+    Dtype,
+    Rule,
+    RuleKind,
+    Table,
+    TensorView,
+    library,
+    message,
+    reason,
+)
+from clearhead.masks import Blocks, Causal, Dense, Mask, Window
+from clearhead.masks.base import carried_sizes, conjuncts
+from clearhead.masks.intervals import Intervals
+from clearhead.problem import Problem
+from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
+from clearhead.shapes import Float
+from clearhead.statistics import Observation, Want
+
+__all__ = ["BACKEND"]
+
+#: The largest table of booleans that is written out for a mask that is neither runs of keys nor a table of its own.
+_MAX_TABLE_ENTRIES: Final = 2**26
+_DTYPES: Final = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """A mask as the kernels take it: a band, runs of keys, and tables, of which all must allow."""
+
+    before: int | None = None
+    after: int | None = None
+    runs: Intervals | None = None
+    dense: Dense | None = None
+    blocks: Blocks | None = None
+    #: What has to be written out as booleans.
+    rest: tuple[Mask, ...] = ()
+
+
+def _shape_of(problem: Problem) -> _Shape:
+    """Sort the parts of a mask by what the kernels can do with them."""
+    before: int | None = None
+    after: int | None = None
+    runs: Intervals | None = None
+    dense: Dense | None = None
+    blocks: Blocks | None = None
+    rest: list[Mask] = []
+    index = problem.indices() if problem.mask is not None else None
+    for part in conjuncts(problem.mask) if problem.mask is not None else ():
+        if isinstance(part, Causal):
+            after = 0
+        elif isinstance(part, Window):
+            before = part.before if before is None else min(before, part.before)
+            after = part.after if after is None else min(after, part.after)
+        elif isinstance(part, Dense) and dense is None:
+            dense = part
+        elif isinstance(part, Blocks) and blocks is None:
+            blocks = part
+        else:
+            assert index is not None
+            own = part.intervals(index[0], index[1], index[2], problem.k_len)
+            both = own if own is None or runs is None else runs.intersect(own)
+            if both is None:
+                rest.append(part)
+            else:
+                runs = both
+    return _Shape(before=before, after=after, runs=runs, dense=dense, blocks=blocks, rest=tuple(rest))
+
+
+def _also(problem: Problem) -> list[str]:
+    reasons = []
+    if sum(isinstance(rule, SoftCap) for rule in problem.scores) > 1:
+        reasons.append("takes one SoftCap")
+    if len(problem.elementwise) > MAX_RULES:
+        reasons.append(f"takes {MAX_RULES} score rules")
+    for rule in problem.scores if problem.needs_gradient else ():
+        if isinstance(rule, Alibi) and rule.slopes.requires_grad:
+            reasons.append("has no gradient for Alibi's slopes")
+        if isinstance(rule, DenseBias) and rule.bias.requires_grad and rule.bias.shape[3] != problem.k_len:
+            reasons.append("has no gradient for a DenseBias without a key axis")
+    if max(problem.k_len, problem.q_len) >= 2**30:
+        reasons.append("takes lengths below 2**30")
+    entries = _table_entries(problem)
+    if entries > _MAX_TABLE_ENTRIES:
+        reasons.append(f"would need a table of {entries:,} entries (limit {_MAX_TABLE_ENTRIES:,})")
+    return reasons
+
+
+def _table_entries(problem: Problem) -> int:
+    """Entries of the table that has to be written out for the mask."""
+    rest = _shape_of(problem).rest if problem.mask is not None else ()
+    if not rest:
+        return 0
+    batch, heads = (max(sizes) for sizes in zip(*(carried_sizes(part) for part in rest), strict=True))
+    return batch * heads * problem.q_len * problem.k_len
+
+
+class _Work:
+    """A description together with the tensors that it points into."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.held: list[Tensor] = []
+        description = Description.new()
+        description.threads = torch.get_num_threads()
+        description.dtype = _DTYPES[problem.query.dtype]
+        description.batch, description.heads, description.kv_heads = (
+            problem.batch, problem.num_heads, problem.num_kv_heads,
+        )  # fmt: skip
+        description.q_len, description.k_len = problem.q_len, problem.k_len
+        description.head_dim, description.value_dim = problem.head_dim, problem.value_dim
+        description.query_offset = problem.query_offset
+        description.scale, description.dropout, description.seed = problem.scale, problem.dropout, problem.seed
+        self.description = description
+        for name in ("query", "key", "value"):
+            self.tensor(name, getattr(problem, name).detach())
+        if problem.mask is not None:
+            self._mask(_shape_of(problem))
+        self.rules: list[ScoreRule] = list(problem.elementwise)
+        for place, rule in enumerate(self.rules):
+            self._rule(description.rules[place], rule)
+        description.num_rules = len(self.rules)
+        if problem.sink is not None:
+            logits = self.keep(problem.sink.logits.detach().to(torch.float32))
+            description.sink = logits.data_ptr()
+            description.sink_head = 1 if logits.shape[0] > 1 else 0
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """The tensor, contiguous, kept alive as long as the description."""
+        tensor = tensor.contiguous()
+        self.held.append(tensor)
+        return tensor
+
+    def tensor(self, name: str, tensor: Tensor) -> Tensor:
+        """Point a field at a tensor; its last axis is made contiguous where it is not."""
+        if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+            tensor = tensor.contiguous()
+        self.held.append(tensor)
+        batch, head, row, _ = tensor.stride()
+        setattr(self.description, name, TensorView(tensor.data_ptr(), batch, head, row))
+        return tensor
+
+    def result(self, name: str, *trailing: int) -> Tensor:
+        """A new float32 ``[batch, heads, q_len, *trailing]`` that the kernel writes."""
+        own = self.problem
+        tensor = own.query.new_empty((own.batch, own.num_heads, own.q_len, *trailing), dtype=torch.float32)
+        setattr(self.description, name, tensor.data_ptr())
+        return tensor
+
+    def _mask(self, shape: _Shape) -> None:
+        description = self.description
+        if shape.before is not None:
+            description.before = shape.before
+        if shape.after is not None:
+            description.after = shape.after
+        if shape.runs is not None:
+            start = self.keep(shape.runs.start.to(torch.int32))
+            stop = self.keep(shape.runs.stop.to(torch.int32).expand_as(start))
+            description.start, description.stop, description.runs = start.data_ptr(), stop.data_ptr(), start.shape[3]
+            description.run_batch, description.run_head, description.run_row = _strides(start)[:3]
+        allowed = shape.dense.allowed if shape.dense is not None else None
+        for part in shape.rest:
+            own = part.allows(*self.problem.indices())
+            own = own.expand(*own.shape[:2], self.problem.q_len, self.problem.k_len)
+            allowed = own if allowed is None else allowed & own
+        if allowed is not None:
+            description.allowed = self._table(allowed)
+        if shape.blocks is not None:
+            table = shape.blocks.table
+            description.blocks = self._table(table)
+            description.block_size = shape.blocks.size
+            description.block_rows, description.block_columns = table.shape[2], table.shape[3]
+
+    def _table(self, table: Tensor) -> Table:
+        self.held.append(table)
+        return Table(table.data_ptr(), *_strides(table))
+
+    def _rule(self, into: Rule, rule: ScoreRule) -> None:
+        if isinstance(rule, Alibi):
+            slopes = rule.slopes.detach().to(torch.float32)[None, :, None, None]
+            into.kind, into.table = RuleKind.SLOPE, self._table(slopes)
+        elif isinstance(rule, RelativeBias):
+            table = self.keep(rule.table.detach().to(torch.float32))
+            into.kind, into.table = RuleKind.RELATIVE, self._table(table[None, :, None, :])
+            into.reach = table.shape[1] // 2
+        elif isinstance(rule, DenseBias):
+            bias = rule.bias.detach().to(torch.float32)
+            if bias.stride(3) != 1:
+                bias = bias.contiguous()
+            into.kind, into.table = RuleKind.DENSE, self._table(bias)
+        else:
+            assert isinstance(rule, SoftCap)
+            into.kind, into.value = RuleKind.SOFTCAP, rule.cap
+
+
+def _strides(tensor: Tensor) -> tuple[int, int, int, int]:
+    """Strides in which an axis of one entry stands still."""
+    batch, head, row, column = (
+        0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return batch, head, row, column
+
+
+def _like(tensor: Tensor, dim: int) -> Tensor:
+    """An empty ``[batch, heads, len, dim]`` whose heads lie as the tensor's do: side by side, or one after the other."""
+    batch, heads, length, _ = tensor.shape
+    if tensor.stride(1) < tensor.stride(2):
+        return tensor.new_empty(batch, length, heads, dim).transpose(1, 2)
+    return tensor.new_empty(batch, heads, length, dim)
+
+
+def _call(name: str, work: _Work) -> int:
+    kernels = library()
+    assert kernels is not None
+    code: int = getattr(kernels, name)(ctypes.byref(work.description))
+    if code not in (Code.OK, Code.NOT_FINITE):
+        raise RuntimeError(f"{name}: {message(code)}")
+    return code
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What forward leaves for backward: its output in float32, log-sum-exp, and each row's largest score and share."""
+
+    output: Tensor
+    lse: Tensor
+    softmax: Float[Tensor, "batch heads q_len 2"]
+
+
+def _forward(problem: Problem, want_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Output, and log-sum-exp where it is wanted."""
+    work = _Work(problem)
+    output = work.tensor("output", _like(problem.query, problem.value_dim))
+    lse = work.result("lse") if want_lse else None
+    _call("ch_forward", work)
+    return output, lse
+
+
+def _forward_for_backward(problem: Problem) -> tuple[Tensor, _Rows]:
+    """Output, and what backward needs besides."""
+    work = _Work(problem)
+    output = work.tensor("output", _like(problem.query, problem.value_dim))
+    exact = output if output.dtype == torch.float32 else work.result("output32", problem.value_dim)
+    rows = _Rows(exact, work.result("lse"), work.result("softmax", 2))
+    _call("ch_forward", work)
+    return output, rows
+
+
+class _Native(torch.autograd.Function):
+    """Output and log-sum-exp; rule parameters ride along so that autograd knows them."""
+
+    @staticmethod
+    def forward(ctx: Any, problem: Problem, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        output, rows = _forward_for_backward(problem)
+        ctx.problem = problem
+        ctx.save_for_backward(*tensors[:3], rows.output, rows.lse, rows.softmax)
+        return output, rows.lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, key, value, *rows = ctx.saved_tensors
+        problem = ctx.problem.with_tensors(query, key, value)
+        return None, *_gradients(problem, _Rows(*rows), grad_output, grad_lse)
+
+
+def _gradients(problem: Problem, rows: _Rows, grad_output: Tensor, grad_lse: Tensor | None) -> list[Tensor]:
+    """Gradients of query, key, value and the rules' parameters."""
+    grads = _backward(problem, rows, grad_output, grad_lse)
+    if grads is None:
+        clean = contained(problem, rows.output, rows.lse)
+        # A row with an infinite largest score and no share has no weights.
+        gone = torch.tensor([torch.inf, 0.0])
+        softmax = torch.where(clean.spoiled[..., None], gone, rows.softmax)
+        finite = _Rows(clean.finite(rows.output), rows.lse, softmax)
+        grads = _backward(clean.problem, finite, clean.finite(grad_output), grad_lse)
+        assert grads is not None
+        grads = replace(grads, tensors=clean.spoil(grads.tensors))
+    return [*grads.tensors, *(_parameter_gradient(problem, own, grads, rows.lse) for own in problem.rule_parameters)]
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Gradients of query, key and value; of rules, by the identity of their tensor; and each row's delta."""
+
+    tensors: list[Tensor]
+    rules: dict[int, Tensor]
+    delta: Tensor
+
+
+def _backward(problem: Problem, rows: _Rows, grad_output: Tensor, grad_lse: Tensor | None) -> _Gradients | None:
+    """The kernel's call; None where numbers that are not finite meet a mask."""
+    work = _Work(problem)
+    description = work.description
+    work.tensor("output", rows.output)
+    if problem.query.dtype != torch.float32:
+        description.output32 = work.keep(rows.output).data_ptr()
+    description.softmax = work.keep(rows.softmax).data_ptr()
+    work.tensor("grad_output", grad_output)
+    if grad_lse is not None:
+        description.grad_lse = work.keep(grad_lse.to(torch.float32)).data_ptr()
+    delta = work.result("delta")
+    tensors = [
+        work.tensor(f"grad_{name}", _like(tensor, tensor.shape[3]))
+        for name, tensor in (("query", problem.query), ("key", problem.key), ("value", problem.value))
+    ]
+    rules = {}
+    for place, rule in enumerate(work.rules):
+        if isinstance(rule, (RelativeBias, DenseBias)) and rule.parameters()[0].requires_grad:
+            rules[id(rule.parameters()[0])] = _rule_gradient(description.rules[place], rule)
+    return _Gradients(tensors, rules, delta) if _call("ch_backward", work) == Code.OK else None
+
+
+def _rule_gradient(into: Rule, rule: RelativeBias | DenseBias) -> Tensor:
+    """A float32 tensor that the kernel adds a rule's gradient to."""
+    grad = torch.zeros_like(rule.parameters()[0], dtype=torch.float32, memory_format=torch.contiguous_format)
+    into.grad = grad.data_ptr()
+    if isinstance(rule, DenseBias):
+        into.grad_batch, into.grad_head, into.grad_row, _ = _strides(grad)
+    else:
+        into.grad_head = _strides(grad[None, :, None])[1]
+    return grad
+
+
+def _parameter_gradient(problem: Problem, parameter: Tensor, grads: _Gradients, lse: Tensor) -> Tensor:
+    """One parameter's gradient in its own dtype."""
+    if problem.sink is not None and parameter is problem.sink.logits:
+        # A sink's weight is exp(logit - lse) and its value nothing, so its gradient is -weight * delta.
+        weight = torch.exp(parameter.detach().to(torch.float32).view(1, -1, 1) - lse)
+        per_head = -(weight * grads.delta).sum(dim=(0, 2))
+        grad = per_head if parameter.shape == per_head.shape else per_head.sum().view(1)
+    else:
+        grad = grads.rules[id(parameter)]
+    return grad.to(parameter.dtype)
+
+
+def run(problem: Problem, want: Want) -> Observation:
+    """Output, and the log-sum-exp where it is wanted."""
+    if problem.needs_gradient:
+        output, lse = _Native.apply(  # type: ignore[no-untyped-call]
+            problem, problem.query, problem.key, problem.value, *problem.rule_parameters
+        )
+    else:
+        output, lse = _forward(problem, "lse" in want.names)
+    return Observation(output=output, lse=lse if "lse" in want.names else None)
+
+
+BACKEND = Backend(
+    name="native",
+    summary="clearhead's own CPU kernels",
+    capability=Capability(
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset(_DTYPES),
+        rules=(Alibi, RelativeBias, DenseBias, SoftCap, Sink),
+        mask_functions=False,
+        statistics=frozenset({"lse"}),
+        max_head_dim=MAX_HEAD_DIM,
+        requires=reason,
+        also=_also,
+    ),
+    run=run,
+)

@@ -1,0 +1,205 @@
+"""The compiled CPU kernels: found, loaded on first use, and held against the C header they were built from.
+
+``CLEARHEAD_NATIVE=0`` leaves them out; ``CLEARHEAD_ISA`` names the instruction set to use instead of the best.
+Both are read once, when something first asks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+# Its OpenMP must be in the process before the kernels are: they bring none of their own.
+import torch as torch
+
+__all__ = [
+    "ABI", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS", "UNBOUNDED", "Code", "Description", "Dtype", "Rule", "RuleKind",
+    "Table", "TensorView", "isa_index", "isa_name", "isa_names", "library", "message", "reason",
+]  # fmt: skip
+
+PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
+ABI: Final = 1
+MAX_HEAD_DIM: Final = 256
+MAX_RUNS: Final = 4
+MAX_RULES: Final = 8
+#: ``before`` and ``after`` of a description that bounds nothing on that side.
+UNBOUNDED: Final = 2**63 - 1
+
+
+class Dtype(IntEnum):
+    """``ch_dtype``."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+
+
+class RuleKind(IntEnum):
+    """``ch_rule_kind``."""
+
+    SLOPE = 1
+    RELATIVE = 2
+    DENSE = 3
+    SOFTCAP = 4
+
+
+class Code(IntEnum):
+    """``ch_code``: what a call came to; ``message`` has the words."""
+
+    OK = 0
+    BAD_SIZE = 1
+    BAD_SHAPE = 2
+    BAD_DTYPE = 3
+    BAD_POINTER = 4
+    BAD_STRIDE = 5
+    BAD_MASK = 6
+    BAD_RULE = 7
+    BAD_OPTION = 8
+    BAD_ISA = 9
+    NO_MEMORY = 10
+    NOT_FINITE = 11
+
+
+_int32, _int64, _float, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+class TensorView(ctypes.Structure):
+    """``ch_tensor``: ``[batch, heads, rows, last axis contiguous]``, strides in elements."""
+
+    _fields_ = (("data", _pointer), ("batch", _int64), ("head", _int64), ("row", _int64))
+
+
+class Table(ctypes.Structure):
+    """``ch_table``: ``[batch, heads, rows, columns]``, any stride may be 0."""
+
+    _fields_ = (("data", _pointer), ("batch", _int64), ("head", _int64), ("row", _int64), ("column", _int64))
+
+
+class Rule(ctypes.Structure):
+    """``ch_rule``."""
+
+    _fields_ = (
+        ("kind", _int32), ("reserved", _int32), ("value", _float), ("reach", _int32), ("table", Table),
+        ("grad", _pointer), ("grad_batch", _int64), ("grad_head", _int64), ("grad_row", _int64),
+    )  # fmt: skip
+
+
+class Description(ctypes.Structure):
+    """``ch_attention``: one call. Every field starts at zero; ``Description.new()`` sets those that may not."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32), ("abi", ctypes.c_uint32), ("isa", _int32), ("threads", _int32),
+        ("dtype", _int32), ("num_rules", _int32),
+        ("batch", _int64), ("heads", _int64), ("kv_heads", _int64), ("q_len", _int64), ("k_len", _int64),
+        ("head_dim", _int64), ("value_dim", _int64), ("query_offset", _int64),
+        ("scale", ctypes.c_double), ("dropout", ctypes.c_double), ("seed", ctypes.c_uint64),
+        ("query", TensorView), ("key", TensorView), ("value", TensorView), ("output", TensorView),
+        ("output32", _pointer), ("lse", _pointer), ("softmax", _pointer), ("softmax", _pointer),
+        ("before", _int64), ("after", _int64),
+        ("start", _pointer), ("stop", _pointer), ("run_batch", _int64), ("run_head", _int64), ("run_row", _int64),
+        ("runs", _int32), ("block_size", _int32), ("allowed", Table), ("blocks", Table),
+        ("block_rows", _int64), ("block_columns", _int64),
+        ("rules", Rule * MAX_RULES), ("sink", _pointer), ("sink_head", _int64),
+        ("grad_output", TensorView), ("grad_lse", _pointer),
+        ("grad_query", TensorView), ("grad_key", TensorView), ("grad_value", TensorView), ("delta", _pointer),
+    )  # fmt: skip
+
+    @classmethod
+    def new(cls) -> Description:
+        """One thread, no mask, the instruction set that was chosen; sizes and tensors are the caller's."""
+        return cls(
+            size=ctypes.sizeof(cls), abi=ABI, isa=isa_index(), threads=1, before=UNBOUNDED, after=UNBOUNDED
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What looking for the library came to: it and the chosen set, or the reason against it."""
+
+    library: ctypes.CDLL | None
+    reason: str | None
+    names: tuple[str, ...] = ()
+    index: int = -1
+
+
+def library() -> ctypes.CDLL | None:
+    """The kernels, or None where ``reason`` says why not."""
+    return _loaded().library
+
+
+def reason() -> str | None:
+    """Why the kernels cannot be used in this process, or None."""
+    return _loaded().reason
+
+
+def isa_names() -> list[str]:
+    """The instruction sets that were built and that this processor has, best first; ``CLEARHEAD_ISA`` picks one."""
+    return list(_loaded().names)
+
+
+def isa_index() -> int:
+    """The set in use, as the library counts; -1 where there is none."""
+    return _loaded().index
+
+
+def isa_name() -> str | None:
+    """The set in use, or None."""
+    found = _loaded()
+    return None if found.library is None else str(found.library.ch_isa_name(found.index).decode())
+
+
+def message(code: int) -> str:
+    """A code that a kernel returned, in words."""
+    found = library()
+    return f"code {code}" if found is None else str(found.ch_message(code).decode())
+
+
+@cache
+def _loaded() -> _Loaded:
+    if os.environ.get("CLEARHEAD_NATIVE", "").strip() == "0":
+        return _Loaded(None, "is switched off by CLEARHEAD_NATIVE=0")
+    if not PATH.exists():
+        return _Loaded(None, "is not built (it takes GCC or Clang: install again, or make native in a checkout)")
+    try:
+        found = _declared(ctypes.CDLL(str(PATH)))
+    except (OSError, AttributeError) as problem:
+        return _Loaded(None, f"was built for another machine or another torch ({' '.join(str(problem).split())})")
+    theirs, ours = (found.ch_abi(), found.ch_description_size()), (ABI, ctypes.sizeof(Description))
+    if theirs != ours:
+        return _Loaded(None, f"is of another version of clearhead ({theirs} instead of {ours}): install again")
+    return _chosen(found, os.environ.get("CLEARHEAD_ISA", "").strip())
+
+
+def _chosen(found: ctypes.CDLL, asked: str) -> _Loaded:
+    """Settle on the set that was asked for, or on the best."""
+    built: list[str] = []
+    while (name := found.ch_isa_name(len(built))) is not None:
+        built.append(name.decode())
+    usable = tuple(name for index, name in enumerate(built) if found.ch_isa_usable(index))
+    if not asked:
+        return _Loaded(found, None, usable, found.ch_isa_best())
+    if asked not in usable:
+        lacks = "names a set that this processor lacks" if asked in built else "names no instruction set"
+        return _Loaded(None, f"cannot run: CLEARHEAD_ISA={asked!r} {lacks}; here there are {', '.join(usable)}", usable)
+    return _Loaded(found, None, usable, built.index(asked))
+
+
+def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
+    """Give the functions the types of the header."""
+    found.ch_abi.restype = ctypes.c_int
+    found.ch_description_size.restype = ctypes.c_int64
+    found.ch_isa_best.restype = ctypes.c_int
+    for function, argument, result in (
+        (found.ch_isa_name, ctypes.c_int, ctypes.c_char_p),
+        (found.ch_isa_usable, ctypes.c_int, ctypes.c_int),
+        (found.ch_message, ctypes.c_int, ctypes.c_char_p),
+        (found.ch_forward, ctypes.POINTER(Description), ctypes.c_int),
+        (found.ch_backward, ctypes.POINTER(Description), ctypes.c_int),
+    ):
+        function.argtypes, function.restype = [argument], result
+    return found

@@ -1,0 +1,88 @@
+"""Build the CPU kernels into the source tree, only what changed: `make native`, and part of `make setup`.
+
+Leaves with code 2 where the build fails, and with 3 where there is nothing to build with. Either way clearhead
+works without the kernels, only slower; `clearhead doctor` says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "native"
+BIN = ROOT / ".venv" / "bin"
+FAILED, NO_TOOLS = 2, 3
+
+
+def main() -> None:
+    options = _options()
+    cmake = _tool("cmake")
+    if cmake is None:
+        _stop(NO_TOOLS, "CMake is not here, so the CPU kernels are not built. Install cmake and run make native.")
+    if not any(map(_tool, (os.environ.get("CXX"), "c++", "g++", "clang++"))):
+        _stop(NO_TOOLS, "No C++ compiler is here, so the CPU kernels are not built. Install g++ and run make native.")
+    folder, flags = ("tests", ["-DCLEARHEAD_TESTS=ON"]) if options.tests else ("native", ["-DCLEARHEAD_IN_PLACE=ON"])
+    build = ROOT / "build" / folder
+    try:
+        if not _configured(build):
+            shutil.rmtree(build, ignore_errors=True)
+            _run(cmake, "-S", SOURCE, "-B", build, *_generator(), *flags)
+        _run(cmake, "--build", build)
+        if options.tests:
+            _run(cmake, "--build", build, "--target", "check", loud=True)
+    except subprocess.CalledProcessError as failure:
+        print(failure.stdout or "", end="", file=sys.stderr)
+        _stop(FAILED, "The CPU kernels could not be built; the compiler's words are above.")
+
+
+def _configured(build: Path) -> bool:
+    """Whether CMake has finished here before, and for this checkout: one that was moved starts anew."""
+    cache = build / "CMakeCache.txt"
+    finished = (build / "build.ninja").exists() or (build / "Makefile").exists()
+    return finished and cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={SOURCE}\n" in cache.read_text()
+
+
+def _generator() -> list[str]:
+    ninja = _tool("ninja")
+    return [] if ninja is None else ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+
+
+def _tool(name: str | None) -> str | None:
+    """Where a command is: on the path, or else in .venv."""
+    if not name:
+        return None
+    return shutil.which(name) or shutil.which(name, path=str(BIN))
+
+
+def _run(*command: str | Path, loud: bool = False) -> None:
+    """Run a command and keep what it says for the case that it fails."""
+    subprocess.run(
+        [str(part) for part in command],
+        check=True,
+        stdin=subprocess.DEVNULL,
+        stdout=None if loud else subprocess.PIPE,
+        stderr=None if loud else subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Build the CPU kernels into the source tree.")
+    parser.add_argument("--tests", action="store_true", help="build and run the kernels' own tests, with sanitizers")
+    return parser.parse_args(arguments)
+
+
+def _stop(code: int, line: str) -> NoReturn:
+    print(f"native: {line}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
