@@ -291,7 +291,6 @@ int check_forward(const ch_attention& work) {
   CH_TRY(check_tensor(work, work.output, work.heads, work.q_len, work.value_dim, Access::write));
   if (work.output32 != nullptr) CH_TRY(check_plain(work, work.output32, work.value_dim));
   if (work.softmax != nullptr) CH_TRY(check_plain(work, work.softmax, 2));
-  if (work.softmax != nullptr) CH_TRY(check_plain(work, work.softmax, 2));
   return work.lse == nullptr ? CH_OK : check_plain(work, work.lse, 1);
 }
 

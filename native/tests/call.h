@@ -38,7 +38,6 @@ class Call {
     output32 = floats(random, c.heads, c.q_len, c.value_dim);
     lse = floats(random, c.heads, c.q_len, 1);
     softmax = floats(random, c.heads, c.q_len, 2);
-    softmax = floats(random, c.heads, c.q_len, 2);
     delta = floats(random, c.heads, c.q_len, 1);
     grad_query = room(random, c.heads, c.q_len, c.dim, tight);
     grad_key = room(random, c.kv_heads, c.k_len, c.dim, tight);
@@ -204,7 +203,6 @@ class Call {
     work.query = query.view(), work.key = key.view(), work.value = value.view(), work.output = output.view();
     work.output32 = with_output32 ? static_cast<float*>(output32.data()) : nullptr;
     work.lse = static_cast<float*>(lse.data());
-    work.softmax = static_cast<float*>(softmax.data());
     work.softmax = static_cast<float*>(softmax.data());
     work.grad_output = grad_output.view();
     work.grad_lse = static_cast<const float*>(grad_lse.data());

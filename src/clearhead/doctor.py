@@ -17,6 +17,7 @@ from clearhead.benchmark.machine import load, machine, threads, torch_build, ver
 from clearhead.benchmark.timing import Timing, interleaved
 from clearhead.dispatch import BACKENDS
 from clearhead.functional import attention, explain_dispatch
+from clearhead.projection import KINDS, Choice, measured
 
 __all__ = ["Diagnosis", "Rate", "diagnose"]
 
@@ -50,6 +51,7 @@ class Diagnosis:
         extras: for each extra the packages it brings, with their versions or None.
         compiler: path and version of a C++ compiler, or None.
         rates: measured speeds.
+        projections: by which product linear layers run, and both measured speeds.
         missing: what is missing or in the way, each with what to do.
     """
 
@@ -61,6 +63,7 @@ class Diagnosis:
     extras: Mapping[str, Mapping[str, str | None]]
     compiler: Mapping[str, str] | None
     rates: Sequence[Rate]
+    projections: Sequence[Choice]
     missing: Sequence[str]
 
     @property
@@ -86,7 +89,7 @@ def diagnose() -> Diagnosis:
         machine=found, versions=versions(), torch=torch_build(), threads=threads(),
         backends={backend.name: {"what": backend.summary, **backend.capability.row()} for backend in BACKENDS},
         extras=extras, compiler=compiler, rates=[*_product_rates(), *_attention_rates()],
-        missing=_missing(found, extras, compiler),
+        projections=[measured(kind) for kind in KINDS], missing=_missing(found, extras, compiler),
     )  # fmt: skip
 
 

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from clearhead.benchmark import Line
+from clearhead.benchmark.rows import Row
 from clearhead.cli.app import app
+from clearhead.errors import UnsupportedError
 
 TINY = ("--shape", "1,2,16,8", "--dtype", "float32", "--repeats", "3")
 
@@ -58,9 +61,91 @@ def test_an_interruption_leaves_nothing_behind(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_list_names_every_suite_and_measures_nothing(tmp_path: Path) -> None:
+    from clearhead.benchmark import SUITES
+
+    code, out, err = run("--list", "--out", str(tmp_path / "out"))
+    assert (code, err) == (0, "")
+    assert [line.split()[1] for line in out.splitlines()[:-1]] == list(SUITES)
+    assert "--grid" in out.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+QUICK = ("--quick", "--repeats", "3")
+
+
+def test_suites_are_measured_written_and_put_into_a_markdown_file(tmp_path: Path) -> None:
+    folder, results = tmp_path / "out", tmp_path / "RESULTS.md"
+    code, out, err = run("--suite", "decode,module", *QUICK, "--out", str(folder), "--results", str(results))
+    assert code == 0, err
+    for words in ("backend tiled: 24 small calls right", "1x32/8x1:48x16", "nn.MultiheadAttention", "floors are not"):
+        assert words in out
+    assert sorted(path.name for path in folder.iterdir()) == ["decode.json", "module.json"]
+    read = json.loads((folder / "decode.json").read_text())
+    assert read["head"]["command"] == "clearhead bench --suite decode --quick --repeats 3"
+    assert [row["group"] for row in read["rows"]] == ["float32"] * 2 + ["bfloat16"] * 2
+    assert "### module" in results.read_text()
+
+
+def test_an_interrupted_suite_keeps_its_rows_and_goes_on_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from clearhead import benchmark
+
+    asked: list[str] = []
+    honest = benchmark.measure_row
+
+    def stopping(row: Row, **options: int) -> Line:
+        if len(asked) == 1:
+            asked.append("")
+            raise KeyboardInterrupt
+        asked.append(row.title)
+        return honest(row, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(benchmark, "measure_row", stopping)
+    monkeypatch.setattr(benchmark, "check_backends", lambda: {})
+    words = ("--suite", "decode", "--dtype", "float32", *QUICK, "--out", str(tmp_path))
+    assert run(*words)[0] == 130
+    assert [row["title"] for row in json.loads((tmp_path / "decode.json").read_text())["rows"]] == asked[:1]
+    assert run(*words, "--resume")[0] == 0
+    assert len(asked) == 3, "the first row was kept, the second measured"
+    assert len(json.loads((tmp_path / "decode.json").read_text())["rows"]) == 2
+
+
+def test_the_grid_is_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from clearhead import benchmark
+    from clearhead.benchmark import sweep
+
+    monkeypatch.setattr(benchmark, "check_backends", lambda: {})
+    monkeypatch.setattr(sweep, "_RETRY", (5, 0.0, 3))
+    monkeypatch.setattr(benchmark, "grid_rows", lambda rows=benchmark.grid_rows: rows()[:1])
+    code, out, err = run("--grid", "--out", str(tmp_path))
+    assert code == 0, err
+    assert "1 calls" in out
+    assert "1x1x8x8 full forward float32" in out
+    assert len(json.loads((tmp_path / "grid.json").read_text())["rows"]) == 1
+
+
+def test_nothing_is_timed_while_a_backend_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from clearhead import benchmark
+
+    def red() -> dict[str, int]:
+        raise UnsupportedError("bench: a backend is wrong.")
+
+    monkeypatch.setattr(benchmark, "check_backends", red)
+    code, out, err = run("--suite", "all", "--grid", "--out", str(tmp_path / "out"))
+    assert (code, out, err) == (2, "", "bench: a backend is wrong.\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("--suite", "fast"), "--suite must hold only forward, training, dropout"),
+        (("--suite", ""), "--suite must hold only"),
+        (("--suite", "decode", "--shape", "1,2,3,4"), "--shape must not stand with --suite or --grid"),
+        (("--grid", "--shape", "1,2,3,4"), "--shape must not stand with --suite or --grid"),
+        (("--results", "R.md"), "--results must stand with --suite or --grid"),
         (("--shape", "1,2,3"), "--shape must be four whole numbers of at least 1; got '1,2,3'"),
         (("--shape", "1,2,3,four"), "--shape must be four whole numbers"),
         (("--shape", "0,2,3,4"), "--shape must be four whole numbers"),

@@ -219,7 +219,7 @@ def _strides(tensor: Tensor) -> tuple[int, int, int, int]:
 
 
 def _like(tensor: Tensor, dim: int) -> Tensor:
-    """An empty ``[batch, heads, len, dim]`` whose heads lie as the tensor's do: side by side, or one after the other."""
+    """An empty ``[batch, heads, len, dim]`` whose heads lie as the tensor does: side by side, or in turn."""
     batch, heads, length, _ = tensor.shape
     if tensor.stride(1) < tensor.stride(2):
         return tensor.new_empty(batch, length, heads, dim).transpose(1, 2)

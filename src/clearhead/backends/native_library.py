@@ -99,7 +99,7 @@ class Description(ctypes.Structure):
         ("head_dim", _int64), ("value_dim", _int64), ("query_offset", _int64),
         ("scale", ctypes.c_double), ("dropout", ctypes.c_double), ("seed", ctypes.c_uint64),
         ("query", TensorView), ("key", TensorView), ("value", TensorView), ("output", TensorView),
-        ("output32", _pointer), ("lse", _pointer), ("softmax", _pointer), ("softmax", _pointer),
+        ("output32", _pointer), ("lse", _pointer), ("softmax", _pointer),
         ("before", _int64), ("after", _int64),
         ("start", _pointer), ("stop", _pointer), ("run_batch", _int64), ("run_head", _int64), ("run_row", _int64),
         ("runs", _int32), ("block_size", _int32), ("allowed", Table), ("blocks", Table),

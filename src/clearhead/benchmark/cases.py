@@ -8,22 +8,25 @@ from typing import Any
 
 import torch
 
-from clearhead.benchmark.peers import Call, Groups, ModuleWork, TensorWork
+from clearhead.benchmark.peers import MODULE, OURS, TEXTBOOK, Call, Groups, ModuleWork, TensorWork
 from clearhead.errors import UnsupportedError
 from clearhead.functional import explain_dispatch
 from clearhead.masks import Causal
 
-__all__ = ["OURS", "Case", "Setting", "case_of", "chosen_backend", "errors_against", "grid"]
+__all__ = ["OURS", "Case", "Setting", "case_of", "chosen_backend", "errors_against", "grid", "noise_of"]
 
-OURS = "clearhead"
 LEVELS = ("attention", "module")
 MODES = ("forward", "training")
 
 #: Contenders that hold every score at once are left out beyond this many bytes of them.
 _MOST_SCORE_BYTES = 2**31
-_HOLD_ALL_SCORES = ("textbook formula", "nn.MultiheadAttention, weights")
+_HOLD_ALL_SCORES = (TEXTBOOK, f"{MODULE}, weights")
 #: How many times the textbook's own rounding error a contender may be off and still count as the same work.
 _ALLOWANCE = 8.0
+#: How far apart the noise that two contenders' dropout makes may be, relatively; 0.15 in place of 0.1 makes 26 % more.
+_NOISE_ALLOWANCE = 0.15
+#: The noise is estimated from at least so many numbers of each group, or so many draws.
+_NOISE_NUMBERS, _MOST_DRAWS = 2**17, 64
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,13 @@ class Case:
         exact: the same groups in float64.
         plain: the same groups by the textbook formula in the contenders' dtype; its error sets the allowance.
         left_out: contenders that do not take part, and why.
+        checked: the calls whose numbers are compared, by default ``calls``: with dropout the same contenders without
+            it; and without those that are timed though they do other work, as a yardstick does.
+        noisy: names of the ``calls`` that drop at random, and must do so equally.
+        pick: the part of each group that is compared, by default all.
+        yardsticks: further calls that are timed with the others and do other work.
+        apart: names of calls that bring threads of their own, which must have gone to sleep before another runs.
+        backend: tells the backend that clearhead runs this on.
     """
 
     title: str
@@ -82,9 +92,20 @@ class Case:
     exact: Callable[[], Groups]
     plain: Callable[[], Groups]
     left_out: Mapping[str, str] = field(default_factory=dict)
+    checked: Mapping[str, Call] | None = None
+    noisy: Sequence[str] = ()
+    pick: Callable[[Groups], Groups] = lambda groups: groups
+    yardsticks: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+    apart: Sequence[str] = ()
+    backend: Callable[[], str] = lambda: "none"
+
+    @property
+    def timed(self) -> dict[str, Callable[[], object]]:
+        """All that is timed together."""
+        return {**self.calls, **self.yardsticks}
 
     def check(self) -> dict[str, float]:
-        """Run every contender once and compare with float64.
+        """Run every contender once and compare with float64; those that drop at random, by their noise too.
 
         Returns:
             Each contender's largest error, relative to the largest number of its group.
@@ -92,36 +113,72 @@ class Case:
         Raises:
             UnsupportedError: one of them computes other numbers; other work is not timed.
         """
-        exact = self.exact()
-        allowed = errors_against(exact, self.plain())
+        exact = self.pick(self.exact())
+        allowed = errors_against(exact, self.pick(self.plain()))
         worst = {}
-        for name, call in self.calls.items():
-            groups = call()
+        for name, call in (self.calls if self.checked is None else self.checked).items():
+            groups = self.pick(call())
             found = errors_against(exact, groups)
             floor = torch.finfo(groups[0][0].dtype).eps
             if len(found) != len(allowed) or any(
                 not error <= _ALLOWANCE * (own + floor) for error, own in zip(found, allowed, strict=True)
             ):
-                raise UnsupportedError.about(
-                    "bench", f"contender {name!r}", must=f"compute the same as the others in '{self.title}'",
-                    got=f"relative errors {_shown(found)} where the textbook formula has {_shown(allowed)}",
-                    then="Different work is not timed.",
+                raise _other_work(
+                    name, f"compute the same as the others in '{self.title}'",
+                    f"relative errors {_shown(found)} where the textbook formula has {_shown(allowed)}",
                 )  # fmt: skip
             worst[name] = max(found)
+        self._check_noise(exact)
         return worst
+
+    def _check_noise(self, exact: Groups) -> None:
+        """Everyone's dropout must move every group equally far from the numbers without it."""
+        found = {name: noise_of(lambda name=name: self.pick(self.calls[name]()), exact) for name in self.noisy}  # type: ignore[misc]
+        for name, noise in found.items():
+            if any(
+                not (min(one, other) > 0.0 and abs(one / other - 1.0) <= _NOISE_ALLOWANCE)
+                for against in found.values()
+                for one, other in zip(noise, against, strict=True)
+            ):
+                others = "; ".join(f"{other} {_shown(far)}" for other, far in found.items() if other != name)
+                raise _other_work(
+                    name, f"drop as much as the others in '{self.title}'",
+                    f"noise {_shown(noise)} of the numbers without dropout, others have {others}",
+                )  # fmt: skip
+
+
+def _other_work(name: str, must: str, got: str) -> UnsupportedError:
+    return UnsupportedError.about(
+        "bench", f"contender {name!r}", must=must, got=got, then="Different work is not timed."
+    )
+
+
+def noise_of(call: Call, exact: Groups) -> list[float]:
+    """For each group how far random draws lie from the exact numbers, root of mean squares, relative to theirs."""
+    wanted = [_flat(group) for group in exact]
+    draws = max(1, min(_MOST_DRAWS, _NOISE_NUMBERS // min(one.numel() for one in wanted)))
+    squares = [0.0] * len(wanted)
+    for _ in range(draws):
+        for place, (one, group) in enumerate(zip(wanted, call(), strict=True)):
+            squares[place] += float((_flat(group) - one).square().sum())
+    sizes = [max(float(one.square().sum()), 1e-300) for one in wanted]
+    return [(square / draws / size) ** 0.5 for square, size in zip(squares, sizes, strict=True)]
 
 
 def errors_against(exact: Groups, groups: Groups) -> list[float]:
     """For each group the largest error, relative to the group's largest exact number; infinite where shapes differ."""
     errors = []
     for wanted, got in zip(exact, groups, strict=False):
-        one = torch.cat([tensor.detach().double().flatten() for tensor in wanted])
-        other = torch.cat([tensor.detach().double().flatten() for tensor in got])
+        one, other = _flat(wanted), _flat(got)
         if one.shape != other.shape:
             errors.append(torch.inf)
             continue
         errors.append(float((one - other).abs().max() / one.abs().max().clamp_min(1e-300)))
     return errors
+
+
+def _flat(group: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.detach().double().flatten() for tensor in group])
 
 
 def _shown(errors: Sequence[float]) -> str:
@@ -149,26 +206,29 @@ def grid(
 
 def case_of(setting: Setting) -> Case:
     """The contenders for a setting, their tensors drawn from a fixed seed."""
-    options = {"causal": setting.causal, "training": setting.mode == "training"}
+    training = setting.mode == "training"
     batch, heads, length, _ = setting.shape
     size = torch.empty((), dtype=setting.dtype).element_size()
     # Scores and weights at least, in training the gradients of both besides.
-    held = (4 if options["training"] else 2) * batch * heads * length**2 * size
+    held = (4 if training else 2) * batch * heads * length**2 * size
     too_large = held > _MOST_SCORE_BYTES
     if setting.level == "attention":
-        tensors = TensorWork(setting.shape, setting.dtype, **options)
+        tensors = TensorWork(setting.shape, setting.dtype, causal=setting.causal, training=training)
         calls, exact = tensors.calls(), lambda: tensors.by_rows(torch.float64)
         plain: Callable[[], Groups] = lambda: tensors.by_rows(setting.dtype)  # noqa: E731
     else:
-        module = ModuleWork(setting.shape, setting.dtype, **options)
+        module = ModuleWork(setting.shape, setting.dtype, causal=setting.causal, training=training)
         calls, exact = module.calls(), module.exact
-        plain = calls["nn.MultiheadAttention" if too_large else "textbook formula"]
+        plain = calls[MODULE if too_large else TEXTBOOK]
     left_out = {}
     if too_large:
         reason = f"would hold about {held / 2**30:.1f} GiB of scores"
         left_out = {name: reason for name in calls if name in _HOLD_ALL_SCORES}
     kept = {name: call for name, call in calls.items() if name not in left_out}
-    return Case(title=setting.title, calls=kept, exact=exact, plain=plain, left_out=left_out)
+    return Case(
+        title=setting.title, calls=kept, exact=exact, plain=plain, left_out=left_out,
+        backend=lambda: chosen_backend(setting),
+    )  # fmt: skip
 
 
 def chosen_backend(setting: Setting) -> str:

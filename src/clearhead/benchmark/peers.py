@@ -9,25 +9,42 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clearhead.functional import attention
-from clearhead.masks import Causal
+from clearhead.functional import attention, explain_dispatch
+from clearhead.masks import Causal, Mask, Window
 from clearhead.nn.attention import MultiHeadAttention
 
 __all__ = [
-    "Call", "Groups", "ModuleWork", "TensorWork", "forbidden", "textbook",
+    "MODULE", "OURS", "SDPA", "SDPA_WINDOW", "TEXTBOOK", "Call", "Groups", "ModuleWork", "TensorWork", "forbidden",
+    "parameters_as_torch_packs_them", "short_name", "textbook", "torch_parameters",
 ]  # fmt: skip
+
+OURS = "clearhead"
+SDPA = "scaled_dot_product_attention"
+SDPA_WINDOW = "scaled_dot_product_attention, dense window mask"
+MODULE = "nn.MultiheadAttention"
+TEXTBOOK = "textbook formula"
 
 Groups: TypeAlias = tuple[tuple[Tensor, ...], ...]
 Call: TypeAlias = Callable[[], Groups]
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _ROWS_AT_ONCE = 256
+
+
+def short_name(name: str) -> str:
+    """A contender's name as tables show it.
+
+    >>> short_name("scaled_dot_product_attention, dense window mask")
+    'SDPA, dense window mask'
+    """
+    return name.replace(SDPA, "SDPA")
 
 
 def forbidden(length: int, device: torch.device) -> Tensor:
@@ -44,36 +61,86 @@ def textbook(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -
 
 
 class TensorWork:
-    """Attention on plain tensors ``[batch, heads, len, head_dim]``, without projections."""
+    """Attention on plain tensors ``[batch, heads, len, head_dim]``, without projections.
+
+    Args:
+        shape: ``(batch, heads, q_len, head_dim)`` of the queries.
+        dtype: of all tensors.
+        causal: whether later keys are forbidden.
+        training: whether a call runs backward too.
+        kv_heads: number of key heads; by default that of the queries.
+        k_len: number of keys; by default that of the queries.
+        window: how many keys before its own position a query may look at; all of them by default.
+        asked: the backend that clearhead is asked for.
+        seed: what the tensors are drawn from.
+    """
 
     def __init__(
-        self, shape: tuple[int, int, int, int], dtype: torch.dtype, *, causal: bool, training: bool, seed: int = 0
-    ) -> None:
-        self.causal, self.training = causal, training
+        self, shape: tuple[int, int, int, int], dtype: torch.dtype, *, causal: bool, training: bool,
+        kv_heads: int | None = None, k_len: int | None = None, window: int | None = None, asked: str = "auto",
+        seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.causal, self.training, self.window, self.asked = causal, training, window, asked
+        batch, heads, q_len, head_dim = shape
+        kv_shape = (batch, kv_heads or heads, k_len or q_len, head_dim)
         generator = torch.Generator().manual_seed(seed)
-        drawn = [torch.randn(shape, generator=generator).to(dtype) for _ in range(4)]
+        drawn = [torch.randn(size, generator=generator).to(dtype) for size in (shape, kv_shape, kv_shape, shape)]
         self.inputs = [tensor.requires_grad_(training) for tensor in drawn[:3]]
         self.upstream = drawn[3]
 
+    @property
+    def mask(self) -> Mask | None:
+        """The mask in clearhead's words."""
+        if self.window is not None:
+            return Causal() & Window(self.window)
+        return Causal() if self.causal else None
+
+    @cached_property
+    def hidden(self) -> Tensor | None:
+        """The mask as a matrix, ``True`` where a query may not look."""
+        if not self.causal:
+            return None
+        matrix = forbidden(self.upstream.shape[-2], self.upstream.device)
+        return matrix if self.window is None else matrix | ~matrix.new_ones(matrix.shape).triu(-self.window)
+
+    @property
+    def backend(self) -> str:
+        """The backend that clearhead runs this on; "none" where the one asked for cannot."""
+        return explain_dispatch(*self.inputs, mask=self.mask, backend=self.asked).choice or "none"
+
+    def call(self, name: str, *, dropout: float = 0.0) -> Call:
+        """The call of one contender, dropping weights with a probability."""
+        return self._call(self._attend(name, dropout))
+
     def calls(self) -> dict[str, Call]:
-        """Each contender's call."""
-        mask = Causal() if self.causal else None
-        hidden = forbidden(self.upstream.shape[-2], self.upstream.device) if self.causal else None
-        contenders: dict[str, Attend] = {
-            "clearhead": lambda q, k, v: attention(q, k, v, mask=mask),
-            "scaled_dot_product_attention": lambda q, k, v: F.scaled_dot_product_attention(
-                q, k, v, is_causal=self.causal
-            ),
-            "textbook formula": lambda q, k, v: textbook(q, k, v, hidden),
-        }
-        return {name: self._call(attend) for name, attend in contenders.items()}
+        """The call of clearhead, of torch's function and of the textbook formula."""
+        return {name: self.call(name) for name in (OURS, SDPA, TEXTBOOK)}
+
+    def _attend(self, name: str, dropout: float) -> Attend:
+        mask, hidden, causal = self.mask, self.hidden, self.causal
+        grouped = self.inputs[0].shape[1] != self.inputs[1].shape[1]
+        if name == OURS and self.asked == "auto":
+            # As a user writes it: in a call of some microseconds every further argument counts.
+            return lambda q, k, v: attention(q, k, v, mask=mask, dropout=dropout)
+        if name == OURS:
+            return lambda q, k, v: attention(q, k, v, mask=mask, dropout=dropout, backend=self.asked)
+        if name == SDPA:
+            return lambda q, k, v: F.scaled_dot_product_attention(
+                q, k, v, is_causal=causal, dropout_p=dropout, enable_gqa=grouped
+            )
+        if name == SDPA_WINDOW:
+            assert hidden is not None
+            allowed = ~hidden
+            return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        assert name == TEXTBOOK
+        assert dropout == 0.0
+        return lambda q, k, v: textbook(q, k, v, hidden)
 
     def _call(self, attend: Attend) -> Call:
         inputs, upstream = self.inputs, self.upstream
 
         def forward() -> Groups:
-            with torch.no_grad():
-                return ((attend(*inputs),),)
+            return ((attend(*inputs),),)
 
         def training() -> Groups:
             output = attend(*inputs)
@@ -81,30 +148,52 @@ class TensorWork:
 
         return training if self.training else forward
 
-    def by_rows(self, dtype: torch.dtype) -> Groups:
-        """The textbook's numbers in ``dtype``, some queries at a time so that long sequences fit in memory."""
+    def by_rows(self, dtype: torch.dtype, pairs: Sequence[tuple[int, int]] | None = None) -> Groups:
+        """The textbook's numbers in ``dtype``, some queries at a time so that long sequences fit in memory.
+
+        Args:
+            dtype: what to compute in.
+            pairs: the batch and head of what is computed, all by default; the others stay 0.
+        """
         query, key, value = (tensor.detach().to(dtype) for tensor in self.inputs)
-        batch, heads, length, _ = query.shape
-        output = torch.empty_like(query)
+        output = torch.zeros_like(query)
         grads = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in (query, key, value)]
-        hidden = forbidden(length, query.device) if self.causal else None
-        for at in ((b, h) for b in range(batch) for h in range(heads)):
-            for start in range(0, length, _ROWS_AT_ONCE):
+        per_key_head = query.shape[1] // key.shape[1]
+        for batch, head in self.pairs() if pairs is None else pairs:
+            at, kv_at = (batch, head), (batch, head // per_key_head)
+            for start in range(0, query.shape[2], _ROWS_AT_ONCE):
                 rows = slice(start, start + _ROWS_AT_ONCE)
-                some = [query[at][rows], key[at], value[at]]
+                some = [query[at][rows], key[kv_at], value[kv_at]]
                 leaves = [tensor.clone().requires_grad_(self.training) for tensor in some]
-                part = textbook(leaves[0], leaves[1], leaves[2], None if hidden is None else hidden[rows])
+                hidden = None if self.hidden is None else self.hidden[rows]
+                part = textbook(leaves[0], leaves[1], leaves[2], hidden)
                 output[at][rows] = part.detach()
                 if self.training:
                     found = torch.autograd.grad(part, leaves, self.upstream[at][rows].to(dtype))
                     grads[0][at][rows] += found[0]
-                    grads[1][at] += found[1]
-                    grads[2][at] += found[2]
+                    grads[1][kv_at] += found[1]
+                    grads[2][kv_at] += found[2]
         return ((output,), tuple(grads)) if self.training else ((output,),)
+
+    def pairs(self, most_scores: float = math.inf) -> list[tuple[int, int]]:
+        """Batch and head of everything, or evenly spread ones that together have at most so many scores."""
+        batch, heads, q_len, _ = self.inputs[0].shape
+        every = [(b, h) for b in range(batch) for h in range(heads)]
+        wanted = max(1, min(len(every), most_scores / (q_len * self.inputs[1].shape[2])))
+        number = int(wanted)
+        return [every[round(place * (len(every) - 1) / max(1, number - 1))] for place in range(number)]
 
 
 class ModuleWork:
-    """Self-attention with its projections on ``[batch, len, embed_dim]``, one set of weights for all."""
+    """Self-attention with its projections on ``[batch, len, embed_dim]``, one set of weights for all.
+
+    Args:
+        shape: ``(batch, heads, length, head_dim)``.
+        dtype: of weights and inputs.
+        causal: whether later keys are forbidden.
+        training: whether the modules train and a call runs backward too.
+        seed: what weights and inputs are drawn from.
+    """
 
     def __init__(
         self, shape: tuple[int, int, int, int], dtype: torch.dtype, *, causal: bool, training: bool, seed: int = 0
@@ -121,13 +210,29 @@ class ModuleWork:
 
     def calls(self) -> dict[str, Call]:
         """Each contender's call."""
-        mask = Causal() if self.causal else None
         return {
-            "clearhead": self._call(lambda x: self.ours(x, mask=mask), self.x, _our_parameters(self.ours)),
-            "nn.MultiheadAttention": self._theirs(self.theirs, self.x, weights=False),
-            "nn.MultiheadAttention, weights": self._theirs(self.theirs, self.x, weights=True),
-            "textbook formula": self._textbook(self.theirs, self.x),
+            OURS: self.our_call(),
+            MODULE: self.their_call(),
+            f"{MODULE}, weights": self._theirs(self.theirs, self.x, weights=True),
+            TEXTBOOK: self._textbook(self.theirs, self.x),
         }
+
+    def our_call(self, *, dropout: float = 0.0) -> Call:
+        """The call of clearhead's module, dropping weights with a probability."""
+        mask = Causal() if self.causal else None
+        module = deepcopy(self.ours)
+        module.dropout = dropout
+        return self._call(lambda x: module(x, mask=mask), self.x, parameters_as_torch_packs_them(module))
+
+    def their_call(self, *, dropout: float = 0.0) -> Call:
+        """The call of torch's module without its weights, dropping weights with a probability."""
+        module = deepcopy(self.theirs)
+        module.dropout = dropout
+        return self._theirs(module, self.x, weights=False)
+
+    def textbook_call(self) -> Call:
+        """The call of the textbook formula."""
+        return self._textbook(self.theirs, self.x)
 
     def exact(self) -> Groups:
         """The numbers of torch's module in float64."""
@@ -140,7 +245,7 @@ class ModuleWork:
             output: Tensor = module(x, x, x, need_weights=weights, attn_mask=hidden, is_causal=self.causal)[0]
             return output
 
-        return self._call(run, x.requires_grad_(self.training), _their_parameters(module))
+        return self._call(run, x.requires_grad_(self.training), torch_parameters(module))
 
     def _textbook(self, module: nn.MultiheadAttention, x: Tensor) -> Call:
         hidden = forbidden(x.shape[1], x.device) if self.causal else None
@@ -152,7 +257,7 @@ class ModuleWork:
             output: Tensor = module.out_proj(textbook(query, key, value, hidden).transpose(1, 2).flatten(-2))
             return output
 
-        return self._call(run, x, _their_parameters(module))
+        return self._call(run, x, torch_parameters(module))
 
     def _call(self, run: Callable[[Tensor], Tensor], x: Tensor, parameters: Sequence[Tensor]) -> Call:
         def forward() -> Groups:
@@ -167,7 +272,7 @@ class ModuleWork:
         return training if self.training else forward
 
 
-def _our_parameters(module: MultiHeadAttention) -> list[Tensor]:
+def parameters_as_torch_packs_them(module: MultiHeadAttention) -> list[Tensor]:
     """In the order in which torch's module packs them, so that the gradients side by side are the same numbers."""
     inner = (module.query_projection, module.key_projection, module.value_projection)
     output = module.output_projection
@@ -175,5 +280,6 @@ def _our_parameters(module: MultiHeadAttention) -> list[Tensor]:
     return [layer.weight for layer in inner] + [layer.bias for layer in inner] + [output.weight, output.bias]
 
 
-def _their_parameters(module: nn.MultiheadAttention) -> list[Tensor]:
+def torch_parameters(module: nn.MultiheadAttention) -> list[Tensor]:
+    """The parameters of torch's module as it packs them."""
     return [module.in_proj_weight, module.in_proj_bias, module.out_proj.weight, module.out_proj.bias]

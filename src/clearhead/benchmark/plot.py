@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from clearhead.benchmark.cases import OURS
+from clearhead.benchmark.peers import OURS
 from clearhead.benchmark.results import Result
 
 __all__ = ["plot_svg"]

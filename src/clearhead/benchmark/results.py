@@ -3,41 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any
 
-from clearhead.benchmark.cases import OURS, Setting, case_of, chosen_backend
+from clearhead.benchmark.cases import Case, Setting, case_of
 from clearhead.benchmark.machine import machine, threads, torch_build, versions
 from clearhead.benchmark.memory import peak_extra_bytes
+from clearhead.benchmark.peers import OURS
 from clearhead.benchmark.timing import Timing, interleaved
 
-__all__ = ["Result", "measure", "report"]
+__all__ = ["Result", "Timed", "facts", "measure", "report", "timed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class Timed:
+    """Contenders that were timed together.
+
+    Attributes:
+        backend: the backend that clearhead ran on.
+        timings: of each contender, in seconds per call.
+        errors: each contender's largest relative error against float64; none for those that do other work.
+        left_out: contenders that did not take part, and why.
+        extra_bytes: peak memory of each contender beyond its inputs; empty where it was not measured.
+    """
+
+    backend: str
+    timings: Mapping[str, Timing]
+    errors: Mapping[str, float]
+    left_out: Mapping[str, str]
+    extra_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def ratio(self, name: str, ours: str = OURS) -> float:
+        """How many times as long a contender takes as clearhead, by medians."""
+        return self.timings[name].median / self.timings[ours].median
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Timed):
     """One setting, measured.
 
     Attributes:
         setting: what was measured.
-        backend: the backend that clearhead ran it on.
-        timings: of each contender, in seconds per call.
-        errors: each contender's largest relative error against float64.
-        extra_bytes: peak memory of each contender beyond its inputs; empty where it was not measured.
-        left_out: contenders that did not take part, and why.
     """
 
     setting: Setting
-    backend: str
-    timings: Mapping[str, Timing]
-    errors: Mapping[str, float]
-    extra_bytes: Mapping[str, int]
-    left_out: Mapping[str, str]
-
-    def ratio(self, name: str) -> float:
-        """How many times as long a contender takes as clearhead, by medians."""
-        return self.timings[name].median / self.timings[OURS].median
 
     def rate(self, name: str) -> float:
         """GFLOP/s of a contender, by its median."""
@@ -48,7 +58,7 @@ class Result:
         contenders = {
             name: {
                 "seconds": timing.to_dict(), "times_clearhead": self.ratio(name), "gflops": self.rate(name),
-                "relative_error": self.errors[name], "extra_bytes": self.extra_bytes.get(name),
+                "relative_error": self.errors.get(name), "extra_bytes": self.extra_bytes.get(name),
             }
             for name, timing in self.timings.items()
         }  # fmt: skip
@@ -74,21 +84,44 @@ def measure(
         UnsupportedError: the contenders do not compute the same numbers.
     """
     case = case_of(setting)
+    found = timed(case, repeats=repeats, seconds=seconds, memory=setting.level == "attention", after_round=after_round)
+    return Result(setting=setting, **{one.name: getattr(found, one.name) for one in fields(found)})
+
+
+def timed(
+    case: Case, *, repeats: int, seconds: float | None = None, fewest: int = 3, memory: bool = False,
+    after_round: Callable[[int], None] = lambda done: None,
+) -> Timed:  # fmt: skip
+    """Check a case, then time its contenders and yardsticks in turns; see ``measure``.
+
+    Args:
+        case: the contenders.
+        repeats: rounds of the interleaved timing.
+        seconds: time after which rounds stop.
+        fewest: rounds that are made in any case.
+        memory: whether to measure the contenders' peak memory before.
+        after_round: told the number of rounds done.
+    """
     errors = case.check()
-    extra = {}
-    if setting.level == "attention":
-        found = {name: peak_extra_bytes(call) for name, call in case.calls.items()}
-        extra = {name: size for name, size in found.items() if size is not None}
-    # The check has warmed every contender up.
-    timings = interleaved(case.calls, repeats=repeats, warmup=0, seconds=seconds, after_round=after_round)
-    return Result(
-        setting=setting, backend=chosen_backend(setting), timings=timings, errors=errors, extra_bytes=extra,
-        left_out=case.left_out,
+    sizes = {name: peak_extra_bytes(call) for name, call in case.calls.items()} if memory else {}
+    # The check has warmed the contenders up.
+    timings = interleaved(
+        case.timed, repeats=repeats, warmup=0, seconds=seconds, fewest=fewest, after_round=after_round,
+        apart=case.apart,
+    )  # fmt: skip
+    return Timed(
+        backend=case.backend(), timings=timings, errors=errors, left_out=case.left_out,
+        extra_bytes={name: size for name, size in sizes.items() if size is not None},
     )  # fmt: skip
 
 
 def report(results: Sequence[Result], *, command: str, load_before: float | None = None) -> dict[str, Any]:
     """The results with what a figure needs beside it: machine, its load before the start, versions, threads."""
+    return {**facts(command=command, load_before=load_before), "results": [result.to_dict() for result in results]}
+
+
+def facts(*, command: str, load_before: float | None = None) -> dict[str, Any]:
+    """What a figure needs beside it."""
     return {
         "command": command,
         "taken": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -97,5 +130,4 @@ def report(results: Sequence[Result], *, command: str, load_before: float | None
         "versions": versions(),
         "torch": torch_build(),
         "threads": threads(),
-        "results": [result.to_dict() for result in results],
     }

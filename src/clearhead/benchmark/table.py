@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from clearhead.benchmark.cases import OURS
-from clearhead.benchmark.results import Result
+from clearhead.benchmark.peers import OURS, short_name
+from clearhead.benchmark.results import Result, Timed
+from clearhead.benchmark.timing import geometric_mean
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["contenders", "summary", "tables"]
-
-_SHORT = {"scaled_dot_product_attention": "SDPA"}
+__all__ = ["contenders", "milliseconds", "summary", "tables"]
 
 
-def contenders(results: Sequence[Result]) -> list[str]:
+def contenders(results: Sequence[Timed]) -> list[str]:
     """Everyone measured, in the order of first appearance."""
     return list(dict.fromkeys(name for result in results for name in (*result.timings, *result.left_out)))
 
@@ -32,7 +30,7 @@ def tables(results: Sequence[Result]) -> Iterator[Table]:
         table = Table(title=_title(level), title_justify="left", show_lines=True)
         table.add_column("work")
         for name in names:
-            table.add_column(_SHORT.get(name, name), justify="right")
+            table.add_column(short_name(name), justify="right")
         for result in rows:
             table.add_row(_work(result), *(_cell(result, name) for name in names))
         yield table
@@ -59,11 +57,16 @@ def _cell(result: Result, name: str) -> str:
     timing = result.timings[name]
     ratio = "" if name == OURS else f" ({result.ratio(name):.2f}x)"
     memory = f" {result.extra_bytes[name] / 2**20:.1f} MiB" if name in result.extra_bytes else ""
-    low, high = _milliseconds(timing.q1), _milliseconds(timing.q3)
-    return f"{_milliseconds(timing.median)}{ratio}\n[{low}, {high}]{memory}"
+    low, high = milliseconds(timing.q1), milliseconds(timing.q3)
+    return f"{milliseconds(timing.median)}{ratio}\n[{low}, {high}]{memory}"
 
 
-def _milliseconds(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds in three digits.
+
+    >>> milliseconds(0.012345)
+    '12.3'
+    """
     return f"{1e3 * seconds:.3g}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
 
 
@@ -75,6 +78,6 @@ def summary(results: Sequence[Result]) -> Iterator[str]:
         for name in contenders(rows):
             ratios = [result.ratio(name) for result in rows if name in result.timings]
             if name != OURS and ratios:
-                mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+                mean = geometric_mean(ratios)
                 parts.append(f"{name} {mean:.2f}x ({min(ratios):.2f} to {max(ratios):.2f})")
         yield f"{level} {mode}, time against clearhead's (geometric mean, range): {'; '.join(parts)}"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from clearhead.errors import ShapeError
 
-__all__ = ["Timing", "interleaved"]
+__all__ = ["Timing", "geometric_mean", "interleaved"]
 
 _FEWEST_ROUNDS = 3
+#: Threads of ONNX Runtime that found no more work were seen to wait for it some 50 ms before they slept.
+_PAUSE_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,15 @@ class Timing:
         return {"median": self.median, "q1": self.q1, "q3": self.q3, "runs": list(self.runs)}
 
 
+def geometric_mean(values: Sequence[float]) -> float:
+    """The geometric mean of positive numbers.
+
+    >>> geometric_mean([1.0, 4.0])
+    2.0
+    """
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
 def interleaved(
     calls: Mapping[str, Callable[[], object]],
     *,
@@ -49,17 +61,22 @@ def interleaved(
     warmup: int = 2,
     min_seconds: float = 0.005,
     seconds: float | None = None,
+    fewest: int = _FEWEST_ROUNDS,
     after_round: Callable[[int], None] = lambda done: None,
+    apart: Collection[str] = (),
 ) -> dict[str, Timing]:
-    """Time several calls in turns: a, b, c, then b, c, a, and so on.
+    """Time several calls in turns: a, b, c, then c, b, a, then b, c, a, and so on.
 
     Args:
         calls: what to time, by name. Build what they need before, outside the clock.
         repeats: rounds; in each one every call gives one sample.
         warmup: calls of each before the clock starts.
         min_seconds: a sample repeats a shorter call until it has lasted this long, and counts the mean.
-        seconds: stop after the round in which this much time has passed, but not before three rounds.
+        seconds: stop after the round in which this much time has passed, but not before ``fewest`` rounds.
+        fewest: rounds that are made in any case, if ``repeats`` allows.
         after_round: told the number of rounds done, for a progress bar.
+        apart: names of calls that bring threads of their own or empty the caches. Before and after them there is a
+            pause, in which waiting threads go to sleep, and one call that no clock sees, which wakes the next one's.
 
     Returns:
         A ``Timing`` for each name, in seconds per call.
@@ -79,15 +96,26 @@ def interleaved(
     names = list(calls)
     runs: dict[str, list[float]] = {name: [] for name in names}
     started = time.perf_counter()
+    before = names[-1]
     for turn in range(repeats):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        for name in _order(names, turn):
+            if name in apart or before in apart:
+                time.sleep(_PAUSE_SECONDS)
+                calls[name]()
             runs[name].append(_sample(calls[name], inner[name]))
+            before = name
         after_round(turn + 1)
         late = seconds is not None and time.perf_counter() - started > seconds
-        if late and turn + 1 >= _FEWEST_ROUNDS:
+        if late and turn + 1 >= fewest:
             break
     return {name: Timing.of(tuple(taken)) for name, taken in runs.items()}
+
+
+def _order(names: list[str], turn: int) -> list[str]:
+    """Every second round runs backwards, so that nobody always follows the same one."""
+    first = turn // 2 % len(names)
+    rotated = names[first:] + names[:first]
+    return rotated[::-1] if turn % 2 else rotated
 
 
 def _settle(call: Callable[[], object], warmup: int, min_seconds: float) -> int:

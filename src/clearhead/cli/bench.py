@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +16,10 @@ from clearhead.errors import DataError, ShapeError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
 
-    from clearhead.benchmark import Result, Setting
+    from clearhead.benchmark import Journal, Result, Setting
+    from clearhead.benchmark.sheets import Sheet
 
 __all__ = ["command"]
 
@@ -24,35 +27,189 @@ _FUNCTION = "bench"
 _SHAPES = ("8,8,128,64", "1,8,1024,64")
 _QUICK_SHAPES = ("1,8,256,64",)
 _DTYPES = ("float32", "bfloat16", "float16")
+_DEFAULT_DTYPE = "float32,bfloat16"
 _LONGEST = 2**15
 _MOST_NUMBERS = 2**27
+#: Calls of the grid beyond so many operations are left out of a quick one.
+_QUICK_OPERATIONS = 1e7
+#: How long doubtful calls of the grid may be timed again.
+_RETRY_SECONDS, _QUICK_RETRY_SECONDS = 180.0, 8.0
+# A file or a pipe has no width of its own; wrapped cells would be unreadable there.
+_TABLE_WIDTH, _SHEET_WIDTH = 140, 200
 #: Rounds, and seconds after which a setting's rounds stop.
-_PACE, _QUICK_PACE = (15, 2.0), (5, 0.25)
+_PACE, _SUITE_PACE, _QUICK_PACE = (15, 2.0), (21, 10.0), (5, 0.25)
 
 
 def command(
     shape: Annotated[
         list[str] | None, typer.Option(help="batch,heads,length,head_dim; may be given again.", metavar="B,H,T,D")
     ] = None,
-    dtype: Annotated[str, typer.Option(help=f"One or more of {', '.join(_DTYPES)}.")] = "float32,bfloat16",
+    dtype: Annotated[str, typer.Option(help=f"One or more of {', '.join(_DTYPES)}.")] = _DEFAULT_DTYPE,
     repeats: Annotated[int | None, typer.Option(help="Rounds for each setting; chosen by time if left out.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for bench.json and bench.svg.")] = Path("clearhead-bench"),
-    quick: Annotated[bool, typer.Option("--quick", help="One small shape, few rounds: about 15 seconds.")] = False,
+    suite: Annotated[
+        str | None,
+        typer.Option(help="Suites to measure in place of shapes: names with commas, or all.", metavar="NAME"),
+    ] = None,
+    grid: Annotated[
+        bool, typer.Option("--grid", help="Walk small to large calls for any slower than torch's.")
+    ] = False,
+    list_suites: Annotated[bool, typer.Option("--list", help="Name the suites and stop.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for what was measured.")] = Path("clearhead-bench"),
+    resume: Annotated[bool, typer.Option("--resume", help="Keep rows of suites that are in --out already.")] = False,
+    results: Annotated[
+        Path | None, typer.Option(help="Markdown file to put all suites of --out into.", metavar="FILE")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small shapes, few rounds: about 15 seconds.")] = False,
 ) -> None:
     """Measure clearhead against nn.MultiheadAttention, scaled_dot_product_attention and the textbook formula.
 
     Forward and training (forward and backward), full and causal. Before a clock starts, all contenders of a row
     must give the same numbers. Figures are medians of interleaved runs with their quartiles.
+
+    With --suite the rows are those of named suites, whose ratios have floors to reach; with --grid a walk over some
+    hundred calls looks for any that is slower than torch's own. Both write what was measured after each row.
     """
+    if list_suites:
+        return _list()
+    dtypes, pace = _dtypes(dtype), _pace(repeats, quick)
+    names = _suites(suite, shape, results, grid)
     shapes = [_shape(text) for text in shape or (_QUICK_SHAPES if quick else _SHAPES)]
-    dtypes = _dtypes(dtype)
-    pace = _pace(repeats, quick)
     if out.exists() and not out.is_dir():
         raise DataError.about(_FUNCTION, "--out", must="be a folder", got=f"the file {out}", then="Name another.")
+    words = [f"--dtype {dtype}"] * (dtype != _DEFAULT_DTYPE) + ["--quick"] * quick
+    words += [] if repeats is None else [f"--repeats {repeats}"]
+    if names or grid:
+        taken = _Taking(out, words, dtypes, _SUITE_PACE if repeats is None and not quick else pace, quick, resume)
+        return taken.all(names, with_grid=grid, results=results)
+    _shapes_measured(shapes, dtypes, pace, out, words)
+
+
+def _list() -> None:
+    from clearhead.benchmark import SUITES, grid_rows
+
+    lines = {name: (len(suite.rows()), suite.about) for name, suite in SUITES.items()}
+    for name, (rows, about) in lines.items():
+        typer.echo(f"--suite {name:<16} {rows:>3} rows  {about}")
+    typer.echo(f"--grid  {'':<16} {len(grid_rows()):>3} calls tiny to large, where is clearhead slower than SDPA?")
+
+
+def _suites(text: str | None, shape: list[str] | None, results: Path | None, with_grid: bool) -> list[str]:
+    if text is None:
+        if results is not None and not with_grid:
+            raise UnsupportedError.about(
+                _FUNCTION, "--results", must="stand with --suite or --grid", got="neither", then="Add --suite all."
+            )
+        if not with_grid:
+            return []
+    if shape:
+        raise UnsupportedError.about(
+            _FUNCTION, "--shape", must="not stand with --suite or --grid", got="both", then="Leave one out."
+        )
+    from clearhead.benchmark import SUITES
+
+    names = [name.strip() for name in text.split(",")] if text is not None else []
+    for name in names:
+        if name not in (*SUITES, "all"):
+            raise UnsupportedError.about(
+                _FUNCTION, "--suite", must=f"hold only {', '.join(SUITES)}, all", got=repr(name)[:80],
+                then="'clearhead bench --list' says what they are.",
+            )  # fmt: skip
+    return list(SUITES) if "all" in names else list(dict.fromkeys(names))
+
+
+@dataclass(frozen=True)
+class _Taking:
+    """How suites and the grid are measured, and where they are written."""
+
+    out: Path
+    words: list[str]
+    dtypes: list[torch.dtype]
+    pace: tuple[int, float | None]
+    quick: bool
+    resume: bool
+
+    def all(self, names: Sequence[str], *, with_grid: bool, results: Path | None) -> None:
+        """Check the backends, measure, show, and put the Markdown block where it was asked for."""
+        from clearhead.benchmark import check_backends, load
+        from clearhead.benchmark.sheets import block, write_block
+
+        before = load()
+        for backend, calls in check_backends().items():
+            typer.echo(
+                f"backend {backend}: {calls} small calls right" if calls else f"backend {backend}: not usable here"
+            )
+        for name in names:
+            self._suite(name, before)
+        if with_grid:
+            self._grid(before)
+        _warn(before)
+        if results is not None:
+            write_block(results, block(self.out))
+            typer.echo(f"wrote the block 'bench' into {results}")
+
+    def _suite(self, name: str, before: float | None) -> None:
+        from clearhead.benchmark import SUITES, Line, measure_row
+        from clearhead.benchmark.sheets import suite_sheet
+
+        rows = [row.small() if self.quick else row for row in SUITES[name].rows() if row.dtype in self.dtypes]
+        by_title = {row.title: row for row in rows}
+        journal = self._journal(name, f"--suite {name}", before)
+        repeats, seconds = self.pace
+        with _progress(len(by_title)) as told:
+            for title, row in by_title.items():
+                told.title(f"{name}: {title}")
+                if title not in journal.rows:
+                    journal.add(measure_row(row, repeats=repeats, seconds=seconds).to_dict())
+                told.done()
+        lines = [Line.from_dict(journal.rows[title]) for title in by_title]
+        if lines:
+            _show_sheet(suite_sheet(name, lines, judged=not self.quick), journal)
+
+    def _grid(self, before: float | None) -> None:
+        from clearhead.benchmark import Point, grid_rows, walk
+        from clearhead.benchmark.sheets import GRID, grid_sheet
+
+        rows = [row for row in grid_rows() if row.dtype in self.dtypes]
+        if self.quick:
+            rows = [row for row in rows if row.operations < _QUICK_OPERATIONS]
+        journal = self._journal(GRID, "--grid", before)
+        known = [Point.from_dict(row) for row in journal.rows.values()]
+        with _progress(len(rows) - len(known)) as told:
+
+            def keep(point: Point) -> None:
+                journal.add(point.to_dict())
+                told.done()
+
+            retry = _QUICK_RETRY_SECONDS if self.quick else _RETRY_SECONDS
+            points = walk(rows, keep=keep, told=told.title, known=known, retry_seconds=retry)
+        if points:
+            _show_sheet(grid_sheet(points), journal)
+
+    def _journal(self, name: str, option: str, before: float | None) -> Journal:
+        from clearhead.benchmark import Journal
+
+        command = " ".join(["clearhead bench", option, *self.words])
+        journal = Journal(self.out / f"{name}.json", command=command, load_before=before, resume=self.resume)
+        journal.head["small"] = self.quick
+        return journal
+
+
+def _show_sheet(sheet: Sheet, journal: Journal) -> None:
+    console = _console(_SHEET_WIDTH)
+    if sheet.rows:
+        console.print(sheet.table())
+    for note in sheet.notes:
+        console.print(note, soft_wrap=True)
+    console.print(f"{sheet.title}: wrote {journal.path}", soft_wrap=True)
+
+
+def _shapes_measured(
+    shapes: Sequence[tuple[int, int, int, int]], dtypes: Sequence[torch.dtype], pace: tuple[int, float | None],
+    out: Path, words: list[str],
+) -> None:  # fmt: skip
     from clearhead.benchmark import grid, load, report
 
-    words = [f"--shape {','.join(map(str, size))}" for size in shapes] + [f"--dtype {dtype}"]
-    words += ["--quick"] * quick + ([] if repeats is None else [f"--repeats {repeats}"])
+    words = [f"--shape {','.join(map(str, size))}" for size in shapes] + words
     before = load()
     results = _measured(grid(shapes, dtypes), pace)
     _show(results)
@@ -123,8 +280,9 @@ class _Told:
 def _progress(total: int) -> Iterator[_Told]:
     """A live bar where stderr is a terminal, else one plain line for each setting."""
     if not sys.stderr.isatty():
-        count = iter(range(1, total + 1))
-        yield _Told(lambda title: typer.echo(f"[{next(count)}/{total}] {title}", err=True), lambda: None)
+        # What is measured a second time comes beyond the total.
+        numbers = count(1)
+        yield _Told(lambda title: typer.echo(f"[{next(numbers)}/{total}] {title}", err=True), lambda: None)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -137,13 +295,16 @@ def _progress(total: int) -> Iterator[_Told]:
         yield _Told(lambda title: bar.update(task, description=title), lambda: bar.advance(task))
 
 
-def _show(results: Sequence[Result]) -> None:
+def _console(width: int) -> Console:
     from rich.console import Console
 
+    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else width)
+
+
+def _show(results: Sequence[Result]) -> None:
     from clearhead.benchmark.table import summary, tables
 
-    # A file or a pipe has no width of its own; wrapped cells would be unreadable there.
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 140)
+    console = _console(_TABLE_WIDTH)
     for table in tables(results):
         console.print(table)
     for line in summary(results):

@@ -38,6 +38,7 @@ def command(
             console.print(f"  {name:<14} {text}", soft_wrap=True)
     _backends(console, found)
     _rates(console, found)
+    _projections(console, found)
     console.print(found.verdict, soft_wrap=True)
 
 
@@ -95,3 +96,11 @@ def _rates(console: Console, found: Diagnosis) -> None:
     for rate in found.rates:
         speed = f"{rate.gflops:,.0f}" if rate.gflops is not None else f"not run: {rate.reason}"
         console.print(f"  {rate.what + ' ' + rate.dtype:<42} {speed}", soft_wrap=True)
+
+
+def _projections(console: Console, found: Diagnosis) -> None:
+    console.print("linear layers, float32: the product they use, GFLOP/s", style="bold")
+    for choice in found.projections:
+        rates = {"torch": choice.torch_gflops, "onednn": choice.onednn_gflops}
+        speeds = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items() if rate is not None)
+        console.print(f"  {choice.kind:<16} {choice.path:<8} {speeds} ({choice.reason})", soft_wrap=True)

@@ -12,6 +12,7 @@ from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.functional import attention
 from clearhead.masks import Mask
 from clearhead.nn.checks import check_tokens, positive, probability
+from clearhead.nn.linear import Linear
 from clearhead.nn.rules import RuleList
 from clearhead.nn.weights import HeadWeight, copy_into, side_by_side, torch_projections, weight_and_bias
 from clearhead.positions import Rotary, as_rotary
@@ -86,11 +87,11 @@ class MultiHeadAttention(nn.Module):
         self.scale = scale
         self.backend = backend
         kv_width = self.num_kv_heads * self.head_dim
-        self.query_projection = nn.Linear(self.embed_dim, self.num_heads * self.head_dim, bias=bias)
-        self.key_projection = nn.Linear(self.key_dim, kv_width, bias=bias)
-        self.value_projection = nn.Linear(self.value_dim, kv_width, bias=bias)
+        self.query_projection = Linear(self.embed_dim, self.num_heads * self.head_dim, bias=bias)
+        self.key_projection = Linear(self.key_dim, kv_width, bias=bias)
+        self.value_projection = Linear(self.value_dim, kv_width, bias=bias)
         self.output_projection = (
-            nn.Linear(self.num_heads * self.head_dim, self.embed_dim, bias=bias) if output_projection else None
+            Linear(self.num_heads * self.head_dim, self.embed_dim, bias=bias) if output_projection else None
         )
         self.scores = RuleList(_NAME, scores)
 

@@ -11,6 +11,7 @@ from clearhead.masks import Mask
 from clearhead.nn.checks import positive, probability
 from clearhead.nn.edge import Lengths
 from clearhead.nn.embedding import TokenEmbedding, check_ids, embedded
+from clearhead.nn.linear import Linear
 from clearhead.nn.neighbours import NeighbourMixing
 from clearhead.nn.pooling import POOLINGS, pool
 from clearhead.nn.stacks import Encoder
@@ -81,7 +82,7 @@ class SequenceClassifier(nn.Module):
         )  # fmt: skip
         self.dropout = nn.Dropout(probability("SequenceClassifier", "dropout", dropout))
         width = embed_dim * (2 if pooling == "mean_max" else 1)
-        self.classifier = nn.Linear(width, positive("SequenceClassifier", "num_classes", num_classes))
+        self.classifier = Linear(width, positive("SequenceClassifier", "num_classes", num_classes))
         start_embeddings(self)
 
     @property

@@ -9,6 +9,7 @@ from clearhead.errors import ShapeError
 from clearhead.nn.edge import Lengths
 from clearhead.nn.embedding import TokenEmbedding, check_ids, check_range, embedded
 from clearhead.nn.generation import Sampler, check_prompt, evaluating, extend
+from clearhead.nn.linear import Linear
 from clearhead.nn.stacks import Decoder, DecoderCache, Encoder
 from clearhead.nn.start import start_embeddings
 from clearhead.shapes import Float, Int
@@ -66,7 +67,7 @@ class EncoderDecoder(nn.Module):
             attention_dropout=attention_dropout, norm_first=norm_first, rotary=positions == "rotary",
             checkpoint_activations=checkpoint_activations,
         )  # fmt: skip
-        self.head = nn.Linear(embed_dim, target_vocab_size, bias=False)
+        self.head = Linear(embed_dim, target_vocab_size, bias=False)
         start_embeddings(self)
         if tie_embeddings:
             self.head.weight = self.target_embedding.token.weight

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from clearhead.errors import UnsupportedError
 from clearhead.nn.checks import check_tokens, positive, probability
+from clearhead.nn.linear import Linear
 from clearhead.shapes import Float
 
 __all__ = ["ACTIVATIONS", "FeedForward"]
@@ -52,10 +53,10 @@ class FeedForward(nn.Module):
                 "FeedForward", "activation", must=f"be one of {', '.join(ACTIVATIONS)}", got=repr(activation)[:80],
                 then="The usual one is 'gelu'.",
             )  # fmt: skip
-        self.expand = nn.Linear(embed_dim, width, bias=bias)
+        self.expand = Linear(embed_dim, width, bias=bias)
         self.activation = ACTIVATIONS[activation]()
         self.dropout = nn.Dropout(probability("FeedForward", "dropout", dropout))
-        self.contract = nn.Linear(width, embed_dim, bias=bias)
+        self.contract = Linear(width, embed_dim, bias=bias)
 
     def forward(self, x: Float[Tensor, "*batch len embed_dim"]) -> Float[Tensor, "*batch len embed_dim"]:
         """Each token through both layers."""

@@ -10,6 +10,7 @@ from clearhead.errors import ShapeError
 from clearhead.masks import Mask
 from clearhead.nn.embedding import TokenEmbedding, check_ids, embedded
 from clearhead.nn.generation import Sampler, check_prompt, evaluating, extend
+from clearhead.nn.linear import Linear
 from clearhead.nn.stacks import Decoder, DecoderCache
 from clearhead.nn.start import start_embeddings, start_linears
 from clearhead.scores import ScoreRule
@@ -64,7 +65,7 @@ class LanguageModel(nn.Module):
             attention_dropout=attention_dropout, norm_first=norm_first, bias=bias, num_kv_heads=num_kv_heads,
             scores=scores, rotary=positions == "rotary", checkpoint_activations=checkpoint_activations,
         )  # fmt: skip
-        self.head = nn.Linear(embed_dim, vocab_size, bias=False)
+        self.head = Linear(embed_dim, vocab_size, bias=False)
         start_embeddings(self)
         start_linears(self.decoder.blocks)
         if tie_embeddings:
