@@ -1,0 +1,146 @@
+"""A stack of encoder layers on a ragged batch, padded for torch and packed by clearhead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.benchmark.peers import OURS, Call, Groups, parameters_as_torch_packs_them, torch_parameters
+from clearhead.bridges.swap import swap
+from clearhead.functional import explain_dispatch
+from clearhead.masks import Documents
+from clearhead.nn.blocks import EncoderBlock
+from clearhead.nn.stacks import Encoder
+
+__all__ = ["STACK", "SWAPPED", "EncoderWork", "ragged"]
+
+STACK = "nn.TransformerEncoder"
+SWAPPED = f"{OURS}, swapped into torch's"
+
+
+def ragged(batch: int, longest: int) -> list[int]:
+    """Lengths of a batch that fill half of it: one is the longest, the others lie evenly around a mean.
+
+    >>> ragged(4, 16), sum(ragged(16, 256)) / (16 * 256)
+    ([16, 1, 5, 10], 0.5)
+    """
+    mean = (batch * longest / 2 - longest) / (batch - 1)
+    low = max(1.0, 2 * mean - longest + 1)
+    step = 2 * (mean - low) / max(1, batch - 2)
+    edges = [round(place * low + step * place * (place - 1) / 2) for place in range(batch)]
+    return [longest, *(after - before for before, after in pairwise(edges))]
+
+
+class EncoderWork:
+    """A training step of torch's encoder, of ours with the same weights, and of torch's after ``swap``.
+
+    The loss looks at real tokens only, so what a contender writes at the padding counts for nothing.
+
+    Args:
+        lengths: real tokens of each sequence.
+        embed_dim: width of a token.
+        num_heads: number of heads.
+        num_layers: number of layers.
+        feedforward_dim: width within the feedforwards.
+        dtype: of weights and inputs.
+        seed: what weights and inputs are drawn from.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], *, embed_dim: int, num_heads: int, num_layers: int, feedforward_dim: int,
+        dtype: torch.dtype, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.lengths, self.heads = list(lengths), num_heads
+        size = (len(self.lengths), max(self.lengths), embed_dim)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            layer = nn.TransformerEncoderLayer(embed_dim, num_heads, feedforward_dim, dropout=0.0, batch_first=True)
+            self.theirs = nn.TransformerEncoder(layer, num_layers).to(dtype).train()
+            for parameter in self.theirs.parameters():
+                # The stack copies one layer; different layers can be told apart where one is left out.
+                parameter.data += 0.02 * torch.randn(parameter.shape).to(dtype)
+            self.x = torch.randn(size).to(dtype).requires_grad_()
+            upstream = torch.randn(size).to(dtype)
+        self.padding = torch.arange(size[1]) >= torch.tensor(self.lengths)[:, None]
+        self.upstream = upstream.masked_fill(self.padding[..., None], 0.0)
+
+    @property
+    def contenders(self) -> dict[str, Callable[[float], Call]]:
+        """Who takes part; each gives its call for a probability of dropout."""
+        return {OURS: self.our_call, SWAPPED: self.swapped_call, STACK: self.their_call}
+
+    @property
+    def backend(self) -> str:
+        """The backend that clearhead runs the packed batch on."""
+        width = self.x.shape[-1] // self.heads
+        one = torch.zeros(1, self.heads, sum(self.lengths), width, dtype=self.x.dtype, requires_grad=True)
+        return explain_dispatch(one, one, one, mask=Documents(lengths=self.lengths)).choice or "none"
+
+    def our_call(self, dropout: float = 0.0) -> Call:
+        """The call of clearhead's encoder."""
+        layers = [EncoderBlock.from_torch(layer) for layer in _layers(_dropping(self.theirs, dropout))]
+        first = layers[0]
+        encoder = Encoder(self.x.shape[-1], self.heads, len(layers), norm_first=first.norm_first)
+        encoder.blocks = nn.ModuleList(layers)
+        lengths = torch.tensor(self.lengths)
+        parameters = [tensor for block in layers for tensor in _our_parameters(block)]
+        return self._call(lambda x: encoder(x, lengths=lengths), self.x, parameters)
+
+    def their_call(self, dropout: float = 0.0) -> Call:
+        """The call of torch's encoder with a padding mask."""
+        return self._theirs(_dropping(self.theirs, dropout), self.x)
+
+    def swapped_call(self, dropout: float = 0.0) -> Call:
+        """The call of torch's encoder after ``swap``, which changes it in place."""
+        stack = _dropping(self.theirs, dropout)
+        swap(stack)
+        return self._theirs(stack, self.x)
+
+    def exact(self) -> Groups:
+        """The numbers of torch's encoder in float64."""
+        return self._theirs(deepcopy(self.theirs).double(), self.x.detach().double().requires_grad_())()
+
+    def _theirs(self, stack: nn.TransformerEncoder, x: Tensor) -> Call:
+        parameters = [tensor for layer in _layers(stack) for tensor in _their_parameters(layer)]
+        return self._call(lambda x: stack(x, src_key_padding_mask=self.padding), x, parameters)
+
+    def _call(self, run: Callable[[Tensor], Tensor], x: Tensor, parameters: Sequence[Tensor]) -> Call:
+        upstream, real = self.upstream.to(x.dtype), ~self.padding
+
+        def training() -> Groups:
+            output = run(x)
+            found = torch.autograd.grad(output, (x, *parameters), upstream)
+            return (output.detach()[real],), found[:1], found[1:]
+
+        return training
+
+
+def _layers(stack: nn.TransformerEncoder) -> list[nn.TransformerEncoderLayer]:
+    return [layer for layer in stack.layers if isinstance(layer, nn.TransformerEncoderLayer)]
+
+
+def _dropping(stack: nn.TransformerEncoder, dropout: float) -> nn.TransformerEncoder:
+    """A copy that drops weights and channels with this probability."""
+    copy = deepcopy(stack)
+    for module in copy.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
+        elif isinstance(module, nn.MultiheadAttention):
+            module.dropout = dropout
+    return copy
+
+
+def _our_parameters(block: EncoderBlock) -> list[Tensor]:
+    rest = (
+        block.feedforward.expand, block.feedforward.contract, block.attention_norm, block.feedforward_norm,
+    )  # fmt: skip
+    return parameters_as_torch_packs_them(block.attention) + [p for layer in rest for p in (layer.weight, layer.bias)]
+
+
+def _their_parameters(layer: nn.TransformerEncoderLayer) -> list[Tensor]:
+    rest = (layer.linear1, layer.linear2, layer.norm1, layer.norm2)
+    return torch_parameters(layer.self_attn) + [p for part in rest for p in (part.weight, part.bias)]

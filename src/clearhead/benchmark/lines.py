@@ -1,0 +1,173 @@
+"""A suite's measured rows, and whether its floors were reached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from clearhead.benchmark.peers import OURS, short_name
+from clearhead.benchmark.product import OPERATIONS, PRODUCT
+from clearhead.benchmark.results import Timed, timed
+from clearhead.benchmark.rows import Row
+from clearhead.benchmark.suites import Floor, Suite
+from clearhead.benchmark.timing import Timing, geometric_mean
+
+__all__ = ["Line", "Verdict", "measure_row", "product_rates", "verdicts"]
+
+_FEWEST_ROUNDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line(Timed):
+    """One row of a suite, measured.
+
+    Attributes:
+        title: what the work is.
+        group: the rows that floors speak of together.
+        operations: multiplications and additions of the work.
+        memory_read: bytes of keys and values, where reading them bounds the work.
+    """
+
+    title: str
+    group: str
+    operations: float | None
+    memory_read: float | None
+
+    def rate(self, name: str) -> float | None:
+        """GFLOP/s by the median; None where the operations are not counted."""
+        operations = OPERATIONS if name == PRODUCT else self.operations
+        return None if operations is None else operations / self.timings[name].median / 1e9
+
+    def share(self, name: str) -> float | None:
+        """The rate as a share of the machine's product rate; None where that was not timed beside it."""
+        rate = self.rate(name)
+        machine = self.rate(PRODUCT) if PRODUCT in self.timings else None
+        return None if rate is None or machine is None else rate / machine
+
+    def bandwidth(self, name: str) -> float | None:
+        """GB/s of keys and values by the median."""
+        return None if self.memory_read is None else self.memory_read / self.timings[name].median / 1e9
+
+    def fastest(self, names: Sequence[str]) -> str | None:
+        """The fastest of some contenders, of those that took part."""
+        present = [name for name in names if name in self.timings]
+        return min(present, key=lambda name: self.timings[name].median, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The line as plain values."""
+        contenders = {
+            name: {
+                "seconds": timing.to_dict(), "times_clearhead": self.ratio(name), "gflops": self.rate(name),
+                "share_of_product_rate": self.share(name), "gigabytes_per_second": self.bandwidth(name),
+                "relative_error": self.errors.get(name),
+            }
+            for name, timing in self.timings.items()
+        }  # fmt: skip
+        return {
+            "title": self.title, "group": self.group, "backend": self.backend, "operations": self.operations,
+            "memory_read": self.memory_read, "contenders": contenders, "left_out": dict(self.left_out),
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The line that ``to_dict`` wrote."""
+        contenders = values["contenders"]
+        errors = {name: one["relative_error"] for name, one in contenders.items()}
+        return cls(
+            **{name: values[name] for name in ("title", "group", "backend", "operations", "memory_read", "left_out")},
+            timings={name: Timing.of(tuple(one["seconds"]["runs"])) for name, one in contenders.items()},
+            errors={name: error for name, error in errors.items() if error is not None},
+        )
+
+
+def measure_row(row: Row, *, repeats: int, seconds: float | None) -> Line:
+    """Check that a row's contenders do the same work, then time them in turns.
+
+    Args:
+        row: what to measure.
+        repeats: rounds of the interleaved timing.
+        seconds: time after which rounds stop; five are always made.
+
+    Raises:
+        UnsupportedError: the contenders do not compute the same numbers.
+    """
+    found = timed(row.case(), repeats=repeats, seconds=seconds, fewest=_FEWEST_ROUNDS)
+    return Line(
+        title=row.title, group=row.group, operations=row.operations, memory_read=row.memory_read,
+        backend=found.backend, timings=found.timings, errors=found.errors, left_out=found.left_out,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A floor and what was found.
+
+    Attributes:
+        floor: the floor.
+        kind: ``"each"``, ``"mean"`` or ``"share"``.
+        wanted: the number to reach.
+        found: the number found; for ``"each"`` and ``"share"`` the lowest.
+        where: the row of the lowest, empty for a mean.
+        rows: from how many rows.
+    """
+
+    floor: Floor
+    kind: str
+    wanted: float
+    found: float
+    where: str
+    rows: int
+
+    @property
+    def met(self) -> bool:
+        """Whether the floor was reached."""
+        return self.found >= self.wanted
+
+    def __str__(self) -> str:
+        unit = "" if self.kind == "share" else "x"
+        against = " or ".join(map(short_name, self.floor.against)) or "the machine's product rate"
+        what = {
+            "each": f"lowest of {self.rows}, at {self.where}", "share": f"lowest of {self.rows}, at {self.where}",
+            "mean": f"geometric mean of {self.rows}",
+        }[self.kind]  # fmt: skip
+        who = "" if self.floor.ours == OURS else f" ({self.floor.ours})"
+        verdict = "met" if self.met else "SHORT"
+        found = f"{self.found:.3f}{unit} ({what}); floor {self.wanted:g}{unit}: {verdict}"
+        return f"{self.floor.group}{who} against {against}: {found}"
+
+
+def verdicts(suite: Suite, lines: Sequence[Line]) -> list[Verdict]:
+    """Each floor with what was found; floors of which no row was measured are left out."""
+    return [verdict for floor in suite.floors for verdict in _verdicts_of(floor, lines)]
+
+
+def _verdicts_of(floor: Floor, lines: Sequence[Line]) -> list[Verdict]:
+    rows = [
+        line for line in lines if line.group == floor.group and floor.only in line.title and floor.ours in line.timings
+    ]
+    ratios = {
+        line.title: line.ratio(peer, floor.ours) for line in rows if (peer := line.fastest(floor.against)) is not None
+    }
+    shares = {line.title: share for line in rows if (share := line.share(floor.ours)) is not None}
+    judged = []
+    for kind, wanted, figures in (
+        ("each", floor.each, ratios),
+        ("mean", floor.mean, ratios),
+        ("share", floor.share, shares),
+    ):
+        if wanted is None or not figures:
+            continue
+        where = "" if kind == "mean" else min(figures, key=lambda title: figures[title])
+        found = geometric_mean(list(figures.values())) if kind == "mean" else figures[where]
+        judged.append(Verdict(floor=floor, kind=kind, wanted=wanted, found=found, where=where, rows=len(figures)))
+    return judged
+
+
+def product_rates(lines: Sequence[Line]) -> dict[str, tuple[float, float, float]]:
+    """For each group the median, lowest and highest GFLOP/s of the yardstick over its rows."""
+    rates: dict[str, list[float]] = {}
+    for line in lines:
+        if PRODUCT in line.timings and (rate := line.rate(PRODUCT)) is not None:
+            rates.setdefault(line.group, []).append(rate)
+    return {group: (Timing.of(tuple(found)).median, min(found), max(found)) for group, found in rates.items()}

@@ -1,0 +1,201 @@
+"""Suites and the grid as sheets: one table with notes, shown in a terminal or written as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clearhead.benchmark.journal import Journal
+from clearhead.benchmark.lines import Line, product_rates, verdicts
+from clearhead.benchmark.peers import OURS, short_name
+from clearhead.benchmark.product import PRODUCT
+from clearhead.benchmark.suites import SUITES
+from clearhead.benchmark.sweep import SLOWEST_ALLOWED, Point
+from clearhead.benchmark.table import contenders, milliseconds
+from clearhead.benchmark.timing import Timing, geometric_mean
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["GRID", "Sheet", "block", "grid_sheet", "suite_sheet", "write_block"]
+
+GRID = "grid"
+_BEGIN, _END = "<!-- bench: begin -->", "<!-- bench: end -->"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sheet:
+    """A table and what is to be said below it."""
+
+    title: str
+    about: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str]
+
+    def table(self) -> Table:
+        """For a terminal; the notes are not in it."""
+        from rich.table import Table
+
+        table = Table(title=f"{self.title}: {self.about}", title_justify="left", show_lines=True)
+        for place, name in enumerate(self.header):
+            table.add_column(name, justify="right" if place else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        """As a section of third level."""
+        lines = [f"### {self.title}", "", f"{self.about[0].upper()}{self.about[1:]}.", ""]
+        if self.rows:
+            lines += [_bars(self.header), _bars(["---"] * len(self.header)), *map(_bars, self.rows), ""]
+        return "\n".join([*lines, *(f"- {note}" for note in self.notes), ""])
+
+
+def _bars(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def suite_sheet(name: str, lines: Sequence[Line], *, judged: bool = True) -> Sheet:
+    """A suite's medians in ms with quartiles, how many times clearhead's, rates, and its floors below."""
+    suite = SUITES[name]
+    peers = [peer for peer in contenders(lines) if peer not in (OURS, PRODUCT)]
+    extra = {
+        "GFLOP/s": any(line.operations for line in lines),
+        "of product rate": any(PRODUCT in line.timings for line in lines),
+        "GB/s": any(line.memory_read for line in lines),
+    }  # fmt: skip
+    shown = [column for column, there in extra.items() if there]
+    rows = []
+    for line in lines:
+        own = {
+            "GFLOP/s": _number(line.rate(OURS), "{:.0f}"), "of product rate": _number(line.share(OURS), "{:.2f}"),
+            "GB/s": _bandwidths(line, peers),
+        }  # fmt: skip
+        cells = [_cell(line, peer) for peer in (OURS, *peers)]
+        rows.append([f"{line.title} ({line.backend})", *cells, *(own[column] for column in shown)])
+    notes = [f"{PRODUCT} 2048x2048x2048 {group}: {middle:.0f} GFLOP/s ({low:.0f} to {high:.0f})"
+             for group, (middle, low, high) in product_rates(lines).items()]  # fmt: skip
+    notes += _means(lines, peers)
+    notes += [str(verdict) for verdict in verdicts(suite, lines)] if judged else ["small sizes: floors are not judged"]
+    notes += dict.fromkeys(
+        f"left out: {short_name(who)}, {why}" for line in lines for who, why in line.left_out.items()
+    )
+    return Sheet(
+        title=name, about=suite.about, header=["work", OURS, *map(short_name, peers), *shown], rows=rows, notes=notes
+    )
+
+
+def _cell(line: Line, name: str) -> str:
+    if name not in line.timings:
+        return "left out" if name in line.left_out else ""
+    timing = line.timings[name]
+    times = "" if name == OURS else f" ({line.ratio(name):.2f}x)"
+    return f"{milliseconds(timing.median)}{times} [{milliseconds(timing.q1)}, {milliseconds(timing.q3)}]"
+
+
+def _number(value: float | None, shape: str) -> str:
+    return "" if value is None else shape.format(value)
+
+
+def _bandwidths(line: Line, peers: Sequence[str]) -> str:
+    found = [line.bandwidth(name) for name in (OURS, *peers) if name in line.timings]
+    return " against ".join(f"{one:.1f}" for one in found if one is not None)
+
+
+def _means(lines: Sequence[Line], peers: Sequence[str]) -> list[str]:
+    notes = []
+    for group in dict.fromkeys(line.group for line in lines):
+        for peer in peers:
+            ratios = [line.ratio(peer) for line in lines if line.group == group and peer in line.timings]
+            if ratios:
+                mean, low, high = geometric_mean(ratios), min(ratios), max(ratios)
+                notes.append(f"{group}, {short_name(peer)}: geometric mean {mean:.2f}x ({low:.2f} to {high:.2f})")
+    return notes
+
+
+def grid_sheet(points: Sequence[Point]) -> Sheet:
+    """The calls of the grid at which clearhead is slower, and a summary of all."""
+    slower = sorted((point for point in points if point.slower), key=lambda point: point.ratio)
+    rows = [
+        [
+            f"{point.title} ({point.backend})", _microseconds(point.ours), _microseconds(point.theirs),
+            f"{point.ratio:.3f}x", f"{point.noise:.3f}", str(point.rounds), _number(point.against_itself, "{:.3f}x"),
+        ]
+        for point in slower
+    ]  # fmt: skip
+    ratios = [point.ratio for point in points]
+    worst = min(points, key=lambda point: point.ratio)
+    doubtful = sum(point.doubtful and not point.slower for point in points)
+    equals = [abs(point.against_itself - 1.0) for point in points if point.against_itself is not None]
+    notes = [
+        f"{len(points)} calls, {len(slower)} slower than SDPA by more than 3 % (ratio below {SLOWEST_ALLOWED:.3f}x)",
+        f"worst {worst.ratio:.3f}x at {worst.title}; median {Timing.of(tuple(ratios)).median:.2f}x; "
+        f"geometric mean {geometric_mean(ratios):.2f}x",
+        f"largest standard error of a ratio {max(point.noise for point in points):.3f}; {doubtful} further calls "
+        "within two standard errors of the limit",
+        *_grid_means(points),
+    ]
+    if equals:
+        notes.append(f"SDPA against itself in {len(equals)} calls timed again: off by at most {max(equals):.3f}")
+    header = ["work", f"{OURS}, us", "SDPA, us", "ratio", "standard error", "rounds", "SDPA against itself"]
+    return Sheet(title=GRID, about="calls at which clearhead is slower than SDPA by more than 3 %", header=header,
+                 rows=rows, notes=notes)  # fmt: skip
+
+
+def _grid_means(points: Sequence[Point]) -> list[str]:
+    groups = dict.fromkeys(point.group for point in points)
+    found = {group: [point.ratio for point in points if point.group == group] for group in groups}
+    return [
+        f"{group}: geometric mean {geometric_mean(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
+        for group, ratios in found.items()
+    ]
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{1e6 * seconds:.3g}" if seconds < 1e-3 else f"{1e6 * seconds:.0f}"
+
+
+def block(folder: Path) -> str:
+    """Everything measured in ``folder`` as one Markdown block between its markers."""
+    sections = ["## Speed", "", _HOW, ""]
+    for name in (*SUITES, GRID):
+        path = folder / f"{name}.json"
+        if not path.exists():
+            continue
+        found = Journal.read(path)
+        if name == GRID:
+            sheet = grid_sheet([Point.from_dict(row) for row in found["rows"]])
+        else:
+            sheet = suite_sheet(
+                name, [Line.from_dict(row) for row in found["rows"]], judged=not found["head"].get("small")
+            )
+        sections += [sheet.markdown(), f"{_source(found['head'])}", ""]
+    return "\n".join([_BEGIN, *sections, _END])
+
+
+_HOW = (
+    "Medians in milliseconds with quartiles in square brackets, and in round brackets how many times clearhead's\n"
+    "median that is. All contenders of a row gave the same numbers first, and ran in turns."
+)
+
+
+def _source(head: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items() if name != "clearhead")
+    machine = head["machine"]
+    return (
+        f"`{head['command']}`, {head['taken']}: {head['threads']['intra_op']} threads, {machine['cores']} cores "
+        f"{machine['processor']} ({', '.join(machine['instructions'])}), load before {head['load_before']}; {versions}."
+    )
+
+
+def write_block(path: Path, text: str) -> None:
+    """Put a block into a Markdown file, in place of the one that is there or at its end."""
+    from clearhead.train.files import write_bytes
+
+    old = path.read_text(encoding="utf-8") if path.exists() else "# Results\n"
+    before, found, rest = old.partition(_BEGIN)
+    after = rest.partition(_END)[2] if found else "\n"
+    write_bytes(path, f"{before.rstrip()}\n\n{text}{after}".encode())

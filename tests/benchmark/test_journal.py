@@ -1,0 +1,50 @@
+"""Rows are on disk as soon as they are measured, and kept only where they belong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from clearhead.benchmark import Journal
+from clearhead.errors import DataError
+
+
+def journal(path: Path, *, resume: bool = False) -> Journal:
+    return Journal(path, command="clearhead bench --suite x", load_before=0.5, resume=resume)
+
+
+def test_each_row_is_written_at_once_with_what_a_figure_needs(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "x.json"
+    one = journal(path)
+    assert not path.parent.exists()
+    one.add({"title": "a", "value": 1})
+    assert json.loads(path.read_text())["rows"] == [{"title": "a", "value": 1}]
+    one.add({"title": "b", "value": 2})
+    one.add({"title": "a", "value": 3})
+    found = Journal.read(path)
+    assert found["rows"] == [{"title": "a", "value": 3}, {"title": "b", "value": 2}]
+    assert found["head"]["versions"]["torch"] == torch.__version__
+    assert found["head"]["threads"]["intra_op"] == torch.get_num_threads()
+    assert found["head"]["load_before"] == 0.5
+
+
+def test_rows_are_kept_when_asked_and_made_under_the_same_conditions(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    journal(path).add({"title": "a"})
+    assert list(journal(path, resume=True).rows) == ["a"]
+    assert journal(path).rows == {}
+    content = json.loads(path.read_text())
+    content["head"]["threads"]["intra_op"] += 1
+    path.write_text(json.dumps(content))
+    assert journal(path, resume=True).rows == {}
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"rows": []}', "{"])
+def test_another_file_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    with pytest.raises(DataError, match=r"x\.json"):
+        journal(path, resume=True)

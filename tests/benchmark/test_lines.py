@@ -1,0 +1,77 @@
+"""Floors are judged by the medians, and a line survives its file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from clearhead.benchmark import Floor, Line, Suite, Timing, measure_row, verdicts
+from clearhead.benchmark.lines import product_rates
+from clearhead.benchmark.product import OPERATIONS, PRODUCT
+from clearhead.benchmark.rows import AttentionRow
+
+GROUP = "float32"
+
+
+def line(title: str, seconds: Mapping[str, float], **fields: object) -> Line:
+    timings = {name: Timing(s, 0.9 * s, 1.2 * s, (s,)) for name, s in seconds.items()}
+    known = {"group": GROUP, "backend": "native", "errors": {}, "left_out": {}, "operations": 1e9, "memory_read": None}
+    return Line(title=title, timings=timings, **{**known, **fields})  # type: ignore[arg-type]
+
+
+def judged(floor: Floor, lines: list[Line]) -> list[tuple[str, float, bool, str]]:
+    found = verdicts(Suite(about="", rows=lambda: [], floors=(floor,)), lines)
+    return [(verdict.kind, pytest.approx(verdict.found), verdict.met, verdict.where) for verdict in found]  # type: ignore[misc]
+
+
+def test_each_and_mean_are_of_the_ratios_of_medians() -> None:
+    lines = [line("a", {"clearhead": 1.0, "peer": 2.0}), line("b", {"clearhead": 1.0, "peer": 8.0})]
+    floor = Floor(group=GROUP, against=("peer",), each=2.5, mean=4.0)
+    assert judged(floor, lines) == [("each", 2.0, False, "a"), ("mean", 4.0, True, "")]
+
+
+def test_the_fastest_peer_of_each_row_counts() -> None:
+    lines = [line("a", {"clearhead": 1.0, "p": 2.0, "q": 9.0}), line("b", {"clearhead": 1.0, "p": 9.0, "q": 3.0})]
+    assert judged(Floor(group=GROUP, against=("p", "q"), each=1.1), lines) == [("each", 2.0, True, "a")]
+    lines.append(line("only q", {"clearhead": 1.0, "q": 1.05}))
+    assert judged(Floor(group=GROUP, against=("p", "q"), each=1.1), lines) == [("each", 1.05, False, "only q")]
+
+
+def test_the_share_is_that_of_the_product_beside_the_row() -> None:
+    seconds = {"clearhead": 0.01, PRODUCT: 0.05}
+    rate = OPERATIONS / 0.05 / 1e9
+    one = line("1x12x8192x64 full forward", seconds)
+    floor = Floor(group=GROUP, share=0.85, only="8192x64 full")
+    assert judged(floor, [one, line("other", {"clearhead": 9.0, PRODUCT: 0.05})]) == [
+        ("share", 100.0 / rate, False, one.title)
+    ]
+    assert product_rates([one]) == {GROUP: pytest.approx((rate, rate, rate))}
+
+
+def test_other_groups_and_rows_without_the_peer_say_nothing() -> None:
+    lines = [line("a", {"clearhead": 1.0, "peer": 2.0}, group="bfloat16"), line("b", {"clearhead": 1.0})]
+    assert judged(Floor(group=GROUP, against=("peer",), each=2.0, mean=2.0), lines) == []
+
+
+def test_another_of_our_contenders_can_be_meant() -> None:
+    lines = [line("a", {"clearhead": 1.0, "swapped": 4.0, "peer": 2.0})]
+    (verdict,) = verdicts(
+        Suite(about="", rows=lambda: [], floors=(Floor(group=GROUP, against=("peer",), each=3.0, ours="swapped"),)),
+        lines,
+    )
+    assert verdict.found == 0.5
+    assert str(verdict) == "float32 (swapped) against peer: 0.500x (lowest of 1, at a); floor 3x: SHORT"
+
+
+def test_a_measured_line_survives_its_file() -> None:
+    row = AttentionRow(shape=(2, 4, 1, 8), kv_heads=2, k_len=33, dtype=torch.float32)
+    found = measure_row(row, repeats=6, seconds=0.0)
+    assert all(len(timing.runs) == 5 for timing in found.timings.values())
+    text = json.dumps(found.to_dict(), allow_nan=False)
+    assert Line.from_dict(json.loads(text)) == found
+    bandwidth = found.bandwidth("clearhead")
+    assert bandwidth is not None
+    assert bandwidth == pytest.approx(2 * 2 * 2 * 33 * 8 * 4 / found.timings["clearhead"].median / 1e9)

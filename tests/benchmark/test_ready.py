@@ -1,0 +1,43 @@
+"""Nothing is timed while a backend computes other numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from clearhead import dispatch
+from clearhead.backends import tiled
+from clearhead.benchmark import check_backends
+from clearhead.errors import UnsupportedError
+from clearhead.problem import Problem
+from clearhead.statistics import Observation, Want
+
+
+def only(monkeypatch: pytest.MonkeyPatch, factor: float, *, fail: bool = False) -> None:
+    """Leave one backend, the tiles, whose output is scaled."""
+
+    def run(problem: Problem, want: Want) -> Observation:
+        if fail:
+            raise RuntimeError("no such\nkernel")
+        found = tiled.BACKEND.run(problem, want)
+        return replace(found, output=factor * found.output)
+
+    monkeypatch.setattr(dispatch, "BACKENDS", (replace(tiled.BACKEND, run=run),))
+
+
+def test_a_backend_that_is_right_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, 1.0)
+    assert check_backends() == {"tiled": 24}
+
+
+def test_a_backend_that_is_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, 1.01)
+    with pytest.raises(UnsupportedError, match="contender 'clearhead, backend tiled' must compute the same"):
+        check_backends()
+
+
+def test_a_backend_that_stops_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, 1.0, fail=True)
+    with pytest.raises(UnsupportedError, match=r"no such kernel\. Nothing is timed"):
+        check_backends()

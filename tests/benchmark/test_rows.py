@@ -1,0 +1,153 @@
+"""Every kind of row: its contenders do the same work, and one that does not is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from clearhead.benchmark import SUITES
+from clearhead.benchmark.cases import Case, noise_of
+from clearhead.benchmark.encoders import STACK, SWAPPED, EncoderWork, ragged
+from clearhead.benchmark.peers import MODULE, OURS, SDPA, SDPA_WINDOW, TensorWork
+from clearhead.benchmark.product import PRODUCT, product_call
+from clearhead.benchmark.rows import AttentionRow, EncoderRow, ModuleRow, Row
+from clearhead.errors import UnsupportedError
+
+FLOAT, HALF = torch.float32, torch.bfloat16
+ROWS: dict[str, Row] = {
+    "grouped": AttentionRow(shape=(2, 4, 1, 8), kv_heads=2, k_len=33, dtype=HALF),
+    "window": AttentionRow(shape=(1, 2, 40, 8), causal=True, window=5, dtype=FLOAT, peers=(SDPA, SDPA_WINDOW)),
+    "dropout": AttentionRow(shape=(2, 2, 40, 8), training=True, dropout=0.1, dtype=FLOAT),
+    "module": ModuleRow(size=(2, 20, 32, 4), dtype=HALF),
+    "module-training": ModuleRow(size=(2, 20, 32, 4), dtype=FLOAT, training=True),
+    "module-dropout": ModuleRow(size=(2, 20, 32, 4), dtype=FLOAT, training=True, dropout=0.1),
+    "encoder": EncoderRow(
+        batch=4, longest=16, embed_dim=32, num_heads=4, num_layers=2, feedforward_dim=64, dtype=FLOAT
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_all_contenders_do_the_same_work(name: str) -> None:
+    case = ROWS[name].case()
+    errors = case.check()
+    other_work = {SDPA} if name == "window" else set()
+    assert set(errors) == set(case.calls) - other_work
+    assert max(errors.values()) < (6e-2 if ROWS[name].dtype == HALF else 1e-5)
+
+
+def test_the_window_row_times_causal_attention_and_checks_the_window() -> None:
+    case = ROWS["window"].case()
+    assert set(case.timed) == {OURS, SDPA, SDPA_WINDOW}
+    assert case.checked is not None
+    with pytest.raises(UnsupportedError, match="Different work is not timed"):
+        replace(case, checked={"no window": case.calls[SDPA]}).check()
+
+
+def test_dropout_must_be_there_and_as_much_as_the_others() -> None:
+    work = TensorWork((2, 4, 64, 16), FLOAT, causal=False, training=True)
+    honest = work.call(SDPA, dropout=0.1)
+    case = Case(
+        title="dropout", calls={"honest": honest}, checked={}, noisy=("honest",),
+        exact=lambda: work.by_rows(torch.float64), plain=lambda: work.by_rows(FLOAT),
+    )  # fmt: skip
+    assert case.check() == {}
+    for cheat in (work.call(SDPA), work.call(SDPA, dropout=0.2)):
+        both = replace(case, calls={"honest": honest, "cheat": cheat}, noisy=("honest", "cheat"))
+        with pytest.raises(UnsupportedError, match="drop as much as the others in 'dropout'"):
+            both.check()
+
+
+def test_noise_is_that_of_dropped_weights() -> None:
+    # One key: its weight is 1, dropped with p or divided by 1 - p, so the square of the noise is p / (1 - p).
+    work = TensorWork((64, 8, 16, 8), FLOAT, causal=False, training=False, k_len=1)
+    exact = work.by_rows(torch.float64)
+    assert noise_of(work.call(SDPA, dropout=0.2), exact)[0] == pytest.approx(0.5, rel=0.03)
+    assert noise_of(work.call(SDPA), exact)[0] < 1e-6
+
+
+def test_a_gradient_that_dropped_nothing_is_found() -> None:
+    work = TensorWork((2, 4, 64, 16), FLOAT, causal=False, training=True)
+    honest, without = work.call(SDPA, dropout=0.1), work.call(SDPA)
+    case = Case(
+        title="dropout", calls={"honest": honest, "half": lambda: (honest()[0], without()[1])}, checked={},
+        noisy=("honest", "half"), exact=lambda: work.by_rows(torch.float64), plain=lambda: work.by_rows(FLOAT),
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match="drop as much"):
+        case.check()
+
+
+def test_a_part_of_the_heads_can_be_compared() -> None:
+    row = AttentionRow(shape=(2, 5, 40, 8), causal=True, training=True, dtype=FLOAT, most_checked=3 * 40 * 40)
+    case = row.case()
+    work = TensorWork(row.shape, FLOAT, causal=True, training=True)
+    assert work.pairs(row.most_checked) == [(0, 0), (0, 4), (1, 4)]
+    assert [tensor.shape for group in case.pick(case.calls[OURS]()) for tensor in group] == [(3, 40, 8)] * 4
+    assert max(case.check().values()) < 1e-5
+    with pytest.raises(UnsupportedError):
+        replace(case, checked={"wrong": lambda: tuple(tuple(-t for t in g) for g in case.calls[OURS]())}).check()
+
+
+def test_every_row_of_every_suite_has_a_title_of_its_own_and_floors_that_speak_of_it() -> None:
+    for name, suite in SUITES.items():
+        rows = suite.rows()
+        assert len({row.title for row in rows}) == len(rows), name
+        assert {row.group for row in rows} >= {floor.group for floor in suite.floors}, name
+        for floor in suite.floors:
+            assert any(floor.only in row.title for row in rows if row.group == floor.group), floor
+            assert (floor.share is None) == bool(floor.against), floor
+
+
+def test_the_floors_name_contenders_that_exist() -> None:
+    named = {peer for suite in SUITES.values() for floor in suite.floors for peer in (*floor.against, floor.ours)}
+    onnx = {"ONNX Runtime Attention", "ONNX Runtime MultiHeadAttention"}
+    assert named == {OURS, SWAPPED, SDPA, MODULE, STACK} | onnx
+
+
+def test_operations_and_bytes_are_counted() -> None:
+    row = AttentionRow(shape=(2, 8, 100, 16), dtype=FLOAT)
+    assert row.operations == 4 * 2 * 8 * 100 * 100 * 16
+    assert replace(row, causal=True).operations == 4 * 2 * 8 * 5050 * 16
+    assert replace(row, causal=True, window=9).operations == 4 * 2 * 8 * (55 + 90 * 10) * 16
+    assert replace(row, training=True).operations == 3.5 * row.operations
+    decode = AttentionRow(shape=(3, 8, 1, 16), kv_heads=2, k_len=50, dtype=HALF)
+    assert decode.memory_read == 2 * 3 * 2 * 50 * 16 * 2
+    assert decode.operations == 4 * 3 * 8 * 50 * 16
+    assert row.memory_read is None
+
+
+def test_ragged_lengths_fill_half_of_the_batch() -> None:
+    for batch, longest in ((16, 256), (4, 24), (3, 10), (7, 50)):
+        lengths = ragged(batch, longest)
+        assert len(lengths) == batch
+        assert max(lengths) == longest
+        assert min(lengths) >= 1
+        assert sum(lengths) == round(batch * longest / 2)
+
+
+def test_the_padding_counts_for_nothing_and_a_layer_too_few_is_found() -> None:
+    work = EncoderWork([12, 5, 7], embed_dim=16, num_heads=2, num_layers=2, feedforward_dim=32, dtype=FLOAT)
+    output, _, parameters = work.our_call()()
+    assert output[0].shape == (24, 16)
+    assert sum(tensor.numel() for tensor in parameters) == sum(p.numel() for p in work.theirs.parameters())
+    short = EncoderWork([12, 5, 7], embed_dim=16, num_heads=2, num_layers=2, feedforward_dim=32, dtype=FLOAT)
+    short.theirs.layers[1].load_state_dict(short.theirs.layers[0].state_dict())
+    case = Case(title="encoder", calls={"wrong": short.our_call()}, exact=work.exact, plain=work.their_call())
+    with pytest.raises(UnsupportedError):
+        case.check()
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, HALF])
+def test_the_yardstick_is_a_product_and_is_not_compared(dtype: torch.dtype) -> None:
+    found = product_call(dtype)()
+    assert found.shape == (2048, 2048)
+    assert found.dtype == dtype
+    one = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(0)).to(dtype)
+    transposed = dtype == FLOAT and not torch.allclose(found[:4], one[:4] @ one, atol=1e-2)
+    expected = one[:4] @ (one.T if transposed else one)
+    torch.testing.assert_close(found[:4], expected, rtol=2e-2, atol=1e-2 if dtype == FLOAT else 2.0)
+    case = replace(ROWS["window"], yardstick=True).case()  # type: ignore[type-var]
+    assert PRODUCT in case.timed
+    assert PRODUCT not in case.check()
