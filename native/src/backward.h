@@ -15,7 +15,9 @@ template <class M, class IO> struct Backward {
 
   const ch_attention& w;
   int64_t group, blocks;
-  int tile, numbers, v_numbers, steps, v_steps, out, v_out;
+  int tile;
+  Panels keys, queries, grads;  // B of the last three products: a tile of keys, a block of queries and of gradients
+  int numbers, v_numbers, steps, v_steps, out, v_out;
   int64_t tiles, chunks, chunk_tiles;
   bool masked, plain, capped, share_batch, share_heads;
   float base2;
@@ -39,10 +41,16 @@ template <class M, class IO> struct Backward {
     float* dq;  // [group][q_len][out], where there is one chunk
   };
 
-  explicit Backward(const ch_attention& work) : w(work) {
+  static int tile_of(const ch_attention& w) {
+    if (has_tables(w)) return most(64, PW);
+    return 256;
+  }
+
+  explicit Backward(const ch_attention& work)
+      : w(work), tile(tile_of(work)), keys(work.head_dim, row_steps<M>(tile)),
+        queries(work.head_dim, row_steps<M>(BLOCK)), grads(work.value_dim, row_steps<M>(BLOCK)) {
     group = w.heads / w.kv_heads;
     blocks = (w.q_len + BLOCK - 1) / BLOCK;
-    tile = has_tables(w) ? most(64, PW) : most(w.head_dim, w.value_dim) > 64 ? 128 : 256;
     numbers = row_numbers<M>((int)w.head_dim);
     v_numbers = row_numbers<M>((int)w.value_dim);
     steps = (int)row_steps<M>(w.head_dim);
@@ -67,7 +75,7 @@ template <class M, class IO> struct Backward {
       share_heads = share_heads || (rule.grad_head == 0 && w.kv_heads > 1);
     }
     int64_t units = (share_batch ? 1 : w.batch) * (share_heads ? 1 : w.kv_heads);
-    chunks = most((int64_t)1, least((32 + units - 1) / most(units, (int64_t)1), tiles * tile / 512));
+    chunks = most((int64_t)1, least((16 + units - 1) / most(units, (int64_t)1), tiles * tile / 512));
     chunk_tiles = most((int64_t)1, (tiles + chunks - 1) / chunks);
     chunks = most((int64_t)1, (tiles + chunk_tiles - 1) / chunk_tiles);
   }
@@ -77,11 +85,12 @@ template <class M, class IO> struct Backward {
     constexpr bool single = M::PAIR == 1;
     d.q = c.template take<number>((int64_t)BLOCK * numbers);
     d.g = c.template take<number>((int64_t)BLOCK * v_numbers);
-    d.qb = single ? d.q : c.template take<number>((int64_t)BLOCK / M::PAIR * out);
-    d.gb = single ? d.g : c.template take<number>((int64_t)BLOCK / M::PAIR * v_out);
+    // Rows of floats in one panel are A and B alike.
+    d.qb = single && queries.count == 1 ? d.q : c.template take<number>(queries.numbers());
+    d.gb = single && grads.count == 1 ? d.g : c.template take<number>(grads.numbers());
     d.kt = c.template take<number>((int64_t)tile * numbers);
     d.vt = c.template take<number>((int64_t)tile * v_numbers);
-    d.kn = c.template take<number>((int64_t)tile / M::PAIR * out);
+    d.kn = c.template take<number>(keys.numbers());
     d.dk = c.template take<float>((int64_t)tile * out);
     d.dv = c.template take<float>((int64_t)tile * v_out);
     d.s = c.template take<float>((int64_t)MR * tile);
@@ -153,7 +162,7 @@ template <class M, class IO> struct Backward {
     const element* key = at<IO>(w.key, b, kh, t0);
     pack_panels<M, IO>(key, w.key.row, count, (int)w.head_dim, d.kt, d.staged);
     pack_panels<M, IO>(at<IO>(w.value, b, kh, t0), w.value.row, count, (int)w.value_dim, d.vt, d.staged);
-    pack_rows<M, IO>(key, w.key.row, count, (int)w.head_dim, d.kn, out);
+    pack_rows<M, IO>(key, w.key.row, count, (int)w.head_dim, d.kn, keys);
     memset(d.dk, 0, (size_t)tile * out * sizeof(float));
     memset(d.dv, 0, (size_t)tile * v_out * sizeof(float));
   }
@@ -170,10 +179,8 @@ template <class M, class IO> struct Backward {
       d.share[r] = w.softmax[2 * place + 1];
       d.delta[r] = w.delta[place];
     }
-    if constexpr (M::PAIR == 2) {
-      pack_rows<M, IO>(query, w.query.row, count, (int)w.head_dim, d.qb, out);
-      pack_rows<M, IO>(grad, w.grad_output.row, count, (int)w.value_dim, d.gb, v_out);
-    }
+    if (d.qb != d.q) pack_rows<M, IO>(query, w.query.row, count, (int)w.head_dim, d.qb, queries);
+    if (d.gb != d.g) pack_rows<M, IO>(grad, w.grad_output.row, count, (int)w.value_dim, d.gb, grads);
   }
 
   // Weights and gradients of scores of `count` rows, in floats, over columns [c0, c1r) of the tile.
@@ -282,9 +289,9 @@ template <class M, class IO> struct Backward {
     }
   }
 
-  void visit(int64_t b, int64_t h, int64_t block, int64_t t0, int keys, Desk& d, const float* diagonal,
+  void visit(int64_t b, int64_t h, int64_t block, int64_t t0, int key_count, Desk& d, const float* diagonal,
              float* diagonal_grads, float* dq) const {
-    int64_t first = block * BLOCK, t1 = t0 + keys;
+    int64_t first = block * BLOCK, t1 = t0 + key_count;
     int count = (int)least((int64_t)BLOCK, w.q_len - first);
     open_block(b, h, first, count, d);
     Span spans[BLOCK / MR + 1];
@@ -313,20 +320,20 @@ template <class M, class IO> struct Backward {
       if (c1 > c0) differentiate(b, h, first, r0, n, t0, c0, c1, d, diagonal, diagonal_grads);
       spread(r0, n, left, right, c0, (int)round_up(c1, VL), d);
       if (c1 <= c0) continue;
-      for (int p = 0; p < out; p += PW)
-        product<M, ADD>(n, least(PW, out - p) / VL, row_steps<M>(c1 - c0),
-                        d.dr + ((int64_t)r0 * tile + c0) / M::PAIR, tile / M::PAIR, 1,
-                        d.kn + (int64_t)(c0 / M::PAIR) * out + p, out, dq + (first + r0) * out + p, out);
+      for (int p = 0; p < keys.count; p++)
+        product<M, ADD>(n, keys.vectors(p, out), row_steps<M>(c1 - c0), d.dr + ((int64_t)r0 * tile + c0) / M::PAIR,
+                        tile / M::PAIR, 1, d.kn + p * keys.size + (int64_t)(c0 / M::PAIR) * keys.ld, keys.ld,
+                        dq + (first + r0) * out + p * PW, out);
     }
     int64_t along = row_steps<M>(count);
     for (int j = low; j < high; j += MR) {
       int n = least(MR, high - j);
-      for (int p = 0; p < v_out; p += PW)
-        product<M, ADD>(n, least(PW, v_out - p) / VL, along, d.p + j, 1, tile, d.gb + p, v_out,
-                        d.dv + (int64_t)j * v_out + p, v_out);
-      for (int p = 0; p < out; p += PW)
-        product<M, ADD>(n, least(PW, out - p) / VL, along, d.ds + j, 1, tile, d.qb + p, out,
-                        d.dk + (int64_t)j * out + p, out);
+      for (int p = 0; p < grads.count; p++)
+        product<M, ADD>(n, grads.vectors(p, v_out), along, d.p + j, 1, tile, d.gb + p * grads.size, grads.ld,
+                        d.dv + (int64_t)j * v_out + p * PW, v_out);
+      for (int p = 0; p < queries.count; p++)
+        product<M, ADD>(n, queries.vectors(p, out), along, d.ds + j, 1, tile, d.qb + p * queries.size, queries.ld,
+                        d.dk + (int64_t)j * out + p * PW, out);
     }
   }
 
@@ -356,16 +363,16 @@ template <class M, class IO> struct Backward {
     find_spans(b, kh, d);
     for (int64_t t = chunk * chunk_tiles; t < least((chunk + 1) * chunk_tiles, tiles); t++) {
       int64_t t0 = t * tile;
-      int keys = (int)least((int64_t)tile, w.k_len - t0);
-      pack_keys(b, kh, t0, keys, d);
+      int key_count = (int)least((int64_t)tile, w.k_len - t0);
+      pack_keys(b, kh, t0, key_count, d);
       for (int64_t g = 0; g < group; g++)
         for (int64_t block = 0; block < blocks; block++) {
           Span span = d.spans[g * blocks + block];
-          if (span.low >= t0 + keys || span.high <= t0) continue;
-          visit(b, h0 + g, block, t0, keys, d, d.diagonal + g * diagonals * length,
+          if (span.low >= t0 + key_count || span.high <= t0) continue;
+          visit(b, h0 + g, block, t0, key_count, d, d.diagonal + g * diagonals * length,
                 diagonal_grads + g * learned * length, dq + g * rows);
         }
-      for (int j = 0; j < keys; j++) {
+      for (int j = 0; j < key_count; j++) {
         put_row<IO>(at<IO>(w.grad_key, b, kh, t0 + j), (int)w.head_dim, d.dk + (int64_t)j * out, (float)w.scale);
         put_row<IO>(at<IO>(w.grad_value, b, kh, t0 + j), (int)w.value_dim, d.dv + (int64_t)j * v_out, 1.0f);
       }

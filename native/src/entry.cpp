@@ -74,6 +74,8 @@ __attribute__((constructor)) void watch_forks() { pthread_atfork(nullptr, nullpt
 constexpr int64_t farthest = int64_t{1} << 48;
 constexpr int64_t most = INT32_MAX;
 constexpr int most_threads = 4096;
+// No process has more memory to address.
+constexpr int64_t most_bytes = int64_t{1} << 56;
 
 struct Axis {
   int64_t count, stride;
@@ -122,7 +124,7 @@ bool separate(const Layout& layout) {
 int check_memory(const void* data, const Layout& layout, int64_t size, Access access = Access::read) {
   const int64_t elements = reach(layout);
   int64_t bytes = 0;
-  if (elements < 0 || __builtin_mul_overflow(elements, size, &bytes)) return CH_BAD_STRIDE;
+  if (elements < 0 || __builtin_mul_overflow(elements, size, &bytes) || bytes > most_bytes) return CH_BAD_STRIDE;
   if (bytes == 0) return CH_OK;
   const uintptr_t first = reinterpret_cast<uintptr_t>(data);
   uintptr_t end = 0;
@@ -276,7 +278,13 @@ int check_rule(const ch_attention& work, const ch_rule& rule) {
 
 int check_rules(const ch_attention& work) {
   if (work.num_rules < 0 || work.num_rules > CH_MAX_RULES) return CH_BAD_RULE;
-  for (int i = 0; i < work.num_rules; ++i) CH_TRY(check_rule(work, work.rules[i]));
+  int caps = 0;
+  for (int i = 0; i < work.num_rules; ++i) {
+    CH_TRY(check_rule(work, work.rules[i]));
+    caps += work.rules[i].kind == CH_RULE_SOFTCAP;
+  }
+  // Backward keeps the slope of one.
+  if (caps > 1) return CH_BAD_RULE;
   if (work.sink == nullptr) return CH_OK;
   return check_memory(work.sink, {{{work.heads, work.sink_head}, {1, 0}, {1, 0}}, 1}, sizeof(float));
 }

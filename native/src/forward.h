@@ -14,8 +14,9 @@ template <class M, class IO> struct Forward {
   typedef typename IO::type element;
 
   const ch_attention& w;
+  int tile;                 // keys of a tile
   int64_t group, rows;      // query heads per key head; rows per key head
-  int tile, numbers, steps, out;  // keys of a tile; numbers of a row of A, and those to multiply; columns of O
+  int numbers, steps, out;  // numbers of a row of A, and those to multiply; columns of O
   int64_t tiles, k_numbers, v_numbers;  // per tile
   int64_t splits, split_tiles, blocks;  // of keys; blocks of rows
   bool whole;                           // units take all rows of a key head, and pack its keys themselves
@@ -23,12 +24,56 @@ template <class M, class IO> struct Forward {
   float base2;
   Dropout dropout;
   int64_t diagonal_floats;
+  Panels values;  // of a tile
 
   struct Keys {
     number* k;
     number* v;
     uint8_t* bad;  // per tile: values were not finite and are 0 here
   };
+
+  // Rows that the next unit will read, asked for a few at a time while this one computes: packing would otherwise
+  // wait for memory.
+  struct Ahead {
+    const char* next[3];
+    int64_t stride[3], left[3], bytes[3];
+    int at, rows_each;
+
+    void step() {
+      for (int n = rows_each; n > 0 && at < 3;) {
+        if (left[at] <= 0) {
+          at++;
+          continue;
+        }
+        for (int64_t c = 0; c < bytes[at]; c += 64) __builtin_prefetch(next[at] + c, 0, 2);
+        next[at] += stride[at];
+        left[at]--;
+        n--;
+      }
+    }
+  };
+
+  Ahead ahead_of(int64_t unit) const {
+    Ahead a;
+    a.at = 3;
+    if (unit >= w.batch * w.kv_heads || blocks * tiles == 0) return a;
+    int64_t b = unit / w.kv_heads, kh = unit % w.kv_heads;
+    const ch_tensor* tensors[3] = {&w.key, &w.value, &w.query};
+    int64_t total = 0;
+    for (int x = 0; x < 3; x++) {
+      const ch_tensor& t = *tensors[x];
+      a.next[x] = (const char*)at<IO>(t, b, x < 2 ? kh : kh * group, 0);
+      a.stride[x] = t.row * (int64_t)sizeof(element);
+      a.bytes[x] = (x == 1 ? w.value_dim : w.head_dim) * (int64_t)sizeof(element);
+      // No more than a second cache holds beside the work.
+      a.left[x] = least(x < 2 ? w.k_len : w.q_len, (int64_t)(1 << 17) / most(a.bytes[x], (int64_t)1));
+      total += a.left[x];
+    }
+    int64_t visits = (rows + MR - 1) / MR * tiles;
+    a.rows_each = (int)(total / visits + 1);
+    a.at = 0;
+    return a;
+  }
 
   // What a thread works in.
   struct Desk {
@@ -42,25 +87,30 @@ template <class M, class IO> struct Forward {
     float* diagonals;
     number* staged;
     float* line;
+    Ahead ahead;
   };
 
-  explicit Forward(const ch_attention& work) : w(work) {
+  explicit Forward(const ch_attention& work) : w(work), tile(tile_of(work)), values(work.value_dim, row_steps<M>(tile)) {
     group = w.heads / w.kv_heads;
     rows = group * w.q_len;
     blocks = (rows + ROWS - 1) / ROWS;
-    tile = has_tables(w) ? most(64, PW) : 256;
     numbers = row_numbers<M>((int)w.head_dim);
     steps = (int)row_steps<M>(w.head_dim);
     out = (int)round_up(w.value_dim, VL);
     tiles = (w.k_len + tile - 1) / tile;
     k_numbers = (int64_t)tile * numbers;
-    v_numbers = row_steps<M>(tile) * out;
+    v_numbers = values.numbers();
     masked = is_masked(w);
     plain = no_rules(w);
     base2 = to_base2(w);
     dropout = dropout_of(w);
     diagonal_floats = count_diagonal(w) * diagonal_length(w) * group;
     plan();
+  }
+
+  static int tile_of(const ch_attention& w) {
+    if (has_tables(w)) return most(64, PW);
+    return most(w.head_dim, w.value_dim) * (int64_t)sizeof(element) <= 256 ? 512 : 256;
   }
 
   // Splitting keys depends on the shape alone, so that sums are the same with any number of threads.
@@ -80,15 +130,16 @@ template <class M, class IO> struct Forward {
     int64_t first = t * tile;
     int count = (int)least((int64_t)tile, w.k_len - first);
     pack_panels<M, IO>(at<IO>(w.key, b, kh, first), w.key.row, count, (int)w.head_dim, k, d.staged);
-    const element* values = at<IO>(w.value, b, kh, first);
-    pack_rows<M, IO>(values, w.value.row, count, (int)w.value_dim, v, out);
-    *bad = masked && !all_finite<IO>(values, w.value.row, count, (int)w.value_dim);
+    const element* value = at<IO>(w.value, b, kh, first);
+    pack_rows<M, IO>(value, w.value.row, count, (int)w.value_dim, v, values);
+    *bad = masked && !all_finite<IO>(value, w.value.row, count, (int)w.value_dim);
     if (*bad) clean_values(v, count);
   }
 
   // Zero weight times NaN is NaN: values that are not finite wait until it is known who attends to them.
   void clean_values(number* v, int count) const {
-    for (int64_t x = 0; x < row_steps<M>(count) * out; x++) {
+    for (int64_t x = 0; x < values.numbers(); x++) {
+      if (x % values.size >= row_steps<M>(count) * values.ld) continue;
       if constexpr (M::PAIR == 1) {
         if (!(v[x] - v[x] == 0.0f)) v[x] = 0.0f;
       } else {
@@ -129,6 +180,8 @@ template <class M, class IO> struct Forward {
     for (int r = 0; r < count; r++) {
       int64_t h = kh * group + (first + r) / w.q_len, i = (first + r) % w.q_len;
       get_numbers<M, IO>(at<IO>(w.query, b, h, i), (int)w.head_dim, d.q + (int64_t)r * numbers, numbers);
+      const char* written = (const char*)at<IO>(w.output, b, h, i);
+      for (int64_t c = 0; c < w.value_dim * (int64_t)sizeof(element); c += 64) __builtin_prefetch(written + c, 1, 2);
       d.row[r] = mask_row(w, b, h, i);
       d.m[r] = -INF;
       store(d.l + r * VL, (vf){});
@@ -141,16 +194,28 @@ template <class M, class IO> struct Forward {
     return span;
   }
 
-  // Scores to weights for one row; returns the factor on what was summed before.
-  CH_INLINE float weigh(float* s, uint16_t* half, int c0, int c1, float& largest, float* total) const {
+  // The new largest score of each row, in base 2, and the factor on what was summed under the old one. All rows at
+  // a time: one row's maximum is a chain of dependent steps, six of them hide each other's latency.
+  CH_INLINE void raise(const float* scores, int c0, int c1, int count, float* largest, float* factor) const {
+    vf most_score[MR];
+    for (int r = 0; r < MR; r++) most_score[r] = load(scores + r * tile + c0);
+    for (int c = c0 + VL; c < c1; c += VL)
+#pragma GCC unroll 6
+      for (int r = 0; r < MR; r++) most_score[r] = vmax(most_score[r], load(scores + r * tile + c));
+    float step[MR];
+    for (int r = 0; r < count; r++) {
+      float before = largest[r], now = max_of(most_score[r]) * base2;
+      if (!(now > before)) now = before;
+      largest[r] = now;
+      step[r] = now == before ? 0.0f : before - now;
+    }
+    for (int r = 0; r < count; r++) factor[r] = step[r] == 0.0f ? 1.0f : exp2_of<5>(all(step[r]))[0];
+  }
+
+  // Scores to weights for one row.
+  CH_INLINE void weigh(float* s, uint16_t* half, int c0, int c1, float largest, float factor, float* total) const {
     constexpr int DEGREE = M::PAIR == 1 ? 5 : 4;
-    vf most_score = load(s + c0);
-    for (int c = c0 + VL; c < c1; c += VL) most_score = vmax(most_score, load(s + c));
-    float before = largest, now = max_of(most_score) * base2;
-    if (!(now > before)) now = before;
-    largest = now;
-    float factor = now == before ? 1.0f : exp2_of<5>(all(before - now))[0];
-    vf shift = all(now == -INF ? 0.0f : now), scale = all(base2);
+    vf shift = all(largest == -INF ? 0.0f : largest), scale = all(base2);
     vf sum = load(total) * all(factor);
     for (int c = c0; c < c1; c += VL) {
       vf e = exp2_of<DEGREE>(load(s + c) * scale - shift);
@@ -161,7 +226,6 @@ template <class M, class IO> struct Forward {
         put_vector<BFloat16>(half + c, e);
     }
     store(total, sum);
-    return factor;
   }
 
   // `count` rows of a block against one tile.
@@ -176,41 +240,48 @@ template <class M, class IO> struct Forward {
       span.high = most(span.high, own.high);
     }
     if (span.high <= span.low) return;
+    d.ahead.step();
     int c0 = (span.low - (int)t0) / VL * VL, c1 = span.high - (int)t0, c1r = (int)round_up(c1, VL);
     for (int p = c0 / PW; p * PW < c1; p++) {
       int from = most(c0, p * PW), to = least(c1r, (p + 1) * PW);
       product<M, SET>(count, (to - from) / VL, steps, d.q + (int64_t)r0 * numbers, numbers, 1,
                       k + (int64_t)p * PW * numbers + (from - p * PW), PW, d.scores + from, tile);
     }
+    if (!plain) rule_rows(b, kh, first + r0, count, t0, c0, c1, d);
+    for (int r = 0; r < count; r++)
+      if (!sees_all(d.row[r0 + r], t0 + c0, t0 + c1r))
+        forbid(w, d.row[r0 + r], t0 + c0, c1r - c0, d.scores + r * tile + c0);
     float factor[MR];
-    for (int r = 0; r < count; r++) {
-      float* s = d.scores + r * tile;
-      const Row& row = d.row[r0 + r];
-      int64_t h = kh * group + (first + r0 + r) / w.q_len, i = (first + r0 + r) % w.q_len;
-      if (!plain)
-        apply_rules(w, d.diagonals + (h - kh * group) * (diagonal_floats / group), b, h, i, t0 + c0, c1 - c0, s + c0,
-                    nullptr);
-      if (!sees_all(row, t0 + c0, t0 + c1r)) forbid(w, row, t0 + c0, c1r - c0, s + c0);
-      factor[r] = weigh(s, d.half + r * tile, c0, c1r, d.m[r0 + r], d.l + (r0 + r) * VL);
-      if (dropout.on) drop_row(b, h, i, t0, c0, c1, s, d.half + r * tile);
-    }
+    raise(d.scores, c0, c1r, count, d.m + r0, factor);
+    for (int r = 0; r < count; r++)
+      weigh(d.scores + r * tile, d.half + r * tile, c0, c1r, d.m[r0 + r], factor[r], d.l + (r0 + r) * VL);
+    if (dropout.on) drop_rows(b, kh, first + r0, count, t0, c0, c1, d);
     const number* weights = (M::PAIR == 1 ? (const number*)d.scores : (const number*)d.half) + c0 / M::PAIR;
-    for (int p = 0; p < out; p += PW)
-      product<M, SCALE_ADD>(count, least(PW, out - p) / VL, row_steps<M>(c1 - c0), weights, tile / M::PAIR, 1,
-                            v + (int64_t)(c0 / M::PAIR) * out + p, out, d.o + (int64_t)r0 * out + p, out, factor);
+    for (int p = 0; p < values.count; p++)
+      product<M, SCALE_ADD>(count, values.vectors(p, out), row_steps<M>(c1 - c0), weights, tile / M::PAIR, 1,
+                            v + p * values.size + (int64_t)(c0 / M::PAIR) * values.ld, values.ld,
+                            d.o + (int64_t)r0 * out + p * PW, out, factor);
     if (bad) add_bad_values(b, kh, r0, count, t0, c0, c1, d);
   }
 
-  void drop_row(int64_t b, int64_t h, int64_t i, int64_t t0, int c0, int c1, float* s, uint16_t* half) const {
-    uint32_t q_pos = (uint32_t)(w.query_offset + i);
+  void rule_rows(int64_t b, int64_t kh, int64_t first, int count, int64_t t0, int c0, int c1, Desk& d) const {
+    for (int r = 0; r < count; r++) {
+      int64_t g = (first + r) / w.q_len, i = (first + r) % w.q_len;
+      apply_rules(w, d.diagonals + g * (diagonal_floats / group), b, kh * group + g, i, t0 + c0, c1 - c0,
+                  d.scores + r * tile + c0, nullptr);
+    }
+  }
+
+  void drop_rows(int64_t b, int64_t kh, int64_t first, int count, int64_t t0, int c0, int c1, Desk& d) const {
     int from = c0 / (4 * VL) * (4 * VL);
-    if constexpr (M::PAIR == 1) {
-      drop(dropout, (uint32_t)b, (uint32_t)h, q_pos, t0 + from, c1 - from, s + from);
-    } else {
-      // Which ones fall is found on ones, in the row of scores that nobody needs any more.
-      for (int c = from; c < c1; c += VL) store(s + c, all(1.0f));
-      drop(dropout, (uint32_t)b, (uint32_t)h, q_pos, t0 + from, c1 - from, s + from);
-      for (int c = c0; c < c1; c++) half[c] = s[c] != 0.0f ? half[c] : 0;
+    for (int r = 0; r < count; r++) {
+      int64_t h = kh * group + (first + r) / w.q_len, i = (first + r) % w.q_len;
+      float* s = d.scores + r * tile;
+      // Which bfloat16 weights fall is found on ones, in the row of scores that nobody needs any more.
+      for (int c = from; M::PAIR == 2 && c < c1; c += VL) store(s + c, all(1.0f));
+      drop(dropout, (uint32_t)b, (uint32_t)h, (uint32_t)(w.query_offset + i), t0 + from, c1 - from, s + from);
+      uint16_t* half = d.half + r * tile;
+      for (int c = c0; M::PAIR == 2 && c < c1; c++) half[c] = s[c] != 0.0f ? half[c] : 0;
     }
   }
 
@@ -296,6 +367,7 @@ template <class M, class IO> struct Forward {
       return false;
     }
     desk_bytes(d, base);
+    d.ahead.at = 3;
     if (diagonal_floats > 0)
       for (int64_t g = 0; g < group; g++)
         make_diagonals(w, kh * group + g, d.diagonals + g * (diagonal_floats / group));
@@ -314,6 +386,7 @@ template <class M, class IO> struct Forward {
       char* base = (char*)scratch(clearhead::SLOT_KEYS, (size_t)keys_bytes(sizes, nullptr, 1, count));
       if (base == nullptr) return fault.set(CH_NO_MEMORY);
       keys_bytes(keys, base, 1, count);
+      d.ahead = ahead_of(unit + threads);
       if (packed)
         for (int64_t t = 0; t < tiles; t++)
           pack_tile(b, kh, t, keys.k + t * k_numbers, keys.v + t * v_numbers, keys.bad + t, d);

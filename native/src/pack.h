@@ -219,29 +219,55 @@ void pack_panels(const typename IO::type* from, int64_t stride, int count, int d
   }
 }
 
-// Rows as B of a product along rows: rows of floats, or paired rows. A panel of PW columns is `to + panel * PW`.
-template <class M, class IO>
-void pack_rows(const typename IO::type* from, int64_t stride, int count, int dim, typename M::number* to, int ld) {
-  if constexpr (M::PAIR == 1) {
-    for (int r = 0; r < count; r++) get_row<IO>(from + r * stride, dim, to + (int64_t)r * ld, ld);
-  } else {
 #if defined(CH_BF16DOT)
-    for (int r = 0; r < count; r += 2) {
-      const uint16_t* one = from + r * stride;
-      bool both = r + 1 < count;
-      const uint16_t* other = both ? one + stride : one;
-      uint32_t* out = to + (int64_t)(r / 2) * ld;
-      int c = 0;
-      for (; c + VL <= dim; c += VL) {
-        __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(one + c)));
-        __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(other + c)));
-        __m512i joined = both ? _mm512_or_si512(low, _mm512_slli_epi32(high, 16)) : low;
-        _mm512_storeu_si512(out + c, joined);
-      }
-      for (; c < dim; c++) out[c] = one[c] | (both ? (uint32_t)other[c] << 16 : 0);
-      for (; c < ld; c++) out[c] = 0;
+// Two rows, or one and zeros, as pairs.
+CH_INLINE void pair_row(const uint16_t* one, const uint16_t* other, int count, uint32_t* to, int ld) {
+  int c = 0;
+  for (; c + VL <= count; c += VL) {
+    __m512i joined = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(one + c)));
+    if (other != nullptr) {
+      __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(other + c)));
+      joined = _mm512_or_si512(joined, _mm512_slli_epi32(high, 16));
     }
+    _mm512_storeu_si512(to + c, joined);
+  }
+  for (; c < count; c++) to[c] = one[c] | (other != nullptr ? (uint32_t)other[c] << 16 : 0);
+  for (; c < ld; c++) to[c] = 0;
+}
 #endif
+
+// How rows of `dim` columns lie as B of a product along rows: panels of at most PW columns, one behind the other, so
+// that each is read from end to end. A panel has room for `steps` steps.
+struct Panels {
+  int count, ld;
+  int64_t size;
+
+  CH_INLINE Panels(int64_t dim, int64_t steps) {
+    ld = (int)least(round_up(dim, VL), (int64_t)PW);
+    count = (int)((dim + PW - 1) / PW);
+    size = steps * ld;
+  }
+  CH_INLINE int64_t numbers() const { return count * size; }
+  // Vectors of columns in a panel.
+  CH_INLINE int vectors(int panel, int64_t dim) const {
+    return (int)least((int64_t)NV, (round_up(dim, VL) - (int64_t)panel * PW) / VL);
+  }
+};
+
+template <class M, class IO>
+void pack_rows(const typename IO::type* from, int64_t stride, int count, int dim, typename M::number* to,
+               const Panels& panels) {
+  for (int p = 0; p < panels.count; p++) {
+    int columns = least(PW, dim - p * PW);
+    typename M::number* out = to + p * panels.size;
+    const typename IO::type* in = from + p * PW;
+    if constexpr (M::PAIR == 1) {
+      for (int r = 0; r < count; r++) get_row<IO>(in + r * stride, columns, out + (int64_t)r * panels.ld, panels.ld);
+    } else {
+      for (int r = 0; r < count; r += 2)
+        pair_row(in + r * stride, r + 1 < count ? in + (r + 1) * stride : nullptr, columns,
+                 out + (int64_t)(r / 2) * panels.ld, panels.ld);
+    }
   }
 }
 

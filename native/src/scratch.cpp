@@ -15,7 +15,7 @@ struct Buffers {
   Buffer of[SLOTS];
 };
 
-constexpr size_t KEPT = size_t(1) << 25;
+constexpr size_t KEPT = size_t(3) << 24;
 
 pthread_key_t key;
 pthread_once_t once = PTHREAD_ONCE_INIT;

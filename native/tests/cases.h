@@ -113,7 +113,11 @@ inline RuleCase draw_rule(Random& random, const Case& c) {
 
 inline void draw_rules(Random& random, Case& c) {
   const int64_t count = random.one_in(2) ? 0 : random.between(1, 3);
-  for (int64_t i = 0; i < count; ++i) c.rules.push_back(draw_rule(random, c));
+  for (int64_t i = 0, caps = 0; i < count; ++i) {
+    c.rules.push_back(draw_rule(random, c));
+    caps += c.rules.back().kind == CH_RULE_SOFTCAP;
+    if (caps > 1) c.rules.pop_back(), caps = 1;
+  }
   // A bias of -inf is a mask, as long as no soft-cap turns it into a number.
   if (!c.rules.empty() && c.rules.back().kind == CH_RULE_DENSE && random.one_in(2)) {
     for (double& number : c.rules.back().table) number = random.one_in(5) ? -INFINITY : number;

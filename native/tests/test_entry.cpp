@@ -73,6 +73,7 @@ const std::vector<Bad>& both_ways() {
       {"negative bias stride", CH_BAD_STRIDE, [](ch_attention& w) { w.rules[1].table.row = -1; }},
       {"cap 0", CH_BAD_RULE, [](ch_attention& w) { w.rules[2].value = 0; }},
       {"cap NaN", CH_BAD_RULE, [](ch_attention& w) { w.rules[2].value = NAN; }},
+      {"two caps", CH_BAD_RULE, [](ch_attention& w) { w.rules[0] = w.rules[2]; }},
       {"a gradient of a cap", CH_BAD_RULE, [](ch_attention& w) { w.rules[2].grad = w.delta; }},
       {"negative sink stride", CH_BAD_STRIDE, [](ch_attention& w) { w.sink_head = -1; }},
   };
