@@ -1,0 +1,145 @@
+"""Linear is torch's layer: same parameters, same numbers, same place in other people's tools."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import clearhead as ch
+from clearhead import projection
+from clearhead.nn.linear import Linear
+from tests.budget import within_budget
+
+#: Large enough for the faster product.
+ROWS, WIDTH, OUT = 64, 256, 320
+
+
+@pytest.fixture(autouse=True)
+def forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(projection, "_CHOICES", {})
+    if projection._absent() is None:
+        monkeypatch.setenv("CLEARHEAD_PROJECTION", "onednn")
+
+
+def _pair(bias: bool = True) -> tuple[nn.Linear, Linear]:
+    torch.manual_seed(0)
+    theirs = nn.Linear(WIDTH, OUT, bias=bias)
+    torch.manual_seed(0)
+    return theirs, Linear(WIDTH, OUT, bias=bias)
+
+
+def _x() -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def _assert_same(ours: nn.Module, theirs: nn.Module, x: Tensor) -> None:
+    """Output and every parameter's gradient."""
+    exact = copy.deepcopy(theirs).double()
+    found = []
+    for module, given in ((ours, x), (theirs, x), (exact, x.double())):
+        output = module(given)
+        output.square().mean().backward()
+        found.append([output.detach(), *(own.grad for own in module.parameters())])
+    for name, (result, textbook, reference) in enumerate(zip(*found, strict=True)):
+        within_budget(str(name), result, textbook, reference, terms=OUT)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_it_is_torchs_layer(bias: bool) -> None:
+    theirs, ours = _pair(bias)
+    assert isinstance(ours, nn.Linear)
+    assert repr(ours) == repr(theirs)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for name, own in ours.state_dict().items():
+        assert torch.equal(own, theirs.state_dict()[name])
+    theirs.load_state_dict(ours.state_dict())
+    _assert_same(ours, theirs, _x())
+
+
+def test_device_and_dtype_as_in_torch() -> None:
+    layer = Linear(3, 5, False, "meta", torch.bfloat16)
+    assert layer.bias is None
+    assert layer.weight.is_meta
+    assert layer.weight.dtype == torch.bfloat16
+    assert Linear(3, 5, dtype=torch.bfloat16)(torch.ones(2, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_hooks_fire_and_may_change_what_passes() -> None:
+    _, layer = _pair()
+    seen: list[str] = []
+    layer.register_forward_pre_hook(lambda module, given: seen.append("before"))
+    layer.register_forward_hook(lambda module, given, output: output * 0)
+    layer.register_full_backward_hook(lambda module, given, grad: seen.append("backward"))
+    output = layer(_x().requires_grad_())
+    output.sum().backward()
+    assert not output.any()
+    assert seen == ["before", "backward"]
+
+
+def test_parametrized_weights_train() -> None:
+    theirs, ours = (parametrizations.weight_norm(layer) for layer in _pair())
+    assert parametrize.is_parametrized(ours)
+    _assert_same(ours, theirs, _x())
+
+
+def test_weights_shared_with_another_module_get_both_gradients() -> None:
+    _, layer = _pair(bias=False)
+    other = nn.Embedding(OUT, WIDTH)
+    layer.weight = other.weight
+    (layer(_x()).sum() + other(torch.tensor([3])).sum()).backward()
+    expected = _x().sum(0).expand(OUT, WIDTH).clone()
+    expected[3] += 1
+    torch.testing.assert_close(layer.weight.grad, expected)
+
+
+def test_a_weight_changed_between_forward_and_backward_is_noticed() -> None:
+    _, layer = _pair()
+    output = layer(_x().requires_grad_())
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_symbolic_tracing_and_compilation_see_one_linear() -> None:
+    theirs, ours = _pair()
+    graph = torch.fx.symbolic_trace(nn.Sequential(ours))
+    torch.testing.assert_close(graph(_x()), theirs(_x()))
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    _assert_same(compiled, theirs, _x())
+
+
+def test_our_models_are_built_of_it() -> None:
+    models = [
+        ch.nn.SequenceClassifier(10, 8, 2, 1, 3), ch.nn.LanguageModel(10, 8, 2, 1),
+        ch.nn.EncoderDecoder(10, 10, 8, 2, 1),
+    ]  # fmt: skip
+    for model in models:
+        layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        assert layers
+        assert all(type(layer) is Linear for layer in layers)
+
+
+@pytest.mark.skipif(projection._absent() is not None, reason=f"{projection._absent()}")
+def test_a_model_trains_to_the_same_weights_on_either_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for path in ("torch", "onednn"):
+        monkeypatch.setattr(projection, "_CHOICES", {})
+        monkeypatch.setenv("CLEARHEAD_PROJECTION", path)
+        torch.manual_seed(0)
+        model = ch.nn.Encoder(256, 4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in range(3):
+            x = torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(seed))
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        found.append(model.state_dict())
+        assert {choice.path for choice in projection._CHOICES.values()} == {path}
+        assert set(projection._CHOICES) == set(projection.KINDS)
+    for name, own in found[0].items():
+        torch.testing.assert_close(found[1][name], own, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,407 @@
+"""project() against torch's linear in float64, on both paths, and the ways in which the path is chosen."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
+
+from clearhead import projection
+from clearhead.cli.app import app
+from clearhead.errors import UnsupportedError
+from clearhead.nn.linear import Linear
+from clearhead.projection import KINDS, choice, measured, project
+from tests.budget import within_budget
+
+needs_onednn = pytest.mark.skipif(projection._absent() is not None, reason=f"{projection._absent()}")
+PATHS = [pytest.param("onednn", marks=needs_onednn), "torch"]
+
+#: Leading axes of x, width in, width out.
+SHAPES = [
+    ((1,), 96, 64), ((67,), 96, 1), ((67,), 1, 96), ((), 96, 64), ((3, 5), 33, 17), ((2, 1, 7), 64, 48),
+    ((0,), 8, 8), ((4, 0), 8, 8), ((5,), 0, 3), ((5,), 3, 0), ((513,), 40, 24), ((767,), 24, 40), ((1300,), 24, 24),
+]  # fmt: skip
+
+
+def _numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing decided yet, nothing forced, and the smallest product large enough."""
+    monkeypatch.delenv("CLEARHEAD_PROJECTION", raising=False)
+    monkeypatch.setattr(projection, "_CHOICES", {})
+    monkeypatch.setattr(projection, "_LEAST", 1)
+    monkeypatch.setattr(projection, "_LEAST_ONCE", 1)
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of product for which a path was chosen, in order; empty where ``F.linear`` itself ran."""
+    kinds: list[str] = []
+    product = projection._product
+    monkeypatch.setattr(projection, "_product", lambda kind, *tensors: kinds.append(kind) or product(kind, *tensors))
+    return kinds
+
+
+def _with_gradients(function: object, inputs: list[Tensor | None], grad: Tensor) -> list[Tensor]:
+    leaves = [None if each is None else each.clone().requires_grad_() for each in inputs]
+    output = function(*leaves)  # type: ignore[operator]
+    output.backward(grad.to(output.dtype))
+    return [output.detach(), *(each.grad for each in leaves if each is not None and each.grad is not None)]
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(("leading", "inputs", "outputs"), SHAPES, ids=str)
+def test_numbers_and_gradients_are_those_of_linear(
+    path: str, leading: tuple[int, ...], inputs: int, outputs: int, bias: bool
+) -> None:
+    x, weight = _numbers(*leading, inputs), _numbers(outputs, inputs, seed=1)
+    offset = _numbers(outputs, seed=2) if bias else None
+    grad = _numbers(*leading, outputs, seed=3)
+    results = _with_gradients(project, [x, weight, offset], grad)
+    textbook = _with_gradients(F.linear, [x, weight, offset], grad)
+    doubles = [None if each is None else each.double() for each in (x, weight, offset)]
+    exact = _with_gradients(F.linear, doubles, grad)
+    assert len(results) == 3 + bias
+    names = ("output", "input gradient", "weight gradient", "bias gradient")
+    for name, result, own, reference in zip(names, results, textbook, exact, strict=False):
+        assert result.dtype == torch.float32
+        within_budget(name, result, own, reference, terms=max(inputs, outputs, grad.numel() // max(outputs, 1), 1))
+
+
+@needs_onednn
+def test_the_budget_notices_a_product_in_16_bits() -> None:
+    x, weight = _numbers(64, 96), _numbers(64, 96, seed=1)
+    exact = F.linear(x.double(), weight.double())
+    with pytest.raises(AssertionError, match="above its budget"):
+        within_budget("16 bits", F.linear(x.bfloat16(), weight.bfloat16()), F.linear(x, weight), exact, terms=96)
+
+
+STRIDES = {
+    "every second channel": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "columns of a wider tensor": lambda x: F.pad(x, (3, 5))[..., 3:-5],
+    "every second row": lambda x: x.repeat_interleave(2, 0)[::2],
+    "transposed": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "one row for all": lambda x: x[:1].expand_as(x),
+    "one column for all": lambda x: x[..., :1].expand_as(x),
+    "an odd address": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+}
+
+
+@pytest.mark.parametrize("where", ["x", "weight", "grad"])
+@pytest.mark.parametrize("stride", STRIDES)
+def test_strides_do_not_matter(path: str, stride: str, where: str) -> None:
+    tensors = {"x": _numbers(70, 40), "weight": _numbers(24, 40, seed=1), "grad": _numbers(70, 24, seed=2)}
+    tensors[where] = STRIDES[stride](tensors[where])
+    bias = _numbers(48, seed=3)[::2]
+    leaves = [tensors["x"].detach().requires_grad_(), tensors["weight"].detach().requires_grad_(), bias]
+    found = [project(*leaves)]
+    found += torch.autograd.grad(found[0], leaves[:2], tensors["grad"])
+    x, weight, grad = (tensors[name].double() for name in ("x", "weight", "grad"))
+    exact = [F.linear(x, weight, bias.double()), grad @ weight, grad.t() @ x]
+    own = [F.linear(*leaves), tensors["grad"] @ tensors["weight"], tensors["grad"].t() @ tensors["x"]]
+    for name, result, textbook, reference in zip(KINDS, found, own, exact, strict=True):
+        within_budget(name, result, textbook.detach(), reference, terms=70)
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)], ids=str)
+def test_only_the_gradients_asked_for_are_computed(path: str, chosen: list[str], wanted: tuple[bool, bool]) -> None:
+    x, weight = (_numbers(8, 8).requires_grad_(own) for own in wanted)
+    bias = _numbers(8).requires_grad_()
+    project(x, weight, bias).sum().backward()
+    assert (x.grad is not None, weight.grad is not None) == wanted
+    assert torch.equal(bias.grad, torch.full((8,), 8.0))  # type: ignore[arg-type]
+    assert chosen == ["forward", *(kind for kind, own in zip(KINDS[1:], wanted, strict=True) if own)]
+
+
+def test_second_derivatives(path: str) -> None:
+    x, weight = _numbers(5, 4).requires_grad_(), _numbers(3, 4, seed=1).requires_grad_()
+    (first,) = torch.autograd.grad(project(x, weight).pow(2).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), weight)
+    (own,) = torch.autograd.grad(F.linear(x, weight).pow(2).sum(), x, create_graph=True)
+    torch.testing.assert_close(second, torch.autograd.grad(own.sum(), weight)[0])
+
+
+def test_batched_gradients_as_vectorised_jacobians_take_them(path: str) -> None:
+    leaves = [_numbers(5, 4).requires_grad_(), _numbers(3, 4, seed=1).requires_grad_()]
+    found, own = (
+        torch.autograd.grad(function(*leaves)[0], leaves, torch.eye(3), is_grads_batched=True)
+        for function in (project, F.linear)
+    )
+    torch.testing.assert_close(found, own)
+
+
+def test_a_watched_backward_runs_operators_that_the_watcher_knows(path: str, chosen: list[str]) -> None:
+    x, weight = _numbers(4, 8).requires_grad_(), _numbers(6, 8, seed=1).requires_grad_()
+    output = project(x, weight)
+    with FlopCounterMode(display=False) as counter:
+        output.sum().backward()
+    assert counter.get_total_flops() == 2 * (2 * 4 * 6 * 8)
+    assert chosen == ["forward"]
+
+
+def test_same_inputs_same_bits(path: str) -> None:
+    x, weight, grad = _numbers(600, 96), _numbers(64, 96, seed=1), _numbers(600, 64, seed=2)
+    first = _with_gradients(project, [x, weight], grad)
+    assert all(map(torch.equal, first, _with_gradients(project, [x, weight], grad)))
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [((64, 256, 256), True), ((63, 256, 256), False), ((320, 256, 256), True), ((255, 256, 256), False),
+     ((257, 256, 256), True)],
+    ids=str,
+)  # fmt: skip
+def test_small_products_and_odd_ones_that_may_not_return_stay_with_linear(
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int, int], expected: bool
+) -> None:
+    monkeypatch.undo()
+    rows, inputs, outputs = size
+    assert projection._has_choice(torch.zeros(rows, inputs), torch.zeros(outputs, inputs), None) == expected
+
+
+class _Subclass(Tensor):
+    pass
+
+
+class _Watcher(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen = function
+        return function(*args, **(kwargs or {}))
+
+
+@needs_onednn
+def test_what_is_not_plain_float32_on_a_cpu_stays_with_linear(
+    monkeypatch: pytest.MonkeyPatch, chosen: list[str]
+) -> None:
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "onednn")
+    x, weight, bias = _numbers(4, 8), _numbers(6, 8, seed=1), _numbers(6, seed=2)
+    for dtype in (torch.bfloat16, torch.float64):
+        tensors = [each.to(dtype) for each in (x, weight, bias)]
+        assert torch.equal(project(*tensors), F.linear(*tensors))
+    assert isinstance(project(x.as_subclass(_Subclass), weight), _Subclass)
+    assert isinstance(project(x, weight.as_subclass(_Subclass)), _Subclass)
+    assert project(x.to("meta"), weight.to("meta")).shape == (4, 6)
+    with torch.autocast("cpu"):
+        assert project(x, weight, bias).dtype == torch.bfloat16
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.mkldnn, "enabled", False)
+        assert torch.equal(project(x, weight, bias), F.linear(x, weight, bias))
+    with _Watcher() as watcher:
+        project(x, weight)
+        assert watcher.seen is F.linear
+    with FlopCounterMode(display=False) as counter:
+        project(x, weight)
+    assert counter.get_total_flops() == 2 * 4 * 6 * 8
+    traced = torch.jit.trace(project, (x, weight, bias), check_trace=False)
+    assert "mkldnn" not in str(traced.graph)
+    assert chosen == []
+    with torch.device("cpu"):
+        project(x, weight)
+    assert chosen == ["forward"]
+
+
+@needs_onednn
+def test_transforms_of_functions_are_not_silently_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "onednn")
+    x, weight = _numbers(3, 4, 8), _numbers(6, 8, seed=1)
+    torch.testing.assert_close(torch.func.vmap(project, (0, None))(x, weight), F.linear(x, weight))
+    for found, own in zip(*(torch.func.jacrev(f, (0, 1))(x[0], weight) for f in (project, F.linear)), strict=True):
+        torch.testing.assert_close(found, own)
+    with forward_ad.dual_level():
+        dual = project(forward_ad.make_dual(x[0], torch.ones(4, 8)), weight)
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, torch.ones(4, 8) @ weight.t())
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "bias"),
+    [((4, 7), (6, 8), None), ((), (6, 8), None), ((4, 8), (6, 8), (5,)), ((4, 8), (2, 6, 8), None)],
+    ids=str,
+)
+def test_what_does_not_fit_is_told_as_linear_tells_it(
+    path: str, x: tuple[int, ...], weight: tuple[int, ...], bias: tuple[int, ...] | None
+) -> None:
+    tensors = [torch.zeros(x), torch.zeros(weight), None if bias is None else torch.zeros(bias)]
+    with pytest.raises((RuntimeError, IndexError)) as own:
+        F.linear(*tensors)
+    with pytest.raises(type(own.value)) as found:
+        project(*tensors)
+    assert str(found.value) == str(own.value)
+
+
+def test_compiled_and_exported_it_is_linear(path: str, chosen: list[str]) -> None:
+    x, weight = _numbers(4, 8), _numbers(6, 8, seed=1).requires_grad_()
+    compiled = torch.compile(project, fullgraph=True, backend="aot_eager")
+    compiled(x, weight).sum().backward()
+    torch.testing.assert_close(weight.grad, x.sum(0).expand(6, 8))
+    module = torch.nn.Module()
+    module.forward = lambda x, weight: project(x, weight)
+    exported = torch.export.export(module, (x, weight))
+    assert "aten.linear" in str(exported.graph)
+    assert chosen == []
+
+
+@needs_onednn
+def test_the_choice_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = torch.get_rng_state()
+    first = [choice(kind) for kind in KINDS]
+    assert torch.equal(torch.get_rng_state(), state)
+    for kind, found in zip(KINDS, first, strict=True):
+        assert (found.kind, found.reason) == (kind, "measured")
+        assert found.torch_gflops is not None
+        assert found.onednn_gflops is not None
+        faster = found.onednn_gflops >= 1.1 * found.torch_gflops
+        assert found.path == ("onednn" if faster else "torch")
+    monkeypatch.setattr(projection, "_rates", lambda kind: pytest.fail("measured again"))
+    assert [choice(kind) for kind in KINDS] == first
+    assert [measured(kind) for kind in KINDS] == first
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    ("rates", "expected"), [((100.0, 109.0), "torch"), ((100.0, 110.1), "onednn"), ((100.0, None), "torch")], ids=str
+)
+def test_the_faster_path_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, rates: tuple[float, float | None], expected: str
+) -> None:
+    monkeypatch.setattr(projection, "_rates", lambda kind: rates)
+    assert choice("forward").path == expected
+
+
+@needs_onednn
+def test_many_threads_decide_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    rates = projection._rates
+    monkeypatch.setattr(projection, "_rates", lambda kind: calls.append(kind) or rates(kind))
+    x, weight = _numbers(64, 64), _numbers(64, 64, seed=1)
+    results: list[Tensor] = []
+    threads = [threading.Thread(target=lambda: results.append(project(x, weight))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls == ["forward"]
+    assert len(results) == 8
+    assert all(torch.equal(results[0], other) for other in results)
+
+
+def test_without_the_operator_torch_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    x, weight = _numbers(4, 8), _numbers(6, 8, seed=1)
+    assert torch.equal(project(x, weight), F.linear(x, weight))
+    found = measured("forward")
+    assert found.path == "torch"
+    assert found.torch_gflops is not None
+    assert found.onednn_gflops is None
+    assert "oneDNN" in found.reason or "mkldnn" in found.reason
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "onednn")
+    with pytest.raises(UnsupportedError, match=r"^project: CLEARHEAD_PROJECTION must be torch here; got onednn, but"):
+        choice("input gradient")
+
+
+@needs_onednn
+@pytest.mark.parametrize("broken", ["raises", "wrong"])
+def test_an_operator_that_fails_or_is_wrong_is_not_chosen(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if broken == "raises":
+            raise RuntimeError("could not create a primitive")
+        return F.linear(x, weight) + 1
+
+    products = {"forward": {"torch": F.linear, "onednn": linear}}
+    monkeypatch.setattr(projection, "_PRODUCTS", products)
+    assert choice("forward").path == "torch"
+    assert measured("forward").reason == "oneDNN fails here or computes something else"
+
+
+PROGRAM = """
+import json, torch
+from clearhead.nn.linear import Linear
+from clearhead.projection import KINDS, choice
+layer = Linear(512, 512)
+layer(torch.ones(64, 512)).sum().backward()
+print(json.dumps([[choice(kind).path, choice(kind).reason] for kind in KINDS]))
+"""
+
+
+@pytest.mark.parametrize("value", PATHS)
+def test_the_variable_forces_a_path(value: str) -> None:
+    environment = {**os.environ, "CLEARHEAD_PROJECTION": value}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[value, f"CLEARHEAD_PROJECTION={value}"]] * 3
+
+
+def test_a_bad_variable_is_one_line_where_the_layer_is_built_or_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Linear(8, 8)
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "fast")
+    for use in (lambda: Linear(8, 8), lambda: layer(torch.zeros(4, 8)), lambda: choice("forward")):
+        with pytest.raises(UnsupportedError) as refused:
+            use()
+        assert str(refused.value) == (
+            "project: CLEARHEAD_PROJECTION must be torch or onednn; got 'fast'. "
+            "Unset it to let the faster one be measured."
+        )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_forked_while_another_thread_decides_can_decide() -> None:
+    program = """
+import os, threading, time, torch
+from clearhead import projection
+rates = projection._rates
+projection._rates = lambda kind: time.sleep(0.3) or rates(kind)
+thread = threading.Thread(target=projection.choice, args=("forward",))
+thread.start()
+time.sleep(0.05)
+child = os.fork()
+if child == 0:
+    projection.choice("input gradient")
+    os._exit(0)
+thread.join()
+print(os.waitpid(child, 0)[1])
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "0", done.stderr
+
+
+def test_doctor_shows_choice_and_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    from clearhead import doctor
+
+    monkeypatch.setattr(doctor, "_MATRIX", 64)
+    monkeypatch.setattr(doctor, "_ATTENTION", (1, 2, 32, 8))
+    monkeypatch.setattr(doctor, "_SECONDS_EACH", 0.0)
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "torch")
+    shown = CliRunner().invoke(app, ["doctor"]).stdout
+    for kind in KINDS:
+        line = next(line for line in shown.splitlines() if line.strip().startswith(kind))
+        assert line.split(kind)[1].split()[:2] == ["torch", "torch"]
+        assert "(CLEARHEAD_PROJECTION=torch)" in line
+    read = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    assert [each["kind"] for each in read["projections"]] == list(KINDS)
+    assert all(each["torch_gflops"] > 0 for each in read["projections"])
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "fast")
+    monkeypatch.setattr(projection, "_CHOICES", {})
+    refused = CliRunner().invoke(app, ["doctor"])
+    assert refused.exit_code == 2
+    assert refused.stderr.count("\n") == 1
