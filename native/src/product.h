@@ -22,6 +22,7 @@ constexpr int PW = NV * VL;  // columns of a panel
 // How two numbers are multiplied and added.
 struct Single {
   typedef float number;
+  typedef float right;
   static constexpr int PAIR = 1;
   static CH_INLINE vf spread(const float* a) { return all(*a); }
   static CH_INLINE vf get(const float* b) { return load(b); }
@@ -31,6 +32,7 @@ struct Single {
 #if defined(CH_BF16DOT)
 struct Pairs {
   typedef uint32_t number;
+  typedef uint32_t right;
   static constexpr int PAIR = 2;
   static CH_INLINE vf spread(const uint32_t* a) { return (vf)_mm512_set1_epi32((int)*a); }
   static CH_INLINE vf get(const uint32_t* b) { return (vf)_mm512_loadu_si512(b); }
@@ -40,12 +42,26 @@ struct Pairs {
 };
 #endif
 
+#if defined(CH_AVX512)
+// Floats times bfloat16 rows as they lie in a tensor.
+struct Widened {
+  typedef float number;
+  typedef uint16_t right;
+  static constexpr int PAIR = 1;
+  static CH_INLINE vf spread(const float* a) { return all(*a); }
+  static CH_INLINE vf get(const uint16_t* b) {
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)b)), 16);
+  }
+  static CH_INLINE vf madd(vf sum, vf a, vf b) { return sum + a * b; }
+};
+#endif
+
 // How the sums meet what is in C.
 enum Into { SET, ADD, SCALE_ADD };
 
 template <class M, int ROWS, int VECS, Into INTO>
 CH_INLINE void block(int64_t steps, const typename M::number* __restrict a, int64_t a_row, int64_t a_step,
-                     const typename M::number* __restrict b, int64_t ldb, float* __restrict c, int64_t ldc,
+                     const typename M::right* __restrict b, int64_t ldb, float* __restrict c, int64_t ldc,
                      const float* __restrict factor) {
   vf sum[ROWS][VECS];
 #pragma GCC unroll 6
@@ -79,7 +95,7 @@ CH_INLINE void block(int64_t steps, const typename M::number* __restrict a, int6
 
 template <class M, int VECS, Into INTO>
 __attribute__((noinline)) void rows_block(int rows, int64_t steps, const typename M::number* a, int64_t a_row,
-                                          int64_t a_step, const typename M::number* b, int64_t ldb, float* c,
+                                          int64_t a_step, const typename M::right* b, int64_t ldb, float* c,
                                           int64_t ldc, const float* factor) {
   switch (rows) {
     case 6: return block<M, 6, VECS, INTO>(steps, a, a_row, a_step, b, ldb, c, ldc, factor);
@@ -94,7 +110,7 @@ __attribute__((noinline)) void rows_block(int rows, int64_t steps, const typenam
 // At most MR rows and NV vectors of columns.
 template <class M, Into INTO>
 CH_INLINE void product(int rows, int vecs, int64_t steps, const typename M::number* a, int64_t a_row, int64_t a_step,
-                       const typename M::number* b, int64_t ldb, float* c, int64_t ldc,
+                       const typename M::right* b, int64_t ldb, float* c, int64_t ldc,
                        const float* factor = nullptr) {
   if constexpr (NV == 4) {
     if (vecs == 4) return rows_block<M, 4, INTO>(rows, steps, a, a_row, a_step, b, ldb, c, ldc, factor);
