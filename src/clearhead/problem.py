@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks.base import Mask, index_tensors, resolve_offset
+from clearhead.masks.parts import Parts, take_apart
 from clearhead.scores import ScoreRule, Sink, as_rules
 from clearhead.shapes import Float
 
@@ -120,19 +122,26 @@ class Problem:
         """The rules that act on scores one by one."""
         return tuple(rule for rule in self.scores if not isinstance(rule, Sink))
 
-    @property
+    @cached_property
     def rule_parameters(self) -> list[Tensor]:
         """Tensors of the rules that require a gradient."""
         return [tensor for rule in self.scores for tensor in rule.parameters() if tensor.requires_grad]
 
     @property
     def needs_gradient(self) -> bool:
-        tensors = (self.query, self.key, self.value, *self.rule_parameters)
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if not torch.is_grad_enabled():
+            return False
+        tensors = (self.query, self.key, self.value)
+        return any(tensor.requires_grad for tensor in tensors) or bool(self.rule_parameters)
 
     def indices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """batch, head, q_pos and k_pos of the whole call, shaped to broadcast."""
         return index_tensors(self.batch, self.num_heads, self.q_len, self.k_len, self.query_offset, self.query.device)
+
+    @cached_property
+    def mask_parts(self) -> Parts:
+        """The mask as a band, runs of keys and tables."""
+        return take_apart(self.mask, (self.batch, self.num_heads, self.q_len, self.k_len), self.query_offset)
 
     def with_tensors(self, query: Tensor, key: Tensor, value: Tensor) -> Problem:
         """The same work on other tensors of the same shapes."""
@@ -140,7 +149,7 @@ class Problem:
 
 
 def _four_axes(tensor: Tensor) -> Tensor:
-    return tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)
+    return tensor if tensor.ndim == 4 else tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)
 
 
 def _check_tensors(function: str, query: Tensor, key: Tensor, value: Tensor) -> None:

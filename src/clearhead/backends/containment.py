@@ -90,4 +90,5 @@ def _reached(problem: Problem, rows: Bool[Tensor, "batch heads q_len"]) -> Bool[
         if problem.mask is not None:
             own = own & problem.mask.allows(batch, head, q_pos[:, :, start : start + _STRIP], k_pos)
         found |= own.any(dim=2)
-    return found.unflatten(1, (problem.num_kv_heads, -1)).any(dim=2)
+    grouped: Tensor = found.unflatten(1, (problem.num_kv_heads, -1)).any(dim=2)
+    return grouped

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.function import once_differentiable
 
 from clearhead.backends.capability import Backend, Capability
@@ -26,9 +28,10 @@ from clearhead.backends.native_library import (
     message,
     reason,
 )
-from clearhead.masks import Blocks, Causal, Dense, Mask, Window
-from clearhead.masks.base import carried_sizes, conjuncts
-from clearhead.masks.intervals import Intervals
+from clearhead.backends.native_replay import remember
+from clearhead.masks import Causal
+from clearhead.masks.base import carried_sizes
+from clearhead.masks.parts import Parts
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
 from clearhead.shapes import Float
@@ -38,53 +41,14 @@ __all__ = ["BACKEND"]
 
 #: The largest table of booleans that is written out for a mask that is neither runs of keys nor a table of its own.
 _MAX_TABLE_ENTRIES: Final = 2**26
+#: More than the library takes would be refused.
+_MOST_THREADS: Final = 1024
 _DTYPES: Final = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shape:
-    """A mask as the kernels take it: a band, runs of keys, and tables, of which all must allow."""
-
-    before: int | None = None
-    after: int | None = None
-    runs: Intervals | None = None
-    dense: Dense | None = None
-    blocks: Blocks | None = None
-    #: What has to be written out as booleans.
-    rest: tuple[Mask, ...] = ()
-
-
-def _shape_of(problem: Problem) -> _Shape:
-    """Sort the parts of a mask by what the kernels can do with them."""
-    before: int | None = None
-    after: int | None = None
-    runs: Intervals | None = None
-    dense: Dense | None = None
-    blocks: Blocks | None = None
-    rest: list[Mask] = []
-    index = problem.indices() if problem.mask is not None else None
-    for part in conjuncts(problem.mask) if problem.mask is not None else ():
-        if isinstance(part, Causal):
-            after = 0
-        elif isinstance(part, Window):
-            before = part.before if before is None else min(before, part.before)
-            after = part.after if after is None else min(after, part.after)
-        elif isinstance(part, Dense) and dense is None:
-            dense = part
-        elif isinstance(part, Blocks) and blocks is None:
-            blocks = part
-        else:
-            assert index is not None
-            own = part.intervals(index[0], index[1], index[2], problem.k_len)
-            both = own if own is None or runs is None else runs.intersect(own)
-            if both is None:
-                rest.append(part)
-            else:
-                runs = both
-    return _Shape(before=before, after=after, runs=runs, dense=dense, blocks=blocks, rest=tuple(rest))
-
-
 def _also(problem: Problem) -> list[str]:
+    if not all(map(_plain, (problem.query, problem.key, problem.value))):
+        return ["needs plain tensors, not subclasses, and not those of torch.func"]
     reasons = []
     if sum(isinstance(rule, SoftCap) for rule in problem.scores) > 1:
         reasons.append("takes one SoftCap")
@@ -103,9 +67,14 @@ def _also(problem: Problem) -> list[str]:
     return reasons
 
 
+def _plain(tensor: Tensor) -> bool:
+    """Whether a tensor's memory can be pointed at."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(tensor)
+
+
 def _table_entries(problem: Problem) -> int:
     """Entries of the table that has to be written out for the mask."""
-    rest = _shape_of(problem).rest if problem.mask is not None else ()
+    rest = problem.mask_parts.rest if problem.mask is not None else ()
     if not rest:
         return 0
     batch, heads = (max(sizes) for sizes in zip(*(carried_sizes(part) for part in rest), strict=True))
@@ -119,7 +88,7 @@ class _Work:
         self.problem = problem
         self.held: list[Tensor] = []
         description = Description.new()
-        description.threads = torch.get_num_threads()
+        description.threads = min(torch.get_num_threads(), _MOST_THREADS)
         description.dtype = _DTYPES[problem.query.dtype]
         description.batch, description.heads, description.kv_heads = (
             problem.batch, problem.num_heads, problem.num_kv_heads,
@@ -132,7 +101,7 @@ class _Work:
         for name in ("query", "key", "value"):
             self.tensor(name, getattr(problem, name).detach())
         if problem.mask is not None:
-            self._mask(_shape_of(problem))
+            self._mask(problem.mask_parts)
         self.rules: list[ScoreRule] = list(problem.elementwise)
         for place, rule in enumerate(self.rules):
             self._rule(description.rules[place], rule)
@@ -164,28 +133,23 @@ class _Work:
         setattr(self.description, name, tensor.data_ptr())
         return tensor
 
-    def _mask(self, shape: _Shape) -> None:
+    def _mask(self, parts: Parts) -> None:
         description = self.description
-        if shape.before is not None:
-            description.before = shape.before
-        if shape.after is not None:
-            description.after = shape.after
-        if shape.runs is not None:
-            start = self.keep(shape.runs.start.to(torch.int32))
-            stop = self.keep(shape.runs.stop.to(torch.int32).expand_as(start))
+        if parts.before is not None:
+            description.before = parts.before
+        if parts.after is not None:
+            description.after = parts.after
+        if parts.runs is not None:
+            start, stop = torch.broadcast_tensors(parts.runs.start, parts.runs.stop)
+            start, stop = self.keep(start.to(torch.int32)), self.keep(stop.to(torch.int32))
             description.start, description.stop, description.runs = start.data_ptr(), stop.data_ptr(), start.shape[3]
             description.run_batch, description.run_head, description.run_row = _strides(start)[:3]
-        allowed = shape.dense.allowed if shape.dense is not None else None
-        for part in shape.rest:
-            own = part.allows(*self.problem.indices())
-            own = own.expand(*own.shape[:2], self.problem.q_len, self.problem.k_len)
-            allowed = own if allowed is None else allowed & own
+        allowed = parts.table(self.problem.indices()) if parts.rest or parts.dense is not None else None
         if allowed is not None:
             description.allowed = self._table(allowed)
-        if shape.blocks is not None:
-            table = shape.blocks.table
-            description.blocks = self._table(table)
-            description.block_size = shape.blocks.size
+        if parts.blocks is not None:
+            table = parts.blocks.table
+            description.blocks, description.block_size = self._table(table), parts.blocks.size
             description.block_rows, description.block_columns = table.shape[2], table.shape[3]
 
     def _table(self, table: Tensor) -> Table:
@@ -229,9 +193,11 @@ def _like(tensor: Tensor, dim: int) -> Tensor:
 def _call(name: str, work: _Work) -> int:
     kernels = library()
     assert kernels is not None
-    code: int = getattr(kernels, name)(ctypes.byref(work.description))
-    if code not in (Code.OK, Code.NOT_FINITE):
-        raise RuntimeError(f"{name}: {message(code)}")
+    code: int = int(getattr(kernels, name)(ctypes.byref(work.description)))
+    if code == Code.NO_MEMORY:
+        raise MemoryError(f"{name}: {message(code)}")
+    # What a Problem lets through, the kernels take: any other code is a mistake of ours.
+    assert code in (Code.OK, Code.NOT_FINITE), f"{name}: {message(code)}"
     return code
 
 
@@ -250,7 +216,23 @@ def _forward(problem: Problem, want_lse: bool) -> tuple[Tensor, Tensor | None]:
     output = work.tensor("output", _like(problem.query, problem.value_dim))
     lse = work.result("lse") if want_lse else None
     _call("ch_forward", work)
+    if lse is None and _may_come_again(problem):
+        remember(
+            problem.query, problem.key, problem.value, causal=problem.mask is not None,
+            description=work.description, output=output,
+        )  # fmt: skip
     return output, lse
+
+
+def _may_come_again(problem: Problem) -> bool:
+    """Whether shapes, strides and dtype say all there is to say about a call."""
+    return (
+        problem.leading == 2
+        and not problem.scores
+        and problem.dropout == 0.0
+        and problem.scale == 1.0 / math.sqrt(problem.head_dim)
+        and (problem.mask is None or (isinstance(problem.mask, Causal) and problem.query_offset == 0))
+    )
 
 
 def _forward_for_backward(problem: Problem) -> tuple[Tensor, _Rows]:

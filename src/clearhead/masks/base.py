@@ -175,7 +175,7 @@ def _mask(operator: str, other: object) -> Mask:
 
 
 def index_tensors(
-    batch: int, num_heads: int, q_len: int, k_len: int, query_offset: int, device: torch.device
+    batch: int, num_heads: int, q_len: int, k_len: int, query_offset: int, device: torch.device | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The four index tensors of a call, shaped to broadcast over ``[batch, heads, q_len, k_len]``."""
     return (

@@ -1,0 +1,79 @@
+"""A mask taken apart by ``&``: a band around the diagonal, runs of keys, tables, and what is none of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from clearhead.masks.base import Mask, conjuncts, index_tensors
+from clearhead.masks.intervals import Intervals
+from clearhead.masks.positional import Causal, Window
+from clearhead.masks.tables import Blocks, Dense
+from clearhead.shapes import Bool
+
+__all__ = ["Parts", "take_apart"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What must allow a key, all of it; None and nothing where there is no such part.
+
+    Attributes:
+        before: keys from ``q_pos - before`` on.
+        after: keys up to ``q_pos + after``.
+        runs: runs of keys per query.
+        dense: a table of the call's queries and keys.
+        blocks: a table of blocks.
+        rest: masks that can only be asked place by place.
+    """
+
+    before: int | None = None
+    after: int | None = None
+    runs: Intervals | None = None
+    dense: Dense | None = None
+    blocks: Blocks | None = None
+    rest: tuple[Mask, ...] = ()
+
+    def table(self, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Bool[Tensor, "batch heads q_len k_len"] | None:
+        """``dense`` and ``rest`` as one table, None where there are neither; axes of 1 where all are alike."""
+        allowed = None if self.dense is None else self.dense.allowed
+        for part in self.rest:
+            own = part.allows(*index)
+            own = own.expand(*own.shape[:2], index[2].shape[2], index[3].shape[3])
+            allowed = own if allowed is None else allowed & own
+        return allowed
+
+
+def take_apart(mask: Mask | None, size: tuple[int, int, int, int], query_offset: int) -> Parts:
+    """The parts of a mask for a call of ``(batch, heads, q_len, k_len)``.
+
+    Cost: O(q_len) for masks whose rows are runs, nothing for bands and tables.
+    """
+    bands: list[Causal | Window] = []
+    runs: Intervals | None = None
+    tables: dict[type, Mask] = {}
+    rest: list[Mask] = []
+    index = None
+    for part in conjuncts(mask) if mask is not None else ():
+        if isinstance(part, (Causal, Window)):
+            bands.append(part)
+        elif isinstance(part, (Dense, Blocks)) and type(part) not in tables:
+            tables[type(part)] = part
+        else:
+            if index is None:
+                batch, heads, q_len, k_len = size
+                device = next((tensor.device for tensor in part.tensors()), None)
+                index = index_tensors(batch, heads, q_len, k_len, query_offset, device)
+            own = part.intervals(index[0], index[1], index[2], size[3])
+            both = own if own is None or runs is None else runs.intersect(own)
+            if both is None:
+                rest.append(part)
+            else:
+                runs = both
+    before = min((part.before for part in bands if isinstance(part, Window)), default=None)
+    after = min((part.after if isinstance(part, Window) else 0 for part in bands), default=None)
+    dense, blocks = tables.get(Dense), tables.get(Blocks)
+    assert dense is None or isinstance(dense, Dense)
+    assert blocks is None or isinstance(blocks, Blocks)
+    return Parts(before=before, after=after, runs=runs, dense=dense, blocks=blocks, rest=tuple(rest))
