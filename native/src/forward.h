@@ -77,6 +77,11 @@ template <class M, class IO> struct Forward {
     return a;
   }
 
+  // Which query a row is.
+  struct Place {
+    int64_t h, i;
+  };
+
   // What a thread works in.
   struct Desk {
     number* q;       // [ROWS][numbers]
@@ -86,6 +91,7 @@ template <class M, class IO> struct Forward {
     float* m;
     float* l;        // [ROWS][VL]
     Row* row;
+    Place* place;
     float* diagonals;
     number* staged;
     float* line;
@@ -176,6 +182,7 @@ template <class M, class IO> struct Forward {
     d.m = c.template take<float>(ROWS);
     d.l = c.template take<float>((int64_t)ROWS * VL);
     d.row = c.template take<Row>(ROWS);
+    d.place = c.template take<Place>(ROWS);
     d.diagonals = c.template take<float>(diagonal_floats);
     d.staged = c.template take<number>((int64_t)VL * numbers);
     d.line = c.template take<float>(out);
@@ -193,12 +200,15 @@ template <class M, class IO> struct Forward {
   // Rows [first, first + count) of a key head: queries, masks, and empty sums.
   Span begin_block(int64_t b, int64_t kh, int64_t first, int count, Desk& d) const {
     Span span{INT32_MAX, 0};
-    for (int r = 0; r < count; r++) {
-      int64_t h = kh * group + (first + r) / w.q_len, i = (first + r) % w.q_len;
+    Row same = mask_row(w, b, kh * group, 0);
+    int64_t h = kh * group + first / w.q_len, i = first % w.q_len;
+    for (int r = 0; r < count; r++, i++) {
+      if (i == w.q_len) h++, i = 0;
+      d.place[r] = Place{h, i};
       get_numbers<M, IO>(at<IO>(w.query, b, h, i), (int)w.head_dim, d.q + (int64_t)r * numbers, numbers);
       const char* written = (const char*)at<IO>(w.output, b, h, i);
       for (int64_t c = 0; c < w.value_dim * (int64_t)sizeof(element); c += 64) __builtin_prefetch(written + c, 1, 2);
-      d.row[r] = mask_row(w, b, h, i);
+      d.row[r] = masked ? mask_row(w, b, h, i) : same;
       d.m[r] = -INF;
       store(d.l + r * VL, (vf){});
       if (d.row[r].high > d.row[r].low) {
@@ -304,10 +314,11 @@ template <class M, class IO> struct Forward {
   }
 
   // `count` rows of a block against one tile.
-  void visit(int64_t b, int64_t kh, int64_t first, int r0, int count, int64_t t, const Tile& here, Desk& d) const {
+  void visit(int64_t b, int64_t kh, int r0, int count, int64_t t, const Tile& here, Desk& d) const {
     int64_t t0 = t * tile, t1 = least(t0 + tile, w.k_len);
     Span span{INT32_MAX, 0};
-    for (int r = 0; r < count; r++) {
+    if (!masked) span = Span{(int)t0, (int)t1};
+    for (int r = 0; r < count && masked; r++) {
       Span own = reach(w, d.row[r0 + r], t0, t1);
       if (own.high <= own.low) continue;
       span.low = least(span.low, own.low);
@@ -317,7 +328,7 @@ template <class M, class IO> struct Forward {
     d.ahead.step();
     int c0 = (span.low - (int)t0) / VL * VL, c1 = span.high - (int)t0, c1r = (int)round_up(c1, VL);
     multiply_keys(b, kh, t0, r0, count, c0, c1, here, d);
-    if (!plain) rule_rows(b, kh, first + r0, count, t0, c0, c1, d);
+    if (!plain) rule_rows(b, kh, r0, count, t0, c0, c1, d);
     for (int r = 0; r < count; r++)
       if (!sees_all(d.row[r0 + r], t0 + c0, t0 + c1r))
         forbid(w, d.row[r0 + r], t0 + c0, c1r - c0, d.scores + r * tile + c0);
@@ -327,24 +338,23 @@ template <class M, class IO> struct Forward {
     bool narrow = M::PAIR == 2 && !dropout.on && !here.direct;
     for (int r = 0; r < count; r++)
       weigh(d.scores + r * tile, d.half + r * tile, c0, c1r, d.m[r0 + r], factor[r], d.l + (r0 + r) * VL, narrow);
-    if (dropout.on) drop_rows(b, kh, first + r0, count, t0, c0, c1, d, here.direct);
+    if (dropout.on) drop_rows(b, r0, count, t0, c0, c1, d, here.direct);
     multiply_values(b, kh, t0, r0, count, c0, c1, here, factor, d);
     if (here.bad) add_bad_values(b, kh, r0, count, t0, c0, c1, d);
   }
 
-  void rule_rows(int64_t b, int64_t kh, int64_t first, int count, int64_t t0, int c0, int c1, Desk& d) const {
+  void rule_rows(int64_t b, int64_t kh, int r0, int count, int64_t t0, int c0, int c1, Desk& d) const {
     for (int r = 0; r < count; r++) {
-      int64_t g = (first + r) / w.q_len, i = (first + r) % w.q_len;
-      apply_rules(w, d.diagonals + g * (diagonal_floats / group), b, kh * group + g, i, t0 + c0, c1 - c0,
+      auto [h, i] = d.place[r0 + r];
+      apply_rules(w, d.diagonals + (h - kh * group) * (diagonal_floats / group), b, h, i, t0 + c0, c1 - c0,
                   d.scores + r * tile + c0, nullptr);
     }
   }
 
-  void drop_rows(int64_t b, int64_t kh, int64_t first, int count, int64_t t0, int c0, int c1, Desk& d,
-                 bool wide) const {
+  void drop_rows(int64_t b, int r0, int count, int64_t t0, int c0, int c1, Desk& d, bool wide) const {
     int from = c0 / (4 * VL) * (4 * VL);
     for (int r = 0; r < count; r++) {
-      int64_t h = kh * group + (first + r) / w.q_len, i = (first + r) % w.q_len;
+      auto [h, i] = d.place[r0 + r];
       float* s = d.scores + r * tile;
       drop(dropout, (uint32_t)b, (uint32_t)h, (uint32_t)(w.query_offset + i), t0 + from, c1 - from, s + from);
       if (M::PAIR == 1 || wide) continue;
@@ -411,7 +421,7 @@ template <class M, class IO> struct Forward {
       Tile here{k, v, false, !packed && direct && sound_values(b, kh, t)};
       if (!packed && !here.direct) pack_tile(b, kh, t, k, v, keys.bad, d);
       here.bad = !here.direct && keys.bad[place];
-      for (int r0 = 0; r0 < count; r0 += MR) visit(b, kh, first, r0, least(MR, count - r0), t, here, d);
+      for (int r0 = 0; r0 < count; r0 += MR) visit(b, kh, r0, least(MR, count - r0), t, here, d);
     }
     for (int r = 0; r < count; r++) {
       float* o = d.o + (int64_t)r * out;
@@ -422,7 +432,7 @@ template <class M, class IO> struct Forward {
         at[1] = total;
         memcpy(at + 2, o, (size_t)out * sizeof(float));
       } else {
-        finish(b, kh * group + (first + r) / w.q_len, (first + r) % w.q_len, o, d.m[r], total);
+        finish(b, d.place[r].h, d.place[r].i, o, d.m[r], total);
       }
     }
   }

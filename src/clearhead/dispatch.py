@@ -65,12 +65,19 @@ def choose(function: str, problem: Problem, want: Want, backend: str = "auto") -
     for candidate in candidates:
         reasons = candidate.capability.reasons_against(problem, want)
         if not reasons:
-            return candidate
+            return candidate if backend != "auto" else _faster(candidate, problem, want)
         against.append(f"{candidate.name}: {'; '.join(reasons)}")
     raise UnsupportedError.about(
         function, "backend", must="be able to run this call", got=" | ".join(against),
         then="Use backend='auto', or change what it cannot do.",
     )  # fmt: skip
+
+
+def _faster(candidate: Backend, problem: Problem, want: Want) -> Backend:
+    """The backend that the candidate yields to, where that can run; else the candidate."""
+    name = candidate.yields(problem)
+    other = candidate if name is None else _named("dispatch", name)
+    return other if name is None or not other.capability.reasons_against(problem, want) else candidate
 
 
 def run(function: str, problem: Problem, want: Want, backend: str = "auto") -> Observation:
@@ -88,5 +95,7 @@ def report(function: str, problem: Problem, want: Want, backend: str = "auto") -
     if backend != "auto":
         _named(function, backend)
     reasons = {each.name: tuple(each.capability.reasons_against(problem, want)) for each in BACKENDS}
-    eligible = [name for name, against in reasons.items() if not against and backend in ("auto", name)]
-    return DispatchReport(choice=eligible[0] if eligible else None, reasons=reasons)
+    eligible = [each for each in BACKENDS if not reasons[each.name] and backend in ("auto", each.name)]
+    if backend == "auto" and eligible:
+        eligible = [_faster(eligible[0], problem, want)]
+    return DispatchReport(choice=eligible[0].name if eligible else None, reasons=reasons)

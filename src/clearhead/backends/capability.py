@@ -12,11 +12,20 @@ from clearhead.problem import DTYPES, Problem
 from clearhead.scores import ScoreRule
 from clearhead.statistics import Observation, Want
 
-__all__ = ["ALL_STATISTICS", "Backend", "Capability"]
+__all__ = ["ALL_STATISTICS", "SMALL_TRAINING", "Backend", "Capability", "multiplications"]
 
 ALL_STATISTICS = frozenset(
     {"lse", "max_score", "entropy", "top_k", "received", "row_weights", "heatmap", "sink", "distance", "rows"}
 )
+
+#: Multiplications up to which a plain training call is torch's. Measured: at 16x4x32x16 (2**21) both take the same.
+SMALL_TRAINING = 2**21
+
+
+def multiplications(problem: Problem) -> int:
+    """Of the two products of forward, masked scores included."""
+    scores = problem.batch * problem.num_heads * problem.q_len * problem.k_len
+    return scores * (problem.head_dim + problem.value_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +118,19 @@ def _has_function(mask: Mask) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """A named way to run a problem."""
+    """A named way to run a problem.
+
+    Attributes:
+        name: what ``backend=`` takes.
+        summary: what it is, in a few words.
+        capability: what it can do.
+        run: computes.
+        yields: the name of a backend that was measured to be faster on a problem; "auto" takes that one where it can
+            run.
+    """
 
     name: str
     summary: str
     capability: Capability
     run: Callable[[Problem, Want], Observation]
+    yields: Callable[[Problem], str | None] = lambda problem: None

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.function import once_differentiable
 
-from clearhead.backends.capability import Backend, Capability
+from clearhead.backends.capability import SMALL_TRAINING, Backend, Capability, multiplications
 from clearhead.backends.containment import contained
 from clearhead.backends.native_library import (
     MAX_HEAD_DIM,
@@ -78,7 +78,8 @@ def _table_entries(problem: Problem) -> int:
     if not rest:
         return 0
     batch, heads = (max(sizes) for sizes in zip(*(carried_sizes(part) for part in rest), strict=True))
-    return batch * heads * problem.q_len * problem.k_len
+    entries: int = batch * heads * problem.q_len * problem.k_len
+    return entries
 
 
 class _Work:
@@ -344,6 +345,13 @@ def run(problem: Problem, want: Want) -> Observation:
     return Observation(output=output, lse=lse if "lse" in want.names else None)
 
 
+def _yields(problem: Problem) -> str | None:
+    """A training step this small is over in torch before autograd has called back into Python."""
+    plain = not problem.scores and (problem.mask is None or isinstance(problem.mask, Causal))
+    small = problem.query.dtype == torch.float32 and multiplications(problem) <= SMALL_TRAINING
+    return "sdpa" if plain and small and problem.needs_gradient else None
+
+
 BACKEND = Backend(
     name="native",
     summary="clearhead's own CPU kernels",
@@ -358,4 +366,5 @@ BACKEND = Backend(
         also=_also,
     ),
     run=run,
+    yields=_yields,
 )
