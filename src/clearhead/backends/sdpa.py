@@ -177,10 +177,11 @@ def small_step(query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
     Everything that ``Problem`` and the capability would look at is looked at here: equal shapes of four axes, float32
     on the CPU, no mask, no autocast. Beside a call of thirty microseconds their own forty would show.
     """
+    if not (type(query) in _TYPES and type(key) in _TYPES and type(value) in _TYPES):
+        return None
     shape = query.shape
     plain = (
-        type(query) in _TYPES and type(key) in _TYPES and type(value) in _TYPES
-        and len(shape) == 4 and shape == key.shape and shape == value.shape
+        len(shape) == 4 and shape == key.shape and shape == value.shape
         and query.dtype is torch.float32 and key.dtype is torch.float32 and value.dtype is torch.float32
         and query.is_cpu and key.is_cpu and value.is_cpu
         and 0 < 2 * query.numel() * shape[2] <= SMALL_TRAINING
