@@ -49,14 +49,19 @@ def pins() -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
 
 
-@pytest.fixture
-def setup_env() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("setup_env", ROOT / "tools" / "setup_env.py")
+def tool(name: str) -> ModuleType:
+    """A fresh copy of a module of tools/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def setup_env() -> ModuleType:
+    return tool("setup_env")
 
 
 def requirements(project: dict[str, Any]) -> list[Requirement]:
@@ -106,7 +111,9 @@ def test_ci_runs_lint_and_tests_and_stops_at_the_first_failure() -> None:
     assert lines.index("make lint") < lines.index("make test")
 
 
-@pytest.mark.parametrize("target", ["help", "setup", "demo", "test", "lint", "bench", "quality"])
+@pytest.mark.parametrize(
+    "target", ["help", "setup", "native", "test-native", "demo", "test", "lint", "bench", "quality"]
+)
 def test_make_has_the_target_and_says_what_it_does(target: str) -> None:
     assert re.search(rf"(?m)^{target}:.*## \w", read("Makefile"))
 
@@ -223,3 +230,61 @@ class TestSetup:
         lines = (tmp_path / "pins").read_text(encoding="utf-8").splitlines()
         assert [line for line in lines if line.startswith("torch==")] == ["torch==2.11.0+cpu"]
         assert len(lines) == len(read("constraints.txt").splitlines())
+
+    @pytest.mark.parametrize(("compiler", "asks"), [(None, []), ("g++", [["cmake", "ninja"]])])
+    def test_cmake_is_brought_only_where_a_compiler_wants_it(
+        self,
+        compiler: str | None,
+        asks: list[list[str]],
+        setup_env: ModuleType,
+        machine: list[list[str]],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+    ) -> None:
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setattr(setup_env, "VENV", tmp_path)
+        monkeypatch.setattr(setup_env.shutil, "which", lambda name: name if name == compiler else None)
+        setup_env.install_cmake()
+        assert [command[-2:] for command in machine] == asks
+
+
+class TestNative:
+    """tools/build_native.py: what it says where it cannot build."""
+
+    @pytest.fixture
+    def build(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+        module = tool("build_native")
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+        monkeypatch.setattr(module, "SOURCE", tmp_path)
+        monkeypatch.setattr(module, "BIN", tmp_path)
+        monkeypatch.setattr(sys, "argv", ["build_native.py"])
+        monkeypatch.delenv("CXX", raising=False)
+        return module
+
+    @pytest.mark.parametrize(("there", "missing"), [([], "CMake"), (["cmake"], "C++ compiler")])
+    def test_nothing_to_build_with(
+        self,
+        there: list[str],
+        missing: str,
+        build: ModuleType,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.setattr(build, "_tool", lambda name: name if name in there else None)
+        with pytest.raises(SystemExit) as stopped:
+            build.main()
+        assert stopped.value.code == 3
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert missing in said
+
+    def test_a_build_that_fails(self, build: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        if not all(map(build._tool, ("cmake", "c++"))):
+            pytest.skip("CMake or a compiler is not here")
+        (tmp_path / "CMakeLists.txt").write_text("message(FATAL_ERROR no-such-machine)\n", encoding="utf-8")
+        with pytest.raises(SystemExit) as stopped:
+            build.main()
+        assert stopped.value.code == 2
+        said = capsys.readouterr().err
+        assert "no-such-machine" in said
+        assert said.splitlines()[-1].startswith("native: ")

@@ -192,12 +192,10 @@ class _Watcher(TorchFunctionMode):
 
 
 @needs_onednn
-def test_what_is_not_plain_float32_on_a_cpu_stays_with_linear(
-    monkeypatch: pytest.MonkeyPatch, chosen: list[str]
-) -> None:
+def test_what_is_not_plain_on_a_cpu_stays_with_linear(monkeypatch: pytest.MonkeyPatch, chosen: list[str]) -> None:
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "onednn")
     x, weight, bias = _numbers(4, 8), _numbers(6, 8, seed=1), _numbers(6, seed=2)
-    for dtype in (torch.bfloat16, torch.float64):
+    for dtype in (torch.float16, torch.float64):
         tensors = [each.to(dtype) for each in (x, weight, bias)]
         assert torch.equal(project(*tensors), F.linear(*tensors))
     assert isinstance(project(x.as_subclass(_Subclass), weight), _Subclass)
@@ -273,7 +271,7 @@ def test_the_choice_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch) -
         assert found.onednn_gflops is not None
         faster = found.onednn_gflops >= 1.1 * found.torch_gflops
         assert found.path == ("onednn" if faster else "torch")
-    monkeypatch.setattr(projection, "_rates", lambda kind: pytest.fail("measured again"))
+    monkeypatch.setattr(projection, "_rates", lambda kind, dtype: pytest.fail("measured again"))
     assert [choice(kind) for kind in KINDS] == first
     assert [measured(kind) for kind in KINDS] == first
 
@@ -285,7 +283,7 @@ def test_the_choice_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch) -
 def test_the_faster_path_is_chosen(
     monkeypatch: pytest.MonkeyPatch, rates: tuple[float, float | None], expected: str
 ) -> None:
-    monkeypatch.setattr(projection, "_rates", lambda kind: rates)
+    monkeypatch.setattr(projection, "_rates", lambda kind, dtype: rates)
     assert choice("forward").path == expected
 
 
@@ -293,7 +291,7 @@ def test_the_faster_path_is_chosen(
 def test_many_threads_decide_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     rates = projection._rates
-    monkeypatch.setattr(projection, "_rates", lambda kind: calls.append(kind) or rates(kind))
+    monkeypatch.setattr(projection, "_rates", lambda kind, dtype: calls.append(kind) or rates(kind, dtype))
     x, weight = _numbers(64, 64), _numbers(64, 64, seed=1)
     results: list[Tensor] = []
     threads = [threading.Thread(target=lambda: results.append(project(x, weight))) for _ in range(8)]
@@ -370,7 +368,7 @@ def test_a_child_forked_while_another_thread_decides_can_decide() -> None:
 import os, threading, time, torch
 from clearhead import projection
 rates = projection._rates
-projection._rates = lambda kind: time.sleep(0.3) or rates(kind)
+projection._rates = lambda kind, dtype: time.sleep(0.3) or rates(kind, dtype)
 thread = threading.Thread(target=projection.choice, args=("forward",))
 thread.start()
 time.sleep(0.05)
@@ -385,6 +383,25 @@ print(os.waitpid(child, 0)[1])
     assert done.stdout.strip() == "0", done.stderr
 
 
+@needs_onednn
+@pytest.mark.parametrize("rows", [1, 300, 1300])
+def test_bfloat16_is_as_exact_as_linear(rows: int, monkeypatch: pytest.MonkeyPatch, chosen: list[str]) -> None:
+    """The bias is added before the one rounding, and no sum of blocks is rounded in between."""
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "onednn")
+    results = []
+    for product in (project, F.linear):
+        tensors = [_numbers(*size, seed=seed).bfloat16() for seed, size in enumerate(((rows, 96), (64, 96), (64,)))]
+        inputs = [tensor.detach().requires_grad_() for tensor in tensors]
+        output = product(*inputs)
+        results.append([output, *torch.autograd.grad(output.float().square().sum(), inputs)])
+        assert all(tensor.dtype == torch.bfloat16 for tensor in results[-1])
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    output = F.linear(*exact)
+    wanted = [output, *torch.autograd.grad(output.square().sum(), exact)]
+    for name, found, own, right in zip(("output", "dx", "dweight", "dbias"), *results, wanted, strict=True):
+        within_budget(name, found, own, right, terms=rows * 96)
+
+
 def test_doctor_shows_choice_and_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     from clearhead import doctor
 
@@ -395,10 +412,11 @@ def test_doctor_shows_choice_and_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = CliRunner().invoke(app, ["doctor"]).stdout
     for kind in KINDS:
         line = next(line for line in shown.splitlines() if line.strip().startswith(kind))
-        assert line.split(kind)[1].split()[:2] == ["torch", "torch"]
+        assert line.split(kind)[1].split()[:3] == ["float32", "torch", "torch"]
         assert "(CLEARHEAD_PROJECTION=torch)" in line
     read = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
-    assert [each["kind"] for each in read["projections"]] == list(KINDS)
+    assert [each["kind"] for each in read["projections"]] == 2 * list(KINDS)
+    assert {each["dtype"] for each in read["projections"]} == {"float32", "bfloat16"}
     assert all(each["torch_gflops"] > 0 for each in read["projections"])
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "fast")
     monkeypatch.setattr(projection, "_CHOICES", {})

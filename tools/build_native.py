@@ -35,11 +35,11 @@ def main() -> None:
             shutil.rmtree(build, ignore_errors=True)
             _run(cmake, "-S", SOURCE, "-B", build, *_generator(), *flags)
         _run(cmake, "--build", build)
-        if options.tests:
-            _run(cmake, "--build", build, "--target", "check", loud=True)
     except subprocess.CalledProcessError as failure:
-        print(failure.stdout or "", end="", file=sys.stderr)
+        print(failure.stdout, end="", file=sys.stderr)
         _stop(FAILED, "The CPU kernels could not be built; the compiler's words are above.")
+    if options.tests and subprocess.run([cmake, "--build", build, "--target", "check"]).returncode != 0:
+        _stop(FAILED, "The kernels' own tests failed; their words are above.")
 
 
 def _configured(build: Path) -> bool:
@@ -61,16 +61,11 @@ def _tool(name: str | None) -> str | None:
     return shutil.which(name) or shutil.which(name, path=str(BIN))
 
 
-def _run(*command: str | Path, loud: bool = False) -> None:
+def _run(*command: str | Path) -> None:
     """Run a command and keep what it says for the case that it fails."""
-    subprocess.run(
-        [str(part) for part in command],
-        check=True,
-        stdin=subprocess.DEVNULL,
-        stdout=None if loud else subprocess.PIPE,
-        stderr=None if loud else subprocess.STDOUT,
-        text=True,
-    )
+    line = [str(part) for part in command]
+    quiet, words = subprocess.DEVNULL, subprocess.PIPE
+    subprocess.run(line, check=True, stdin=quiet, stdout=words, stderr=subprocess.STDOUT, text=True)
 
 
 def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:

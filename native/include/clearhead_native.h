@@ -107,7 +107,7 @@ typedef struct ch_attention {
   ch_table blocks;       /* bytes 0 or 1; null for none                                                     */
   int64_t block_rows, block_columns;
 
-  ch_rule rules[CH_MAX_RULES]; /* applied in order                                                          */
+  ch_rule rules[CH_MAX_RULES]; /* applied in order; one soft-cap at most                                    */
   const float* sink;     /* a logit per head, stride sink_head; null for none                               */
   int64_t sink_head;
 

@@ -140,6 +140,8 @@ template <class M, class IO> struct Forward {
     whole = splits == 1 && heads >= 4 * w.threads;
     if (w.threads == 1 && splits == 1) whole = true;
     if (splits == 1 && heads % w.threads == 0 && heads / w.threads < 64) whole = true;
+    // What is read directly must be so with any number of threads.
+    if (splits == 1 && blocks == 1) whole = true;
   }
 
   void pack_tile(int64_t b, int64_t kh, int64_t t, number* k, number* v, uint8_t* bad, Desk& d) const {

@@ -1,6 +1,7 @@
 """clearhead: attention for PyTorch that you can run, write, see into, and trust."""
 
 from clearhead import bridges, nn, positions
+from clearhead.bridges import swap, unswap
 from clearhead.cache import KVCache
 from clearhead.errors import ClearheadError, DataError, MaskError, ShapeError, UnsupportedError
 from clearhead.functional import attention, explain_dispatch, observe_attention
@@ -57,7 +58,9 @@ __all__ = [
     "observe_attention",
     "pack",
     "positions",
+    "swap",
     "unpack",
+    "unswap",
 ]
 
 __version__ = "0.1.0"

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from clearhead.backends import native_library
 from clearhead.benchmark.machine import load, machine, threads, torch_build, versions
 from clearhead.benchmark.timing import Timing, interleaved
 from clearhead.dispatch import BACKENDS
 from clearhead.functional import attention, explain_dispatch
-from clearhead.projection import KINDS, Choice, measured
+from clearhead.projection import DTYPES, KINDS, Choice, measured
 
 __all__ = ["Diagnosis", "Rate", "diagnose"]
 
@@ -50,6 +51,7 @@ class Diagnosis:
         backends: each backend's capability in words.
         extras: for each extra the packages it brings, with their versions or None.
         compiler: path and version of a C++ compiler, or None.
+        kernels: the instruction set that clearhead's CPU kernels run on, and those there are; or why they do not run.
         rates: measured speeds.
         projections: by which product linear layers run, and both measured speeds.
         missing: what is missing or in the way, each with what to do.
@@ -62,6 +64,7 @@ class Diagnosis:
     backends: Mapping[str, Mapping[str, str]]
     extras: Mapping[str, Mapping[str, str | None]]
     compiler: Mapping[str, str] | None
+    kernels: str
     rates: Sequence[Rate]
     projections: Sequence[Choice]
     missing: Sequence[str]
@@ -89,8 +92,14 @@ def diagnose() -> Diagnosis:
         machine=found, versions=versions(), torch=torch_build(), threads=threads(),
         backends={backend.name: {"what": backend.summary, **backend.capability.row()} for backend in BACKENDS},
         extras=extras, compiler=compiler, rates=[*_product_rates(), *_attention_rates()],
-        projections=[measured(kind) for kind in KINDS], missing=_missing(found, extras, compiler),
+        projections=[measured(kind, dtype) for dtype in DTYPES for kind in KINDS], kernels=_kernels(),
+        missing=_missing(found, extras, compiler),
     )  # fmt: skip
+
+
+def _kernels() -> str:
+    why = native_library.reason()
+    return f"{native_library.isa_name()} (of {', '.join(native_library.isa_names())})" if why is None else f"none: the library {why}"
 
 
 def _missing(
@@ -105,6 +114,9 @@ def _missing(
         absent.append("the package's own metadata (install clearhead with pip to see its extras)")
     if compiler is None:
         absent.append("a C++ compiler (only needed to build from source, and for torch.compile)")
+    why = native_library.reason()
+    if why is not None:
+        absent.append(f"the CPU kernels (the library {why})")
     cores, used, busy = found["cores"], torch.get_num_threads(), found["load"]
     if used > cores:
         absent.append(f"cores for {used} threads ({cores} usable: set OMP_NUM_THREADS={cores})")

@@ -23,7 +23,7 @@ from torch.utils._device import DeviceContext
 from clearhead.errors import UnsupportedError
 from clearhead.shapes import Float
 
-__all__ = ["KINDS", "Choice", "check_variable", "choice", "measured", "project"]
+__all__ = ["DTYPES", "KINDS", "Choice", "check_variable", "choice", "measured", "project"]
 
 _VARIABLE: Final = "CLEARHEAD_PROJECTION"
 _PATHS: Final = ("torch", "onednn")
@@ -38,8 +38,9 @@ _RECURRING_MULTIPLE: Final = 32
 _BLOCK: Final = 512
 #: What the measurement multiplies, and how often: a few milliseconds for each kind.
 _ROWS, _WIDTH, _ROUNDS = 128, 512, 5
-#: oneDNN must be this much faster, so that a tie stays with torch.
-_MARGIN: Final = 1.1
+#: How much faster oneDNN must be, so that a tie stays with torch. In bfloat16 torch's own product is oneDNN's too, with
+#: a copy of the bias into the output before it: the difference is smaller, and steadier.
+_MARGINS: Final = {torch.float32: 1.1, torch.bfloat16: 1.03}
 
 Product = Callable[..., Tensor]
 
@@ -49,7 +50,7 @@ def project(
 ) -> Float[Tensor, "*batch out"]:
     """``x @ weight^T + bias``: ``torch.nn.functional.linear``, by whichever product was measured to be faster.
 
-    Only large float32 products of plain CPU tensors have a choice; everything else, and everything under
+    Only large float32 and bfloat16 products of plain CPU tensors have a choice; everything else, and everything under
     ``torch.compile``, ``torch.export``, autocast or ``torch.func``, is ``torch.nn.functional.linear`` itself. The
     products of backward are chosen likewise; under ``create_graph=True`` they are torch's own.
 
@@ -114,7 +115,9 @@ def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether oneDNN may compute this: shapes that fit, plain tensors, size, and nobody watching operators."""
     if not _plain(x) or not _plain(weight) or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         return False
-    if bias is not None and (not _plain(bias) or bias.shape != weight.shape[:1]):
+    if x.dtype is not weight.dtype:
+        return False
+    if bias is not None and (not _plain(bias) or bias.dtype is not x.dtype or bias.shape != weight.shape[:1]):
         return False
     rows = x.numel() // weight.shape[1]
     recurs = rows <= _RECURRING_ROWS or rows % _RECURRING_MULTIPLE == 0
@@ -122,10 +125,10 @@ def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Float32 numbers in this machine's memory, and no subclass."""
+    """Numbers of a dtype that has a choice, in this machine's memory, and no subclass."""
     return (
         type(tensor) in _TYPES
-        and tensor.dtype is torch.float32
+        and tensor.dtype in _MARGINS
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and not tensor.is_nested
@@ -144,8 +147,8 @@ def _watched() -> bool:
     )
 
 
-def _product(kind: str, *tensors: Tensor | None) -> Tensor:
-    return _PRODUCTS[kind][choice(kind).path](*tensors)
+def _product(kind: str, first: Tensor, *others: Tensor | None) -> Tensor:
+    return _PRODUCTS[kind][choice(kind, first.dtype).path](first, *others)
 
 
 def _torch_product(kind: str, *tensors: Tensor | None) -> Tensor:
@@ -166,7 +169,8 @@ def _dense(x: Tensor) -> Tensor:
 
 def _summed_in_blocks(grad: Tensor, x: Tensor) -> Tensor:
     """``grad^T @ x``, a block of rows at a time."""
-    blocks = max(1, round(len(x) / _BLOCK))
+    # Blocks of bfloat16 would be rounded before they are added.
+    blocks = max(1, round(len(x) / _BLOCK)) if x.dtype is torch.float32 else 1
     sizes = [_BLOCK] * (blocks - 1)
     sizes.append(len(x) - sum(sizes))
     parts = zip(_dense(grad).split(sizes), _dense(x).split(sizes), strict=True)
@@ -183,6 +187,7 @@ _PRODUCTS: Final[Mapping[str, Mapping[str, Product]]] = {
 }
 #: The kinds of product that are chosen apart.
 KINDS: Final = tuple(_PRODUCTS)
+DTYPES: Final = tuple(_MARGINS)
 
 
 @dataclass(frozen=True)
@@ -191,6 +196,7 @@ class Choice:
 
     Attributes:
         kind: ``"forward"``, ``"input gradient"`` or ``"weight gradient"``.
+        dtype: ``"float32"`` or ``"bfloat16"``.
         path: ``"torch"`` or ``"onednn"``.
         reason: in words.
         torch_gflops: torch's measured rate, or None where nothing was measured.
@@ -198,6 +204,7 @@ class Choice:
     """
 
     kind: str
+    dtype: str
     path: str
     reason: str
     torch_gflops: float | None = None
@@ -205,14 +212,14 @@ class Choice:
 
 
 _LOCK: Final = threading.Lock()
-_CHOICES: Final[dict[str, Choice]] = {}
+_CHOICES: Final[dict[tuple[str, torch.dtype], Choice]] = {}
 
 if hasattr(os, "register_at_fork"):
     # A child made while another thread measures must not inherit a lock that nobody will release.
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
-def choice(kind: str) -> Choice:
+def choice(kind: str, dtype: torch.dtype = torch.float32) -> Choice:
     """The path of a kind of product, decided at the first call and then kept.
 
     Raises:
@@ -221,24 +228,24 @@ def choice(kind: str) -> Choice:
     >>> choice("forward").path in ("torch", "onednn")
     True
     """
-    found = _CHOICES.get(kind)
+    found = _CHOICES.get((kind, dtype))
     if found is None:
         with _LOCK:
-            found = _CHOICES.get(kind) or _decide(kind)
-            _CHOICES[kind] = found
+            found = _CHOICES.get((kind, dtype)) or _decide(kind, dtype)
+            _CHOICES[kind, dtype] = found
     return found
 
 
-def measured(kind: str) -> Choice:
+def measured(kind: str, dtype: torch.dtype = torch.float32) -> Choice:
     """The choice with both rates, measured now where the choice did not need them.
 
     >>> measured("forward").torch_gflops > 0
     True
     """
-    found = choice(kind)
+    found = choice(kind, dtype)
     if found.torch_gflops is not None:
         return found
-    own, other = _rates(kind)
+    own, other = _rates(kind, dtype)
     return replace(found, torch_gflops=own, onednn_gflops=other)
 
 
@@ -262,17 +269,18 @@ def check_variable() -> str | None:
     return forced or None
 
 
-def _decide(kind: str) -> Choice:
+def _decide(kind: str, dtype: torch.dtype) -> Choice:
+    name = str(dtype)[6:]
     forced = check_variable()
     if forced is not None:
-        return Choice(kind, forced, f"{_VARIABLE}={forced}")
+        return Choice(kind, name, forced, f"{_VARIABLE}={forced}")
     absent = _absent()
     if absent is not None:
-        return Choice(kind, "torch", absent)
-    own, other = _rates(kind)
+        return Choice(kind, name, "torch", absent)
+    own, other = _rates(kind, dtype)
     if other is None:
-        return Choice(kind, "torch", "oneDNN fails here or computes something else", own)
-    return Choice(kind, "onednn" if other >= _MARGIN * own else "torch", "measured", own, other)
+        return Choice(kind, name, "torch", "oneDNN fails here or computes something else", own)
+    return Choice(kind, name, "onednn" if other >= _MARGINS[dtype] * own else "torch", "measured", own, other)
 
 
 def _absent() -> str | None:
@@ -285,14 +293,17 @@ def _absent() -> str | None:
 
 
 @torch.no_grad()
-def _rates(kind: str) -> tuple[float, float | None]:
+def _rates(kind: str, dtype: torch.dtype) -> tuple[float, float | None]:
     """GFLOP/s of torch and of oneDNN on one product; None for oneDNN where it cannot be used."""
     # A generator of its own: measuring must not move the user's random numbers.
     generator = torch.Generator("cpu").manual_seed(0)
     second = _ROWS if kind == "weight gradient" else _WIDTH
     tensors = [
-        torch.rand(rows, _WIDTH, generator=generator, dtype=torch.float32, device="cpu") for rows in (_ROWS, second)
+        torch.rand(rows, _WIDTH, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+        for rows in (_ROWS, second)
     ]
+    if kind == "forward":
+        tensors.append(tensors[0][0])
     products = _PRODUCTS[kind]
     if not _agree(products, tensors):
         return _fastest([products["torch"]], tensors)[0], None
@@ -319,4 +330,5 @@ def _agree(products: Mapping[str, Product], tensors: list[Tensor]) -> bool:
         found = products["onednn"](*tensors)
     except RuntimeError:
         return False
-    return torch.allclose(found, products["torch"](*tensors), rtol=1e-3)
+    own = products["torch"](*tensors)
+    return torch.allclose(found, own, rtol=max(1e-3, 2 * torch.finfo(own.dtype).eps))

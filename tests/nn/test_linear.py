@@ -140,6 +140,6 @@ def test_a_model_trains_to_the_same_weights_on_either_path(monkeypatch: pytest.M
             optimizer.step()
         found.append(model.state_dict())
         assert {choice.path for choice in projection._CHOICES.values()} == {path}
-        assert set(projection._CHOICES) == set(projection.KINDS)
+        assert set(projection._CHOICES) == {(kind, torch.float32) for kind in projection.KINDS}
     for name, own in found[0].items():
         torch.testing.assert_close(found[1][name], own, rtol=1e-4, atol=1e-5)

@@ -58,6 +58,7 @@ def _sections(found: Diagnosis) -> list[tuple[str, list[tuple[str, str]]]]:
             ("torch build", _build(found.torch)),
             ("threads", f"{threads['intra_op']} within an operation, {threads['inter_op']} between"),
             ("variables", ", ".join(f"{k}={v}" for k, v in threads["variables"].items()) or "none set"),
+            ("CPU kernels", found.kernels),
             ("compiler", "none" if found.compiler is None else " ".join(found.compiler.values())),
         ]),
         ("extras", [(extra, _packages(extra, packages)) for extra, packages in found.extras.items()]),
@@ -99,8 +100,10 @@ def _rates(console: Console, found: Diagnosis) -> None:
 
 
 def _projections(console: Console, found: Diagnosis) -> None:
-    console.print("linear layers, float32: the product they use, GFLOP/s", style="bold")
+    console.print("linear layers: the product they use, GFLOP/s", style="bold")
     for choice in found.projections:
         rates = {"torch": choice.torch_gflops, "onednn": choice.onednn_gflops}
         speeds = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items() if rate is not None)
-        console.print(f"  {choice.kind:<16} {choice.path:<8} {speeds} ({choice.reason})", soft_wrap=True)
+        console.print(
+            f"  {choice.kind:<16} {choice.dtype:<8} {choice.path:<8} {speeds} ({choice.reason})", soft_wrap=True
+        )

@@ -1,0 +1,178 @@
+"""torch's ``nn.MultiheadAttention`` with the same parameters, arguments and returns, computed by ``attention``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from clearhead.bridges.exact_weights import with_weights
+from clearhead.bridges.torch_masks import MaskReader, Meaning, may_look
+from clearhead.bridges.torch_parts import is_plain
+from clearhead.errors import ShapeError
+from clearhead.functional import attention
+from clearhead.masks import Mask
+from clearhead.projection import project
+
+__all__ = ["SwappedMultiheadAttention"]
+
+_NAME = "MultiheadAttention"
+#: Multiplications below which a call is over before ``attention`` has chosen how to do it: without a mask it is
+#: torch's own, which means the same there, with one it is the formula.
+_LEAST: Final = 2**24
+
+
+class SwappedMultiheadAttention(nn.MultiheadAttention):
+    """``nn.MultiheadAttention`` computed by ``attention``; put in place by ``swap``, not made directly.
+
+    Parameters, ``state_dict``, arguments, returns and the meaning of masks are torch's: ``True`` forbids. A query
+    that may attend to nothing gives weights 0 and the bias of ``out_proj``, where torch gives NaN.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | Mask | Meaning | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from ``query`` to ``key``, as ``nn.MultiheadAttention.forward``.
+
+        Args:
+            query: ``[q_len, batch, embed_dim]``, ``[batch, q_len, embed_dim]`` with ``batch_first``, or
+                ``[q_len, embed_dim]``.
+            key: the same of ``k_len`` and ``kdim``.
+            value: the same of ``k_len`` and ``vdim``.
+            key_padding_mask: bool ``[batch, k_len]``, ``True`` marks padding; or float, added to scores.
+            need_weights: return weights too, which takes ``q_len * k_len`` memory.
+            attn_mask: bool ``[q_len, k_len]`` or ``[batch * num_heads, q_len, k_len]``, ``True`` forbids; or float,
+                added to scores; or a clearhead mask, in which ``True`` allows.
+            average_attn_weights: weights averaged over heads.
+            is_causal: a hint that ``attn_mask`` is the causal mask; it is believed.
+
+        Returns:
+            The output, shaped as ``query``; and weights ``[batch, q_len, k_len]``, or
+            ``[batch, num_heads, q_len, k_len]`` unaveraged, or None. As in torch, weights returned while training
+            are those after dropout.
+
+        Raises:
+            ShapeError: axes or lengths do not fit.
+            MaskError: a mask does not fit.
+        """
+        attn_mask = None if isinstance(attn_mask, Meaning) and attn_mask.says_nothing() else attn_mask
+        plain = is_plain(query, key, value)
+        batched = plain and _check_axes(query, key, value, 0 if self.batch_first else 1)
+        small = plain and not torch.compiler.is_compiling() and self._work(query, key) < _LEAST
+        unmasked = attn_mask is None and key_padding_mask is None and not is_causal
+        if not plain or (small and unmasked):
+            return super().forward(
+                query, key, value, key_padding_mask=key_padding_mask, need_weights=need_weights,
+                attn_mask=attn_mask,  # type: ignore[arg-type]
+                average_attn_weights=average_attn_weights, is_causal=is_causal,
+            )  # fmt: skip
+        heads, keys, values = self._by_head(query, key, value)
+        batch, num_heads, q_len, _ = heads.shape
+        k_len = keys.shape[2]
+        reader = MaskReader(
+            function=_NAME, batched=batched, batch=batch, num_heads=num_heads, q_len=q_len, k_len=k_len,
+            look=not small and may_look(query),
+        )  # fmt: skip
+        meaning = reader.meaning(attn_mask, key_padding_mask, is_causal)
+        keys, values = self._extra_keys(keys, values)
+        meaning = meaning.extended(keys.shape[2] - k_len, q_len, k_len)
+        dropout, weights = self.dropout if self.training else 0.0, None
+        # Nothing is left of a row whose weights are all dropped, which only torch allows.
+        if need_weights or small or dropout >= 1.0:
+            output, weights = with_weights(heads, keys, values, meaning, dropout)
+        else:
+            output = attention(
+                heads, keys, values, mask=meaning.mask, scores=meaning.scores, dropout=dropout, query_offset=0
+            )
+        joined = project(self._joined(output, batched), self.out_proj.weight, self.out_proj.bias)
+        if weights is None or not need_weights:
+            return joined, None
+        weights = weights.mean(dim=1) if average_attn_weights else weights
+        return joined, weights if batched else weights[0]
+
+    def _work(self, query: Tensor, key: Tensor) -> int:
+        """Multiplications of a call, about."""
+        k_len = key.shape[-2 if self.batch_first or key.ndim == 2 else 0]
+        width: int = self.embed_dim
+        return 2 * ((query.numel() + key.numel()) * width + query.numel() * k_len)
+
+    def _by_head(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Projections ``[batch, heads, len, head_dim]``, as views of as few products as there are inputs."""
+        bias, one = self.in_proj_bias, self.embed_dim
+        if not self._qkv_same_embed_dim:
+            weights: Sequence[Tensor] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            sources: tuple[Tensor, ...] = (query, key, value)
+            widths = [one, one, one]
+        elif query is key and key is value:
+            sources, widths = (query,), [3 * one]
+            weights = (self.in_proj_weight,)
+        else:
+            sources, widths = ((query, key), [one, 2 * one]) if key is value else ((query, key, value), [one] * 3)
+            weights = self.in_proj_weight.split(widths)
+        biases = (None,) * len(sources) if bias is None else bias.split(widths)
+        products = (project(*each) for each in zip(sources, weights, biases, strict=True))
+        parts = [
+            part for product, width in zip(products, widths, strict=True) for part in _parts(product, width // one)
+        ]
+        heads_query, heads_key, heads_value = map(self._split, parts)
+        return heads_query, heads_key, heads_value
+
+    def _split(self, x: Tensor) -> Tensor:
+        heads = x.view(*x.shape[:-1], self.num_heads, self.head_dim)
+        if heads.ndim == 3:
+            return heads.transpose(0, 1)[None]
+        return heads.transpose(1, 2) if self.batch_first else heads.permute(1, 2, 0, 3)
+
+    def _joined(self, heads: Tensor, batched: bool) -> Tensor:
+        if not batched:
+            return heads[0].transpose(0, 1).flatten(-2)
+        return (heads.transpose(1, 2) if self.batch_first else heads.permute(2, 0, 1, 3)).flatten(-2)
+
+    def _extra_keys(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The learned key of ``add_bias_kv`` and the zero key of ``add_zero_attn``, in torch's order."""
+        if self.bias_k is not None and self.bias_v is not None:
+            learned = (
+                bias.view(1, self.num_heads, 1, self.head_dim).expand(keys.shape[0], -1, -1, -1).to(keys.dtype)
+                for bias in (self.bias_k, self.bias_v)
+            )
+            keys, values = (torch.cat(pair, dim=2) for pair in zip((keys, values), learned, strict=True))
+        if self.add_zero_attn:
+            keys, values = (functional.pad(tensor, (0, 0, 0, 1)) for tensor in (keys, values))
+        return keys, values
+
+
+def _parts(x: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Equal parts of the last axis. One ``unbind`` has one gradient to write, slices each a whole one."""
+    return x.view(*x.shape[:-1], count, -1).unbind(-2) if count > 1 else (x,)
+
+
+def _check_axes(query: Tensor, key: Tensor, value: Tensor, batch_axis: int) -> bool:
+    """Whether the call is batched."""
+    if query.ndim not in (2, 3):
+        raise ShapeError.about(
+            _NAME, "query", must="have 3 axes, or 2 unbatched", got=f"shape {tuple(query.shape)}",
+            then="Flatten what stands before [len, embed_dim] into one batch axis.",
+        )  # fmt: skip
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.ndim != query.ndim or (query.ndim == 3 and tensor.shape[batch_axis] != query.shape[batch_axis]):
+            raise ShapeError.about(
+                _NAME, name, must=f"have query's axes and batch, as in {tuple(query.shape)}",
+                got=f"shape {tuple(tensor.shape)}", then="Batch all three alike, or none; see batch_first.",
+            )  # fmt: skip
+    if value.shape[:-1] != key.shape[:-1]:
+        raise ShapeError.about(
+            _NAME, "value", must=f"have key's length, as in {tuple(key.shape)}", got=f"shape {tuple(value.shape)}",
+            then="One value per key.",
+        )  # fmt: skip
+    return query.ndim == 3

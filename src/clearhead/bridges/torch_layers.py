@@ -1,0 +1,212 @@
+"""torch's transformer layers and stacks with the same parameters and arguments, on our attention.
+
+A layer keeps its own order of attention, feedforward and norms; what changes is what it calls. A stack reads its masks
+once instead of once a layer, and lays the real tokens of a padded batch end to end, so that every product, norm and
+attention in between works on real tokens only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.bridges.torch_attention import SwappedMultiheadAttention
+from clearhead.bridges.torch_masks import MaskReader, Meaning, may_look, padded_keys
+from clearhead.bridges.torch_parts import is_plain
+from clearhead.masks import Documents, Mask
+
+__all__ = [
+    "SwappedTransformerDecoder",
+    "SwappedTransformerDecoderLayer",
+    "SwappedTransformerEncoder",
+    "SwappedTransformerEncoderLayer",
+]
+
+
+#: Names under which torch's layers hold their attentions.
+ATTENTIONS: Final = ("self_attn", "multihead_attn")
+#: From how many packed tokens on their number is rounded up, and to a multiple of what.
+_MANY, _ROWS = 1024, 32
+
+
+class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
+    """``nn.TransformerEncoderLayer`` without the closed road that torch takes in eval mode, which would go past its
+    attention; put in place by ``swap``, not made directly."""
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | Mask | Meaning | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """As ``nn.TransformerEncoderLayer.forward``."""
+        if src.is_nested:
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)  # type: ignore[arg-type]
+        if self.norm_first:
+            src = src + self._sa_block(self.norm1(src), src_mask, src_key_padding_mask, is_causal)  # type: ignore[arg-type]
+            return src + self._ff_block(self.norm2(src))
+        src = self.norm1(src + self._sa_block(src, src_mask, src_key_padding_mask, is_causal))  # type: ignore[arg-type]
+        out: Tensor = self.norm2(src + self._ff_block(src))
+        return out
+
+
+class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):
+    """``nn.TransformerDecoderLayer`` whose attentions and products are ours; put in place by ``swap``."""
+
+
+class SwappedTransformerEncoder(nn.TransformerEncoder):
+    """``nn.TransformerEncoder`` that reads masks once and works on real tokens; put in place by ``swap``.
+
+    At padding the output is 0, while training as in eval mode. (torch has 0 there in eval mode, followed by the last
+    norm, and otherwise what padding attends to.)
+    """
+
+    #: Whether padding is left out; False gives it what torch gives it while training.
+    leaves_padding_out = True
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | Mask | Meaning | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """As ``nn.TransformerEncoder.forward``; ``is_causal=None`` looks at the mask."""
+        if not is_plain(src) or not _all_ours(self.layers, SwappedTransformerEncoderLayer):
+            return super().forward(src, mask, src_key_padding_mask, is_causal)  # type: ignore[arg-type]
+        if _is_watched(self):
+            output = _through(self, src, src_mask=mask, src_key_padding_mask=src_key_padding_mask,
+                              is_causal=bool(is_causal))  # fmt: skip
+            return self._without_padding(output, src_key_padding_mask)
+        attention = self.layers[0].self_attn
+        reader = _reader("TransformerEncoder", attention, src, src)
+        attended, padding = reader.attn_mask(mask, bool(is_causal)), reader.key_padding(src_key_padding_mask)
+        real = self._real_tokens(attended, padding, src, src_key_padding_mask)
+        if real is None:
+            output = _through(self, src, src_mask=attended.joined(padding))
+            return self._without_padding(output, src_key_padding_mask)
+        places, documents = _laid_out(real, attention.batch_first)
+        axis = 0 if attention.batch_first else 1
+        packed = src.flatten(0, 1).index_select(0, places).unsqueeze(axis)
+        packed = _through(self, packed, src_mask=attended.joined(Meaning(documents))).squeeze(axis)
+        places = places[: int(real.sum())]
+        output = packed.new_zeros((src.shape[0] * src.shape[1], *packed.shape[1:]))
+        padded: Tensor = output.index_copy(0, places, packed[: places.shape[0]]).unflatten(0, src.shape[:2])
+        return padded
+
+    def _real_tokens(
+        self, attended: Meaning, padding: Meaning, src: Tensor, key_padding_mask: Tensor | None
+    ) -> Tensor | None:
+        """bool ``[batch, len]`` where laying real tokens end to end means the same and leaves something out."""
+        relative = attended.mask is None or attended.mask.relative
+        if not self.leaves_padding_out or src.ndim != 3 or not relative or attended.scores or padding.scores:
+            return None
+        forbidden = padded_keys(key_padding_mask)
+        if padding.mask is None or forbidden is None or not may_look(src) or bool(forbidden.all()):
+            return None
+        return ~forbidden
+
+    def _without_padding(self, output: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        forbidden = padded_keys(key_padding_mask)
+        if forbidden is None or not self.leaves_padding_out:
+            return output
+        if output.ndim == 3 and not self.layers[0].self_attn.batch_first:
+            forbidden = forbidden.transpose(0, 1)
+        return output.masked_fill(forbidden[..., None], 0.0)
+
+
+class SwappedTransformerDecoder(nn.TransformerDecoder):
+    """``nn.TransformerDecoder`` that reads masks once; put in place by ``swap``."""
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | Mask | Meaning | None = None,
+        memory_mask: Tensor | Mask | Meaning | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """As ``nn.TransformerDecoder.forward``; ``tgt_is_causal=None`` looks at the mask."""
+        if not is_plain(tgt, memory) or not _all_ours(self.layers, SwappedTransformerDecoderLayer):
+            return super().forward(
+                tgt, memory, tgt_mask, memory_mask,  # type: ignore[arg-type]
+                tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal, memory_is_causal,
+            )  # fmt: skip
+        if _is_watched(self):
+            return _through(
+                self, tgt, memory, tgt_mask=tgt_mask, memory_mask=memory_mask,
+                tgt_key_padding_mask=tgt_key_padding_mask, memory_key_padding_mask=memory_key_padding_mask,
+                tgt_is_causal=bool(tgt_is_causal), memory_is_causal=memory_is_causal,
+            )  # fmt: skip
+        attention = self.layers[0].self_attn
+        own, other = (_reader("TransformerDecoder", attention, tgt, keys) for keys in (tgt, memory))
+        return _through(
+            self, tgt, memory, tgt_mask=own.meaning(tgt_mask, tgt_key_padding_mask, bool(tgt_is_causal)),
+            memory_mask=other.meaning(memory_mask, memory_key_padding_mask, memory_is_causal),
+        )  # fmt: skip
+
+
+def _through(
+    stack: nn.TransformerEncoder | nn.TransformerDecoder, x: Tensor, *args: Tensor, **kwargs: object
+) -> Tensor:
+    for layer in stack.layers:
+        x = layer(x, *args, **kwargs)
+    return x if stack.norm is None else stack.norm(x)
+
+
+def _reader(function: str, attention: SwappedMultiheadAttention, queries: Tensor, keys: Tensor) -> MaskReader:
+    """Reads a stack's masks as each of its layers would."""
+    batched = queries.ndim == 3
+    length = 1 if batched and attention.batch_first else 0
+    return MaskReader(
+        function=function, batched=batched, batch=queries.shape[1 - length] if batched else 1,
+        num_heads=attention.num_heads, q_len=queries.shape[length], k_len=keys.shape[length], look=may_look(queries),
+    )  # fmt: skip
+
+
+def _laid_out(real: Tensor, batch_first: bool) -> tuple[Tensor, Documents]:
+    """Where each real token lies in the flattened batch, sequence by sequence, and the mask that keeps them apart.
+
+    Many tokens are filled up to a number of rows that comes again in other batches, by a document of its own that
+    nobody reads: products prepare anew for every number of rows.
+    """
+    sequence, position = real.nonzero(as_tuple=True)
+    places = sequence * real.shape[1] + position if batch_first else position * real.shape[0] + sequence
+    lengths = real.sum(dim=1)
+    total = places.shape[0]
+    if total >= _MANY:
+        fill = -total % _ROWS
+        places, lengths = torch.cat([places, places[:1].expand(fill)]), torch.cat([lengths, lengths.new_tensor([fill])])
+    return places, Documents(lengths=lengths)
+
+
+def _all_ours(layers: Iterable[nn.Module], kind: type[nn.Module]) -> bool:
+    """Whether all layers are ours and take masks alike; somebody may have exchanged one since."""
+    attentions = []
+    for layer in layers:
+        if not isinstance(layer, kind):
+            return False
+        attentions += [layer.get_submodule(name) for name in ATTENTIONS if hasattr(layer, name)]
+    alike = set()
+    for attention in attentions:
+        if not isinstance(attention, SwappedMultiheadAttention) or attention.bias_k is not None:
+            return False
+        alike.add((attention.batch_first, attention.num_heads, attention.add_zero_attn))
+    return len(alike) == 1 and not attentions[0].add_zero_attn
+
+
+def _is_watched(stack: nn.Module) -> bool:
+    """Whether hooks look into the stack; they are shown what torch shows them, tensors of the padded batch."""
+    return any(
+        module is not stack
+        and (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+             or module._backward_pre_hooks)
+        for module in stack.modules()
+    )  # fmt: skip

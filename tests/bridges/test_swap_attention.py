@@ -1,0 +1,386 @@
+"""A swapped nn.MultiheadAttention gives what torch's gives: outputs, weights and gradients, for every option."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import clearhead as ch
+from clearhead.bridges import exact_weights, swap, torch_attention, unswap
+from tests.budget import within_budget
+
+EXACT = {"atol": 1e-11, "rtol": 1e-11}
+BATCH, HEADS, WIDTH, Q_LEN, K_LEN = 3, 2, 8, 5, 7
+
+
+@pytest.fixture(autouse=True, params=["small", "large"])
+def _road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of these sizes on the road of small calls, and on that of large ones."""
+    if request.param == "large":
+        monkeypatch.setattr(torch_attention, "_LEAST", 0)
+
+
+def _pair(**options: object) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:
+    """torch's module in float64, and a swapped copy of it."""
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(WIDTH, HEADS, **options).double()  # type: ignore[arg-type]
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    ours = copy.deepcopy(theirs)
+    assert len(swap(ours).replaced) == 1
+    return theirs, ours
+
+
+def _inputs(kind: str, *, batch_first: bool = False, kdim: int = WIDTH, vdim: int = WIDTH) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+
+    def tokens(length: int, width: int) -> Tensor:
+        shape = (BATCH, length, width) if batch_first else (length, BATCH, width)
+        return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+    query = tokens(Q_LEN, WIDTH)
+    if kind == "self":
+        return query, query, query
+    key = tokens(K_LEN, kdim)
+    return query, key, key if kind == "memory" else tokens(K_LEN, vdim)
+
+
+def _forbidden(*shape: int) -> Tensor:
+    """Random, but nobody is left with nothing."""
+    forbidden = torch.rand(shape, generator=torch.Generator().manual_seed(2)) > 0.6
+    forbidden[..., 0] = False
+    return forbidden
+
+
+def _padding(k_len: int, side: str) -> Tensor:
+    right = torch.arange(k_len) >= torch.tensor([[k_len], [2], [3]])
+    return right if side == "right" else right.flip(1)
+
+
+def _run(module: nn.MultiheadAttention, inputs: tuple[Tensor, ...], call: dict[str, object]) -> Iterator[Tensor]:
+    """Output, weights where there are any, and every gradient of a sum that tells all entries apart."""
+    module.zero_grad()
+    output, weights = module(*inputs, **call)
+    found = [output] if weights is None else [output, weights]
+    total = sum((tensor * torch.arange(tensor.numel()).view(tensor.shape).cos()).sum() for tensor in found)
+    sources = [*dict.fromkeys(inputs), *module.parameters()]
+    yield from found
+    yield from torch.autograd.grad(total, sources)
+
+
+def _same(
+    theirs: nn.MultiheadAttention, ours: nn.MultiheadAttention, inputs: tuple[Tensor, ...], **call: object
+) -> None:
+    expected, found = list(_run(theirs, inputs, call)), list(_run(ours, inputs, call))
+    assert len(expected) == len(found)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, **EXACT)
+
+
+WEIGHTS = [{"need_weights": False}, {"need_weights": True}, {"need_weights": True, "average_attn_weights": False}]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("weights", WEIGHTS, ids=["output", "averaged", "by head"])
+@pytest.mark.parametrize("kind", ["self", "memory", "three"])
+@pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "length first"])
+def test_every_way_of_calling(kind: str, batch_first: bool, weights: dict[str, object], training: bool) -> None:
+    for bias in (True, False):
+        theirs, ours = (module.train(training) for module in _pair(batch_first=batch_first, bias=bias))
+        _same(theirs, ours, _inputs(kind, batch_first=batch_first), **weights)
+
+
+def _masks(k_len: int) -> dict[str, dict[str, Tensor]]:
+    flat, full = _forbidden(Q_LEN, k_len), _forbidden(BATCH * HEADS, Q_LEN, k_len)
+    bias = torch.randn(Q_LEN, k_len, dtype=torch.float64)
+    right, left = _padding(k_len, "right"), _padding(k_len, "left")
+    inf = {"dtype": torch.float64}
+    return {
+        "bool": {"attn_mask": flat},
+        "bool by head": {"attn_mask": full},
+        "float": {"attn_mask": bias.masked_fill(flat, -torch.inf)},
+        "float by head": {"attn_mask": torch.randn(full.shape, **inf).masked_fill(full, -1e9)},
+        "nothing forbidden": {"attn_mask": torch.zeros_like(flat)},
+        "padding right": {"key_padding_mask": right},
+        "padding left": {"key_padding_mask": left},
+        "no padding": {"key_padding_mask": torch.zeros_like(right)},
+        "float padding": {"key_padding_mask": torch.zeros(right.shape, **inf).masked_fill(right, -torch.inf)},
+        "float padding bias": {"key_padding_mask": torch.randn(right.shape, **inf)},
+        "both bool": {"attn_mask": flat, "key_padding_mask": right & (torch.arange(k_len) > 0)},
+        "both float": {
+            "attn_mask": bias,
+            "key_padding_mask": torch.zeros(right.shape, **inf).masked_fill(right, -torch.inf),
+        },
+    }
+
+
+@pytest.mark.parametrize("weights", WEIGHTS[:2], ids=["output", "averaged"])
+@pytest.mark.parametrize("mask", list(_masks(K_LEN)))
+def test_every_mask(mask: str, weights: dict[str, object]) -> None:
+    for batch_first, kind in product((True, False), ("self", "three")):
+        theirs, ours = _pair(batch_first=batch_first)
+        given = _masks(Q_LEN if kind == "self" else K_LEN)[mask]
+        _same(theirs, ours, _inputs(kind, batch_first=batch_first), **given, **weights)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS[:2], ids=["output", "averaged"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_causal_by_hint_and_by_its_look(weights: dict[str, object], padded: bool) -> None:
+    theirs, ours = _pair(batch_first=True)
+    inputs = _inputs("self", batch_first=True)
+    call = dict(weights) | ({"key_padding_mask": _padding(Q_LEN, "right")} if padded else {})
+    as_bool = torch.ones(Q_LEN, Q_LEN, dtype=torch.bool).triu(1)
+    as_float = nn.Transformer.generate_square_subsequent_mask(Q_LEN, dtype=torch.float64)
+    for mask, hint in product((as_bool, as_float), (True, False)):
+        if padded:
+            call["key_padding_mask"] = (
+                _padding(Q_LEN, "right")
+                if mask is as_bool
+                else torch.zeros(BATCH, Q_LEN).double().masked_fill(_padding(Q_LEN, "right"), -torch.inf)
+            )
+        _same(theirs, ours, inputs, attn_mask=mask, is_causal=hint, **call)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=["output", "averaged", "by head"])
+@pytest.mark.parametrize(
+    "extra", [{"add_bias_kv": True}, {"add_zero_attn": True}, {"add_bias_kv": True, "add_zero_attn": True}]
+)
+def test_extra_keys(extra: dict[str, bool], weights: dict[str, object]) -> None:
+    for batch_first, mask in product((True, False), ("bool", "float by head", "padding right", "both float")):
+        theirs, ours = _pair(batch_first=batch_first, **extra)
+        _same(theirs, ours, _inputs("three", batch_first=batch_first), **_masks(K_LEN)[mask], **weights)
+    causal = {"attn_mask": torch.ones(Q_LEN, Q_LEN, dtype=torch.bool).triu(1), "is_causal": weights["need_weights"]}
+    theirs, ours = _pair(**extra)
+    _same(theirs, ours, _inputs("self"), **causal, **weights)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=["output", "averaged", "by head"])
+def test_other_widths_of_keys_and_values(weights: dict[str, object]) -> None:
+    for kdim, vdim in ((6, 8), (8, 4), (6, 4)):
+        theirs, ours = _pair(kdim=kdim, vdim=vdim)
+        _same(theirs, ours, _inputs("three", kdim=kdim, vdim=vdim), **_masks(K_LEN)["bool by head"], **weights)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=["output", "averaged", "by head"])
+def test_unbatched(weights: dict[str, object]) -> None:
+    theirs, ours = _pair(batch_first=True)
+    query, key, value = (tensor[0].detach().requires_grad_() for tensor in _inputs("three", batch_first=True))
+    for call in ({}, {"attn_mask": _forbidden(HEADS, Q_LEN, K_LEN)}, {"key_padding_mask": _padding(K_LEN, "left")[1]}):
+        _same(theirs, ours, (query, key, value), **call, **weights)
+
+
+def test_rounding_of_float32_is_that_of_torch() -> None:
+    exact, _ = _pair(batch_first=True)
+    theirs = copy.deepcopy(exact).float()
+    ours = copy.deepcopy(theirs)
+    swap(ours)
+    x = torch.randn(2, 64, WIDTH)
+    padding = torch.arange(64) >= torch.tensor([[64], [40]])
+    for call in ({"need_weights": False}, {"need_weights": True}, {"attn_mask": _forbidden(64, 64)}):
+        wide = exact(x.double(), x.double(), x.double(), key_padding_mask=padding, **call)[0]
+        pair = (module(x, x, x, key_padding_mask=padding, **call)[0] for module in (ours, theirs))
+        within_budget(str(call), *pair, wide, terms=64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    exact, _ = _pair(batch_first=True)
+    theirs, x = copy.deepcopy(exact).to(dtype), torch.randn(2, 9, WIDTH).to(dtype)
+    ours = copy.deepcopy(theirs)
+    swap(ours)
+    for weights in WEIGHTS[:2]:
+        wide = copy.deepcopy(theirs).double()(x.double(), x.double(), x.double(), **weights)
+        found, expected = ours(x, x, x, **weights), theirs(x, x, x, **weights)
+        for one, other, right in zip(found, expected, wide, strict=True):
+            if other is not None:
+                assert one.dtype == other.dtype
+                # Torch may be right by luck where we round, by up to one unit of the last place of this dtype.
+                slack = torch.finfo(dtype).eps * right.abs().max()
+                assert (one - right).abs().max() <= 2 * (other - right).abs().max() + slack
+
+
+@pytest.mark.parametrize("weights", WEIGHTS[:2], ids=["output", "averaged"])
+def test_autocast(weights: dict[str, object]) -> None:
+    exact, _ = _pair(batch_first=True)
+    theirs, x = copy.deepcopy(exact).float(), torch.randn(2, 9, WIDTH)
+    ours = copy.deepcopy(theirs)
+    swap(ours)
+    mask = {"attn_mask": _forbidden(9, 9)}
+    wide = exact(x.double(), x.double(), x.double(), **mask, **weights)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, expected = (module(x, x, x, **mask, **weights)[0] for module in (ours, theirs))
+    assert output.dtype == expected.dtype == torch.bfloat16
+    slack = torch.finfo(torch.bfloat16).eps * wide.abs().max()
+    assert (output - wide).abs().max() <= 2 * (expected - wide).abs().max() + slack
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_a_fully_padded_row_is_zero_and_has_no_gradient(need_weights: bool) -> None:
+    theirs, ours = _pair(batch_first=True)
+    x = _inputs("self", batch_first=True)[0]
+    padding = torch.ones(BATCH, Q_LEN, dtype=torch.bool)
+    padding[0] = False
+    assert theirs(x, x, x, key_padding_mask=padding)[0].isnan().any()
+    output, weights = ours(x, x, x, key_padding_mask=padding, need_weights=need_weights)
+    torch.testing.assert_close(output[1:], ours.out_proj.bias.expand_as(output[1:]), **EXACT)
+    torch.testing.assert_close(output[0], theirs(x[:1], x[:1], x[:1])[0][0], **EXACT)
+    assert weights is None or (weights[1:] == 0).all()
+    grads = torch.autograd.grad(output.square().sum(), [x, *ours.parameters()])
+    assert all(grad.isfinite().all() for grad in grads)
+    assert (grads[0][1:] == 0).all()
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_what_padding_holds_reaches_nothing(need_weights: bool) -> None:
+    _, ours = _pair(batch_first=True)
+    x = _inputs("self", batch_first=True)[0].detach()
+    padding = _padding(Q_LEN, "right")
+    clean = x.masked_fill(padding[..., None], 0.0)
+    broken = x.masked_fill(padding[..., None], torch.nan)
+    call = {"key_padding_mask": padding, "need_weights": need_weights}
+    results = []
+    for memory in (clean, broken):
+        ours.zero_grad()
+        query = x.clone().requires_grad_()
+        output = ours(query, memory, memory, **call)[0]
+        output.sum().backward()
+        results.append((output, query.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, **EXACT)
+
+
+def test_a_row_of_large_negative_numbers_is_an_average_as_in_torch() -> None:
+    theirs, ours = _pair(batch_first=True)
+    bias = torch.zeros(Q_LEN, Q_LEN, dtype=torch.float64)
+    bias[1] = -1e9
+    bias[2, 1:] = -1e9
+    x = _inputs("self", batch_first=True)
+    for need_weights in (False, True):
+        expected, output = (module(*x, attn_mask=bias, need_weights=need_weights)[0] for module in (theirs, ours))
+        # A score beside 1e9 is known to 1e-7, half a unit of its last place; weights and outputs inherit that.
+        torch.testing.assert_close(output, expected, atol=1e-6, rtol=0.0)
+
+
+def test_a_learned_bias_learns() -> None:
+    theirs, ours = _pair(batch_first=True)
+    x = _inputs("self", batch_first=True)[0].detach()
+    grads = []
+    for module in (theirs, ours):
+        bias = torch.randn(Q_LEN, Q_LEN, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        bias.requires_grad_()
+        module(x, x, x, attn_mask=bias, need_weights=False)[0].square().sum().backward()
+        grads.append(bias.grad)
+    torch.testing.assert_close(grads[1], grads[0], **EXACT)
+
+
+def test_weights_head_by_head_where_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_weights, "_LEAST_SQUARE", 0)
+    for mask in _masks(K_LEN).values():
+        theirs, ours = _pair(batch_first=True)
+        with torch.no_grad():
+            results = [module(*_inputs("three", batch_first=True), **mask) for module in (ours, theirs)]
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, **EXACT)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_dropout_while_training_only(need_weights: bool) -> None:
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(16, 4, dropout=0.3, batch_first=True).double()
+    x = torch.randn(64, 24, 16, dtype=torch.float64)
+    plain = module.eval()(x, x, x)[0].detach()
+    swap(module)
+    torch.testing.assert_close(module(x, x, x, need_weights=need_weights)[0], plain, **EXACT)
+    module.train()
+    outputs = torch.stack([module(x, x, x, need_weights=need_weights)[0].detach() for _ in range(40)])
+    assert not torch.equal(outputs[0], outputs[1])
+    # The mean of 40 draws lies within five of its own standard deviations, entry by entry, nearly always.
+    deviation = (outputs.mean(dim=0) - plain).abs() / (outputs.std(dim=0) / 40**0.5)
+    assert (deviation < 5).double().mean() > 0.999
+    torch.manual_seed(7)
+    first = module(x, x, x, need_weights=need_weights)[0]
+    torch.manual_seed(7)
+    assert torch.equal(module(x, x, x, need_weights=need_weights)[0], first)
+
+
+def test_weights_returned_while_training_are_those_after_dropout() -> None:
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(16, 4, dropout=0.5, batch_first=True).double()
+    ours = copy.deepcopy(theirs)
+    swap(ours)
+    x = torch.randn(4, 30, 16, dtype=torch.float64)
+    weights = ours(x, x, x, average_attn_weights=False)[1]
+    kept = weights != 0
+    torch.testing.assert_close(weights[kept], 2 * ours.eval()(x, x, x, average_attn_weights=False)[1][kept], **EXACT)
+    assert 0.45 < kept.double().mean() < 0.55
+    whole = nn.MultiheadAttention(16, 4, dropout=1.0, batch_first=True).double()
+    swap(whole)
+    assert (whole(x, x, x, need_weights=False)[0] == 0).all()
+
+
+def test_one_of_our_masks_in_place_of_a_tensor() -> None:
+    theirs, ours = _pair(batch_first=True)
+    x = _inputs("self", batch_first=True)[0]
+    window = ch.Causal() & ch.Window(1)
+    expected = theirs(x, x, x, attn_mask=~window.dense(Q_LEN, Q_LEN))
+    for one, other in zip(ours(x, x, x, attn_mask=window), expected, strict=True):
+        torch.testing.assert_close(one, other, **EXACT)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:The PyTorch API of nested tensors")
+def test_vmap_nested_and_meta_go_torchs_own_way() -> None:
+    theirs, ours = (module.eval().requires_grad_(False) for module in _pair(batch_first=True))
+    x = torch.randn(4, 2, 5, WIDTH, dtype=torch.float64)
+    mapped = [torch.vmap(lambda t, own=module: own(t, t, t, need_weights=False)[0])(x) for module in (ours, theirs)]
+    torch.testing.assert_close(*mapped, **EXACT)
+    nested = torch.nested.nested_tensor([x[0, 0], x[0, 1, :3]])
+    both = [module(nested, nested, nested, need_weights=False)[0].to_padded_tensor(0.0) for module in (ours, theirs)]
+    torch.testing.assert_close(*both, **EXACT)
+    meta = torch.empty(2, 5, WIDTH, device="meta", dtype=torch.float64)
+    assert copy.deepcopy(ours).to("meta")(meta, meta, meta)[0].shape == meta.shape
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ({"is_causal": True}, r"^MultiheadAttention: attn_mask must be given with is_causal=True.*; got None\."),
+        ({"attn_mask": torch.zeros(4, 4)}, r"shape \[5, 5\] or \[6, 5, 5\]; got float32 of shape \(4, 4\)\."),
+        ({"attn_mask": torch.zeros(5, 5).int()}, r"attn_mask must be bool or floating point .*got int32"),
+        (
+            {"key_padding_mask": torch.zeros(1, 5).bool()},
+            r"key_padding_mask must be .*\[3, 5\]; got bool of shape \(1, 5\)",
+        ),
+        ({"key_padding_mask": [True]}, r"got list\."),
+    ],
+)
+def test_bad_masks(call: dict[str, object], text: str) -> None:
+    _, ours = _pair(batch_first=True)
+    x = _inputs("self", batch_first=True)[0]
+    with pytest.raises(ch.MaskError, match=text):
+        ours(x, x, x, **call)
+
+
+def test_bad_axes() -> None:
+    _, ours = _pair()
+    x = torch.zeros(3, 5, WIDTH, dtype=torch.float64)
+    with pytest.raises(ch.ShapeError, match=r"^MultiheadAttention: query must have 3 axes"):
+        ours(x[None], x[None], x[None])
+    with pytest.raises(
+        ch.ShapeError, match=r"^MultiheadAttention: key must have query's axes and batch, as in \(3, 5, 8\); got"
+    ):
+        ours(x, x[0], x[0])
+    with pytest.raises(ch.ShapeError, match=r"^MultiheadAttention: value must have key's length"):
+        ours(x, x, x[:1])
+
+
+def test_unswapped_again_it_is_torchs() -> None:
+    theirs, ours = _pair()
+    unswap(ours)
+    assert type(ours) is nn.MultiheadAttention
+    inputs = _inputs("three")
+    assert torch.equal(ours(*inputs)[0], theirs(*inputs)[0])

@@ -1,0 +1,64 @@
+"""The small parts that a swapped layer brings: its dropout, held against its probability."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from clearhead.bridges import swap
+from clearhead.bridges.torch_parts import SwappedDropout, SwappedLinear
+
+ENTRIES = 2**20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_drops_as_often_as_it_says(p: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.ones(2**10, 2**10, dtype=dtype, requires_grad=True)
+    y = SwappedDropout(p)(x)
+    kept = (y != 0).double()
+    deviation = (p * (1 - p) / ENTRIES) ** 0.5
+    assert abs(kept.mean() - (1 - p)) < 5 * deviation + 2**-17
+    # Each of the four numbers that share a draw is dropped as often, and knows nothing of its neighbours.
+    fours = kept.view(-1, 4)
+    assert (fours.mean(dim=0) - (1 - p)).abs().max() < 5 * 2 * deviation + 2**-17
+    together = (fours.T @ fours / fours.shape[0] - (1 - p) ** 2).fill_diagonal_(0.0)
+    assert together.abs().max() < 5 * 2 * (p * (1 - p)) ** 0.5 / ENTRIES**0.5
+    # p is known to half of 1/65536, which is more of 1 - p the smaller that is.
+    rtol = 2 * torch.finfo(dtype).eps + 2**-17 / (1 - p)
+    torch.testing.assert_close(y.detach(), (kept / (1 - p)).to(dtype), rtol=rtol, atol=0)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(grad, y.detach())
+
+
+def test_dropout_where_it_is_torchs() -> None:
+    x = torch.randn(2**8, 2**8)
+    module = SwappedDropout(0.5)
+    assert module.eval()(x) is x
+    for p, expected in ((0.0, x), (1.0, torch.zeros_like(x))):
+        assert torch.equal(SwappedDropout(p)(x), expected)
+    torch.manual_seed(1)
+    first = module.train()(x)
+    torch.manual_seed(1)
+    assert torch.equal(module(x), first)
+    torch.manual_seed(2)
+    assert not torch.equal(module(x), first)
+    few = torch.ones(4, 4)
+    torch.manual_seed(3)
+    own = module(few)
+    torch.manual_seed(3)
+    assert torch.equal(own, nn.functional.dropout(few, 0.5))
+
+
+def test_a_layer_brings_them_and_no_other_module_does() -> None:
+    model = nn.Sequential(
+        nn.TransformerEncoderLayer(8, 2), nn.Linear(8, 8), nn.Dropout(0.1), nn.MultiheadAttention(8, 2)
+    )
+    swap(model)
+    kinds = [type(module) for module in model.modules()]
+    assert kinds.count(SwappedLinear) == 2
+    assert kinds.count(SwappedDropout) == 3
+    assert type(model[1]) is nn.Linear
+    assert type(model[2]) is nn.Dropout
