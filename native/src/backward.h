@@ -325,15 +325,27 @@ template <class M, class IO> struct Backward {
                         tile / M::PAIR, 1, d.kn + p * keys.size + (int64_t)(c0 / M::PAIR) * keys.ld, keys.ld,
                         dq + (first + r0) * out + p * PW, out);
     }
-    int64_t along = row_steps<M>(count);
+    gather(spans, count, low, high, d);
+  }
+
+  // Gradients of keys and values [low, high): each few keys take the rows that see one of them.
+  void gather(const Span* spans, int count, int low, int high, Desk& d) const {
     for (int j = low; j < high; j += MR) {
-      int n = least(MR, high - j);
+      int n = least(MR, high - j), from = count, to = 0;
+      for (int r0 = 0; r0 < count; r0 += MR) {
+        Span span = spans[r0 / MR];
+        if (span.low >= j + n || span.high <= j) continue;
+        from = least(from, r0);
+        to = r0 + least(MR, count - r0);
+      }
+      if (to <= from) continue;
+      int64_t along = row_steps<M>(to - from), skipped = from / M::PAIR;
       for (int p = 0; p < grads.count; p++)
-        product<M, ADD>(n, grads.vectors(p, v_out), along, d.p + j, 1, tile, d.gb + p * grads.size, grads.ld,
-                        d.dv + (int64_t)j * v_out + p * PW, v_out);
+        product<M, ADD>(n, grads.vectors(p, v_out), along, d.p + skipped * tile + j, 1, tile,
+                        d.gb + p * grads.size + skipped * grads.ld, grads.ld, d.dv + (int64_t)j * v_out + p * PW, v_out);
       for (int p = 0; p < queries.count; p++)
-        product<M, ADD>(n, queries.vectors(p, out), along, d.ds + j, 1, tile, d.qb + p * queries.size, queries.ld,
-                        d.dk + (int64_t)j * out + p * PW, out);
+        product<M, ADD>(n, queries.vectors(p, out), along, d.ds + skipped * tile + j, 1, tile,
+                        d.qb + p * queries.size + skipped * queries.ld, queries.ld, d.dk + (int64_t)j * out + p * PW, out);
     }
   }
 
