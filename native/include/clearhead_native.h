@@ -93,8 +93,8 @@ typedef struct ch_attention {
   ch_tensor query, key, value, output;
   float* output32;      /* [batch, heads, q_len, value_dim] contiguous, or null: the output unrounded       */
   float* lse;           /* [batch, heads, q_len] contiguous, or null: natural logarithm                     */
-  float* softmax;       /* [batch, heads, q_len, 2] contiguous, or null: a row's largest score in base 2 and
-                           the reciprocal of its sum, from which backward has the very weights of forward   */
+  float* softmax;       /* [batch, heads, q_len, 2] contiguous, or null: a row's largest score and the
+                           reciprocal of its sum, from which backward has the very weights of forward       */
 
   /* The mask is the conjunction of what is given. */
   int64_t before, after; /* keys from q_pos - before to q_pos + after; INT64_MAX for no bound               */

@@ -205,7 +205,7 @@ template <class M, class IO> struct Backward {
       vf delta = all(d.delta[r0 + r]);
       if (!dropout.on) {
         for (int c = c0; c < c1r; c += VL) {
-          vf e = exp2_of<5>(load(s + c) * scale - shift) * share;
+          vf e = exp2_of<5>((load(s + c) - shift) * scale) * share;
           store(s + c, e);
           store(dp + c, e * (load(dp + c) - delta));
         }
@@ -215,7 +215,7 @@ template <class M, class IO> struct Backward {
         for (int c = from; c < c1r; c += VL) store(keep + c, all(dropout.factor));
         drop(dropout, (uint32_t)b, (uint32_t)h, (uint32_t)(w.query_offset + i), t0 + from, c1r - from, keep + from);
         for (int c = c0; c < c1r; c += VL) {
-          vf e = exp2_of<5>(load(s + c) * scale - shift) * share, kept = load(keep + c);
+          vf e = exp2_of<5>((load(s + c) - shift) * scale) * share, kept = load(keep + c);
           store(s + c, e * kept);
           store(dp + c, e * (load(dp + c) * kept - delta));
         }
@@ -469,7 +469,8 @@ template <class M, class IO> struct Backward {
       for (int64_t h = 0; h < w.heads; h++)
         for (int64_t i = 0; i < w.q_len; i++) {
           memset(at<IO>(w.grad_query, b, h, i), 0, (size_t)w.head_dim * sizeof(element));
-          w.delta[row_index(w, b, h, i)] = 0.0f;
+          int64_t place = row_index(w, b, h, i);
+          w.delta[place] = w.grad_lse != nullptr ? -w.grad_lse[place] : 0.0f;
         }
       for (int64_t h = 0; h < w.kv_heads; h++)
         for (int64_t j = 0; j < w.k_len; j++) {

@@ -222,7 +222,7 @@ template <class M, class IO> struct Forward {
     return span;
   }
 
-  // The new largest score of each row, in base 2, and the factor on what was summed under the old one. All rows at
+  // The new largest score of each row, as the rules left it, and the factor on what was summed under the old one. All rows at
   // a time: one row's maximum is a chain of dependent steps, six of them hide each other's latency.
   CH_INLINE void raise(const float* scores, int c0, int c1, int count, float* largest, float* factor) const {
     vf most_score[MR];
@@ -232,10 +232,10 @@ template <class M, class IO> struct Forward {
       for (int r = 0; r < MR; r++) most_score[r] = vmax(most_score[r], load(scores + r * tile + c));
     float step[MR];
     for (int r = 0; r < count; r++) {
-      float before = largest[r], now = max_of(most_score[r]) * base2;
+      float before = largest[r], now = max_of(most_score[r]);
       if (!(now > before)) now = before;
       largest[r] = now;
-      step[r] = now == before ? 0.0f : before - now;
+      step[r] = now == before ? 0.0f : (before - now) * base2;
     }
     for (int r = 0; r < count; r++) factor[r] = step[r] == 0.0f ? 1.0f : exp2_of<5>(all(step[r]))[0];
   }
@@ -247,7 +247,7 @@ template <class M, class IO> struct Forward {
     vf shift = all(largest == -INF ? 0.0f : largest), scale = all(base2);
     vf sum = load(total) * all(factor);
     for (int c = c0; c < c1; c += VL) {
-      vf e = exp2_of<DEGREE>(load(s + c) * scale - shift);
+      vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale);
       sum += e;
       if (M::PAIR == 1 || !narrow)
         store(s + c, e);
@@ -381,26 +381,28 @@ template <class M, class IO> struct Forward {
 
   // Divides by the sum and writes a row out.
   void finish(int64_t b, int64_t h, int64_t i, float* o, float largest, float total) const {
+    // What the weights were taken relative to stays as it is for backward; the sink changes their share.
+    float shrink = 1.0f, top = largest == -INF ? -INF : largest * to_scores(w);
     if (w.sink != nullptr) {
-      float logit = w.sink[h * w.sink_head] * LOG2E, now = logit > largest ? logit : largest;
+      float logit = w.sink[h * w.sink_head], now = logit > top ? logit : top;
       // A logit of -inf beside no keys leaves the row empty.
       if (now != -INF) {
-        float factor = exp2_of<5>(all(largest - now))[0];
-        total = total * factor + exp2_of<5>(all(logit - now))[0];
-        for (int x = 0; x < out; x++) o[x] *= factor;
-        largest = now;
+        shrink = exp2_of<5>(all((top - now) * LOG2E))[0];
+        total = total * shrink + exp2_of<5>(all((logit - now) * LOG2E))[0];
+        top = now;
       }
     }
     bool empty = total == 0.0f;
-    float factor = empty ? 0.0f : dropout.factor / total;
+    float factor = empty ? 0.0f : shrink * dropout.factor / total;
     if (empty) memset(o, 0, (size_t)out * sizeof(float));
     put_row<IO>(at<IO>(w.output, b, h, i), (int)w.value_dim, o, factor);
     int64_t place = row_index(w, b, h, i);
     if (w.output32 != nullptr) put_row<Float32>(w.output32 + place * w.value_dim, (int)w.value_dim, o, factor);
-    if (w.lse != nullptr) w.lse[place] = empty ? -INF : largest * LN2 + __builtin_logf(total);
+    if (w.lse != nullptr) w.lse[place] = empty ? -INF : top + __builtin_logf(total);
     if (w.softmax != nullptr) {
-      w.softmax[2 * place] = empty ? INF : largest;
-      w.softmax[2 * place + 1] = empty ? 0.0f : 1.0f / total;
+      bool none = empty || largest == -INF;
+      w.softmax[2 * place] = none ? INF : largest;
+      w.softmax[2 * place + 1] = none ? 0.0f : shrink / total;
     }
   }
 
@@ -526,7 +528,7 @@ template <class M, class IO> struct Forward {
     for (int64_t s = 0; s < splits; s++) largest = first[s * stride] > largest ? first[s * stride] : largest;
     for (int64_t s = 0; s < splits; s++) {
       float* part = first + s * stride;
-      float factor = part[0] == largest ? 1.0f : exp2_of<5>(all(part[0] - largest))[0];
+      float factor = part[0] == largest ? 1.0f : exp2_of<5>(all((part[0] - largest) * base2))[0];
       total += part[1] * factor;
       for (int x = 0; x < out; x++) first[2 + x] = (s > 0 ? first[2 + x] : 0.0f) + part[2 + x] * factor;
     }

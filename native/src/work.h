@@ -13,7 +13,9 @@ using clearhead::scratch;
 
 CH_INLINE bool no_rules(const ch_attention& w) { return w.num_rules == 0 && w.scale > 0.0; }
 
-// The factor that takes what is left after the rules to base 2.
+// The factors that take what is left after the rules to natural scores, and to base 2. Scores are subtracted first and
+// multiplied then: the other way round, rounding a product of 1e9 would be an error of a hundred in the exponent.
+CH_INLINE float to_scores(const ch_attention& w) { return no_rules(w) ? (float)w.scale : 1.0f; }
 CH_INLINE float to_base2(const ch_attention& w) { return no_rules(w) ? (float)(w.scale * 1.4426950408889634) : LOG2E; }
 
 CH_INLINE Dropout dropout_of(const ch_attention& w) {

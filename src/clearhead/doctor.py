@@ -99,7 +99,9 @@ def diagnose() -> Diagnosis:
 
 def _kernels() -> str:
     why = native_library.reason()
-    return f"{native_library.isa_name()} (of {', '.join(native_library.isa_names())})" if why is None else f"none: the library {why}"
+    if why is not None:
+        return f"none: the library {why}"
+    return f"{native_library.isa_name()} (of {', '.join(native_library.isa_names())})"
 
 
 def _missing(

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
 from clearhead.backends.capability import SMALL_TRAINING, Backend, Capability, multiplications
 from clearhead.backends.containment import contained
@@ -29,6 +29,7 @@ from clearhead.backends.native_library import (
     reason,
 )
 from clearhead.backends.native_replay import remember
+from clearhead.backends.once import once
 from clearhead.masks import Causal
 from clearhead.masks.base import carried_sizes
 from clearhead.masks.parts import Parts
@@ -49,6 +50,8 @@ _DTYPES: Final = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, 
 def _also(problem: Problem) -> list[str]:
     if not all(map(_plain, (problem.query, problem.key, problem.value))):
         return ["needs plain tensors, not subclasses, and not those of torch.func"]
+    if torch._C._len_torch_dispatch_stack() > 0 or forward_ad._current_level >= 0:
+        return ["is not seen by what traces operators or differentiates forward"]
     reasons = []
     if sum(isinstance(rule, SoftCap) for rule in problem.scores) > 1:
         reasons.append("takes one SoftCap")
@@ -68,8 +71,12 @@ def _also(problem: Problem) -> list[str]:
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Whether a tensor's memory can be pointed at."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(tensor)
+    """Whether a tensor's memory holds its numbers."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not (is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor())
+    )
 
 
 def _table_entries(problem: Problem) -> int:
@@ -120,6 +127,7 @@ class _Work:
 
     def tensor(self, name: str, tensor: Tensor) -> Tensor:
         """Point a field at a tensor; its last axis is made contiguous where it is not."""
+        tensor = tensor.resolve_neg()
         if tensor.stride(3) != 1 and tensor.shape[3] > 1:
             tensor = tensor.contiguous()
         self.held.append(tensor)
@@ -142,7 +150,8 @@ class _Work:
             description.after = parts.after
         if parts.runs is not None:
             start, stop = torch.broadcast_tensors(parts.runs.start, parts.runs.stop)
-            start, stop = self.keep(start.to(torch.int32)), self.keep(stop.to(torch.int32))
+            # A run that intersection emptied may lie anywhere.
+            start, stop = (self.keep(edge.clamp(0, self.problem.k_len).to(torch.int32)) for edge in (start, stop))
             description.start, description.stop, description.runs = start.data_ptr(), stop.data_ptr(), start.shape[3]
             description.run_batch, description.run_head, description.run_row = _strides(start)[:3]
         allowed = parts.table(self.problem.indices()) if parts.rest or parts.dense is not None else None
@@ -232,8 +241,12 @@ def _may_come_again(problem: Problem) -> bool:
         and not problem.scores
         and problem.dropout == 0.0
         and problem.scale == 1.0 / math.sqrt(problem.head_dim)
-        and (problem.mask is None or (isinstance(problem.mask, Causal) and problem.query_offset == 0))
+        and (problem.mask is None or _square_causal(problem))
     )
+
+
+def _square_causal(problem: Problem) -> bool:
+    return isinstance(problem.mask, Causal) and problem.query_offset == 0 and problem.q_len == problem.k_len
 
 
 def _forward_for_backward(problem: Problem) -> tuple[Tensor, _Rows]:
@@ -257,11 +270,12 @@ class _Native(torch.autograd.Function):
         return output, rows.lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, *rows = ctx.saved_tensors
         problem = ctx.problem.with_tensors(query, key, value)
-        return None, *_gradients(problem, _Rows(*rows), grad_output, grad_lse)
+        with torch.no_grad():
+            grads = _gradients(problem, _Rows(*rows), grad_output, grad_lse)
+        return None, *once(grads, (query, key, value, grad_output))
 
 
 def _gradients(problem: Problem, rows: _Rows, grad_output: Tensor, grad_lse: Tensor | None) -> list[Tensor]:
@@ -326,7 +340,9 @@ def _parameter_gradient(problem: Problem, parameter: Tensor, grads: _Gradients, 
     """One parameter's gradient in its own dtype."""
     if problem.sink is not None and parameter is problem.sink.logits:
         # A sink's weight is exp(logit - lse) and its value nothing, so its gradient is -weight * delta.
-        weight = torch.exp(parameter.detach().to(torch.float32).view(1, -1, 1) - lse)
+        logits = parameter.detach().to(torch.float32).view(1, -1, 1)
+        # A logit of -inf beside an empty row is -inf less -inf.
+        weight = torch.exp(logits - lse).masked_fill(logits == -torch.inf, 0.0)
         per_head = -(weight * grads.delta).sum(dim=(0, 2))
         grad = per_head if parameter.shape == per_head.shape else per_head.sum().view(1)
     else:

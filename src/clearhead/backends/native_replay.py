@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 from torch._C._functorch import maybe_current_level
+from torch.autograd import forward_ad
 
 from clearhead.backends.native_library import Code, Description, library
 
@@ -55,7 +56,9 @@ def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
         type(query) in _TYPES and type(key) in _TYPES and type(value) in _TYPES
         and query.is_cpu and key.is_cpu and value.is_cpu
         and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
-        and maybe_current_level() is None
+        and not (query.is_neg() or key.is_neg() or value.is_neg())
+        and maybe_current_level() is None and forward_ad._current_level < 0
+        and torch._C._len_torch_dispatch_stack() == 0
     )  # fmt: skip
 
 

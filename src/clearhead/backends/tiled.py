@@ -13,12 +13,12 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import all_finite, clean_rows
 from clearhead.backends.documents import Group, documents_in, groups
 from clearhead.backends.dropout import keep_scale
+from clearhead.backends.once import once
 from clearhead.masks.tile_map import EMPTY, FULL, tile_map
 from clearhead.problem import Problem
 from clearhead.statistics import Observation, Want
@@ -248,11 +248,11 @@ class _Tiled(torch.autograd.Function):
         return output.to(query.dtype), lse, max_score
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         # Backward may be called within autocast, which would round the products to 16 bits.
-        with torch.autocast(grad_output.device.type, enabled=False):
-            return None, *_gradients(ctx.problem, ctx.saved_tensors, grad_output, grad_lse, bool(ctx.parameters))
+        with torch.no_grad(), torch.autocast(grad_output.device.type, enabled=False):
+            grads = _gradients(ctx.problem, ctx.saved_tensors, grad_output, grad_lse, bool(ctx.parameters))
+        return None, *once(grads, (*ctx.saved_tensors[:3], grad_output))
 
 
 def _gradients(
@@ -367,7 +367,9 @@ def _sink_gradient(
         return
     for parameter, grad in zip(parameters, rule_grads, strict=True):
         if parameter is problem.sink.logits:
-            weight = torch.exp(parameter.detach().to(lse.dtype).view(1, -1, 1) - lse)
+            logits = parameter.detach().to(lse.dtype).view(1, -1, 1)
+            # A logit of -inf beside an empty row is -inf less -inf.
+            weight = torch.exp(logits - lse).masked_fill(logits == -torch.inf, 0.0)
             per_head = -(weight * delta).sum(dim=(0, 2))
             grad += per_head if grad.shape == per_head.shape else per_head.sum()
 
