@@ -130,6 +130,8 @@ CH_EXPORT int ch_isa_best(void);
 CH_EXPORT int ch_forward(const ch_attention* work);
 CH_EXPORT int ch_backward(const ch_attention* work);
 CH_EXPORT const char* ch_message(int code);
+/* Whether `count` floats are all finite: 1 or 0. */
+CH_EXPORT int ch_all_finite(const float* data, int64_t count);
 
 #ifdef __cplusplus
 }

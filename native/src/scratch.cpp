@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 
 namespace clearhead {
 namespace {
@@ -15,6 +16,7 @@ struct Buffers {
   Buffer of[SLOTS];
 };
 
+constexpr size_t HUGE_PAGE = size_t(1) << 21;
 constexpr size_t KEPT = size_t(3) << 24;
 
 pthread_key_t key;
@@ -54,7 +56,12 @@ void* scratch(Slot slot, size_t bytes) {
     size_t wanted = (bytes + bytes / 8 + 4095) / 4096 * 4096;
     buffer.data = nullptr;
     buffer.bytes = 0;
-    if (posix_memalign(&buffer.data, 64, wanted) != 0) return buffer.data = nullptr;
+    const bool large = wanted >= 2 * HUGE_PAGE;
+    if (posix_memalign(&buffer.data, large ? HUGE_PAGE : 64, wanted) != 0) return buffer.data = nullptr;
+#if defined(MADV_HUGEPAGE)
+    // Advice only: where it is not taken, nothing else changes.
+    if (large) madvise(buffer.data, wanted, MADV_HUGEPAGE);
+#endif
     buffer.bytes = wanted;
   }
   return buffer.data;

@@ -86,8 +86,8 @@ def attention(
         and backend in _MAY_REPLAY
     ):  # fmt: skip
         again = replay(query, key, value, causal=causal)
-        if again is None and mask is None and backend == "auto":
-            again = small_step(query, key, value)
+        if again is None and backend == "auto":
+            again = small_step(query, key, value, causal=causal)
         if again is not None:
             return again
     problem = Problem.of(

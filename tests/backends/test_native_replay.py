@@ -87,14 +87,25 @@ def test_layouts_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_small_step_is_torchs_own() -> None:
     query, key, value = (tensor.requires_grad_() for tensor in _tensors(2, 3, 17, 8))
-    output = sdpa.small_step(query, key, value)
+    output = sdpa.small_step(query, key, value, causal=False)
     assert output is not None
     assert torch.equal(output, torch.nn.functional.scaled_dot_product_attention(query, key, value))
-    assert sdpa.small_step(query, key[:, :1], value[:, :1]) is None
-    assert sdpa.small_step(*(tensor.detach() for tensor in (query, key, value))) is None
-    assert sdpa.small_step(*(tensor.double() for tensor in (query, key, value))) is None
+    assert sdpa.small_step(query, key[:, :1], value[:, :1], causal=False) is None
+    assert sdpa.small_step(*(tensor.detach() for tensor in (query, key, value)), causal=False) is None
+    assert sdpa.small_step(*(tensor.double() for tensor in (query, key, value)), causal=False) is None
     large = torch.randn(1, 8, 256, 64, requires_grad=True)
-    assert sdpa.small_step(large, large, large) is None
+    assert sdpa.small_step(large, large, large, causal=False) is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert sdpa.small_step(query, key, value) is None
+        assert sdpa.small_step(query, key, value, causal=False) is None
         assert ch.attention(query, key, value).dtype == torch.float32
+
+
+def test_a_small_causal_step_spreads_no_nan() -> None:
+    inputs = [tensor.requires_grad_() for tensor in _tensors(2, 3, 17, 8)]
+    output = sdpa.small_step(*inputs, causal=True)
+    assert output is not None
+    torch.testing.assert_close(output, ch.attention(*inputs, mask=ch.Causal(), backend="native"), rtol=0, atol=2e-6)
+    with torch.no_grad():
+        inputs[2][0, 0, 16, 3] = torch.nan
+    assert sdpa.small_step(*inputs, causal=True) is None
+    assert torch.isfinite(ch.attention(*inputs, mask=ch.Causal())[:, :, :16]).all()

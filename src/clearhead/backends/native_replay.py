@@ -24,20 +24,24 @@ __all__ = ["remember", "replay"]
 #: Layouts kept; when there are more, all are forgotten.
 _MOST: Final = 1024
 _TYPES: Final = (Tensor, torch.nn.Parameter)
-_POINTERS: Final = tuple(getattr(Description, name).offset // 8 for name in ("query", "key", "value", "output"))
+_QUERY, _KEY, _VALUE, _OUTPUT = (getattr(Description, name).offset // 8 for name in ("query", "key", "value", "output"))
+_OK: Final = int(Code.OK)
 _WORDS: Final = ctypes.sizeof(Description) // 8
 
 
 class _Plan:
     """A description that waits for pointers. One thread uses it at a time: taken from its list, and put back."""
 
-    __slots__ = ("description", "reference", "shape", "strides", "words")
+    __slots__ = ("description", "forward", "reference", "shape", "strides", "words")
 
     def __init__(self, description: Description, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         self.description = description
         self.reference = ctypes.byref(description)
         self.words = (ctypes.c_uint64 * _WORDS).from_buffer(description)
         self.shape, self.strides = shape, strides
+        kernels = library()
+        assert kernels is not None
+        self.forward = kernels.ch_forward
 
 
 _plans: dict[Hashable, list[_Plan]] = {}
@@ -74,13 +78,14 @@ def replay(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor
     except IndexError:  # another thread took it
         return None
     output = query.new_empty_strided(plan.shape, plan.strides)
-    words, (q, k, v, o) = plan.words, _POINTERS
-    words[q], words[k], words[v], words[o] = query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr()
-    kernels = library()
-    assert kernels is not None
-    code = kernels.ch_forward(plan.reference)
+    words = plan.words
+    words[_QUERY] = query.data_ptr()
+    words[_KEY] = key.data_ptr()
+    words[_VALUE] = value.data_ptr()
+    words[_OUTPUT] = output.data_ptr()
+    code = plan.forward(plan.reference)
     waiting.append(plan)
-    return output if code == Code.OK else None
+    return output if code == _OK else None
 
 
 def remember(

@@ -6,11 +6,13 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 from torch.nn.functional import scaled_dot_product_attention
 
 from clearhead.backends.capability import SMALL_TRAINING, Backend, Capability
 from clearhead.backends.containment import all_finite
 from clearhead.backends.documents import Group, documents_in, groups, rest_of
+from clearhead.backends.native_library import all_finite as finite_floats
 from clearhead.masks import Causal, Mask
 from clearhead.masks.base import carried_sizes
 from clearhead.problem import Problem
@@ -171,11 +173,12 @@ def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds:
     return output.to(dtype)
 
 
-def small_step(query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-    """A plain training call that is small and cannot be wrong, without ceremony; None for any other.
+def small_step(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor | None:
+    """A plain or causal training call that is small and cannot be wrong, without ceremony; None for any other.
 
     Everything that ``Problem`` and the capability would look at is looked at here: equal shapes of four axes, float32
-    on the CPU, no mask, no autocast. Beside a call of thirty microseconds their own forty would show.
+    on the CPU, no autocast, and under the causal mask no NaN that torch would spread. Beside a call of thirty
+    microseconds their own forty would show.
     """
     if not (type(query) in _TYPES and type(key) in _TYPES and type(value) in _TYPES):
         return None
@@ -190,7 +193,12 @@ def small_step(query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         return None
     if not (query.requires_grad or key.requires_grad or value.requires_grad):
         return None
-    return scaled_dot_product_attention(query, key, value)
+    if causal and not all(
+        tensor.is_contiguous() and not tensor.is_neg() and maybe_current_level() is None and finite_floats(tensor)
+        for tensor in (key, value)
+    ):
+        return None
+    return scaled_dot_product_attention(query, key, value, is_causal=causal)
 
 
 BACKEND = Backend(

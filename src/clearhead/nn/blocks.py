@@ -14,6 +14,7 @@ from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks import Causal, Mask
 from clearhead.nn.attention import MultiHeadAttention
 from clearhead.nn.checks import check_tokens, probability
+from clearhead.nn.dropout import Dropout
 from clearhead.nn.feedforward import FeedForward
 from clearhead.nn.weights import copy_into
 from clearhead.positions import Rotary
@@ -28,7 +29,7 @@ class _Block(nn.Module):
 
     norm_first: bool
     checkpoint_activations: bool
-    residual_dropout: nn.Dropout
+    residual_dropout: Dropout
 
     def _around(self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """``x + sublayer(norm(x))`` before the norm, ``norm(x + sublayer(x))`` after it."""
@@ -87,7 +88,7 @@ class EncoderBlock(_Block):
         self.attention_norm = nn.LayerNorm(embed_dim, bias=bias)
         self.feedforward = FeedForward(embed_dim, feedforward_dim, activation=activation, dropout=dropout, bias=bias)
         self.feedforward_norm = nn.LayerNorm(embed_dim, bias=bias)
-        self.residual_dropout = nn.Dropout(probability("EncoderBlock", "dropout", dropout))
+        self.residual_dropout = Dropout(probability("EncoderBlock", "dropout", dropout))
 
     def forward(
         self, x: Float[Tensor, "*batch len embed_dim"], *, mask: Mask | None = None
@@ -197,7 +198,7 @@ class DecoderBlock(_Block):
             self.cross_norm = nn.LayerNorm(embed_dim, bias=bias)
         self.feedforward = FeedForward(embed_dim, feedforward_dim, activation=activation, dropout=dropout, bias=bias)
         self.feedforward_norm = nn.LayerNorm(embed_dim, bias=bias)
-        self.residual_dropout = nn.Dropout(probability("DecoderBlock", "dropout", dropout))
+        self.residual_dropout = Dropout(probability("DecoderBlock", "dropout", dropout))
 
     def forward(
         self,

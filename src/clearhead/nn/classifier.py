@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
 from clearhead.nn.checks import positive, probability
+from clearhead.nn.dropout import Dropout
 from clearhead.nn.edge import Lengths
 from clearhead.nn.embedding import TokenEmbedding, check_ids, embedded
 from clearhead.nn.linear import Linear
@@ -80,7 +81,7 @@ class SequenceClassifier(nn.Module):
             attention_dropout=attention_dropout, norm_first=norm_first, num_kv_heads=num_kv_heads, scores=scores,
             rotary=positions == "rotary", checkpoint_activations=checkpoint_activations,
         )  # fmt: skip
-        self.dropout = nn.Dropout(probability("SequenceClassifier", "dropout", dropout))
+        self.dropout = Dropout(probability("SequenceClassifier", "dropout", dropout))
         width = embed_dim * (2 if pooling == "mean_max" else 1)
         self.classifier = Linear(width, positive("SequenceClassifier", "num_classes", num_classes))
         start_embeddings(self)

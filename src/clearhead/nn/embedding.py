@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.nn.checks import positive, probability
+from clearhead.nn.dropout import Dropout
 from clearhead.nn.edge import Edge
 from clearhead.positions import sinusoidal
 from clearhead.shapes import Float, Int
@@ -48,7 +49,7 @@ class TokenEmbedding(nn.Module):
         self.positions = positions
         self.token = nn.Embedding(vocab_size, positive("TokenEmbedding", "embed_dim", embed_dim))
         self.position = nn.Embedding(max_len, embed_dim) if positions == "learned" else None
-        self.dropout = nn.Dropout(probability("TokenEmbedding", "dropout", dropout))
+        self.dropout = Dropout(probability("TokenEmbedding", "dropout", dropout))
 
     def forward(
         self, ids: Int[Tensor, "batch len"], places: Int[Tensor, "#batch len"]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from clearhead.errors import UnsupportedError
 from clearhead.nn.checks import check_tokens, positive, probability
+from clearhead.nn.dropout import Dropout
 from clearhead.nn.linear import Linear
 from clearhead.shapes import Float
 
@@ -55,7 +56,7 @@ class FeedForward(nn.Module):
             )  # fmt: skip
         self.expand = Linear(embed_dim, width, bias=bias)
         self.activation = ACTIVATIONS[activation]()
-        self.dropout = nn.Dropout(probability("FeedForward", "dropout", dropout))
+        self.dropout = Dropout(probability("FeedForward", "dropout", dropout))
         self.contract = Linear(width, embed_dim, bias=bias)
 
     def forward(self, x: Float[Tensor, "*batch len embed_dim"]) -> Float[Tensor, "*batch len embed_dim"]:
