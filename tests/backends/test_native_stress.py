@@ -216,5 +216,5 @@ def test_a_thread_takes_its_memory_along(threads: int) -> None:
     before = resident()
     one_after_another(50)
     grown = resident() - before
-    # One thread's keys alone, packed for all four heads, are 16 MB.
-    assert grown < 2 * 2**24, f"50 threads left {grown / 2**20:.0f} MiB behind"
+    # One thread's keys alone, packed for all four heads, are 16 MB: kept by all, 800. The allocator holds some back.
+    assert grown < 50 * 2**24 / 10, f"50 threads left {grown / 2**20:.0f} MiB behind"

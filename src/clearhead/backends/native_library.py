@@ -200,7 +200,9 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     found.ch_abi.restype = ctypes.c_int
     found.ch_description_size.restype = ctypes.c_int64
     found.ch_isa_best.restype = ctypes.c_int
-    found.ch_all_finite.argtypes, found.ch_all_finite.restype = [_pointer, _int64], ctypes.c_int
+    # A library of another version may lack it; what its version is must still be read.
+    if hasattr(found, "ch_all_finite"):
+        found.ch_all_finite.argtypes, found.ch_all_finite.restype = [_pointer, _int64], ctypes.c_int
     for function, argument, result in (
         (found.ch_isa_name, ctypes.c_int, ctypes.c_char_p),
         (found.ch_isa_usable, ctypes.c_int, ctypes.c_int),

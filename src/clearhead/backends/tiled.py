@@ -250,9 +250,10 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         # Backward may be called within autocast, which would round the products to 16 bits.
+        saved = ctx.saved_tensors
         with torch.no_grad(), torch.autocast(grad_output.device.type, enabled=False):
-            grads = _gradients(ctx.problem, ctx.saved_tensors, grad_output, grad_lse, bool(ctx.parameters))
-        return None, *once(grads, (*ctx.saved_tensors[:3], grad_output))
+            grads = _gradients(ctx.problem, saved, grad_output, grad_lse, bool(ctx.parameters))
+        return None, *once(grads, (*saved[:3], grad_output))
 
 
 def _gradients(
