@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from clearhead.cache import KVCache
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
-from clearhead.functional import attention
 from clearhead.masks import Mask
 from clearhead.nn.checks import check_tokens, positive, probability
 from clearhead.nn.linear import Linear
@@ -18,6 +17,7 @@ from clearhead.nn.weights import HeadWeight, copy_into, side_by_side, torch_proj
 from clearhead.positions import Rotary, as_rotary
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
+from clearhead.watch import attend
 
 __all__ = ["MultiHeadAttention"]
 
@@ -136,8 +136,8 @@ class MultiHeadAttention(nn.Module):
             keys, values = self._key_heads(key, value, first if own and cache is not None else 0)
             if cache is not None:
                 keys, values = self._append(cache, keys, values)
-        output = attention(
-            heads, keys, values, mask=mask, scores=self.scores.rules(), scale=self.scale,
+        output = attend(
+            self, heads, keys, values, mask=mask, scores=self.scores.rules(), scale=self.scale,
             dropout=self.dropout if self.training else 0.0,
             query_offset=first if own and cache is not None else query_offset, backend=self.backend,
         )  # fmt: skip
