@@ -23,7 +23,7 @@ extern "C" {
 #endif
 
 /* Raised whenever `ch_attention` or the meaning of a field changes. */
-#define CH_ABI 1
+#define CH_ABI 2
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_RUNS 4
 #define CH_MAX_RULES 8
@@ -50,6 +50,7 @@ enum ch_code {
   CH_BAD_ISA = 9,       /* the processor lacks the instruction set asked for                                */
   CH_NO_MEMORY = 10,    /* scratch memory could not be had; nothing was written                             */
   CH_NOT_FINITE = 11,   /* backward: NaN or inf in query, key or value under a mask; gradients not written  */
+  CH_BAD_STATISTIC = 12, /* a statistic's size or count does not fit                                        */
 };
 
 /* A tensor [batch, heads, rows, last axis contiguous]; strides in elements. */
@@ -76,6 +77,38 @@ typedef struct ch_rule {
   float* grad;
   int64_t grad_batch, grad_head, grad_row;
 } ch_rule;
+
+/* What forward gathers besides the output, of the weights before dropout, and gradients that backward takes of it.
+ * A null pointer asks for nothing. float32 and contiguous, unless it says otherwise; scores are natural ones. */
+typedef struct ch_statistics {
+  float* max_score;        /* [batch, heads, q_len]; -inf where a row has no key                            */
+  /* [batch, heads, q_len, 2]: the largest score as backward will compute it, before the scale where there is no
+     rule, and how many keys have it; written for backward, which reads it with `grad_max`.                 */
+  float* ties;
+  float* entropy;          /* [batch, heads, q_len], in nats                                                */
+  float* distance;         /* [batch, heads, q_len]: mean |q_pos - k_pos|                                   */
+  float* sink;             /* [batch, heads, q_len]: mass on the first `sink_keys` keys                     */
+  int64_t sink_keys;
+  float* top_weights;      /* [batch, heads, q_len, top_k], largest first, the lower key first among equals */
+  int64_t* top_indices;    /* the same shape; keys without weight fill up in order                          */
+  int64_t top_k;
+  float* received;         /* [batch, heads, k_len]: sums over queries                                      */
+  float* weighted;         /* [batch, heads, num_weights, k_len]: sums over queries times `row_weights`     */
+  const float* row_weights; /* [batch, heads, num_weights, q_len] with the two strides below, then contiguous */
+  int64_t num_weights, weight_batch, weight_head;
+  float* heatmap_max;      /* [batch, heads, q_len / heatmap, k_len / heatmap], rounded up: largest weight  */
+  float* heatmap_mean;     /* the same shape: mean weight over the places that a tile has                   */
+  int64_t heatmap;
+  float* rows;             /* [batch, heads, num_rows, k_len]: weights of single queries                    */
+  const int32_t* row_slots; /* [q_len]: which of `rows` a query's weights go to, -1 for none                */
+  int64_t num_rows;
+
+  const float* grad_max;      /* [batch, heads, q_len], shared evenly by the keys that have the largest score */
+  const float* grad_entropy;  /* [batch, heads, q_len]                                                      */
+  const float* grad_distance; /* [batch, heads, q_len]                                                      */
+  const float* grad_sink;     /* [batch, heads, q_len]                                                      */
+  const float* grad_received; /* [batch, heads, k_len]                                                      */
+} ch_statistics;
 
 typedef struct ch_attention {
   uint32_t size;        /* sizeof(ch_attention)                                                             */
@@ -116,6 +149,10 @@ typedef struct ch_attention {
   const float* grad_lse; /* [batch, heads, q_len] contiguous, or null                                       */
   ch_tensor grad_query, grad_key, grad_value;
   float* delta;          /* [batch, heads, q_len] contiguous, written: sum(grad_output * output) - grad_lse */
+
+  /* Null for none. Gradients of statistics also change a row's delta, by the sum over keys of weight times what each
+     adds to the weight's gradient: the caller takes that sum off `grad_lse`.                                */
+  const ch_statistics* statistics;
 } ch_attention;
 
 CH_EXPORT int ch_abi(void);

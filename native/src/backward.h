@@ -23,6 +23,7 @@ template <class M, class IO> struct Backward {
   float base2;
   Dropout dropout;
   int64_t diagonals, learned;  // diagonal rules, and those of them with a gradient
+  const ch_statistics* observed;  // null where no statistic has a gradient
 
   struct Desk {
     number *q, *g;    // rows of A
@@ -46,6 +47,11 @@ template <class M, class IO> struct Backward {
     return 256;
   }
 
+  static bool has_gradients(const ch_statistics* s) {
+    return s != nullptr && (s->grad_max != nullptr || s->grad_entropy != nullptr || s->grad_distance != nullptr ||
+                            s->grad_sink != nullptr || s->grad_received != nullptr);
+  }
+
   explicit Backward(const ch_attention& work)
       : w(work), tile(tile_of(work)), keys(work.head_dim, row_steps<M>(tile)),
         queries(work.head_dim, row_steps<M>(BLOCK)), grads(work.value_dim, row_steps<M>(BLOCK)) {
@@ -63,6 +69,7 @@ template <class M, class IO> struct Backward {
     base2 = to_base2(w);
     dropout = dropout_of(w);
     diagonals = count_diagonal(w);
+    observed = has_gradients(w.statistics) ? w.statistics : nullptr;
     learned = 0;
     capped = share_batch = share_heads = false;
     for (int r = 0; r < w.num_rules; r++) {
@@ -203,25 +210,71 @@ template <class M, class IO> struct Backward {
       if (!sees_all(row, t0 + c0, t0 + c1r)) forbid(w, row, t0 + c0, c1r - c0, s + c0);
       vf scale = all(base2), shift = all(d.largest[r0 + r]), share = all(d.share[r0 + r]);
       vf delta = all(d.delta[r0 + r]);
-      if (!dropout.on) {
+      const float* keep = dropout.on ? kept(b, h, i, r, t0, c0, c1r, d) : nullptr;
+      if (observed != nullptr) {
+        differentiate_observed(b, h, i, r0 + r, t0, c0, c1r, keep, s, dp, d);
+      } else if (keep == nullptr) {
         for (int c = c0; c < c1r; c += VL) {
           vf e = exp2_of<5>((load(s + c) - shift) * scale) * share;
           store(s + c, e);
           store(dp + c, e * (load(dp + c) - delta));
         }
       } else {
-        float* keep = d.keep + r * tile;
-        int from = c0 / (4 * VL) * (4 * VL);
-        for (int c = from; c < c1r; c += VL) store(keep + c, all(dropout.factor));
-        drop(dropout, (uint32_t)b, (uint32_t)h, (uint32_t)(w.query_offset + i), t0 + from, c1r - from, keep + from);
         for (int c = c0; c < c1r; c += VL) {
-          vf e = exp2_of<5>((load(s + c) - shift) * scale) * share, kept = load(keep + c);
-          store(s + c, e * kept);
-          store(dp + c, e * (load(dp + c) * kept - delta));
+          vf e = exp2_of<5>((load(s + c) - shift) * scale) * share, k = load(keep + c);
+          store(s + c, e * k);
+          store(dp + c, e * (load(dp + c) * k - delta));
         }
       }
       if (!plain) unapply_rules(b, h, i, t0, c0, c1, dp, slope, diagonal_grads);
     }
+  }
+
+  // What dropout multiplies a row's weights by.
+  const float* kept(int64_t b, int64_t h, int64_t i, int r, int64_t t0, int c0, int c1r, Desk& d) const {
+    float* keep = d.keep + r * tile;
+    int from = c0 / (4 * VL) * (4 * VL);
+    for (int c = from; c < c1r; c += VL) store(keep + c, all(dropout.factor));
+    drop(dropout, (uint32_t)b, (uint32_t)h, (uint32_t)(w.query_offset + i), t0 + from, c1r - from, keep + from);
+    return keep;
+  }
+
+  // The same as in `differentiate`, where statistics add to the gradient of a weight, and the largest score has its own.
+  // `delta` holds their sums over the row already.
+  void differentiate_observed(int64_t b, int64_t h, int64_t i, int r, int64_t t0, int c0, int c1r, const float* keep,
+                              float* s, float* dp, Desk& d) const {
+    const ch_statistics& of = *observed;
+    int64_t place = row_index(w, b, h, i);
+    auto of_row = [&](const float* grads) { return all(grads != nullptr ? grads[place] : 0.0f); };
+    bool tied = of.grad_max != nullptr;
+    vf by_max = of_row(of.grad_max), peak = all(tied ? of.ties[2 * place] : 0.0f);
+    if (tied) by_max /= all(most(of.ties[2 * place + 1], 1.0f));
+    vf by_entropy = of_row(of.grad_entropy), by_distance = of_row(of.grad_distance);
+    vf by_sink = of_row(of.grad_sink);
+    const float* received = of.grad_received != nullptr ? of.grad_received + (b * w.heads + h) * w.k_len : nullptr;
+    float log_share = d.share[r] > 0.0f ? __builtin_logf(d.share[r]) : 0.0f;
+    vf scale = all(base2), shift = all(d.largest[r]), share = all(d.share[r]), delta = all(d.delta[r]);
+    vf lowest = all(-1e4f), gap = all((float)(w.query_offset + i - t0 - c0)) - counting(), zero = {};
+    int64_t sink_columns = of.grad_sink != nullptr ? of.sink_keys - t0 : 0;
+    for (int c = c0; c < c1r; c += VL, gap -= all((float)VL)) {
+      vf score = load(s + c), x = (score - shift) * scale, e = exp2_of<5>(x) * share;
+      // -log of the weight, less 1.
+      vf surprise = -(vmax(x, lowest) * all(LN2) + all(log_share)) - all(1.0f);
+      vf g = by_entropy * surprise + by_distance * absolute(gap);
+      if (c < sink_columns) g += first_of(by_sink, least((int64_t)VL, sink_columns - c));
+      if (received != nullptr) g += reach_received(received, t0 + c);
+      vf k = keep != nullptr ? load(keep + c) : all(1.0f);
+      store(s + c, e * k);
+      vf change = e * (load(dp + c) * k + g - delta);
+      store(dp + c, tied ? change + (score == peak ? by_max : zero) : change);
+    }
+  }
+
+  CH_INLINE vf reach_received(const float* received, int64_t from) const {
+    if (from + VL <= w.k_len) return load(received + from);
+    vf v = {};
+    for (int64_t x = 0; from + x < w.k_len; x++) v[x] = received[from + x];
+    return v;
   }
 
   // From the gradient of the last rule's result to that of the scaled score, and the rules' own gradients.

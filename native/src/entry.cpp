@@ -295,11 +295,81 @@ int check_inputs(const ch_attention& work) {
   return check_tensor(work, work.value, work.kv_heads, work.k_len, work.value_dim, Access::read);
 }
 
+int check_rows_of(const ch_attention& work, const float* data) {
+  return data == nullptr ? CH_OK : check_plain(work, data, 1);
+}
+
+// [batch, heads, rows, columns], contiguous; both counts are at most `most`.
+int check_sheet(const ch_attention& work, const void* data, int64_t rows, int64_t columns, int64_t size) {
+  if (!countable(work.batch, work.heads, rows, columns)) return CH_BAD_STATISTIC;
+  const Layout layout = {{{work.batch, work.heads * rows * columns}, {work.heads, rows * columns}, {rows, columns}},
+                         columns};
+  return check_memory(data, layout, size, Access::write);
+}
+
+int check_top(const ch_attention& work, const ch_statistics& s) {
+  if (s.top_k < 0 || s.top_k > work.k_len) return CH_BAD_STATISTIC;
+  if (s.top_k == 0) return CH_OK;
+  CH_TRY(check_sheet(work, s.top_weights, work.q_len, s.top_k, sizeof(float)));
+  return check_sheet(work, s.top_indices, work.q_len, s.top_k, sizeof(int64_t));
+}
+
+int check_weighted(const ch_attention& work, const ch_statistics& s) {
+  if (!is_count(s.num_weights)) return CH_BAD_STATISTIC;
+  if (s.num_weights == 0) return CH_OK;
+  CH_TRY(check_sheet(work, s.weighted, s.num_weights, work.k_len, sizeof(float)));
+  const Layout read = {{{work.batch, s.weight_batch}, {work.heads, s.weight_head}, {s.num_weights, work.q_len}},
+                       work.q_len};
+  return check_memory(s.row_weights, read, sizeof(float));
+}
+
+int check_heatmap(const ch_attention& work, const ch_statistics& s) {
+  if (!is_count(s.heatmap)) return CH_BAD_STATISTIC;
+  if (s.heatmap == 0) return CH_OK;
+  const int64_t q_tiles = (work.q_len + s.heatmap - 1) / s.heatmap, k_tiles = (work.k_len + s.heatmap - 1) / s.heatmap;
+  CH_TRY(check_sheet(work, s.heatmap_max, q_tiles, k_tiles, sizeof(float)));
+  return check_sheet(work, s.heatmap_mean, q_tiles, k_tiles, sizeof(float));
+}
+
+int check_chosen_rows(const ch_attention& work, const ch_statistics& s) {
+  if (!is_count(s.num_rows)) return CH_BAD_STATISTIC;
+  if (s.num_rows == 0) return CH_OK;
+  CH_TRY(check_sheet(work, s.rows, s.num_rows, work.k_len, sizeof(float)));
+  CH_TRY(check_memory(s.row_slots, {{{1, 0}, {1, 0}, {1, 0}}, work.q_len}, sizeof(int32_t)));
+  for (int64_t i = 0; i < work.q_len; ++i) {
+    if (s.row_slots[i] < -1 || s.row_slots[i] >= s.num_rows) return CH_BAD_STATISTIC;
+  }
+  return CH_OK;
+}
+
+int check_statistics(const ch_attention& work) {
+  if (work.statistics == nullptr) return CH_OK;
+  const ch_statistics& s = *work.statistics;
+  for (const float* one : {s.max_score, s.entropy, s.distance, s.sink}) CH_TRY(check_rows_of(work, one));
+  if (s.ties != nullptr) CH_TRY(check_plain(work, s.ties, 2));
+  if (s.sink_keys < 0) return CH_BAD_STATISTIC;
+  CH_TRY(check_top(work, s));
+  if (s.received != nullptr) CH_TRY(check_sheet(work, s.received, 1, work.k_len, sizeof(float)));
+  CH_TRY(check_weighted(work, s));
+  CH_TRY(check_heatmap(work, s));
+  return check_chosen_rows(work, s);
+}
+
 int check_forward(const ch_attention& work) {
   CH_TRY(check_tensor(work, work.output, work.heads, work.q_len, work.value_dim, Access::write));
   if (work.output32 != nullptr) CH_TRY(check_plain(work, work.output32, work.value_dim));
   if (work.softmax != nullptr) CH_TRY(check_plain(work, work.softmax, 2));
+  CH_TRY(check_statistics(work));
   return work.lse == nullptr ? CH_OK : check_plain(work, work.lse, 1);
+}
+
+int check_statistics_gradients(const ch_attention& work) {
+  if (work.statistics == nullptr) return CH_OK;
+  const ch_statistics& s = *work.statistics;
+  for (const float* one : {s.grad_max, s.grad_entropy, s.grad_distance, s.grad_sink}) CH_TRY(check_rows_of(work, one));
+  if (s.sink_keys < 0) return CH_BAD_STATISTIC;
+  if (s.grad_max != nullptr) CH_TRY(check_plain(work, s.ties, 2));
+  return s.grad_received == nullptr ? CH_OK : check_sheet(work, s.grad_received, 1, work.k_len, sizeof(float));
 }
 
 int check_backward(const ch_attention& work) {
@@ -311,6 +381,7 @@ int check_backward(const ch_attention& work) {
   CH_TRY(check_plain(work, work.softmax, 2));
   CH_TRY(check_plain(work, work.delta, 1));
   if (work.grad_lse != nullptr) CH_TRY(check_plain(work, work.grad_lse, 1));
+  CH_TRY(check_statistics_gradients(work));
   CH_TRY(check_tensor(work, work.grad_output, work.heads, work.q_len, work.value_dim, Access::read));
   CH_TRY(check_tensor(work, work.grad_query, work.heads, work.q_len, work.head_dim, Access::write));
   CH_TRY(check_tensor(work, work.grad_key, work.kv_heads, work.k_len, work.head_dim, Access::write));
@@ -391,6 +462,7 @@ const char* ch_message(int code) {
     case CH_BAD_ISA: return "the processor lacks the instruction set asked for";
     case CH_NO_MEMORY: return "scratch memory could not be had; nothing was written";
     case CH_NOT_FINITE: return "NaN or inf in query, key or value under a mask; no gradient was written";
+    case CH_BAD_STATISTIC: return "a statistic's size or count does not fit the call";
     default: return "no such code";
   }
 }

@@ -4,11 +4,14 @@
 #pragma once
 
 #include "dots.h"
-#include "work.h"
+#include "statistics.h"
 
 namespace CH_NS {
 
 constexpr int ROWS = 96;  // rows of a block: how often a tile of keys is used while it is near
+
+// What a run of forward is for: both, or one of the two where they take different ways.
+enum class Gives { ALL, OUTPUT, STATISTICS };
 
 template <class M, class IO> struct Forward {
   typedef typename M::number number;
@@ -27,6 +30,8 @@ template <class M, class IO> struct Forward {
   Dropout dropout;
   int64_t diagonal_floats;
   Panels values;  // of a tile
+  Gives gives;
+  Statistics observed;
 
   struct Keys {
     number* k;
@@ -96,12 +101,22 @@ template <class M, class IO> struct Forward {
     number* staged;
     float* line;
     Ahead ahead;
+    Gather gather;
+    Columns* columns;
   };
 
-  explicit Forward(const ch_attention& work) : w(work), tile(tile_of(work)), values(work.value_dim, row_steps<M>(tile)) {
+  // Scores and then weights of up to MR rows over the columns of a tile, `ld` apart.
+  struct Sheet {
+    float* at;
+    int64_t ld;
+  };
+
+  explicit Forward(const ch_attention& work, Gives what = Gives::ALL)
+      : w(work), tile(tile_of(work)), values(work.value_dim, row_steps<M>(tile)), gives(what),
+        observed(work, what == Gives::OUTPUT ? nullptr : work.statistics, tile, ROWS) {
     group = w.heads / w.kv_heads;
     rows = group * w.q_len;
-    blocks = (rows + ROWS - 1) / ROWS;
+    blocks = (rows + observed.rows - 1) / observed.rows;
     numbers = row_numbers<M>((int)w.head_dim);
     steps = (int)row_steps<M>(w.head_dim);
     out = (int)round_up(w.value_dim, VL);
@@ -114,11 +129,13 @@ template <class M, class IO> struct Forward {
     dropout = dropout_of(w);
     diagonal_floats = count_diagonal(w) * diagonal_length(w) * group;
     plan();
-    direct = splits > 1 || blocks == 1 ? reads_directly() : false;
+    direct = (splits > 1 || rows <= ROWS) && reads_directly();
   }
 
-  // Few rows use each key only once, and whole vectors fit its rows.
+  // Few rows use each key only once, and whole vectors fit its rows. Backward finds a row's largest score by its bits,
+  // and it packs.
   bool reads_directly() const {
+    if (gives == Gives::STATISTICS && observed.ties) return false;
     bool same = M::PAIR == 2 || __is_same(typename IO::type, float);
     return same && rows <= 12 && w.head_dim % (VL * M::PAIR) == 0 && w.value_dim % VL == 0 && w.key.row % M::PAIR == 0 &&
            w.key.head % M::PAIR == 0 && w.key.batch % M::PAIR == 0 && (uintptr_t)w.key.data % 4 == 0;
@@ -133,7 +150,8 @@ template <class M, class IO> struct Forward {
   void plan() {
     int64_t heads = w.batch * w.kv_heads;
     splits = 1;
-    if (rows <= 32 && heads < 64) splits = least((tiles * tile + 511) / 512, (64 + heads - 1) / most(heads, (int64_t)1));
+    // Statistics are not gathered in parts.
+    if (gives != Gives::STATISTICS && rows <= 32 && heads < 64) splits = least((tiles * tile + 511) / 512, (64 + heads - 1) / most(heads, (int64_t)1));
     splits = most(splits, (int64_t)1);
     split_tiles = (tiles + splits - 1) / splits;
     splits = split_tiles > 0 ? (tiles + split_tiles - 1) / split_tiles : 1;
@@ -141,7 +159,7 @@ template <class M, class IO> struct Forward {
     if (w.threads == 1 && splits == 1) whole = true;
     if (splits == 1 && heads % w.threads == 0 && heads / w.threads < 64) whole = true;
     // What is read directly must be so with any number of threads.
-    if (splits == 1 && blocks == 1) whole = true;
+    if (splits == 1 && rows <= ROWS) whole = true;
   }
 
   void pack_tile(int64_t b, int64_t kh, int64_t t, number* k, number* v, uint8_t* bad, Desk& d) const {
@@ -188,6 +206,7 @@ template <class M, class IO> struct Forward {
     d.diagonals = c.template take<float>(diagonal_floats);
     d.staged = c.template take<number>((int64_t)VL * numbers);
     d.line = c.template take<float>(out);
+    d.gather.carve(c, observed);
     return c.next - base;
   }
 
@@ -219,31 +238,42 @@ template <class M, class IO> struct Forward {
       }
     }
     memset(d.o, 0, (size_t)count * out * sizeof(float));
+    if (observed.s != nullptr) d.gather.begin(observed, count);
     return span;
   }
 
-  // The new largest score of each row, as the rules left it, and the factor on what was summed under the old one. All rows at
-  // a time: one row's maximum is a chain of dependent steps, six of them hide each other's latency.
-  CH_INLINE void raise(const float* scores, int c0, int c1, int count, float* largest, float* factor) const {
+  // What a tile does to its rows: its own largest scores, how far the exponents of what was summed move, and by which
+  // factor that shrinks.
+  struct Rise {
+    float peak[MR], before[MR], step[MR], factor[MR];
+  };
+
+  // The new largest score of each row, as the rules left it. All rows at a time: one row's maximum is a chain of
+  // dependent steps, six of them hide each other's latency.
+  CH_INLINE void raise(Sheet sheet, int c0, int c1, int count, float* largest, Rise& rise) const {
     vf most_score[MR];
-    for (int r = 0; r < MR; r++) most_score[r] = load(scores + r * tile + c0);
+    for (int r = 0; r < MR; r++) most_score[r] = load(sheet.at + r * sheet.ld + c0);
     for (int c = c0 + VL; c < c1; c += VL)
 #pragma GCC unroll 6
-      for (int r = 0; r < MR; r++) most_score[r] = vmax(most_score[r], load(scores + r * tile + c));
-    float step[MR];
+      for (int r = 0; r < MR; r++) most_score[r] = vmax(most_score[r], load(sheet.at + r * sheet.ld + c));
     for (int r = 0; r < count; r++) {
       float before = largest[r], now = max_of(most_score[r]);
+      rise.peak[r] = now;
+      rise.before[r] = before;
       if (!(now > before)) now = before;
       largest[r] = now;
-      step[r] = now == before ? 0.0f : (before - now) * base2;
+      rise.step[r] = now == before ? 0.0f : (before - now) * base2;
     }
-    for (int r = 0; r < count; r++) factor[r] = step[r] == 0.0f ? 1.0f : exp2_of<5>(all(step[r]))[0];
+    for (int r = 0; r < count; r++)
+      rise.factor[r] = rise.step[r] == 0.0f ? 1.0f : exp2_of<5>(all(rise.step[r]))[0];
   }
+
+  // Degree of the polynomial in the exponential: bfloat16 keeps no more.
+  static constexpr int DEGREE = M::PAIR == 1 ? 5 : 4;
 
   // Scores to weights for one row.
   CH_INLINE void weigh(float* s, uint16_t* half, int c0, int c1, float largest, float factor, float* total,
                        bool narrow) const {
-    constexpr int DEGREE = M::PAIR == 1 ? 5 : 4;
     vf shift = all(largest == -INF ? 0.0f : largest), scale = all(base2);
     vf sum = load(total) * all(factor);
     for (int c = c0; c < c1; c += VL) {
@@ -257,6 +287,24 @@ template <class M, class IO> struct Forward {
     store(total, sum);
   }
 
+  // The same, gathering statistics; floats stay, for what is still to be read from them.
+  void weigh_observed(int r0, int r, const Sheet& sheet, int c0, int c1, int64_t t0, const Rise& rise, bool narrow,
+                      Desk& d) const {
+    float *s = sheet.at + r * sheet.ld, largest = d.m[r0 + r];
+    uint16_t* half = d.half + r * tile;
+    d.gather.look_at_scores(observed, r0 + r, s, c0, c1, t0, rise.peak[r], rise.before[r], largest);
+    if (!observed.sums) {
+      weigh(s, half, c0, c1, largest, rise.factor[r], d.l + (r0 + r) * VL, false);
+    } else {
+      float far = (float)(w.query_offset + d.place[r0 + r].i - t0 - c0);
+      int64_t sink_columns = observed.s->sink != nullptr ? observed.s->sink_keys - t0 : 0;
+      d.gather.template weigh<DEGREE>(observed, r0 + r, s, c0, c1, largest, rise.factor[r], rise.step[r], base2, far,
+                             sink_columns, d.l + (r0 + r) * VL, [&](int c, vf e) { store(s + c, e); });
+    }
+    if (M::PAIR == 2 && narrow)
+      for (int c = c0; c < c1; c += VL) put_vector<BFloat16>(half + c, load(s + c));
+  }
+
   // Keys and values of a tile: packed, or where they lie.
   struct Tile {
     const number *k, *v;
@@ -264,34 +312,35 @@ template <class M, class IO> struct Forward {
   };
 
   void multiply_keys(int64_t b, int64_t kh, int64_t t0, int r0, int count, int c0, int c1, const Tile& here,
-                     Desk& d) const {
+                     const Sheet& sheet, Desk& d) const {
     const number* a = d.q + (int64_t)r0 * numbers;
     if (here.direct) {
       const number* key = (const number*)at<IO>(w.key, b, kh, t0 + c0);
-      return dots<M>(count, a, numbers, key, w.key.row / M::PAIR, c1 - c0, steps / VL, d.scores + c0, tile);
+      return dots<M>(count, a, numbers, key, w.key.row / M::PAIR, c1 - c0, steps / VL, sheet.at + c0, sheet.ld);
     }
     for (int p = c0 / PW; p * PW < c1; p++) {
       int from = most(c0, p * PW), to = least((int)round_up(c1, VL), (p + 1) * PW);
       product<M, SET>(count, (to - from) / VL, steps, a, numbers, 1,
-                      here.k + (int64_t)p * PW * numbers + (from - p * PW), PW, d.scores + from, tile);
+                      here.k + (int64_t)p * PW * numbers + (from - p * PW), PW, sheet.at + from, sheet.ld);
     }
   }
 
   void multiply_values(int64_t b, int64_t kh, int64_t t0, int r0, int count, int c0, int c1, const Tile& here,
-                       const float* factor, Desk& d) const {
+                       const Sheet& sheet, const float* factor, Desk& d) const {
     float* o = d.o + (int64_t)r0 * out;
-    if (here.direct) return multiply_values_directly(b, kh, t0, count, c0, c1, factor, o, d);
-    const number* weights = (M::PAIR == 1 ? (const number*)d.scores : (const number*)d.half) + c0 / M::PAIR;
+    if (here.direct) return multiply_values_directly(b, kh, t0, count, c0, c1, sheet, factor, o);
+    const number* weights = (M::PAIR == 1 ? (const number*)sheet.at : (const number*)d.half) + c0 / M::PAIR;
+    int64_t apart = M::PAIR == 1 ? sheet.ld : tile / M::PAIR;
     for (int p = 0; p < values.count; p++)
-      product<M, SCALE_ADD>(count, values.vectors(p, out), row_steps<M>(c1 - c0), weights, tile / M::PAIR, 1,
+      product<M, SCALE_ADD>(count, values.vectors(p, out), row_steps<M>(c1 - c0), weights, apart, 1,
                             here.v + p * values.size + (int64_t)(c0 / M::PAIR) * values.ld, values.ld, o + p * PW, out,
                             factor);
   }
 
   // bfloat16 goes a few keys at a time, all columns of them, and asks for the next ones; floats are twice as long,
   // and there the processor's own guesses do better (measured: 19 against 17 GB/s on one core).
-  void multiply_values_directly(int64_t b, int64_t kh, int64_t t0, int count, int c0, int c1, const float* factor,
-                                float* o, Desk& d) const {
+  void multiply_values_directly(int64_t b, int64_t kh, int64_t t0, int count, int c0, int c1, const Sheet& sheet,
+                                const float* factor, float* o) const {
     constexpr int STEP = __is_same(element, float) ? 1 << 20 : 32;
     const float ones[MR] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
     for (int c = c0; c < c1; c += STEP) {
@@ -300,18 +349,18 @@ template <class M, class IO> struct Forward {
         for (int64_t x = 0; x < w.value_dim * (int64_t)sizeof(element); x += 64)
           __builtin_prefetch((const char*)(value + k * w.value.row) + x);
       for (int p = 0; p < values.count; p++)
-        product_direct(count, values.vectors(p, out), least(STEP, c1 - c), d.scores + c, value + p * PW, o + p * PW,
-                       c == c0 ? factor : ones);
+        product_direct(count, values.vectors(p, out), least(STEP, c1 - c), Sheet{sheet.at + c, sheet.ld},
+                       value + p * PW, o + p * PW, c == c0 ? factor : ones);
     }
   }
 
-  CH_INLINE void product_direct(int count, int vecs, int keys, const float* weights, const element* value, float* o,
+  CH_INLINE void product_direct(int count, int vecs, int keys, Sheet weights, const element* value, float* o,
                                 const float* factor) const {
     if constexpr (__is_same(element, float))
-      product<Single, SCALE_ADD>(count, vecs, keys, weights, tile, 1, value, w.value.row, o, out, factor);
+      product<Single, SCALE_ADD>(count, vecs, keys, weights.at, weights.ld, 1, value, w.value.row, o, out, factor);
 #if defined(CH_AVX512)
     if constexpr (__is_same(IO, BFloat16))
-      product<Widened, SCALE_ADD>(count, vecs, keys, weights, tile, 1, value, w.value.row, o, out, factor);
+      product<Widened, SCALE_ADD>(count, vecs, keys, weights.at, weights.ld, 1, value, w.value.row, o, out, factor);
 #endif
   }
 
@@ -329,42 +378,68 @@ template <class M, class IO> struct Forward {
     if (span.high <= span.low) return;
     d.ahead.step();
     int c0 = (span.low - (int)t0) / VL * VL, c1 = span.high - (int)t0, c1r = (int)round_up(c1, VL);
-    multiply_keys(b, kh, t0, r0, count, c0, c1, here, d);
-    if (!plain) rule_rows(b, kh, r0, count, t0, c0, c1, d);
+    Sheet sheet = observed.strip ? Sheet{d.gather.strip + r0 * observed.ld + t0, observed.ld} : Sheet{d.scores, tile};
+    multiply_keys(b, kh, t0, r0, count, c0, c1, here, sheet, d);
+    if (!plain) rule_rows(b, kh, r0, count, t0, c0, c1, sheet, d);
     for (int r = 0; r < count; r++)
       if (!sees_all(d.row[r0 + r], t0 + c0, t0 + c1r))
-        forbid(w, d.row[r0 + r], t0 + c0, c1r - c0, d.scores + r * tile + c0);
-    float factor[MR];
-    raise(d.scores, c0, c1r, count, d.m + r0, factor);
+        forbid(w, d.row[r0 + r], t0 + c0, c1r - c0, sheet.at + r * sheet.ld + c0);
+    Rise rise;
+    raise(sheet, c0, c1r, count, d.m + r0, rise);
     // Weights stay floats while more is to be done to them.
     bool narrow = M::PAIR == 2 && !dropout.on && !here.direct;
-    for (int r = 0; r < count; r++)
-      weigh(d.scores + r * tile, d.half + r * tile, c0, c1r, d.m[r0 + r], factor[r], d.l + (r0 + r) * VL, narrow);
-    if (dropout.on) drop_rows(b, r0, count, t0, c0, c1, d, here.direct);
-    multiply_values(b, kh, t0, r0, count, c0, c1, here, factor, d);
-    if (here.bad) add_bad_values(b, kh, r0, count, t0, c0, c1, d);
+    for (int r = 0; r < count; r++) {
+      if (observed.s != nullptr)
+        weigh_observed(r0, r, sheet, c0, c1r, t0, rise, narrow, d);
+      else
+        weigh(sheet.at + r * sheet.ld, d.half + r * tile, c0, c1r, d.m[r0 + r], rise.factor[r],
+              d.l + (r0 + r) * VL, narrow);
+    }
+    if (observed.strip) keep_strip(r0, count, t, c0, c1r, d);
+    if (gives == Gives::STATISTICS) return;
+    if (dropout.on) {
+      if (observed.strip) sheet = copied(sheet, count, c0, c1r, d);
+      drop_rows(b, r0, count, t0, c0, c1, sheet, d, here.direct);
+    }
+    multiply_values(b, kh, t0, r0, count, c0, c1, here, sheet, rise.factor, d);
+    if (here.bad) add_bad_values(b, kh, r0, count, t0, c0, c1, sheet, d);
   }
 
-  void rule_rows(int64_t b, int64_t kh, int r0, int count, int64_t t0, int c0, int c1, Desk& d) const {
+  // What the strip's weights of a tile are relative to, and where they are.
+  void keep_strip(int r0, int count, int64_t t, int c0, int c1r, Desk& d) const {
+    d.gather.extent[r0 / MR * tiles + t] = Span{c0, c1r};
+    for (int r = 0; r < count; r++) d.gather.mark[(r0 + r) * tiles + t] = d.m[r0 + r];
+  }
+
+  // Weights that dropout may change, while the strip keeps them as they were.
+  Sheet copied(const Sheet& sheet, int count, int c0, int c1r, Desk& d) const {
+    for (int r = 0; r < count; r++)
+      memcpy(d.gather.dropped + r * tile + c0, sheet.at + r * sheet.ld + c0, (size_t)(c1r - c0) * sizeof(float));
+    return Sheet{d.gather.dropped, tile};
+  }
+
+  void rule_rows(int64_t b, int64_t kh, int r0, int count, int64_t t0, int c0, int c1, const Sheet& sheet,
+                 Desk& d) const {
     for (int r = 0; r < count; r++) {
       auto [h, i] = d.place[r0 + r];
       apply_rules(w, d.diagonals + (h - kh * group) * (diagonal_floats / group), b, h, i, t0 + c0, c1 - c0,
-                  d.scores + r * tile + c0, nullptr);
+                  sheet.at + r * sheet.ld + c0, nullptr);
     }
   }
 
-  void drop_rows(int64_t b, int r0, int count, int64_t t0, int c0, int c1, Desk& d, bool wide) const {
+  void drop_rows(int64_t b, int r0, int count, int64_t t0, int c0, int c1, const Sheet& sheet, Desk& d,
+                 bool wide) const {
     int from = c0 / (4 * VL) * (4 * VL);
     for (int r = 0; r < count; r++) {
       auto [h, i] = d.place[r0 + r];
-      float* s = d.scores + r * tile;
+      float* s = sheet.at + r * sheet.ld;
       drop(dropout, (uint32_t)b, (uint32_t)h, (uint32_t)(w.query_offset + i), t0 + from, c1 - from, s + from);
       if (M::PAIR == 1 || wide) continue;
       for (int c = c0; c < c1; c += VL) put_vector<BFloat16>(d.half + r * tile + c, load(s + c));
     }
   }
 
-  void add_bad_values(int64_t b, int64_t kh, int r0, int count, int64_t t0, int c0, int c1,
+  void add_bad_values(int64_t b, int64_t kh, int r0, int count, int64_t t0, int c0, int c1, const Sheet& sheet,
                       Desk& d) const {
     for (int c = c0; c < c1; c++) {
       const element* value = at<IO>(w.value, b, kh, t0 + c);
@@ -372,27 +447,30 @@ template <class M, class IO> struct Forward {
       get_row<IO>(value, (int)w.value_dim, d.line, out);
       for (int r = 0; r < count; r++) {
         if (!may_attend(w, d.row[r0 + r], t0 + c)) continue;
-        float weight = M::PAIR == 1 ? d.scores[r * tile + c] : get_one<BFloat16>(d.half + r * tile + c);
+        float weight = M::PAIR == 1 ? sheet.at[r * sheet.ld + c] : get_one<BFloat16>(d.half + r * tile + c);
         for (int x = 0; x < w.value_dim; x++)
           if (!(d.line[x] - d.line[x] == 0.0f)) d.o[(int64_t)(r0 + r) * out + x] += weight * d.line[x];
       }
     }
   }
 
-  // Divides by the sum and writes a row out.
-  void finish(int64_t b, int64_t h, int64_t i, float* o, float largest, float total) const {
+  // Divides by the sum and writes a row out; what its weights are to be multiplied by.
+  Share finish(int64_t b, int64_t h, int64_t i, float* o, float largest, float total) const {
     // What the weights were taken relative to stays as it is for backward; the sink changes their share.
-    float shrink = 1.0f, top = largest == -INF ? -INF : largest * to_scores(w);
+    float shrink = 1.0f, shrink_log = 0.0f, top = largest == -INF ? -INF : largest * to_scores(w);
     if (w.sink != nullptr) {
       float logit = w.sink[h * w.sink_head], now = logit > top ? logit : top;
       // A logit of -inf beside no keys leaves the row empty.
       if (now != -INF) {
-        shrink = exp2_of<5>(all((top - now) * LOG2E))[0];
+        shrink_log = top - now;
+        shrink = exp2_of<5>(all(shrink_log * LOG2E))[0];
         total = total * shrink + exp2_of<5>(all((logit - now) * LOG2E))[0];
         top = now;
       }
     }
-    bool empty = total == 0.0f;
+    bool empty = total == 0.0f, none = empty || largest == -INF;
+    Share share{none ? 0.0f : shrink / total, none ? -INF : shrink_log - __builtin_logf(total)};
+    if (gives == Gives::STATISTICS) return total == total ? share : Share{total, total};
     float factor = empty ? 0.0f : shrink * dropout.factor / total;
     if (empty) memset(o, 0, (size_t)out * sizeof(float));
     put_row<IO>(at<IO>(w.output, b, h, i), (int)w.value_dim, o, factor);
@@ -400,17 +478,18 @@ template <class M, class IO> struct Forward {
     if (w.output32 != nullptr) put_row<Float32>(w.output32 + place * w.value_dim, (int)w.value_dim, o, factor);
     if (w.lse != nullptr) w.lse[place] = empty ? -INF : top + __builtin_logf(total);
     if (w.softmax != nullptr) {
-      bool none = empty || largest == -INF;
       w.softmax[2 * place] = none ? INF : largest;
-      w.softmax[2 * place + 1] = none ? 0.0f : shrink / total;
+      w.softmax[2 * place + 1] = share.factor;
     }
+    // Backward takes a row whose every score is NaN for one without keys; who looks at it shall see NaN.
+    return total == total ? share : Share{total, total};
   }
 
   // One block of rows over tiles [from, to); `partial` takes unfinished sums.
   void do_block(int64_t b, int64_t kh, int64_t block, int64_t from, int64_t to, Keys keys, bool packed, Desk& d,
                 float* partial) const {
-    int64_t first = block * ROWS;
-    int count = (int)least((int64_t)ROWS, rows - first);
+    int64_t first = block * observed.rows;
+    int count = (int)least((int64_t)observed.rows, rows - first);
     Span span = begin_block(b, kh, first, count, d);
     if (span.high > span.low) {
       from = most(from, (int64_t)span.low / tile);
@@ -436,9 +515,14 @@ template <class M, class IO> struct Forward {
         at[1] = total;
         memcpy(at + 2, o, (size_t)out * sizeof(float));
       } else {
-        finish(b, d.place[r].h, d.place[r].i, o, d.m[r], total);
+        Share share = finish(b, d.place[r].h, d.place[r].i, o, d.m[r], total);
+        if (observed.s == nullptr) continue;
+        d.gather.share[r] = share;
+        float top = d.m[r] == -INF ? -INF : d.m[r] * to_scores(w);
+        d.gather.end_row(observed, row_index(w, b, d.place[r].h, d.place[r].i), r, d.row[r], d.m[r], top, total, base2);
       }
     }
+    if (observed.s != nullptr) d.gather.end_block(observed, b, kh, first, count, d.row, d.m, base2, d.columns);
   }
 
   bool open_desk(Desk& d, int64_t kh, Fault& fault) const {
@@ -450,13 +534,30 @@ template <class M, class IO> struct Forward {
     }
     desk_bytes(d, base);
     d.ahead.at = 3;
+    d.columns = nullptr;
     if (diagonal_floats > 0)
       for (int64_t g = 0; g < group; g++)
         make_diagonals(w, kh * group + g, d.diagonals + g * (diagonal_floats / group));
     return true;
   }
 
-  // The range of tiles that any row of a key head reaches, for packing no more than that.
+  // Blocks [from, to) of a key head's rows, one after the other.
+  void do_blocks(int64_t b, int64_t kh, int64_t from, int64_t to, Keys keys, bool packed, Desk& d) const {
+    for (int64_t block = from; block < to; block++) do_block(b, kh, block, 0, tiles, keys, packed, d, nullptr);
+  }
+
+  // The same for one span of rows, whose sums over queries go into `room`.
+  Columns do_span(int64_t b, int64_t kh, int64_t span, char* room, Keys keys, bool packed, Desk& d) const {
+    Columns columns;
+    int64_t from = span * observed.span_blocks, to = least(from + observed.span_blocks, blocks);
+    observed.begin_span(from * observed.rows, columns, room);
+    d.columns = &columns;
+    do_blocks(b, kh, from, to, keys, packed, d);
+    observed.close_tile_row(columns);
+    return columns;
+  }
+
+  // A thread packs the keys of a key head, or of one tile at a time where there is only one block, and does all its rows.
   void run_whole(int threads, Fault& fault) const {
     parallel(threads, w.batch * w.kv_heads, [&](int64_t unit) {
       int64_t b = unit / w.kv_heads, kh = unit % w.kv_heads;
@@ -472,8 +573,19 @@ template <class M, class IO> struct Forward {
       if (packed)
         for (int64_t t = 0; t < tiles; t++)
           pack_tile(b, kh, t, keys.k + t * k_numbers, keys.v + t * v_numbers, keys.bad + t, d);
-      for (int64_t block = 0; block < blocks; block++) do_block(b, kh, block, 0, tiles, keys, packed, d, nullptr);
+      if (!observed.columns) return do_blocks(b, kh, 0, blocks, keys, packed, d);
+      char* room = columns_room(1);
+      if (room == nullptr) return fault.set(CH_NO_MEMORY);
+      observed.begin_head(b, kh);
+      for (int64_t span = 0; span < observed.spans; span++)
+        observed.add_span(b, kh, span, do_span(b, kh, span, room, keys, packed, d));
+      observed.end_head(b, kh);
     });
+  }
+
+  char* columns_room(int64_t count) const {
+    Columns sizes;
+    return (char*)scratch(clearhead::SLOT_COLUMNS, (size_t)(count * observed.columns_bytes(sizes, nullptr)));
   }
 
   // Keys are packed once for all, then blocks of rows are handed out, late ones first: under a causal mask they are
@@ -492,12 +604,45 @@ template <class M, class IO> struct Forward {
                 keys.v + unit * v_numbers, keys.bad + unit, d);
     });
     if (fault.get() != CH_OK) return;
+    if (observed.columns) return share_spans(threads, keys, fault);
     parallel(threads, heads * blocks, [&](int64_t unit) {
       int64_t head = unit % heads, block = blocks - 1 - unit / heads;
       Desk d;
       if (!open_desk(d, head % w.kv_heads, fault)) return;
-      Keys own{keys.k + head * tiles * k_numbers, keys.v + head * tiles * v_numbers, keys.bad + head * tiles};
-      do_block(head / w.kv_heads, head % w.kv_heads, block, 0, tiles, own, true, d, nullptr);
+      do_blocks(head / w.kv_heads, head % w.kv_heads, block, block + 1, keys_of(keys, head), true, d);
+    });
+  }
+
+  Keys keys_of(const Keys& all_keys, int64_t head) const {
+    return Keys{all_keys.k + head * tiles * k_numbers, all_keys.v + head * tiles * v_numbers,
+                all_keys.bad + head * tiles};
+  }
+
+  // The same with sums over queries: each span of rows has its own, which are added in order.
+  void share_spans(int threads, const Keys& keys, Fault& fault) const {
+    int64_t heads = w.batch * w.kv_heads;
+    Columns sizes;
+    int64_t bytes = observed.columns_bytes(sizes, nullptr);
+    char* room = columns_room(heads * observed.spans);
+    if (room == nullptr) return fault.set(CH_NO_MEMORY);
+    parallel(threads, heads * observed.spans, [&](int64_t unit) {
+      int64_t head = unit % heads, span = observed.spans - 1 - unit / heads;
+      Desk d;
+      if (!open_desk(d, head % w.kv_heads, fault)) return;
+      do_span(head / w.kv_heads, head % w.kv_heads, span, room + (head * observed.spans + span) * bytes,
+              keys_of(keys, head), true, d);
+    });
+    if (fault.get() != CH_OK) return;
+    parallel(threads, heads, [&](int64_t head) {
+      int64_t b = head / w.kv_heads, kh = head % w.kv_heads;
+      observed.begin_head(b, kh);
+      for (int64_t span = 0; span < observed.spans; span++) {
+        Columns columns;
+        observed.columns_bytes(columns, room + (head * observed.spans + span) * bytes);
+        columns.first = observed.side > 0 ? observed.tile_row(span * observed.span_blocks * observed.rows) : 0;
+        observed.add_span(b, kh, span, columns);
+      }
+      observed.end_head(b, kh);
     });
   }
 
@@ -537,7 +682,11 @@ template <class M, class IO> struct Forward {
   }
 
   int run() const {
-    if (w.batch == 0 || w.q_len == 0) return CH_OK;
+    if (gives == Gives::ALL && observed.s != nullptr && (splits > 1 || (direct && observed.ties))) {
+      int code = Forward(w, Gives::OUTPUT).run();
+      return code != CH_OK ? code : Forward(w, Gives::STATISTICS).run();
+    }
+    if (w.batch == 0 || w.q_len == 0) return without_rows();
     Fault fault;
     double operations = 2.0 * (double)w.batch * (double)w.heads * (double)w.q_len * (double)w.k_len *
                         (double)(w.head_dim + w.value_dim);
@@ -550,6 +699,13 @@ template <class M, class IO> struct Forward {
       run_shared(threads, fault);
     clearhead::trim_scratch();
     return fault.get();
+  }
+
+  // Without queries, sums over them are 0.
+  int without_rows() const {
+    for (int64_t b = 0; b < w.batch && observed.columns; b++)
+      for (int64_t kh = 0; kh < w.kv_heads; kh++) observed.begin_head(b, kh);
+    return CH_OK;
   }
 };
 

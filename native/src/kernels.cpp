@@ -8,38 +8,24 @@
 namespace CH_NS {
 namespace {
 
-template <class IO> int forward_of(const ch_attention& w) {
+// Work is Forward or Backward: of products in pairs where the set has them for this dtype, else of single numbers.
+template <template <class, class> class Work, class IO> int run(const ch_attention& w) {
 #if defined(CH_BF16DOT)
-  if constexpr (__is_same(IO, BFloat16)) return Forward<Pairs, IO>(w).run();
+  if constexpr (__is_same(IO, BFloat16)) return Work<Pairs, IO>(w).run();
 #endif
-  return Forward<Single, IO>(w).run();
+  return Work<Single, IO>(w).run();
 }
 
-int forward(const ch_attention* w) {
+template <template <class, class> class Work> int run_dtype(const ch_attention* w) {
   switch (w->dtype) {
-    case CH_FLOAT32: return forward_of<Float32>(*w);
-    case CH_BFLOAT16: return forward_of<BFloat16>(*w);
-    default: return forward_of<Float16>(*w);
-  }
-}
-
-template <class IO> int backward_of(const ch_attention& w) {
-#if defined(CH_BF16DOT)
-  if constexpr (__is_same(IO, BFloat16)) return Backward<Pairs, IO>(w).run();
-#endif
-  return Backward<Single, IO>(w).run();
-}
-
-int backward(const ch_attention* w) {
-  switch (w->dtype) {
-    case CH_FLOAT32: return backward_of<Float32>(*w);
-    case CH_BFLOAT16: return backward_of<BFloat16>(*w);
-    default: return backward_of<Float16>(*w);
+    case CH_FLOAT32: return run<Work, Float32>(*w);
+    case CH_BFLOAT16: return run<Work, BFloat16>(*w);
+    default: return run<Work, Float16>(*w);
   }
 }
 
 }  // namespace
 
-extern const clearhead::Kernels kernels = {forward, backward};
+extern const clearhead::Kernels kernels = {run_dtype<Forward>, run_dtype<Backward>};
 
 }  // namespace CH_NS

@@ -142,24 +142,52 @@ CH_INLINE void get_numbers(const typename IO::type* from, int count, typename M:
 // Numbers of M that a row of `dim` takes as rows of A.
 template <class M> CH_INLINE int row_numbers(int dim) { return (int)round_up(dim, VL * M::PAIR) / M::PAIR; }
 
+#if defined(CH_AVX512) || defined(CH_AVX2)
+// Lanes of 128 bits: words of two vectors in turn, the lower halves' and the upper halves'; then pairs of words.
 #if defined(CH_AVX512)
-// 16 x 16 words.
-CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld) {
-  __m512i r[16], t[16];
+typedef __m512i Words;
+CH_INLINE Words load_words(const uint32_t* from) { return _mm512_loadu_si512(from); }
+CH_INLINE void interleave(Words a, Words b, Words* to) {
+  to[0] = _mm512_unpacklo_epi32(a, b);
+  to[1] = _mm512_unpackhi_epi32(a, b);
+}
+CH_INLINE void interleave_pairs(Words a, Words b, Words* to) {
+  to[0] = _mm512_unpacklo_epi64(a, b);
+  to[1] = _mm512_unpackhi_epi64(a, b);
+}
+#else
+typedef __m256 Words;
+CH_INLINE Words load_words(const uint32_t* from) { return _mm256_loadu_ps((const float*)from); }
+CH_INLINE void interleave(Words a, Words b, Words* to) {
+  to[0] = _mm256_unpacklo_ps(a, b);
+  to[1] = _mm256_unpackhi_ps(a, b);
+}
+CH_INLINE void interleave_pairs(Words a, Words b, Words* to) {
+  to[0] = _mm256_shuffle_ps(a, b, 0x44);
+  to[1] = _mm256_shuffle_ps(a, b, 0xee);
+}
+#endif
+
+// VL rows of VL words, four by four, each lane of the four transposed.
+CH_INLINE void transpose_lanes(const uint32_t* from, int64_t ld, Words* r) {
+  Words t[VL];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(from + i * ld);
+  for (int i = 0; i < VL; i++) r[i] = load_words(from + i * ld);
 #pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
+  for (int i = 0; i < VL; i += 2) interleave(r[i], r[i + 1], t + i);
 #pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  for (int i = 0; i < VL; i += 4) {
+    interleave_pairs(t[i], t[i + 2], r + i);
+    interleave_pairs(t[i + 1], t[i + 3], r + i + 2);
   }
+}
+#endif
+
+// VL x VL words: the transpose.
+#if defined(CH_AVX512)
+CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld) {
+  Words r[16], t[16];
+  transpose_lanes(from, ld, r);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
     t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
@@ -174,23 +202,9 @@ CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, i
   }
 }
 #elif defined(CH_AVX2)
-// 8 x 8 words.
 CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld) {
-  __m256 r[8], t[8];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps((const float*)from + i * ld);
-#pragma GCC unroll 4
-  for (int i = 0; i < 8; i += 2) {
-    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-  }
-#pragma GCC unroll 2
-  for (int i = 0; i < 8; i += 4) {
-    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-  }
+  Words r[8];
+  transpose_lanes(from, ld, r);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
     _mm256_storeu_ps((float*)to + i * to_ld, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));

@@ -47,6 +47,37 @@ CH_INLINE vf vmax(vf a, vf b) {
 #endif
 }
 
+CH_INLINE vf absolute(vf v) { return (vf)((vi)v & 0x7fffffff); }
+
+// 0, 1, 2 and so on.
+CH_INLINE vf counting() {
+  vf v;
+  for (int i = 0; i < VL; i++) v[i] = (float)i;
+  return v;
+}
+
+// A bit for each place where a > b.
+CH_INLINE uint32_t above(vf a, vf b) {
+#if defined(CH_AVX512)
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
+#elif defined(CH_AVX2)
+  return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ));
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < VL; i++) bits |= (uint32_t)(a[i] > b[i]) << i;
+  return bits;
+#endif
+}
+
+// The first `count` places, 0 behind them.
+CH_INLINE vf first_of(vf v, int64_t count) {
+#if defined(CH_AVX512)
+  return (vf)_mm512_maskz_mov_ps((__mmask16)((1u << count) - 1), (__m512)v);
+#else
+  return (vf)((vi)v & (counting() < all((float)count)));
+#endif
+}
+
 CH_INLINE float sum_of(vf v) {
 #if defined(CH_AVX512)
   return _mm512_reduce_add_ps((__m512)v);

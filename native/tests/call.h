@@ -108,6 +108,35 @@ class Call {
   Guarded sink, start, stop, allowed, blocks;
   std::vector<Guarded> tables, rule_grads;
 
+  // Nothing was written outside what is written, and nothing to what is read.
+  void margins(const std::vector<Guarded*>& written, const std::string& name) {
+    for (const Guarded* one : written) check(one->margins_intact(), name + ": wrote outside a tensor");
+    for (const Guarded* one : inputs()) check(one->unchanged(), name + ": wrote to what is only read");
+  }
+
+  static void compare(const Guarded& got, const Result& right, const std::string& name) {
+    size_t at = 0;
+    for (int64_t b = 0; b < got.count[0]; ++b)
+      for (int64_t h = 0; h < got.count[1]; ++h)
+        for (int64_t i = 0; i < got.count[2]; ++i)
+          for (int64_t x = 0; x < got.last; ++x, ++at) {
+            const double seen = got.get(b, h, i, x), number = right.number[at], bound = right.bound[at];
+            const double error = seen == number ? 0.0 : std::fabs(seen - number);
+            if (error <= bound) {
+              if (bound > 0 && bound > 1e-25) fullest = std::fmax(fullest, error / bound);
+              continue;
+            }
+            char line[256];
+            std::snprintf(line, sizeof(line), "%s [%lld, %lld, %lld, %lld] is %.9g, not %.9g (off by %.2g of %.2g)",
+                          name.c_str(), static_cast<long long>(b), static_cast<long long>(h),
+                          static_cast<long long>(i), static_cast<long long>(x), seen, number, error, bound);
+            fail(line);
+            return;
+          }
+  }
+
+  const Case& c;
+
  private:
   Guarded room(Random& random, int64_t heads, int64_t rows, int64_t last, bool tight) const {
     return Guarded::make(random, c.dtype, size_of(c.dtype), c.batch, heads, rows, last, tight);
@@ -220,34 +249,6 @@ class Call {
     }
     return laid;
   }
-
-  void compare(const Guarded& got, const Result& right, const std::string& name) {
-    size_t at = 0;
-    for (int64_t b = 0; b < got.count[0]; ++b)
-      for (int64_t h = 0; h < got.count[1]; ++h)
-        for (int64_t i = 0; i < got.count[2]; ++i)
-          for (int64_t x = 0; x < got.last; ++x, ++at) {
-            const double seen = got.get(b, h, i, x), number = right.number[at], bound = right.bound[at];
-            const double error = seen == number ? 0.0 : std::fabs(seen - number);
-            if (error <= bound) {
-              if (bound > 0 && bound > 1e-25) fullest = std::fmax(fullest, error / bound);
-              continue;
-            }
-            char line[256];
-            std::snprintf(line, sizeof(line), "%s [%lld, %lld, %lld, %lld] is %.9g, not %.9g (off by %.2g of %.2g)",
-                          name.c_str(), static_cast<long long>(b), static_cast<long long>(h),
-                          static_cast<long long>(i), static_cast<long long>(x), seen, number, error, bound);
-            fail(line);
-            return;
-          }
-  }
-
-  void margins(const std::vector<Guarded*>& written, const std::string& name) {
-    for (const Guarded* one : written) check(one->margins_intact(), name + ": wrote outside a tensor");
-    for (const Guarded* one : inputs()) check(one->unchanged(), name + ": wrote to what is only read");
-  }
-
-  const Case& c;
 };
 
 }  // namespace test

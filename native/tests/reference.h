@@ -99,7 +99,7 @@ struct Result {
 };
 
 struct Expected {
-  Result output, output32, lse, delta, grad_query, grad_key, grad_value;
+  Result output, output32, lse, weights, delta, grad_query, grad_key, grad_value;
   std::vector<Result> grad_rules;  // shaped like the tables, but DENSE always with k_len columns
 };
 
@@ -123,7 +123,7 @@ class Reference {
   explicit Reference(const Case& of) : c(of), p(of.dtype) {
     const int64_t rows = c.batch * c.heads * c.q_len, keys = c.batch * c.kv_heads * c.k_len;
     r.output.size(rows * c.value_dim), r.output32.size(rows * c.value_dim);
-    r.lse.size(rows), r.delta.size(rows);
+    r.lse.size(rows), r.delta.size(rows), r.weights.size(rows * c.k_len);
     r.grad_query.size(rows * c.dim), r.grad_key.size(keys * c.dim), r.grad_value.size(keys * c.value_dim);
     for (const RuleCase& rule : c.rules) {
       r.grad_rules.emplace_back();
@@ -223,6 +223,9 @@ class Reference {
                                                       static_cast<uint32_t>(s.key)) <
                                               static_cast<uint32_t>(c.dropout * 4294967296.0);
       s.factor = drops ? 0.0 : 1.0 / (1.0 - c.dropout);
+      const size_t at = static_cast<size_t>(place * c.k_len + s.key);
+      r.weights.number[at] = s.weight;
+      r.weights.bound[at] = s.weight * (s.error + lse_error + 4 * p.exp + n * p.u) + 1e-30;
     }
     forward(b, h, place, scores, error, n);
     if (!c.grad_output.empty()) backward(b, h, i, place, scores, lse_error, n);

@@ -6,6 +6,7 @@
 
 #include "call.h"
 #include "cases.h"
+#include "observed.h"
 
 namespace test {
 
@@ -41,13 +42,17 @@ void one_case(uint64_t number) {
   const Expected right = Reference(c).r;
   Random random(number + 1000003);
   Call call(c, random);
+  Observed observed(call, random);
   for (int isa : usable_sets()) {
-    std::vector<std::vector<uint8_t>> first;
+    std::vector<std::vector<uint8_t>> first, first_statistics;
     for (int threads : {1, 2, 5}) {
       const std::string name = describe(number, c) + ", " + ch_isa_name(isa) + ", threads " + std::to_string(threads);
       const int before = failures;
       expect_done(call.forward(isa, threads), name + " forward");
       if (threads == 1) call.compare_forward(right, name);
+      observed.run(isa, threads, right, name);
+      if (threads == 1) first_statistics = observed.results();
+      check(observed.results() == first_statistics, name + ": other bits of statistics than with one thread");
       expect_done(call.backward(), name + " backward");
       if (failures != before) return;
       if (threads == 1) {

@@ -150,7 +150,7 @@ def observe_attention(
         "observe_attention", query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,
         query_offset=query_offset,
     )  # fmt: skip
-    want.check("observe_attention", problem.q_len, problem.k_len)
+    want.check("observe_attention", (problem.batch, problem.num_heads, problem.q_len, problem.k_len))
     seen = run("observe_attention", problem, want, backend)
     return seen.with_leading(problem.leading)
 
@@ -186,5 +186,5 @@ def explain_dispatch(
         "explain_dispatch", query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,
         query_offset=query_offset,
     )  # fmt: skip
-    want.check("explain_dispatch", problem.q_len, problem.k_len)
+    want.check("explain_dispatch", (problem.batch, problem.num_heads, problem.q_len, problem.k_len))
     return report("explain_dispatch", problem, want, backend)

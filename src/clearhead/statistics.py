@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from clearhead.errors import ShapeError
-from clearhead.record import as_index
 from clearhead.shapes import Float, Int
 
 __all__ = ["Observation", "Want"]
@@ -17,19 +17,27 @@ __all__ = ["Observation", "Want"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Want:
-    """The statistics to compute along with the output; all describe the weights before dropout.
+    """The statistics to compute along with the output; all describe the weights before dropout, per query head.
+
+    A query that may attend to nothing has ``lse`` and ``max_score`` -inf and 0 elsewhere. A row that is NaN is so for
+    the keys it may attend to; the weight of a forbidden key is 0 always. A ``ch.Sink`` takes mass but is no key: it is
+    in ``lse`` and in no other statistic. Every backend that gives ``lse``, ``max_score``, ``entropy``, ``received``
+    and ``sink`` can differentiate them; ``reference`` and ``tiled`` also ``row_weights`` (with respect to ``w`` too),
+    ``distance`` and ``rows``. ``top_k`` and ``heatmap`` have no gradient.
 
     Args:
         lse: log-sum-exp of each row of scores, natural logarithm.
-        max_score: largest score of each row.
-        entropy: ``-sum p log p`` of each row, in nats.
-        top_k: this many largest weights of each row, ties to the lower key index; 0 for none.
+        max_score: largest score of each row; its gradient is shared evenly among ties.
+        entropy: ``-sum p log p`` of each row over its keys, in nats.
+        top_k: this many largest weights of each row, ties to the lower key index; keys of weight 0, forbidden or
+            underflowed, come after all others in the order of their indices; 0 for none, at most ``k_len``.
         received: attention each key receives, summed over queries.
-        row_weights: ``w [batch | 1, heads | 1, n, q_len]``: for ``w @ weights``, n weighted sums over queries.
-        heatmap: side of square tiles in positions, for their largest and mean weight; 0 for none.
-        sink: mass on the first this many keys; 0 for none.
-        distance: mean ``|q_pos - k_pos|`` of each row.
-        rows: indices of queries whose exact weights are wanted, ``0 <= row < q_len``.
+        row_weights: floating ``w [batch | 1, heads | 1, n, q_len]``: for ``w @ weights``, n weighted sums over queries.
+        heatmap: side of square tiles in places of the call, for their largest and mean weight; a cut tile's mean is
+            over the places it has, forbidden ones count; 0 for none.
+        sink: mass on the first this many keys; 0 for none, at most ``k_len``.
+        distance: mean ``|q_pos - k_pos|`` of each row, weighted: ``sum p |q_pos - k_pos|``.
+        rows: indices of queries whose exact weights are wanted, ``0 <= row < q_len``, in any order, repeated or not.
     """
 
     lse: bool = False
@@ -53,30 +61,67 @@ class Want:
                 asked.add(field.name)
         return frozenset(asked)
 
-    def check(self, function: str, q_len: int, k_len: int) -> None:
-        """Raise ``ShapeError`` unless each number fits a call of these lengths."""
-        for name, high, meaning in (
-            ("top_k", k_len, "k_len"),
-            ("sink", k_len, "k_len"),
-            ("heatmap", None, ""),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 0 or (high is not None and value > high):
-                rule = f"be a whole number from 0 to {meaning} {high}" if high is not None else "be 0 or more"
-                raise ShapeError.about(function, f"want.{name}", must=rule, got=value, then="0 asks for nothing.")
+    def check(self, function: str, sizes: tuple[int, int, int, int]) -> None:
+        """Raise ``ShapeError`` unless all that is asked for fits a call of ``(batch, heads, q_len, k_len)``."""
+        batch, heads, q_len, k_len = sizes
+        self._check_numbers(function, k_len)
         if self.rows is not None:
-            rows = as_index(self.rows)
-            if rows.ndim != 1 or (rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= q_len)):
+            _check_rows(function, self.rows, q_len)
+        if self.row_weights is not None:
+            _check_row_weights(function, self.row_weights, (batch, heads, q_len))
+
+    def _check_numbers(self, function: str, k_len: int) -> None:
+        for name in ("lse", "max_score", "entropy", "received", "distance"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
                 raise ShapeError.about(
-                    function, "want.rows", must=f"be query indices from 0 to {q_len - 1}", got=rows.tolist(),
-                    then="Rows are counted within the call, not by absolute position.",
-                )  # fmt: skip
-        weights = self.row_weights
-        if weights is not None and (weights.ndim != 4 or weights.shape[-1] != q_len):
-            raise ShapeError.about(
-                function, "want.row_weights", must=f"have shape [batch | 1, heads | 1, n, {q_len}]",
-                got=tuple(weights.shape), then="One weight per query.",
-            )  # fmt: skip
+                    function, f"want.{name}", must="be True or False", got=repr(value)[:80], then="True asks for it."
+                )
+        for name, high in (("top_k", k_len), ("sink", k_len), ("heatmap", None)):
+            value = getattr(self, name)
+            number = isinstance(value, int) and not isinstance(value, bool)
+            if not number or value < 0 or (high is not None and value > high):
+                rule = "be 0 or more, a whole number" if high is None else f"be a whole number from 0 to k_len {high}"
+                raise ShapeError.about(
+                    function, f"want.{name}", must=rule, got=repr(value)[:80], then="0 asks for nothing."
+                )
+
+
+def _check_rows(function: str, given: Sequence[int] | Tensor, q_len: int) -> None:
+    must = f"be query indices from 0 to {q_len - 1}" if q_len else "be empty where there are no queries"
+    try:
+        rows = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        rows = None
+    whole = rows is not None and (rows.numel() == 0 or not (rows.is_floating_point() or rows.dtype == torch.bool))
+    if rows is None or not whole or rows.is_complex() or rows.ndim != 1:
+        got = "something else" if rows is None else f"{rows.dtype} of shape {tuple(rows.shape)}"
+        raise ShapeError.about(
+            function, "want.rows", must=must, got=got.removeprefix("torch."), then="Pass a list of whole numbers."
+        )
+    if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= q_len):
+        outside = rows[(rows < 0) | (rows >= q_len)]
+        raise ShapeError.about(
+            function, "want.rows", must=must, got=outside[:8].tolist(),
+            then="Rows are counted within the call, not by absolute position.",
+        )  # fmt: skip
+
+
+def _check_row_weights(function: str, weights: Tensor, sizes: tuple[int, int, int]) -> None:
+    batch, heads, q_len = sizes
+    shape = f"[{batch} or 1, {heads} or 1, n, {q_len}]" if batch != 1 or heads != 1 else f"[1, 1, n, {q_len}]"
+    if not isinstance(weights, Tensor) or not weights.is_floating_point():
+        got = str(weights.dtype).removeprefix("torch.") if isinstance(weights, Tensor) else type(weights).__name__
+        raise ShapeError.about(
+            function, "want.row_weights", must=f"be a floating point tensor {shape}", got=got,
+            then="Convert with .float().",
+        )  # fmt: skip
+    fits = weights.ndim == 4 and weights.shape[0] in (1, batch) and weights.shape[1] in (1, heads)
+    if not fits or weights.shape[3] != q_len:
+        raise ShapeError.about(
+            function, "want.row_weights", must=f"have shape {shape}", got=tuple(weights.shape),
+            then="One weight per query, in n rows.",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

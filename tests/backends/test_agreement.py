@@ -2,78 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import clearhead as ch
 from clearhead.dispatch import BACKENDS
+from tests.agreement import compare, gradients
 from tests.budget import within_budget
 from tests.problems import BIAS, HEADS, MASKS, RULES, SINKS, TABLE, NamedMask, NamedRule, tensors
 
 TESTED = [backend.name for backend in BACKENDS if backend.name != "reference" and backend.capability.requires() is None]
 
 
-def _gradients(inputs: tuple[Tensor, ...], backend: str, **options: Any) -> list[Tensor]:
-    output = ch.attention(*inputs[:3], backend=backend, **options)
-    slope = torch.linspace(-1.0, 1.0, output.numel(), dtype=torch.float64).to(output).view_as(output)
-    return [output, *torch.autograd.grad(output, inputs, slope)]
-
-
-def _formula_in_16_bits(inputs: tuple[Tensor, ...], mask: ch.Mask | None, **options: Any) -> list[Tensor]:
-    """Output and gradients of the formula with every step rounded to the inputs' own 16 bits."""
-    assert not options.get("scores")
-    query, key, value = inputs
-    group = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
-    scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
-    if mask is not None:
-        allowed = mask.dense(query.shape[2], key.shape[2], query_offset=options.get("query_offset"))
-        scores = scores.masked_fill(~allowed, -torch.inf)
-        scores = scores.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)
-    weights = torch.softmax(scores, dim=-1)
-    if mask is not None:
-        weights = weights.masked_fill(~allowed, 0.0)
-    output = weights @ value
-    slope = torch.linspace(-1.0, 1.0, output.numel(), dtype=torch.float64).to(output).view_as(output)
-    return [output, *torch.autograd.grad(output, inputs, slope)]
-
-
-def _compare(backend: str, inputs: tuple[Tensor, ...], **options: Any) -> None:
-    """Output and every gradient on the error budget; skips what the backend's capability refuses."""
-    reasons = ch.explain_dispatch(*inputs, **options).reasons[backend]
-    if reasons:
-        pytest.skip(f"{backend}: {'; '.join(reasons)}")
-    exact_inputs = tuple(tensor.detach().double().requires_grad_() for tensor in inputs)
-    exact = _gradients(exact_inputs, "reference", **options)
-    # The kernels multiply in bfloat16 what is bfloat16, weights included; the others go up to float32.
-    if backend == "native" and inputs[0].dtype == torch.bfloat16:
-        textbook = _formula_in_16_bits(inputs, **options)
-    else:
-        textbook = _gradients(inputs, "reference", **options)
-    query, key, value = (tensor.detach().double().square().mean().sqrt().item() for tensor in inputs)
-    # A gradient's terms are weight-gradient times key or query; an output's are values.
-    sizes = {"output": value, "dquery": value * key, "dkey": value * query, "dvalue": 1.0}
-    terms = max(inputs[0].shape[2], inputs[1].shape[2])
-    found = zip(_gradients(inputs, backend, **options), textbook, exact, strict=True)
-    for (name, size), tensors_of in zip(sizes.items(), found, strict=True):
-        within_budget(f"{backend} {name}", *tensors_of, terms=terms, size=size)
-
-
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("backend", TESTED)
 def test_masks_and_rules(backend: str, mask: NamedMask, rule: NamedRule) -> None:
-    _compare(backend, tensors(), mask=mask.mask, scores=rule.rules)
+    compare(backend, tensors(), mask=mask.mask, scores=rule.rules)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ["none", "causal", "padding to nothing", "causal documents"])
 @pytest.mark.parametrize("backend", TESTED)
 def test_dtypes(backend: str, name: str, dtype: torch.dtype) -> None:
-    _compare(backend, tensors(dtype=dtype), mask=MASKS[name].mask)
+    compare(backend, tensors(dtype=dtype), mask=MASKS[name].mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -96,7 +49,7 @@ def test_inference_in_16_bits(backend: str, name: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("backend", [*TESTED, "reference"])
 def test_autocast_leaves_float32_alone(backend: str) -> None:
     inputs = tensors(value_dim=8)
-    plain = _gradients(inputs, backend, mask=ch.Causal())
+    plain = gradients(inputs, backend, mask=ch.Causal())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = ch.attention(*inputs, mask=ch.Causal(), backend=backend)
     assert output.dtype == torch.float32
@@ -105,9 +58,9 @@ def test_autocast_leaves_float32_alone(backend: str) -> None:
 
 def test_tiled_backward_within_autocast() -> None:
     inputs = tensors()
-    plain = _gradients(inputs, "tiled", mask=ch.Causal())
+    plain = gradients(inputs, "tiled", mask=ch.Causal())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        within = _gradients(inputs, "tiled", mask=ch.Causal())
+        within = gradients(inputs, "tiled", mask=ch.Causal())
     for one, other in zip(within, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
@@ -133,8 +86,8 @@ SIZES = [
 def test_sizes(backend: str, mask: ch.Mask | None, sizes: dict[str, int]) -> None:
     inputs = tensors(**sizes)
     offset = inputs[1].shape[2] - inputs[0].shape[2]
-    _compare(backend, inputs, mask=mask, query_offset=offset)
-    _compare(backend, inputs, mask=mask, query_offset=0)
+    compare(backend, inputs, mask=mask, query_offset=offset)
+    compare(backend, inputs, mask=mask, query_offset=0)
 
 
 @pytest.mark.parametrize("backend", TESTED)
@@ -143,13 +96,13 @@ def test_strided_views(backend: str) -> None:
     packed = torch.randn(2, 13, 3 * HEADS * 8)
     views = tuple(part.unflatten(-1, (HEADS, 8)).transpose(1, 2).requires_grad_() for part in packed.chunk(3, dim=-1))
     assert not views[0].is_contiguous()
-    _compare(backend, views, mask=ch.Causal())
+    compare(backend, views, mask=ch.Causal())
 
 
 @pytest.mark.parametrize("backend", TESTED)
 @pytest.mark.parametrize("size", [30.0, 1e3])
 def test_huge_scores(backend: str, size: float) -> None:
-    _compare(backend, tensors(size=size), mask=ch.Causal())
+    compare(backend, tensors(size=size), mask=ch.Causal())
 
 
 @pytest.mark.parametrize("lengths", [[1] * 9, [300, 1, 2, 290, 7, 40, 40], [513], [0, 5, 0, 6]], ids=str)
@@ -157,13 +110,13 @@ def test_huge_scores(backend: str, size: float) -> None:
 def test_packed_documents(backend: str, lengths: list[int]) -> None:
     inputs = tensors(batch=1, q_len=sum(lengths), k_len=sum(lengths))
     for mask in (ch.Documents(lengths=lengths), ch.Window(3, 1) & ch.Documents(lengths=lengths)):
-        _compare(backend, inputs, mask=mask)
+        compare(backend, inputs, mask=mask)
 
 
 @pytest.mark.parametrize("backend", TESTED)
 def test_packed_documents_with_padding_between(backend: str) -> None:
     ids = torch.tensor([0, 0, 0, -1, 1, 1, -1, -1, 2])
-    _compare(backend, tensors(batch=1, q_len=9, k_len=9), mask=ch.Documents(ids=ids))
+    compare(backend, tensors(batch=1, q_len=9, k_len=9), mask=ch.Documents(ids=ids))
 
 
 @pytest.mark.parametrize("backend", TESTED)
@@ -230,7 +183,7 @@ def test_tiled_lse_has_its_gradient() -> None:
 @pytest.mark.parametrize("backend", TESTED)
 def test_two_runs_give_the_same_bits(backend: str) -> None:
     inputs = tensors(q_len=200, k_len=200)
-    first, second = (_gradients(inputs, backend, mask=ch.Causal()) for _ in range(2))
+    first, second = (gradients(inputs, backend, mask=ch.Causal()) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 

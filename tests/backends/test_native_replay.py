@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.backends import native_library, native_replay, sdpa
+from clearhead.backends import native_replay, sdpa
+from tests.agreement import needs_native
 
-pytestmark = pytest.mark.skipif(native_library.reason() is not None, reason=f"native {native_library.reason()}")
+pytestmark = needs_native
 
 
 def _tensors(*shape: int) -> tuple[Tensor, Tensor, Tensor]:

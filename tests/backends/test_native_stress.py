@@ -16,12 +16,9 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.backends import native_library
-from tests.backends.test_native import draw, results
+from tests.agreement import draw, needs_native, results
 
-pytestmark = pytest.mark.skipif(
-    native_library.reason() is not None, reason=f"native {native_library.reason() or 'runs'}"
-)
+pytestmark = needs_native
 
 
 @pytest.fixture(autouse=True)

@@ -98,3 +98,77 @@ def test_gradients_are_right_in_float64() -> None:
         return ch.attention(query, key, value, mask=ch.Causal(), scores=rules, backend="reference")
 
     assert torch.autograd.gradcheck(run, (query, key, value, table, logits))
+
+
+def test_statistics_have_their_gradients_in_float64() -> None:
+    """Under a mask with an empty row, a sink, a soft-cap and a learned bias."""
+    query, key, value = tensors(dtype=torch.float64, batch=1, heads=2, kv_heads=1, q_len=4, k_len=4, head_dim=3)
+    table = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    logits = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(1, 1, 2, 4, dtype=torch.float64, requires_grad=True)
+    names = ("max_score", "entropy", "received", "row_weights", "sink", "distance", "rows")
+
+    def run(query: Tensor, key: Tensor, table: Tensor, logits: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+        want = ch.Want(
+            lse=True, max_score=True, entropy=True, received=True, row_weights=rows, sink=2, distance=True, rows=[1, 3]
+        )
+        seen = ch.observe_attention(
+            query, key, value, want=want, mask=~ch.Causal() | ch.Window(0) & ch.Prefix(2), backend="reference",
+            scores=(ch.RelativeBias(table), ch.SoftCap(2.0), ch.Sink(logits)),
+        )  # fmt: skip
+        # The empty row's largest score is -inf, which finite differences cannot subtract.
+        return seen.lse, *(getattr(seen, name).masked_fill(getattr(seen, name) == -torch.inf, 0.0) for name in names)
+
+    assert torch.autograd.gradcheck(run, (query, key, table, logits, rows))
+
+
+def test_gradients_stay_finite_where_weights_are_zero() -> None:
+    """Empty rows by mask and by a bias of -inf, and weights that underflow."""
+    query, key, value = tensors(size=40.0)
+    bias = torch.zeros(13, 13)
+    bias[4] = -torch.inf
+    want = ch.Want(lse=True, max_score=True, entropy=True, received=True, sink=3, distance=True)
+    mask = ch.Causal() & ch.Dense(torch.arange(13)[:, None] != 7)
+    seen = ch.observe_attention(query, key, value, want=want, mask=mask, scores=ch.DenseBias(bias), backend="reference")
+    assert bool((seen.entropy[:, :, [4, 7]] == 0).all())
+    assert bool((seen.max_score[:, :, [4, 7]] == -torch.inf).all())
+    for name in want.names:
+        statistic = getattr(seen, name)
+        grads = torch.autograd.grad(statistic.sum(), (query, key), retain_graph=True)
+        assert all(torch.isfinite(grad).all() for grad in grads), name
+        assert bool((grads[0][:, :, [4, 7]] == 0).all()), name
+
+
+def test_a_nan_row_leaves_forbidden_keys_at_zero() -> None:
+    query, key, value = (tensor.detach() for tensor in tensors())
+    query[0, 0, 3] = torch.nan
+    seen = ch.observe_attention(
+        query, key, value, want=ch.Want(received=True, rows=[3], top_k=6), mask=ch.Causal(), backend="reference"
+    )
+    assert seen.rows[0, 0, 0, :4].isnan().all()
+    assert bool((seen.rows[0, 0, 0, 4:] == 0).all())
+    assert seen.received[0, 0].isnan().tolist() == [True] * 4 + [False] * 9
+    assert seen.top_indices[0, 0, 3].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_statistics_by_hand() -> None:
+    """Weights 1/4 and 3/4, with a sink that takes half of both."""
+    query, key = torch.ones(1, 1, dtype=torch.float64), torch.tensor([[0.0], [math.log(3.0)]], dtype=torch.float64)
+    want = ch.Want(
+        lse=True, max_score=True, entropy=True, top_k=2, received=True, heatmap=2, sink=1, distance=True,
+        row_weights=torch.full((1, 1, 1, 1), 2.0),
+    )  # fmt: skip
+    seen = ch.observe_attention(
+        query, key, key, want=want, scores=ch.Sink(torch.tensor([math.log(4.0)])), query_offset=3, backend="reference"
+    )
+    weights = [0.125, 0.375]
+    expected = {
+        "lse": [math.log(8.0)], "max_score": [math.log(3.0)],
+        "entropy": [-sum(weight * math.log(weight) for weight in weights)], "top_weights": [weights[::-1]],
+        "received": weights, "row_weights": [[0.25, 0.75]], "heatmap_max": [[0.375]], "heatmap_mean": [[0.25]],
+        "sink": [0.125], "distance": [0.125 * 3 + 0.375 * 2],
+    }  # fmt: skip
+    for name, numbers in expected.items():
+        found = getattr(seen, name)
+        torch.testing.assert_close(found, torch.tensor(numbers, dtype=found.dtype), rtol=1e-6, atol=1e-6, msg=name)
+    assert seen.top_indices.tolist() == [[1, 0]]

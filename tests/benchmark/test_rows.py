@@ -10,6 +10,9 @@ import torch
 from clearhead.benchmark import SUITES
 from clearhead.benchmark.cases import Case, noise_of
 from clearhead.benchmark.encoders import STACK, SWAPPED, EncoderWork, ragged
+from clearhead.benchmark.hugging_face import ONNX_MODEL, SDPA_MODEL, CausalRow, EncoderModelRow
+from clearhead.benchmark.lines import Line, measure_row
+from clearhead.benchmark.observed import MATERIALISED, PLAIN, ObserveRow
 from clearhead.benchmark.peers import MODULE, OURS, SDPA, SDPA_WINDOW, TensorWork
 from clearhead.benchmark.product import PRODUCT, product_call
 from clearhead.benchmark.rows import AttentionRow, EncoderRow, ModuleRow, Row
@@ -26,14 +29,37 @@ ROWS: dict[str, Row] = {
     "encoder": EncoderRow(
         batch=4, longest=16, embed_dim=32, num_heads=4, num_layers=2, feedforward_dim=64, dtype=FLOAT
     ),
+    "observe": ObserveRow(wanted="everything", shape=(1, 2, 128, 8), causal=True),
 }  # fmt: skip
+#: Those that need transformers.
+MODEL_ROWS: dict[str, Row] = {
+    "encoder model": EncoderModelRow(model="MiniLM 6x384", batch=2, length=8).small(),
+    "prefill": CausalRow(decode=False).small(),
+    "decode": CausalRow(decode=True).small(),
+}
+
+
+@pytest.mark.parametrize("name", MODEL_ROWS)
+def test_models_of_transformers_do_the_same_work(name: str) -> None:
+    pytest.importorskip("transformers", reason="models come from transformers")
+    case = MODEL_ROWS[name].case()
+    assert case.check().keys() == case.calls.keys()
+    assert not case.left_out
+
+
+def test_statistics_are_measured_with_their_memory() -> None:
+    row = ObserveRow(wanted="received", shape=(1, 4, 1024, 16))
+    line = measure_row(row, repeats=5, seconds=None)
+    assert line.memory.keys() == line.timings.keys()
+    assert line.memory[MATERIALISED] > 2 * 4 * 1024**2 * 4 > line.memory[OURS], "weights take 16 MiB, twice"
+    assert Line.from_dict(line.to_dict()).memory == line.memory
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_all_contenders_do_the_same_work(name: str) -> None:
     case = ROWS[name].case()
     errors = case.check()
-    other_work = {SDPA} if name == "window" else set()
+    other_work = {"window": {SDPA}, "observe": {PLAIN}}.get(name, set())
     assert set(errors) == set(case.calls) - other_work
     assert max(errors.values()) < (6e-2 if ROWS[name].dtype == HALF else 1e-5)
 
@@ -103,7 +129,8 @@ def test_every_row_of_every_suite_has_a_title_of_its_own_and_floors_that_speak_o
 def test_the_floors_name_contenders_that_exist() -> None:
     named = {peer for suite in SUITES.values() for floor in suite.floors for peer in (*floor.against, floor.ours)}
     onnx = {"ONNX Runtime Attention", "ONNX Runtime MultiHeadAttention"}
-    assert named == {OURS, SWAPPED, SDPA, MODULE, STACK} | onnx
+    models = {SDPA_MODEL, ONNX_MODEL}
+    assert named == {OURS, SWAPPED, SDPA, MODULE, STACK, PLAIN, MATERIALISED} | onnx | models
 
 
 def test_operations_and_bytes_are_counted() -> None:

@@ -29,6 +29,7 @@ from clearhead.backends.native_library import (
     reason,
 )
 from clearhead.backends.native_replay import remember
+from clearhead.backends.native_statistics import DIFFERENTIABLE, Gathered, Grads, kernel_gives
 from clearhead.backends.once import once
 from clearhead.masks import Causal
 from clearhead.masks.base import carried_sizes
@@ -135,6 +136,14 @@ class _Work:
         setattr(self.description, name, TensorView(tensor.data_ptr(), batch, head, row))
         return tensor
 
+    def gather(self, want: Want, *, for_backward: bool) -> Gathered | None:
+        """Ask for statistics, where any are wanted that the kernel has to gather."""
+        if not kernel_gives(want):
+            return None
+        self.gathered = Gathered(self.problem, want, for_backward=for_backward)
+        self.description.statistics = ctypes.addressof(self.gathered.structure)
+        return self.gathered
+
     def result(self, name: str, *trailing: int) -> Tensor:
         """A new float32 ``[batch, heads, q_len, *trailing]`` that the kernel writes."""
         own = self.problem
@@ -220,18 +229,19 @@ class _Rows:
     softmax: Float[Tensor, "batch heads q_len 2"]
 
 
-def _forward(problem: Problem, want_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Output, and log-sum-exp where it is wanted."""
+def _forward(problem: Problem, want: Want) -> Observation:
+    """Output, and the statistics that are wanted."""
     work = _Work(problem)
     output = work.tensor("output", _like(problem.query, problem.value_dim))
-    lse = work.result("lse") if want_lse else None
+    lse = work.result("lse") if want.lse else None
+    gathered = work.gather(want, for_backward=False)
     _call("ch_forward", work)
-    if lse is None and _may_come_again(problem):
+    if not want.names and _may_come_again(problem):
         remember(
             problem.query, problem.key, problem.value, causal=problem.mask is not None,
             description=work.description, output=output,
         )  # fmt: skip
-    return output, lse
+    return Observation(output=output, lse=lse, **({} if gathered is None else gathered.results()))
 
 
 def _may_come_again(problem: Problem) -> bool:
@@ -249,48 +259,101 @@ def _square_causal(problem: Problem) -> bool:
     return isinstance(problem.mask, Causal) and problem.query_offset == 0 and problem.q_len == problem.k_len
 
 
-def _forward_for_backward(problem: Problem) -> tuple[Tensor, _Rows]:
-    """Output, and what backward needs besides."""
+def _forward_for_backward(problem: Problem, want: Want) -> tuple[Tensor, _Rows, dict[str, Tensor]]:
+    """Output, what backward needs besides, and the statistics that are wanted."""
     work = _Work(problem)
     output = work.tensor("output", _like(problem.query, problem.value_dim))
     exact = output if output.dtype == torch.float32 else work.result("output32", problem.value_dim)
     rows = _Rows(exact, work.result("lse"), work.result("softmax", 2))
+    gathered = work.gather(want, for_backward=True)
     _call("ch_forward", work)
-    return output, rows
+    return output, rows, {} if gathered is None else gathered.results()
 
 
 class _Native(torch.autograd.Function):
-    """Output and log-sum-exp; rule parameters ride along so that autograd knows them."""
+    """Output, log-sum-exp and statistics; rule parameters ride along so that autograd knows them."""
 
     @staticmethod
-    def forward(ctx: Any, problem: Problem, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        output, rows = _forward_for_backward(problem)
-        ctx.problem = problem
-        ctx.save_for_backward(*tensors[:3], rows.output, rows.lse, rows.softmax)
-        return output, rows.lse
+    def forward(ctx: Any, problem: Problem, want: Want, names: list[str], *tensors: Tensor) -> tuple[Tensor, ...]:
+        output, rows, found = _forward_for_backward(problem, want)
+        names.extend(found)
+        ctx.problem, ctx.names, ctx.sink_keys = problem, names, want.sink
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(tensor for name, tensor in found.items() if name not in DIFFERENTIABLE))
+        # Small ones, and what a gradient of them needs.
+        ctx.save_for_backward(
+            *tensors[:3], rows.output, rows.lse, rows.softmax,
+            *(found.get(name) for name in ("entropy", "distance", "sink", "ties")),
+        )  # fmt: skip
+        return output, rows.lse, *found.values()
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, *rows = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, *others: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        query, key, value, output, lse, softmax, *small = ctx.saved_tensors
         problem = ctx.problem.with_tensors(query, key, value)
+        rows = _Rows(output, lse, softmax)
+        given = {name: grad for name, grad in zip(ctx.names, others, strict=True) if grad is not None}
+        found = dict(zip(("entropy", "distance", "sink", "ties"), small, strict=True))
         with torch.no_grad():
-            grads = _gradients(problem, _Rows(*rows), grad_output, grad_lse)
-        return None, *once(grads, (query, key, value, grad_output))
+            if grad_output is None:
+                grad_output = torch.zeros_like(output, dtype=query.dtype)
+            arrived = _Arrived(grad_output, grad_lse, given, found, ctx.sink_keys)
+            grads = _gradients(problem, rows, arrived)
+        return None, None, None, *once(grads, (query, key, value, grad_output))
 
 
-def _gradients(problem: Problem, rows: _Rows, grad_output: Tensor, grad_lse: Tensor | None) -> list[Tensor]:
+@dataclass(frozen=True)
+class _Arrived:
+    """Gradients that came in: of the output, the log-sum-exp, and statistics by name; and forward's row statistics."""
+
+    output: Tensor
+    lse: Tensor | None
+    statistics: dict[str, Tensor]
+    found: dict[str, Tensor]
+    sink_keys: int
+
+    def without(self, rows: Tensor) -> _Arrived:
+        """The same with nothing arriving at some rows."""
+
+        def clean(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {
+                name: tensor if tensor is None or name in ("received", "ties") else tensor.masked_fill(rows, 0.0)
+                for name, tensor in tensors.items()
+            }
+
+        return replace(
+            self, output=self.output.masked_fill(rows[..., None], 0.0),
+            lse=None if self.lse is None else self.lse.masked_fill(rows, 0.0),
+            statistics=clean(self.statistics), found=clean(self.found),
+        )  # fmt: skip
+
+
+def _gradients(problem: Problem, rows: _Rows, arrived: _Arrived) -> list[Tensor]:
     """Gradients of query, key, value and the rules' parameters."""
-    grads = _backward(problem, rows, grad_output, grad_lse)
+    grads = _backward(problem, rows, arrived)
     if grads is None:
         clean = contained(problem, rows.output, rows.lse)
         # A row with an infinite largest score and no share has no weights.
         gone = torch.tensor([torch.inf, 0.0])
         softmax = torch.where(clean.spoiled[..., None], gone, rows.softmax)
         finite = _Rows(clean.finite(rows.output), rows.lse, softmax)
-        grads = _backward(clean.problem, finite, clean.finite(grad_output), grad_lse)
+        grads = _backward(clean.problem, finite, arrived.without(clean.spoiled))
         assert grads is not None
         grads = replace(grads, tensors=clean.spoil(grads.tensors))
     return [*grads.tensors, *(_parameter_gradient(problem, own, grads, rows.lse) for own in problem.rule_parameters)]
+
+
+def _received_mean(problem: Problem, grad: Tensor) -> Tensor:
+    """Each row's weighted mean of a number per key, ``[batch, heads, q_len]``: attention to a value one wide."""
+    group = problem.num_heads // problem.num_kv_heads
+    query, key = (tensor.detach().to(torch.float32) for tensor in (problem.query, problem.key))
+    values = grad.to(torch.float32)[..., None]
+    alone = replace(
+        problem, query=query, key=key.repeat_interleave(group, dim=1), value=values, dropout=0.0
+    )  # fmt: skip
+    return _forward(alone, Want()).output[..., 0]
 
 
 @dataclass(frozen=True)
@@ -302,15 +365,23 @@ class _Gradients:
     delta: Tensor
 
 
-def _backward(problem: Problem, rows: _Rows, grad_output: Tensor, grad_lse: Tensor | None) -> _Gradients | None:
+def _backward(problem: Problem, rows: _Rows, arrived: _Arrived) -> _Gradients | None:
     """The kernel's call; None where numbers that are not finite meet a mask."""
+    grad_lse = arrived.lse
     work = _Work(problem)
     description = work.description
     work.tensor("output", rows.output)
     if problem.query.dtype != torch.float32:
         description.output32 = work.keep(rows.output).data_ptr()
     description.softmax = work.keep(rows.softmax).data_ptr()
-    work.tensor("grad_output", grad_output)
+    work.tensor("grad_output", arrived.output)
+    if arrived.statistics:
+        found = arrived.found
+        if "received" in arrived.statistics:
+            found = {**found, "received_mean": _received_mean(problem, arrived.statistics["received"])}
+        extra = Grads(problem, arrived.statistics, found, rows.lse, arrived.sink_keys)
+        description.statistics = extra.pointer()
+        grad_lse = -extra.row_sums if grad_lse is None else grad_lse - extra.row_sums
     if grad_lse is not None:
         description.grad_lse = work.keep(grad_lse.to(torch.float32)).data_ptr()
     delta = work.result("delta")
@@ -351,14 +422,16 @@ def _parameter_gradient(problem: Problem, parameter: Tensor, grads: _Gradients, 
 
 
 def run(problem: Problem, want: Want) -> Observation:
-    """Output, and the log-sum-exp where it is wanted."""
-    if problem.needs_gradient:
-        output, lse = _Native.apply(  # type: ignore[no-untyped-call]
-            problem, problem.query, problem.key, problem.value, *problem.rule_parameters
-        )
-    else:
-        output, lse = _forward(problem, "lse" in want.names)
-    return Observation(output=output, lse=lse if "lse" in want.names else None)
+    """Output, and the statistics that are wanted."""
+    if not problem.needs_gradient:
+        return _forward(problem, want)
+    names: list[str] = []
+    output, lse, *others = _Native.apply(  # type: ignore[no-untyped-call]
+        problem, want, names, problem.query, problem.key, problem.value, *problem.rule_parameters
+    )
+    found = dict(zip(names, others, strict=True))
+    found.pop("ties", None)
+    return Observation(output=output, lse=lse if want.lse else None, **found)
 
 
 def _yields(problem: Problem) -> str | None:
@@ -376,7 +449,6 @@ BACKEND = Backend(
         dtypes=frozenset(_DTYPES),
         rules=(Alibi, RelativeBias, DenseBias, SoftCap, Sink),
         mask_functions=False,
-        statistics=frozenset({"lse"}),
         max_head_dim=MAX_HEAD_DIM,
         requires=reason,
         also=_also,

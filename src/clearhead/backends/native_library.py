@@ -19,11 +19,12 @@ import torch as torch
 
 __all__ = [
     "ABI", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS", "UNBOUNDED", "Code", "Description", "Dtype", "Rule", "RuleKind",
-    "Table", "TensorView", "all_finite", "isa_index", "isa_name", "isa_names", "library", "message", "reason",
+    "Statistics", "Table", "TensorView", "all_finite", "isa_index", "isa_name", "isa_names", "library", "message",
+    "reason",
 ]  # fmt: skip
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
-ABI: Final = 1
+ABI: Final = 2
 MAX_HEAD_DIM: Final = 256
 MAX_RUNS: Final = 4
 MAX_RULES: Final = 8
@@ -63,6 +64,7 @@ class Code(IntEnum):
     BAD_ISA = 9
     NO_MEMORY = 10
     NOT_FINITE = 11
+    BAD_STATISTIC = 12
 
 
 _int32, _int64, _float, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -89,6 +91,22 @@ class Rule(ctypes.Structure):
     )  # fmt: skip
 
 
+class Statistics(ctypes.Structure):
+    """``ch_statistics``: what forward gathers besides the output; null asks for nothing."""
+
+    _fields_ = (
+        ("max_score", _pointer), ("ties", _pointer), ("entropy", _pointer), ("distance", _pointer),
+        ("sink", _pointer), ("sink_keys", _int64),
+        ("top_weights", _pointer), ("top_indices", _pointer), ("top_k", _int64),
+        ("received", _pointer), ("weighted", _pointer), ("row_weights", _pointer),
+        ("num_weights", _int64), ("weight_batch", _int64), ("weight_head", _int64),
+        ("heatmap_max", _pointer), ("heatmap_mean", _pointer), ("heatmap", _int64),
+        ("rows", _pointer), ("row_slots", _pointer), ("num_rows", _int64),
+        ("grad_max", _pointer), ("grad_entropy", _pointer), ("grad_distance", _pointer), ("grad_sink", _pointer),
+        ("grad_received", _pointer),
+    )  # fmt: skip
+
+
 class Description(ctypes.Structure):
     """``ch_attention``: one call. Every field starts at zero; ``Description.new()`` sets those that may not."""
 
@@ -107,6 +125,7 @@ class Description(ctypes.Structure):
         ("rules", Rule * MAX_RULES), ("sink", _pointer), ("sink_head", _int64),
         ("grad_output", TensorView), ("grad_lse", _pointer),
         ("grad_query", TensorView), ("grad_key", TensorView), ("grad_value", TensorView), ("delta", _pointer),
+        ("statistics", _pointer),
     )  # fmt: skip
 
     @classmethod

@@ -56,7 +56,8 @@ def steps(problem: Problem) -> Steps:
     masked = ruled.masked_fill(~allowed, -torch.inf)
 
     lse = _log_sum_exp(masked, problem)
-    weights = torch.exp(masked - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    # A row that is NaN is so for the keys it may attend to; the weight of a forbidden key is 0 whatever happens.
+    weights = torch.exp(_logs(masked, lse)).masked_fill(~allowed, 0.0)
     dropped = weights
     if problem.dropout > 0.0:
         dropped = weights * keep_scale(problem.seed, problem.dropout, indices, dtype)
@@ -65,6 +66,11 @@ def steps(problem: Problem) -> Steps:
         raw=raw, scaled=scaled, ruled=ruled, allowed=allowed, masked=masked, weights=weights, lse=lse,
         output=output.to(problem.query.dtype),
     )  # fmt: skip
+
+
+def _logs(masked: Tensor, lse: Tensor) -> Tensor:
+    """Logarithms of the weights, ``score - lse``; -inf throughout an empty row."""
+    return masked - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
 
 
 def _log_sum_exp(masked: Tensor, problem: Problem) -> Tensor:
@@ -95,46 +101,68 @@ def _weighted_values(weights: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
 def run(problem: Problem, want: Want) -> Observation:
     """Output and statistics from the materialised steps."""
     done = steps(problem)
+    weights = done.weights
     found: dict[str, Tensor] = {}
     asked = want.names
     if "lse" in asked:
         found["lse"] = done.lse
     if "max_score" in asked:
-        found["max_score"] = done.masked.amax(dim=-1)
+        found["max_score"] = _largest(done.masked)
     if "entropy" in asked:
-        found["entropy"] = -torch.special.xlogy(done.weights, done.weights).sum(dim=-1)
+        found["entropy"] = _entropy(done)
     if "top_k" in asked:
-        found["top_indices"], found["top_weights"] = _top(done.weights, want.top_k)
+        found["top_indices"], found["top_weights"] = _top(weights.detach(), want.top_k)
     if "received" in asked:
-        found["received"] = done.weights.sum(dim=-2)
+        found["received"] = weights.sum(dim=-2)
     if want.row_weights is not None:
-        found["row_weights"] = want.row_weights.to(done.weights) @ done.weights
+        found["row_weights"] = want.row_weights.to(weights) @ weights
     if "heatmap" in asked:
-        found["heatmap_max"], found["heatmap_mean"] = _pooled(done.weights, want.heatmap)
+        found["heatmap_max"], found["heatmap_mean"] = _pooled(weights.detach(), want.heatmap)
     if "sink" in asked:
-        found["sink"] = done.weights[..., : want.sink].sum(dim=-1)
+        found["sink"] = weights[..., : want.sink].sum(dim=-1)
     if "distance" in asked:
         _, _, q_pos, k_pos = problem.indices()
-        found["distance"] = (done.weights * (q_pos - k_pos).abs()).sum(dim=-1)
+        found["distance"] = (weights * (q_pos - k_pos).abs()).sum(dim=-1)
     if want.rows is not None:
-        found["rows"] = done.weights[:, :, as_index(want.rows).to(done.weights.device)]
+        found["rows"] = weights[:, :, as_index(want.rows).to(weights.device)]
     return Observation(output=done.output, **found)
 
 
+def _largest(masked: Tensor) -> Tensor:
+    """The largest score of each row; its gradient is shared among ties, and an empty row has none."""
+    if masked.shape[-1] == 0:
+        return masked.new_full(masked.shape[:-1], -torch.inf)
+    largest = masked.amax(dim=-1)
+    return largest.masked_fill(largest == -torch.inf, -torch.inf)
+
+
+def _entropy(done: Steps) -> Tensor:
+    """``-sum p log p`` over keys; a sink takes mass but is no key."""
+    # Where the weight is 0 the logarithm is not looked at: 0 log 0 counts as 0, in the gradient too.
+    logs = _logs(done.masked, done.lse).masked_fill(done.weights == 0.0, 0.0)
+    return -(done.weights * logs).sum(dim=-1)
+
+
 def _top(weights: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest weights of each row; equal ones in the order of their keys."""
+    """The k largest weights of each row; equal ones, and those that are 0, in the order of their keys."""
     ordered, indices = weights.sort(dim=-1, descending=True, stable=True)
     return indices[..., :k], ordered[..., :k]
 
 
-def _pooled(weights: Tensor, tile: int) -> tuple[Tensor, Tensor]:
-    """Largest and mean weight of each ``tile`` x ``tile`` square; a cut tile counts the places it has."""
-    q_pad, k_pad = -weights.shape[-2] % tile, -weights.shape[-1] % tile
-    padded = torch.nn.functional.pad(weights, (0, k_pad, 0, q_pad))
-    tiles = padded.unflatten(-1, (-1, tile)).unflatten(-3, (-1, tile)).transpose(-3, -2)
-    places = torch.nn.functional.pad(torch.ones_like(weights[0, 0]), (0, k_pad, 0, q_pad))
-    counts = places.unflatten(-1, (-1, tile)).unflatten(-3, (-1, tile)).transpose(-3, -2).sum(dim=(-2, -1))
-    return tiles.amax(dim=(-2, -1)), tiles.sum(dim=(-2, -1)) / counts
+def _pooled(weights: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """Largest and mean weight of each square tile; a cut tile counts the places it has, forbidden ones too."""
+    # A tile larger than the whole is the whole.
+    sides = [min(side, max(1, length)) for length in weights.shape[-2:]]
+    cells = [-(-length // own) for length, own in zip(weights.shape[-2:], sides, strict=True)]
+    padding = (0, cells[1] * sides[1] - weights.shape[-1], 0, cells[0] * sides[0] - weights.shape[-2])
+
+    def tiles(places: Tensor) -> Tensor:
+        padded = torch.nn.functional.pad(places, padding)
+        split: Tensor = padded.unflatten(-1, (cells[1], sides[1])).unflatten(-3, (cells[0], sides[0]))
+        return split.transpose(-3, -2)
+
+    counts = tiles(torch.ones_like(weights[:1, :1])).sum(dim=(-2, -1))
+    return tiles(weights).amax(dim=(-2, -1)), tiles(weights).sum(dim=(-2, -1)) / counts
 
 
 BACKEND = Backend(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
+from clearhead.benchmark.memory import peak_extra_bytes
 from clearhead.benchmark.peers import OURS, short_name
 from clearhead.benchmark.product import OPERATIONS, PRODUCT
 from clearhead.benchmark.results import Timed, timed
@@ -27,12 +28,14 @@ class Line(Timed):
         group: the rows that floors speak of together.
         operations: multiplications and additions of the work.
         memory_read: bytes of keys and values, where reading them bounds the work.
+        memory: for each contender the bytes it needed above its inputs at its highest; empty where nobody asks.
     """
 
     title: str
     group: str
     operations: float | None
     memory_read: float | None
+    memory: Mapping[str, int] = field(default_factory=dict)
 
     def rate(self, name: str) -> float | None:
         """GFLOP/s by the median; None where the operations are not counted."""
@@ -60,7 +63,7 @@ class Line(Timed):
             name: {
                 "seconds": timing.to_dict(), "times_clearhead": self.ratio(name), "gflops": self.rate(name),
                 "share_of_product_rate": self.share(name), "gigabytes_per_second": self.bandwidth(name),
-                "relative_error": self.errors.get(name),
+                "relative_error": self.errors.get(name), "peak_bytes": self.memory.get(name),
             }
             for name, timing in self.timings.items()
         }  # fmt: skip
@@ -78,6 +81,7 @@ class Line(Timed):
             **{name: values[name] for name in ("title", "group", "backend", "operations", "memory_read", "left_out")},
             timings={name: Timing.of(tuple(one["seconds"]["runs"])) for name, one in contenders.items()},
             errors={name: error for name, error in errors.items() if error is not None},
+            memory={name: peak for name, one in contenders.items() if (peak := one.get("peak_bytes")) is not None},
         )
 
 
@@ -92,10 +96,13 @@ def measure_row(row: Row, *, repeats: int, seconds: float | None) -> Line:
     Raises:
         UnsupportedError: the contenders do not compute the same numbers.
     """
-    found = timed(row.case(), repeats=repeats, seconds=seconds, fewest=_FEWEST_ROUNDS)
+    case = row.case()
+    found = timed(case, repeats=repeats, seconds=seconds, fewest=_FEWEST_ROUNDS)
+    peaks = {name: peak_extra_bytes(call) for name, call in case.calls.items()} if row.memory else {}
     return Line(
         title=row.title, group=row.group, operations=row.operations, memory_read=row.memory_read,
         backend=found.backend, timings=found.timings, errors=found.errors, left_out=found.left_out,
+        memory={name: peak for name, peak in peaks.items() if peak is not None},
     )  # fmt: skip
 
 

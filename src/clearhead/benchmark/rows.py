@@ -43,6 +43,10 @@ class Row(Protocol):
     def memory_read(self) -> float | None:
         """Bytes of keys and values, where reading them bounds the work."""
 
+    @property
+    def memory(self) -> bool:
+        """Whether the contenders' peak memory is measured too."""
+
     def case(self) -> Case:
         """The contenders."""
 
@@ -87,6 +91,7 @@ class AttentionRow:
     peers: tuple[str, ...] = (SDPA,)
     yardstick: bool = False
     most_checked: float = math.inf
+    memory: bool = False
 
     @property
     def title(self) -> str:
@@ -187,6 +192,7 @@ class ModuleRow:
     dtype: torch.dtype
     training: bool = False
     dropout: float = 0.0
+    memory: bool = False
 
     @property
     def title(self) -> str:
@@ -254,6 +260,7 @@ class EncoderRow:
     feedforward_dim: int
     dtype: torch.dtype
     dropout: float = 0.0
+    memory: bool = False
 
     @property
     def title(self) -> str:

@@ -66,13 +66,14 @@ def suite_sheet(name: str, lines: Sequence[Line], *, judged: bool = True) -> She
         "GFLOP/s": any(line.operations for line in lines),
         "of product rate": any(PRODUCT in line.timings for line in lines),
         "GB/s": any(line.memory_read for line in lines),
+        "MiB above inputs": any(line.memory for line in lines),
     }  # fmt: skip
     shown = [column for column, there in extra.items() if there]
     rows = []
     for line in lines:
         own = {
             "GFLOP/s": _number(line.rate(OURS), "{:.0f}"), "of product rate": _number(line.share(OURS), "{:.2f}"),
-            "GB/s": _bandwidths(line, peers),
+            "GB/s": _bandwidths(line, peers), "MiB above inputs": _memories(line, peers),
         }  # fmt: skip
         cells = [_cell(line, peer) for peer in (OURS, *peers)]
         rows.append([f"{line.title} ({line.backend})", *cells, *(own[column] for column in shown)])
@@ -103,6 +104,10 @@ def _number(value: float | None, shape: str) -> str:
 def _bandwidths(line: Line, peers: Sequence[str]) -> str:
     found = [line.bandwidth(name) for name in (OURS, *peers) if name in line.timings]
     return " against ".join(f"{one:.1f}" for one in found if one is not None)
+
+
+def _memories(line: Line, peers: Sequence[str]) -> str:
+    return " against ".join(f"{line.memory[name] / 2**20:.0f}" for name in (OURS, *peers) if name in line.memory)
 
 
 def _means(lines: Sequence[Line], peers: Sequence[str]) -> list[str]:

@@ -9,6 +9,8 @@ from itertools import product
 import torch
 
 from clearhead.benchmark.encoders import STACK, SWAPPED
+from clearhead.benchmark.hugging_face import ONNX_MODEL, SDPA_MODEL, CausalRow, EncoderModelRow
+from clearhead.benchmark.observed import MATERIALISED, PLAIN, WANTS, ObserveRow
 from clearhead.benchmark.onnx_runtime import ONNX_OPERATORS
 from clearhead.benchmark.peers import MODULE, OURS, SDPA, SDPA_WINDOW
 from clearhead.benchmark.rows import AttentionRow, EncoderRow, ModuleRow, Row
@@ -16,7 +18,6 @@ from clearhead.benchmark.rows import AttentionRow, EncoderRow, ModuleRow, Row
 __all__ = ["SUITES", "Floor", "Suite"]
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_BOTH = ("float32", "bfloat16")
 _FORWARD = ((8, 12, 128, 64), (8, 12, 512, 64), (1, 12, 2048, 64), (1, 12, 8192, 64), (1, 8, 2048, 128))
 _TRAINING = tuple((b, h, min(length, 4096), d) for b, h, length, d in _FORWARD)
 _DROPPED = ((8, 12, 512, 64), (1, 12, 2048, 64))
@@ -115,71 +116,109 @@ def _encoder() -> list[Row]:
     ]  # fmt: skip
 
 
-SUITES: dict[str, Suite] = {
-    "forward": Suite(
-        about="attention forward, full and causal, against SDPA and ONNX Runtime",
-        rows=_forward,
-        floors=(
-            Floor(group="float32", against=(SDPA,), each=2.0, mean=2.4),
-            Floor(group="bfloat16", against=(SDPA,), each=3.5, mean=4.5),
-            Floor(group="float32", against=ONNX_OPERATORS, each=1.1),
-            Floor(group="float32", share=0.85, only="1x12x8192x64 full"),
-            Floor(group="bfloat16", share=0.78, only="1x12x8192x64 full"),
-        ),
+def _observe() -> list[Row]:
+    return [
+        ObserveRow(wanted=wanted, shape=(1, 12, 4096, 64), causal=causal)
+        for wanted, causal in product(WANTS, (False, True))
+    ]
+
+
+def _models() -> list[Row]:
+    sizes = ((32, 128), (1, 512))
+    encoders = [
+        EncoderModelRow(model=model, batch=batch, length=length)
+        for model, (batch, length) in product(("BERT base", "MiniLM 6x384"), sizes)
+    ]
+    return [*encoders, CausalRow(decode=False), CausalRow(decode=True)]
+
+
+#: How many times attention without statistics those of each row may take.
+_DEAREST = dict(zip(WANTS, (1.15, 1.6, 1.3, 1.8, 2.5), strict=True))
+#: For each suite: which rows, what of ours is held against which peers, what each row and what the mean has to reach.
+_RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | None], ...]] = {
+    "forward": (
+        ("float32", OURS, (SDPA,), 2.0, 2.4),
+        ("bfloat16", OURS, (SDPA,), 3.5, 4.5),
+        ("float32", OURS, ONNX_OPERATORS, 1.1, None),
     ),
-    "training": Suite(
-        about="attention forward and backward, full and causal, against SDPA",
-        rows=_training,
-        floors=(
-            Floor(group="float32", against=(SDPA,), mean=2.3),
-            Floor(group="bfloat16", against=(SDPA,), mean=3.0),
-        ),
+    "training": (
+        ("float32", OURS, (SDPA,), None, 2.3),
+        ("bfloat16", OURS, (SDPA,), None, 3.0),
     ),
-    "dropout": Suite(
-        about="attention forward and backward with dropout 0.1, against SDPA",
-        rows=_dropout,
-        floors=(
-            Floor(group="float32", against=(SDPA,), each=6.0),
-            Floor(group="bfloat16", against=(SDPA,), each=9.0),
-        ),
+    "dropout": (
+        ("float32", OURS, (SDPA,), 6.0, None),
+        ("bfloat16", OURS, (SDPA,), 9.0, None),
     ),
-    "decode": Suite(
-        about="one query over a long cache, grouped heads, against SDPA",
-        rows=_decode,
-        floors=(
-            Floor(group="float32", against=(SDPA,), each=2.0),
-            Floor(group="bfloat16", against=(SDPA,), each=10.0),
-        ),
+    "decode": (
+        ("float32", OURS, (SDPA,), 2.0, None),
+        ("bfloat16", OURS, (SDPA,), 10.0, None),
     ),
-    "window": Suite(
-        about="Causal & Window(255) at 8192 tokens, against SDPA doing all that is causal",
-        rows=_window,
-        floors=tuple(Floor(group=group, against=(SDPA,), each=20.0) for group in _BOTH),
+    "window": (
+        ("float32", OURS, (SDPA,), 20.0, None),
+        ("bfloat16", OURS, (SDPA,), 20.0, None),
     ),
-    "module": Suite(
-        about="MultiHeadAttention forward, against nn.MultiheadAttention without weights",
-        rows=_module,
-        floors=(
-            Floor(group="float32", against=(MODULE,), each=1.8, mean=2.5),
-            Floor(group="bfloat16", against=(MODULE,), mean=1.6),
-        ),
+    "module": (
+        ("float32", OURS, (MODULE,), 1.8, 2.5),
+        ("bfloat16", OURS, (MODULE,), None, 1.6),
     ),
-    "module-training": Suite(
-        about="MultiHeadAttention forward and backward, dropout 0 and 0.1, against nn.MultiheadAttention",
-        rows=_module_training,
-        floors=(
-            Floor(group="float32", against=(MODULE,), mean=2.2),
-            Floor(group="float32, dropout 0.1", against=(MODULE,), mean=3.5),
-            Floor(group="bfloat16", against=(MODULE,), mean=2.3),
-            Floor(group="bfloat16, dropout 0.1", against=(MODULE,), mean=4.0),
-        ),
+    "module-training": (
+        ("float32", OURS, (MODULE,), None, 2.2),
+        ("float32, dropout 0.1", OURS, (MODULE,), None, 3.5),
+        ("bfloat16", OURS, (MODULE,), None, 2.3),
+        ("bfloat16, dropout 0.1", OURS, (MODULE,), None, 4.0),
     ),
-    "encoder": Suite(
-        about="training step of four encoder layers on a half-filled batch, against nn.TransformerEncoder",
-        rows=_encoder,
-        floors=tuple(
-            Floor(group=group, against=(STACK,), each=3.0, ours=ours) for group in _BOTH for ours in (OURS, SWAPPED)
-        ),
+    "observe": (
+        *((wanted, OURS, (PLAIN,), round(1 / dearest, 3), None) for wanted, dearest in _DEAREST.items()),
+        *((wanted, OURS, (MATERIALISED,), 6.0, None) for wanted in WANTS),
+    ),
+    "models": (
+        ("encoder", OURS, (SDPA_MODEL,), 1.9, None),
+        ("encoder", OURS, (ONNX_MODEL,), 1.0, None),
+        ("prefill", OURS, (SDPA_MODEL,), 2.0, None),
+        ("decode", OURS, (SDPA_MODEL,), 1.0, None),
+    ),
+    "encoder": (
+        ("float32", OURS, (STACK,), 3.0, None),
+        ("float32", SWAPPED, (STACK,), 3.0, None),
+        ("bfloat16", OURS, (STACK,), 3.0, None),
+        ("bfloat16", SWAPPED, (STACK,), 3.0, None),
     ),
 }
+#: For each suite: which rows, the part of their titles, and the share of the machine's product rate to reach.
+_SHARES = {
+    "forward": (("float32", "1x12x8192x64 full", 0.85), ("bfloat16", "1x12x8192x64 full", 0.78)),
+}
+_ROWS: tuple[tuple[str, str, Callable[[], Sequence[Row]]], ...] = (
+    ("forward", "attention forward, full and causal, against SDPA and ONNX Runtime", _forward),
+    ("training", "attention forward and backward, full and causal, against SDPA", _training),
+    ("dropout", "attention forward and backward with dropout 0.1, against SDPA", _dropout),
+    ("decode", "one query over a long cache, grouped heads, against SDPA", _decode),
+    ("window", "Causal & Window(255) at 8192 tokens, against SDPA doing all that is causal", _window),
+    ("module", "MultiHeadAttention forward, against nn.MultiheadAttention without weights", _module),
+    (
+        "module-training",
+        "MultiHeadAttention forward and backward, dropout 0 and 0.1, against nn.MultiheadAttention",
+        _module_training,
+    ),
+    (
+        "encoder",
+        "training step of four encoder layers on a half-filled batch, against nn.TransformerEncoder",
+        _encoder,
+    ),
+    ("observe", "attention with statistics, against the same without and against weights materialised", _observe),
+    ("models", "models of transformers after swap, against their sdpa and ONNX Runtime", _models),
+)
+
+
+def _floors(suite: str) -> tuple[Floor, ...]:
+    return (
+        *(
+            Floor(group=group, ours=ours, against=against, each=each, mean=mean)
+            for group, ours, against, each, mean in _RATIOS[suite]
+        ),
+        *(Floor(group=group, only=only, share=share) for group, only, share in _SHARES.get(suite, ())),
+    )
+
+
+SUITES: dict[str, Suite] = {name: Suite(about=about, rows=rows, floors=_floors(name)) for name, about, rows in _ROWS}
 """Every suite by its name."""

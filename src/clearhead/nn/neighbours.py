@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.nn.checks import positive
+from clearhead.nn.linear import Linear
 from clearhead.shapes import Float, Int
 
 __all__ = ["NeighbourMixing"]
@@ -31,7 +32,7 @@ class NeighbourMixing(nn.Module):
     def __init__(self, embed_dim: int, reach: int) -> None:
         super().__init__()
         self.reach = positive("NeighbourMixing", "reach", reach)
-        self.mix = nn.Linear((2 * reach + 1) * embed_dim, embed_dim)
+        self.mix = Linear((2 * reach + 1) * embed_dim, embed_dim)
 
     def forward(
         self, x: Float[Tensor, "batch len embed_dim"], places: Int[Tensor, "#batch len"]

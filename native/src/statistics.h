@@ -1,0 +1,503 @@
+// Statistics of the weights, gathered by forward while a block's scores and weights are near.
+//
+// Sums over a row ride on the running softmax and are scaled with it. The best keys of a row are kept by score, before
+// the exponential, so that equal scores stay equal. What needs a row's final sum (sums over queries, pooled tiles, whole
+// rows) waits: the block's weights stay in a strip, each tile's relative to the largest score known when it was made,
+// and are brought to their final scale as they are read.
+#pragma once
+
+#include "work.h"
+
+namespace CH_NS {
+
+// What takes a row's unfinished weights to weights: a factor, and its logarithm.
+struct Share {
+  float factor, log;
+};
+
+struct Candidate {
+  float score;
+  int32_t key;
+};
+
+// Whether a stands behind b: less, or equal at a higher key.
+CH_INLINE bool behind(Candidate a, Candidate b) { return a.score < b.score || (a.score == b.score && a.key > b.key); }
+
+// The best candidates seen, the last of them on top of a heap.
+struct Best {
+  Candidate* heap;
+  int64_t room;
+  int32_t* held;
+
+  CH_INLINE float bar() const { return *held < room ? -INF : heap[in_order() ? room - 1 : 0].score; }
+
+  void sink_down(int64_t at, int64_t count) const {
+    Candidate moved = heap[at];
+    for (int64_t child = 2 * at + 1; child < count; child = 2 * at + 1) {
+      if (child + 1 < count && behind(heap[child + 1], heap[child])) child++;
+      if (!behind(heap[child], moved)) break;
+      heap[at] = heap[child];
+      at = child;
+    }
+    heap[at] = moved;
+  }
+
+  void take(Candidate one) const {
+    if (*held == room) {
+      heap[0] = one;
+      return sink_down(0, room);
+    }
+    int64_t at = (*held)++;
+    for (; at > 0 && behind(one, heap[(at - 1) / 2]); at = (at - 1) / 2) heap[at] = heap[(at - 1) / 2];
+    heap[at] = one;
+  }
+
+  // Keys come in ascending order, so one that only equals the bar is too late.
+  void scan(const float* scores, int count, int64_t first) const {
+    if (in_order()) return scan_few(scores, count, first);
+    float least_score = bar();
+    for (int c = 0; c < count; c += VL) {
+      uint32_t bits = above(load(scores + c), all(least_score));
+      while (bits != 0) {
+        int lane = __builtin_ctz(bits);
+        bits &= bits - 1;
+        if (!(scores[c + lane] > least_score)) continue;
+        take(Candidate{scores[c + lane], (int32_t)(first + c + lane)});
+        least_score = bar();
+      }
+    }
+  }
+
+  // A few candidates fit two vectors, scores and keys, and are kept in order: one more opens a gap at its place and what
+  // falls off the end was not wanted.
+#if defined(CH_AVX512)
+  CH_INLINE bool in_order() const { return room <= VL; }
+
+  void scan_few(const float* scores, int count, int64_t first) const {
+    float held_scores[VL];
+    int32_t held_keys[VL];
+    for (int x = 0; x < VL; x++) held_scores[x] = x < *held ? heap[x].score : -INF;
+    for (int x = 0; x < VL; x++) held_keys[x] = x < *held ? heap[x].key : 0;
+    __m512 best = _mm512_loadu_ps(held_scores);
+    __m512i keys = _mm512_loadu_si512(held_keys), last = _mm512_set1_epi32((int)room - 1);
+    __m512 bar = _mm512_permutexvar_ps(last, best);
+    for (int c = 0; c < count; c += VL) {
+      uint32_t bits = above(load(scores + c), (vf)bar);
+      if (bits == 0) continue;
+      for (; bits != 0; bits &= bits - 1) {
+        int lane = __builtin_ctz(bits);
+        __m512 one = _mm512_set1_ps(scores[c + lane]);
+        uint32_t ahead = _mm512_cmp_ps_mask(best, one, _CMP_GE_OQ);
+        __mmask16 others = (__mmask16)~(ahead + 1);
+        best = _mm512_mask_expand_ps(one, others, best);
+        keys = _mm512_mask_expand_epi32(_mm512_set1_epi32((int)(first + c + lane)), others, keys);
+      }
+      bar = _mm512_permutexvar_ps(last, best);
+    }
+    _mm512_storeu_ps(held_scores, best);
+    _mm512_storeu_si512(held_keys, keys);
+    int32_t found = 0;
+    while (found < room && held_scores[found] > -INF) found++;
+    *held = found;
+    for (int x = 0; x < found; x++) heap[x] = Candidate{held_scores[x], held_keys[x]};
+  }
+#else
+  CH_INLINE bool in_order() const { return false; }
+  void scan_few(const float*, int, int64_t) const {}
+#endif
+
+  // Best first.
+  void sort() const {
+    if (in_order()) return;
+    for (int64_t count = *held - 1; count > 0; count--) {
+      Candidate last = heap[0];
+      heap[0] = heap[count];
+      heap[count] = last;
+      sink_down(0, count);
+    }
+  }
+};
+
+// Sums over the queries of one span of a key head's rows.
+struct Columns {
+  float* lines;              // [group][lines][ld]
+  float *high, *total;       // [tile rows][k_tiles]
+  float *high_now, *total_now;  // [k_tiles][VL], of the tile row that is being filled
+  int64_t first, open;       // tile row of `high`'s first line; the one being filled, or -1
+};
+
+// What statistics a call wants, and the sizes that follow.
+struct Statistics {
+  const ch_attention& w;
+  const ch_statistics* s;  // null: none
+  int tile, rows;          // keys of a tile; most rows of a block
+  int64_t group, tiles, ld, lines, side, q_tiles, k_tiles;
+  int64_t spans, span_blocks, span_tiles;
+  bool sums, ties, strip, columns;
+
+  Statistics(const ch_attention& work, const ch_statistics* of, int keys_of_tile, int most_rows)
+      : w(work), s(of), tile(keys_of_tile), rows(most_rows), ld(0), lines(0), side(0), q_tiles(0), k_tiles(0),
+        spans(1), span_blocks(0), span_tiles(0), sums(false), ties(false), strip(false), columns(false) {
+    group = w.heads / w.kv_heads;
+    tiles = (w.k_len + tile - 1) / tile;
+    if (s == nullptr) return;
+    sums = s->entropy != nullptr || s->distance != nullptr || s->sink != nullptr;
+    ties = s->ties != nullptr;
+    lines = s->num_weights + (s->received != nullptr);
+    side = s->heatmap;
+    columns = lines > 0 || side > 0;
+    strip = columns || s->num_rows > 0;
+    if (!strip) return;
+    // An odd number of cache lines, so that the rows of a group do not share their places in the cache.
+    ld = (round_up(w.k_len, VL) / 16 + 3) / 2 * 32 + 16;
+    // 4 MiB, and whole groups of rows: which rows go together must not depend on what is asked for.
+    rows = (int)most((int64_t)MR, least((int64_t)most_rows, ((int64_t)1 << 20) / ld / MR * MR));
+    q_tiles = side > 0 ? (w.q_len + side - 1) / side : 0;
+    k_tiles = side > 0 ? (w.k_len + side - 1) / side : 0;
+    plan_spans();
+  }
+
+  // Sums over queries are made in spans of rows and then added in order; the shape alone says which.
+  void plan_spans() {
+    int64_t blocks = (group * w.q_len + rows - 1) / rows, heads = w.batch * w.kv_heads;
+    int64_t wanted = least((64 + heads - 1) / most(heads, (int64_t)1), (int64_t)16);
+    // Together they may take 64 MiB.
+    int64_t fit = ((int64_t)1 << 24) / most(heads * group * lines * ld, (int64_t)1);
+    wanted = most((int64_t)1, least(least(wanted, fit), blocks));
+    span_blocks = most((int64_t)1, (blocks + wanted - 1) / wanted);
+    spans = most((int64_t)1, (blocks + span_blocks - 1) / span_blocks);
+    span_tiles = side > 0 ? least(span_blocks * rows / side + 2 + group, group * q_tiles) : 0;
+  }
+
+  int64_t columns_bytes(Columns& c, char* base) const {
+    Carver carver{base};
+    c.lines = carver.take<float>(group * lines * ld);
+    c.high = carver.take<float>(span_tiles * k_tiles);
+    c.total = carver.take<float>(span_tiles * k_tiles);
+    c.high_now = carver.take<float>(k_tiles * VL);
+    c.total_now = carver.take<float>(k_tiles * VL);
+    return carver.next - base;
+  }
+
+  // Which line of tiles a row of a key head falls into.
+  CH_INLINE int64_t tile_row(int64_t row) const { return row / w.q_len * q_tiles + row % w.q_len / side; }
+
+  void begin_span(int64_t first_row, Columns& c, char* base) const {
+    int64_t bytes = columns_bytes(c, base);
+    memset(base, 0, (size_t)bytes);
+    c.first = side > 0 ? tile_row(first_row) : 0;
+    c.open = -1;
+  }
+
+  void close_tile_row(Columns& c) const {
+    if (c.open < 0) return;
+    int64_t at = (c.open - c.first) * k_tiles;
+    for (int64_t j = 0; j < k_tiles; j++) {
+      c.high[at + j] = max_of(load(c.high_now + j * VL));
+      c.total[at + j] = sum_of(load(c.total_now + j * VL));
+    }
+    memset(c.high_now, 0, (size_t)(k_tiles * VL) * sizeof(float));
+    memset(c.total_now, 0, (size_t)(k_tiles * VL) * sizeof(float));
+    c.open = -1;
+  }
+
+  // Results of a key head start at 0, take its spans in order, and end as means.
+  void begin_head(int64_t b, int64_t kh) const {
+    int64_t h = b * w.heads + kh * group;
+    if (s->received != nullptr) memset(s->received + h * w.k_len, 0, (size_t)(group * w.k_len) * sizeof(float));
+    if (s->num_weights > 0)
+      memset(s->weighted + h * s->num_weights * w.k_len, 0, (size_t)(group * s->num_weights * w.k_len) * sizeof(float));
+    if (side == 0) return;
+    int64_t places = q_tiles * k_tiles;
+    memset(s->heatmap_max + h * places, 0, (size_t)(group * places) * sizeof(float));
+    memset(s->heatmap_mean + h * places, 0, (size_t)(group * places) * sizeof(float));
+  }
+
+  void add_span(int64_t b, int64_t kh, int64_t span, const Columns& c) const {
+    int64_t first = span * span_blocks * rows, last = least(first + span_blocks * rows, group * w.q_len) - 1;
+    for (int64_t g = first / w.q_len; g <= last / w.q_len; g++)
+      for (int64_t line = 0; line < lines; line++) {
+        const float* from = c.lines + (g * lines + line) * ld;
+        float* to = line_result(b, kh * group + g, line);
+        for (int64_t j = 0; j < w.k_len; j++) to[j] += from[j];
+      }
+    if (side == 0) return;
+    int64_t at = (b * w.heads + kh * group) * q_tiles * k_tiles + c.first * k_tiles;
+    int64_t count = (tile_row(last) - c.first + 1) * k_tiles;
+    float *high = s->heatmap_max + at, *total = s->heatmap_mean + at;
+    for (int64_t x = 0; x < count; x++) {
+      high[x] = c.high[x] > high[x] ? c.high[x] : high[x];
+      total[x] += c.total[x];
+    }
+  }
+
+  void end_head(int64_t b, int64_t kh) const {
+    if (side == 0) return;
+    for (int64_t line = 0; line < group * q_tiles; line++) {
+      int64_t high = least(side, w.q_len - line % q_tiles * side);
+      int64_t at = ((b * w.heads + kh * group) * q_tiles + line) * k_tiles;
+      for (int64_t j = 0; j < k_tiles; j++) {
+        float total = s->heatmap_mean[at + j];
+        // A maximum forgets NaN, a sum does not.
+        if (total != total) s->heatmap_max[at + j] = total;
+        s->heatmap_mean[at + j] = total / ((float)high * (float)least(side, w.k_len - j * side));
+      }
+    }
+  }
+
+  float* line_result(int64_t b, int64_t h, int64_t line) const {
+    int64_t head = b * w.heads + h;
+    if (line < s->num_weights) return s->weighted + (head * s->num_weights + line) * w.k_len;
+    return s->received + head * w.k_len;
+  }
+};
+
+// What one thread gathers of a block of rows.
+struct Gather {
+  float *entropy, *distance, *mass;  // [rows][VL]
+  float* ties;                       // [rows]
+  Candidate* best;                   // [rows][top_k]
+  int32_t* held;                     // [rows]
+  uint8_t* used;                     // [top_k]
+  float* strip;                      // [rows][ld]
+  float* mark;                       // [rows][tiles]: the largest score that a tile's weights are relative to
+  Span* extent;                      // [rows / MR][tiles]: the columns that were computed
+  float* dropped;                    // [MR][tile]: weights after dropout, where the strip keeps them before
+  Share* share;                      // [rows]
+  float* factor;                     // [rows][tiles]
+
+  void carve(Carver& c, const Statistics& of) {
+    if (of.s == nullptr) return;
+    int64_t rows = of.rows, top = of.s->top_k;
+    entropy = c.take<float>(of.sums ? rows * VL : 0);
+    distance = c.take<float>(of.sums ? rows * VL : 0);
+    mass = c.take<float>(of.sums ? rows * VL : 0);
+    ties = c.take<float>(rows);
+    best = c.take<Candidate>(rows * top);
+    held = c.take<int32_t>(rows);
+    used = c.take<uint8_t>(top);
+    strip = c.take<float>(of.strip ? rows * of.ld : 0);
+    mark = c.take<float>(of.strip ? rows * of.tiles : 0);
+    extent = c.take<Span>(of.strip ? (rows / MR + 1) * of.tiles : 0);
+    dropped = c.take<float>((int64_t)MR * of.tile);
+    share = c.take<Share>(rows);
+    factor = c.take<float>(of.strip ? rows * of.tiles : 0);
+  }
+
+  void begin(const Statistics& of, int count) {
+    if (of.sums) {
+      size_t bytes = (size_t)count * VL * sizeof(float);
+      memset(entropy, 0, bytes), memset(distance, 0, bytes), memset(mass, 0, bytes);
+    }
+    memset(ties, 0, (size_t)count * sizeof(float));
+    memset(held, 0, (size_t)count * sizeof(int32_t));
+    if (of.strip) memset(extent, 0, (size_t)((count + MR - 1) / MR * of.tiles) * sizeof(Span));
+  }
+
+  // Before the exponential: candidates and ties among the scores [c0, c1r) of a tile.
+  void look_at_scores(const Statistics& of, int r, const float* scores, int c0, int c1r, int64_t t0, float peak,
+                      float before, float largest) const {
+    if (of.s->top_k > 0) {
+      Best own{best + r * of.s->top_k, of.s->top_k, held + r};
+      if (peak > own.bar()) own.scan(scores + c0, c1r - c0, t0 + c0);
+    }
+    if (!of.ties || !(peak == largest) || peak == -INF) return;
+    int count = 0;
+    for (int c = c0; c < c1r; c++) count += scores[c] == peak;
+    ties[r] = before == largest ? ties[r] + (float)count : (float)count;
+  }
+
+  // Beside `weigh`, with the same arithmetic: the sums of weight times exponent, and of weight times distance. `step`
+  // is what the exponents of earlier tiles move by. `far` is q_pos - k_pos of the first column.
+  template <int DEGREE, class Put>
+  CH_INLINE void weigh(const Statistics& of, int r, float* s, int c0, int c1, float largest, float factor, float step,
+                       float base2, float far, int64_t sink_columns, float* total, const Put& put) const {
+    vf shift = all(largest == -INF ? 0.0f : largest), scale = all(base2), lowest = all(-1e4f);
+    vf old = load(total), shrink = all(factor), sum = old * shrink;
+    vf turned = factor == 0.0f ? (vf){} : (load(entropy + r * VL) + all(step) * old) * shrink;
+    vf way = load(distance + r * VL) * shrink, gap = all(far) - counting(), next = all((float)VL);
+    for (int c = c0; c < c1; c += VL) {
+      vf x = (load(s + c) - shift) * scale;
+      vf e = exp2_of<DEGREE>(x);
+      sum += e;
+      turned += e * vmax(x, lowest);
+      way += e * absolute(gap);
+      gap -= next;
+      put(c, e);
+    }
+    store(total, sum);
+    store(entropy + r * VL, turned);
+    store(distance + r * VL, way);
+    vf held_mass = load(mass + r * VL) * shrink;
+    for (int64_t c = c0; c < least((int64_t)c1, sink_columns); c += VL)
+      held_mass += first_of(load(s + c), least((int64_t)VL, sink_columns - c));
+    store(mass + r * VL, held_mass);
+  }
+
+  // One row is done: `largest` in raw scores, `top` the same in natural ones, `total` the sum before a sink joined it.
+  void end_row(const Statistics& of, int64_t place, int r, const Row& row, float largest, float top, float total,
+               float base2) const {
+    const ch_statistics& s = *of.s;
+    Share own = share[r];
+    if (s.max_score != nullptr) s.max_score[place] = total != total ? total : top;
+    if (s.ties != nullptr) {
+      // No score equals NaN.
+      s.ties[2 * place] = largest == -INF ? __builtin_nanf("") : largest;
+      s.ties[2 * place + 1] = ties[r];
+    }
+    bool none = own.factor == 0.0f;
+    if (s.entropy != nullptr) {
+      float sum = LN2 * sum_of(load(entropy + r * VL)) + total * own.log, found = none ? 0.0f : -own.factor * sum;
+      s.entropy[place] = found < 0.0f ? 0.0f : found;
+    }
+    if (s.distance != nullptr) s.distance[place] = none ? 0.0f : own.factor * sum_of(load(distance + r * VL));
+    // A row that is NaN elsewhere has no mass on keys that it may not attend to.
+    float held_mass = s.sink != nullptr && !none ? sum_of(load(mass + r * VL)) : 0.0f;
+    if (s.sink != nullptr) s.sink[place] = held_mass == 0.0f ? 0.0f : own.factor * held_mass;
+    if (s.top_k > 0) end_best(of, place, r, row, largest, base2);
+  }
+
+  void end_best(const Statistics& of, int64_t place, int r, const Row& row, float largest, float base2) const {
+    int64_t k = of.s->top_k, found = 0;
+    float* weights = of.s->top_weights + place * k;
+    int64_t* indices = of.s->top_indices + place * k;
+    float factor = share[r].factor;
+    memset(used, 0, (size_t)k);
+    if (factor != factor) {
+      for (int64_t key = row.low; key < row.high && found < k; key++) {
+        if (!may_attend(of.w, row, key)) continue;
+        weights[found] = factor;
+        indices[found++] = key;
+        if (key < k) used[key] = 1;
+      }
+    } else {
+      Best own{best + r * k, k, held + r};
+      own.sort();
+      for (; found < *own.held; found++) {
+        Candidate one = own.heap[found];
+        float weight = exp2_of<5>(all((one.score - largest) * base2))[0] * factor;
+        if (!(weight > 0.0f)) break;
+        weights[found] = weight;
+        indices[found] = one.key;
+        if (one.key < k) used[one.key] = 1;
+      }
+    }
+    // At most `found` of the first k keys are taken, so the rest is found among them.
+    for (int64_t key = 0; found < k; key++) {
+      if (used[key]) continue;
+      weights[found] = 0.0f;
+      indices[found++] = key;
+    }
+  }
+
+  // The strip's weights become final by one factor for each row and tile.
+  void end_strip(const Statistics& of, int count, const Row* row, const float* largest, float base2) const {
+    for (int r = 0; r < count; r++) {
+      float own = share[r].factor;
+      const Span* extents = extent + r / MR * of.tiles;
+      for (int64_t t = 0; t < of.tiles; t++) {
+        Span span = extents[t];
+        if (span.high <= span.low) continue;
+        float& f = factor[r * of.tiles + t];
+        float then = mark[r * of.tiles + t];
+        f = own == 0.0f ? 0.0f : then == largest[r] ? own : exp2_of<5>(all((then - largest[r]) * base2))[0] * own;
+        if (own == own) continue;
+        // A row that is NaN gives it to the keys it may attend to, and to no others.
+        f = 1.0f;
+        for (int c = span.low; c < span.high; c++)
+          strip[r * of.ld + t * of.tile + c] = may_attend(of.w, row[r], t * of.tile + c) ? own : 0.0f;
+      }
+    }
+  }
+
+  // Adds rows [r0, r1) of the block, all of head h and of queries from i on, to what is summed over queries.
+  void add_lines(const Statistics& of, int64_t b, int64_t h, int64_t i, int r0, int r1, Columns& columns) const {
+    const ch_statistics& s = *of.s;
+    const Span* extents = extent + r0 / MR * of.tiles;
+    float* own = columns.lines + h % of.group * of.lines * of.ld;
+    for (int64_t line = 0; line < of.lines; line++, own += of.ld) {
+      const float* by = line < s.num_weights ? s.row_weights + b * s.weight_batch + h * s.weight_head + line * of.w.q_len
+                                             : nullptr;
+      for (int64_t t = 0; t < of.tiles; t++) {
+        Span span = extents[t];
+        if (span.high <= span.low) continue;
+        vf f[MR];
+        for (int r = 0; r < r1 - r0; r++)
+          f[r] = all(factor[(r0 + r) * of.tiles + t] * (by != nullptr ? by[i + r] : 1.0f));
+        const float* from = strip + r0 * of.ld + t * of.tile;
+        float* to = own + t * of.tile;
+        for (int c = span.low; c < span.high; c += VL) {
+          vf sum = load(to + c);
+          for (int r = 0; r < r1 - r0; r++) sum += load(from + r * of.ld + c) * f[r];
+          store(to + c, sum);
+        }
+      }
+    }
+  }
+
+  // The same for the tiles of a heatmap; the rows lie in one line of tiles.
+  void add_tiles(const Statistics& of, int64_t tile_row, int r0, int r1, Columns& columns) const {
+    if (columns.open != tile_row) {
+      if (columns.open >= 0) of.close_tile_row(columns);
+      columns.open = tile_row;
+    }
+    const Span* extents = extent + r0 / MR * of.tiles;
+    for (int64_t t = 0; t < of.tiles; t++) {
+      Span span = extents[t];
+      if (span.high <= span.low) continue;
+      vf f[MR];
+      for (int r = 0; r < r1 - r0; r++) f[r] = all(factor[(r0 + r) * of.tiles + t]);
+      int64_t from = t * of.tile + span.low, to = least(t * of.tile + span.high, of.w.k_len);
+      for (int64_t j = from / of.side; j * of.side < to; j++) {
+        int64_t low = most(from, j * of.side), high = least(to, (j + 1) * of.side);
+        vf top = load(columns.high_now + j * VL), sum = load(columns.total_now + j * VL);
+        for (int64_t c = low; c < high; c += VL)
+          for (int r = 0; r < r1 - r0; r++) {
+            vf weight = load(strip + (r0 + r) * of.ld + c) * f[r];
+            if (c + VL > high) weight = first_of(weight, high - c);
+            top = vmax(top, weight);
+            sum += weight;
+          }
+        store(columns.high_now + j * VL, top);
+        store(columns.total_now + j * VL, sum);
+      }
+    }
+  }
+
+  void write_row(const Statistics& of, int64_t b, int64_t h, int64_t i, int r) const {
+    int32_t slot = of.s->row_slots[i];
+    if (slot < 0) return;
+    float* to = of.s->rows + ((b * of.w.heads + h) * of.s->num_rows + slot) * of.w.k_len;
+    memset(to, 0, (size_t)of.w.k_len * sizeof(float));
+    for (int64_t t = 0; t < of.tiles; t++) {
+      Span span = extent[r / MR * of.tiles + t];
+      const float* from = strip + r * of.ld + t * of.tile;
+      float f = factor[r * of.tiles + t];
+      int64_t last = least((int64_t)span.high, of.w.k_len - t * of.tile);
+      for (int64_t c = span.low; c < last; c++) to[t * of.tile + c] = from[c] * f;
+    }
+  }
+
+  // A block is done; `first` is its first row in its key head.
+  void end_block(const Statistics& of, int64_t b, int64_t kh, int64_t first, int count, const Row* row,
+                 const float* largest, float base2, Columns* columns) const {
+    if (!of.strip) return;
+    end_strip(of, count, row, largest, base2);
+    for (int r0 = 0; r0 < count;) {
+      int64_t h = kh * of.group + (first + r0) / of.w.q_len, i = (first + r0) % of.w.q_len;
+      int r1 = least(r0 / MR * MR + MR, count);
+      r1 = (int)least((int64_t)r1, r0 + of.w.q_len - i);
+      if (of.lines > 0) add_lines(of, b, h, i, r0, r1, *columns);
+      for (int part = r0; of.side > 0 && part < r1;) {
+        int64_t query = i + part - r0;
+        int next = (int)least((int64_t)r1, part + of.side - query % of.side);
+        add_tiles(of, of.tile_row(first + part), part, next, *columns);
+        part = next;
+      }
+      for (int r = r0; of.s->num_rows > 0 && r < r1; r++) write_row(of, b, h, i + r - r0, r);
+      r0 = r1;
+    }
+  }
+};
+
+}  // namespace CH_NS

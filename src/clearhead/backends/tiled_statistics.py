@@ -1,0 +1,363 @@
+"""Statistics over tiles: a second walk over a strip's tiles once its log-sum-exp is known, and their gradients.
+
+Weights are ``exp(score - lse)``, tile by tile, so that nothing T x T is held but what was asked for (``rows``).
+Sums run over tiles in order, and no two writers share a place: two runs give the same bits.
+
+Gradients. A statistic that is linear in the weights, or the entropy, has a gradient ``G`` on each weight. With
+``D = sum_j weight_j G_j`` a score's gradient is ``weight * (G - D)``: the softmax's derivative, as for the output
+(FlashAttention, Dao et al. 2022, appendix B.4). ``D`` needs the whole row, hence a walk before the backward one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from clearhead.backends.tiles import Block, Layout, Tile, finite, masked, raw_scores, ruled
+from clearhead.problem import Problem
+from clearhead.record import as_index
+from clearhead.shapes import Float, Int
+from clearhead.statistics import Want
+
+__all__ = ["UNDIFFERENTIABLE", "Pulls", "Seen", "Sweep", "result_names", "weigh"]
+
+#: Fields of an observation that have no gradient.
+UNDIFFERENTIABLE: Final = ("top_indices", "top_weights", "heatmap_max", "heatmap_mean")
+#: Statistics whose answer has two fields.
+_FIELDS: Final = {"top_k": ("top_indices", "top_weights"), "heatmap": ("heatmap_max", "heatmap_mean")}
+_ORDER: Final = ("entropy", "sink", "distance", "top_k", "received", "row_weights", "heatmap", "rows")
+
+
+def result_names(want: Want) -> tuple[str, ...]:
+    """The fields of the observation that the second walk fills, in its order."""
+    return tuple(name for asked in _ORDER if asked in want.names for name in _FIELDS.get(asked, (asked,)))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A tile's scores as the softmax takes them, their distance from the log-sum-exp, and the weights."""
+
+    scores: Tensor
+    logs: Tensor
+    weights: Tensor
+
+    @property
+    def finite_logs(self) -> Tensor:
+        """Logarithms of the weights; 0 where the weight is, since ``0 log 0`` counts as 0."""
+        return self.logs.masked_fill(self.weights == 0.0, 0.0)
+
+
+def weigh(scores: Tensor, tile: Tile, base: Float[Tensor, "b heads rows"], spoiled: bool) -> Seen:
+    """A tile's weights; ``spoiled`` says that a row may be NaN, which is none of a forbidden key's business."""
+    scores = masked(scores, tile)
+    logs = scores - base[..., None]
+    weights = torch.exp(logs)
+    return Seen(scores, logs, masked(weights, tile, 0.0) if spoiled else weights)
+
+
+class Sweep:
+    """The second walk: call ``strip`` for every strip of queries, then ``finished``.
+
+    Attributes:
+        found: results by their name in the observation, at the call's places; ``top_*`` too.
+    """
+
+    def __init__(self, problem: Problem, want: Want) -> None:
+        self.problem, self.want = problem, want
+        batch, heads, q_len, k_len = problem.batch, problem.num_heads, problem.q_len, problem.k_len
+        self.rows = as_index(() if want.rows is None else want.rows).to(problem.query.device)
+        side = max(1, want.heatmap)
+        cells = (-(-q_len // side), -(-k_len // side))
+        mixed = 0 if want.row_weights is None else want.row_weights.shape[2]
+        shapes = {
+            "entropy": (q_len,), "sink": (q_len,), "distance": (q_len,), "top_indices": (q_len, want.top_k),
+            "top_weights": (q_len, want.top_k), "received": (k_len,), "row_weights": (mixed, k_len),
+            "heatmap_max": cells, "heatmap_mean": cells, "rows": (self.rows.shape[0], k_len),
+        }  # fmt: skip
+        self.found = {
+            name: problem.query.new_zeros(
+                (batch, heads, *shapes[name]), dtype=torch.int64 if name == "top_indices" else problem.work_dtype
+            )
+            for name in result_names(want)
+        }
+        if "top_indices" in self.found:
+            # Rows outside every document are in no layout; all their weights are 0.
+            self.found["top_indices"] += torch.arange(want.top_k, device=problem.query.device)
+
+    def strip(self, layout: Layout, queries: slice, tiles: list[Tile], lse: Tensor) -> None:
+        """Take in one strip of queries, whose tiles are all there are."""
+        if layout.valid is not None:
+            lse = lse.masked_fill(~layout.valid[:, None, queries], torch.inf)
+        base, spoiled = finite(lse), bool(lse.isnan().any())
+        sums = {name: torch.zeros_like(lse) for name in _ROW_SUMS if name in self.found}
+        top = Top.none(lse)
+        for tile in tiles:
+            scores = ruled(self.problem, raw_scores(self.problem, layout, queries, tile), tile)
+            seen = weigh(scores, tile, base, spoiled)
+            for name, total in sums.items():
+                total += _ROW_SUMS[name](seen, tile, self.want)
+            if self.want.top_k:
+                top = top.merged(seen.weights, tile.indices[3], self.want.top_k)
+            self._columns(layout, queries, tile, seen.weights)
+            if self.want.heatmap or self.rows.numel():
+                for block in layout.blocks(queries, tile.keys):
+                    self._block(block, seen.weights[block.own, :, block.rows, block.columns])
+        for name, total in sums.items():
+            layout.put(self.found[name], queries, total)
+        if self.want.top_k:
+            top = top.filled(self.want.top_k)
+            layout.put(self.found["top_indices"], queries, top.indices)
+            layout.put(self.found["top_weights"], queries, top.weights)
+
+    def _columns(self, layout: Layout, queries: slice, tile: Tile, weights: Tensor) -> None:
+        if "received" in self.found:
+            layout.add(self.found["received"], tile.keys, weights.sum(dim=2))
+        if self.want.row_weights is not None:
+            mixing = layout.take(_mixing(self.problem, self.want.row_weights))[:, :, queries].to(weights)
+            layout.add(self.found["row_weights"].mT, tile.keys, weights.mT @ mixing)
+
+    def _block(self, block: Block, weights: Tensor) -> None:
+        q_len, k_len = weights.shape[2:]
+        inside, places = _inside(self.rows, block)
+        if inside.numel():
+            self.found["rows"][block.batch, :, inside, block.k_start : block.k_start + k_len] = weights[:, :, places]
+        side = self.want.heatmap
+        if side:
+            cells = (
+                block.batch, slice(None), slice(block.q_start // side, (block.q_start + q_len - 1) // side + 1),
+                slice(block.k_start // side, (block.k_start + k_len - 1) // side + 1),
+            )  # fmt: skip
+            highest, sums = self.found["heatmap_max"], self.found["heatmap_mean"]
+            highest[cells] = torch.maximum(highest[cells], _pooled(weights, block, side, torch.amax))
+            sums[cells] += _pooled(weights, block, side, torch.sum)
+
+    def finished(self) -> dict[str, Tensor]:
+        """The results, when every strip was taken in."""
+        if self.want.heatmap:
+            counts = [
+                torch.arange(length, device=self.rows.device).div(self.want.heatmap, rounding_mode="floor").bincount()
+                for length in (self.problem.q_len, self.problem.k_len)
+            ]
+            self.found["heatmap_mean"] /= counts[0][:, None] * counts[1]
+        return self.found
+
+
+def _inside(rows: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """Which of the rows asked for lie in a block, and at which of its queries."""
+    inside = ((rows >= block.q_start) & (rows < block.q_start + block.rows.stop)).nonzero()[:, 0]
+    return inside, rows[inside] - block.q_start
+
+
+def _mixing(problem: Problem, row_weights: Tensor) -> Float[Tensor, "batch heads q_len n"]:
+    return row_weights.mT.expand(problem.batch, problem.num_heads, -1, -1)
+
+
+def _entropy(seen: Seen, tile: Tile, want: Want) -> Tensor:
+    return -(seen.weights * seen.finite_logs).sum(dim=-1)
+
+
+def _sink(seen: Seen, tile: Tile, want: Want) -> Tensor:
+    return seen.weights.masked_fill(tile.indices[3] >= want.sink, 0.0).sum(dim=-1)
+
+
+def _distance(seen: Seen, tile: Tile, want: Want) -> Tensor:
+    return (seen.weights * _apart(tile)).sum(dim=-1)
+
+
+def _apart(tile: Tile) -> Tensor:
+    return (tile.indices[2] - tile.indices[3]).abs()
+
+
+_ROW_SUMS: Final[dict[str, Callable[[Seen, Tile, Want], Tensor]]] = {
+    "entropy": _entropy,
+    "sink": _sink,
+    "distance": _distance,
+}
+
+
+def _pooled(weights: Tensor, block: Block, side: int, reduce: Callable[..., Tensor]) -> Tensor:
+    """A block's weights reduced within the cells of the call that it touches."""
+    along_keys = _pooled_along(weights, block.k_start, side, reduce)
+    return _pooled_along(along_keys.mT, block.q_start, side, reduce).mT
+
+
+def _pooled_along(values: Tensor, start: int, side: int, reduce: Callable[..., Tensor]) -> Tensor:
+    """The last axis, which begins at place ``start``, reduced within runs of ``side`` places counted from 0."""
+    length = values.shape[-1]
+    head = min(-start % side, length)
+    tail = length - (length - head) % side
+    parts = [reduce(values[..., head:tail].unflatten(-1, ((tail - head) // side, side)), dim=-1)]
+    if head:
+        parts.insert(0, reduce(values[..., :head], dim=-1)[..., None])
+    if tail < length:
+        parts.append(reduce(values[..., tail:], dim=-1)[..., None])
+    return torch.cat(parts, dim=-1)
+
+
+@dataclass(frozen=True)
+class Top:
+    """The largest weights of a strip's rows so far, equal ones in the order of their keys.
+
+    An entry of weight 0 only holds a place: which key it names is settled by ``filled``.
+    """
+
+    weights: Float[Tensor, "b heads rows found"]
+    indices: Int[Tensor, "b heads rows found"]
+
+    @classmethod
+    def none(cls, lse: Float[Tensor, "b heads rows"]) -> Top:
+        weights = lse.new_zeros((*lse.shape, 0))
+        return cls(weights, weights.to(torch.int64))
+
+    def merged(self, weights: Tensor, keys: Int[Tensor, "b 1 1 width"], k: int) -> Top:
+        """With another tile, whose keys all come later."""
+        full = self.weights.shape[-1] == k
+        if full and bool((weights.amax(dim=-1) <= self.weights[..., -1]).all()):
+            return self
+        best, places = _largest(weights, k)
+        named = keys.expand(*weights.shape[:3], -1).gather(-1, places)
+        best, order = torch.cat([self.weights, best], dim=-1).sort(dim=-1, descending=True, stable=True)
+        indices = torch.cat([self.indices, named], dim=-1).gather(-1, order)
+        return Top(best[..., :k], indices[..., :k])
+
+    def filled(self, k: int) -> Top:
+        """All ``k`` entries, those of weight 0 naming the lowest keys that are not named yet."""
+        missing = k - self.weights.shape[-1]
+        weights = torch.nn.functional.pad(self.weights, (0, missing))
+        indices = torch.nn.functional.pad(self.indices, (0, missing))
+        empty = weights == 0.0
+        if not bool(empty.any()):
+            return Top(weights, indices)
+        # Of n entries with weight at most n lie below k, so the first k keys always hold enough others.
+        named = torch.zeros(*weights.shape[:-1], k + 1, dtype=torch.int8, device=weights.device)
+        named.scatter_(-1, indices.masked_fill(empty | (indices >= k), k), 1)
+        free = named[..., :k].argsort(dim=-1, stable=True)
+        number = (empty.cumsum(dim=-1) - 1).clamp(min=0)
+        return Top(weights, torch.where(empty, free.gather(-1, number), indices))
+
+
+def _largest(weights: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of the last axis (all where it has fewer) and their places, equal ones in order."""
+    if k < weights.shape[-1]:
+        best, places = weights.topk(k + 1, dim=-1)
+        last, next_one = best[..., k - 1], best[..., k]
+        # topk may choose any of several equal ones; where the border runs between equal weights, sort instead.
+        if bool(((last > next_one) | (last == 0.0)).all()):
+            places = places[..., :k].sort(dim=-1).values
+            best, order = weights.gather(-1, places).sort(dim=-1, descending=True, stable=True)
+            return best, places.gather(-1, order)
+    best, places = weights.sort(dim=-1, descending=True, stable=True)
+    return best[..., :k], places[..., :k]
+
+
+@dataclass(frozen=True)
+class Pulls:
+    """A loss's gradients with respect to statistics, and what they say about weights and scores.
+
+    Tensors are ``[batch, heads, len]`` or ``[batch, heads, len, dim]``, of the call or of a layout; None where nothing
+    is pulled at.
+    """
+
+    want: Want
+    entropy: Tensor | None = None
+    sink: Tensor | None = None
+    distance: Tensor | None = None
+    received: Tensor | None = None
+    #: The matrix that multiplies the weights from the left, and its result's gradient.
+    mixing: Tensor | None = None
+    mixed: Tensor | None = None
+    #: ``[batch, heads, rows, k_len]``, of the call always.
+    rows: Tensor | None = None
+    #: The largest scores and their gradient.
+    highest: Tensor | None = None
+    largest: Tensor | None = None
+    #: Where the gradient of ``Want.row_weights`` is gathered, ``[batch, heads, q_len, n]`` of the call.
+    grad_mixing: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, problem: Problem, want: Want, max_score: tuple[Tensor, Tensor | None], grads: Mapping[str, Tensor],
+        row_weights: Tensor | None, *, gather: bool,
+    ) -> Pulls:  # fmt: skip
+        """From the largest scores with their gradient, and gradients by field of the observation.
+
+        ``gather`` says that the gradient of ``Want.row_weights`` itself is wanted.
+        """
+        highest, largest = max_score
+        named = {name: grads.get(name) for name in ("entropy", "sink", "distance", "received", "rows")}
+        pulls = cls(want=want, highest=None if largest is None else highest, largest=largest, **named)
+        if row_weights is None or "row_weights" not in grads:
+            return pulls
+        return replace(
+            pulls, mixing=_mixing(problem, row_weights.to(highest.dtype)), mixed=grads["row_weights"].mT,
+            grad_mixing=highest.new_zeros((*highest.shape, row_weights.shape[2])) if gather else None,
+        )  # fmt: skip
+
+    @property
+    def any(self) -> bool:
+        """Whether any statistic is pulled at."""
+        return any(getattr(self, name) is not None for name in (*_PULLED, "rows"))
+
+    def within(self, layout: Layout) -> Pulls:
+        """The part of a layout."""
+        pulled = {name: getattr(self, name) for name in _PULLED}
+        taken: dict[str, Any] = {name: None if own is None else layout.take(own) for name, own in pulled.items()}
+        return replace(self, **taken)
+
+    def on_weights(self, layout: Layout, queries: slice, tile: Tile, seen: Seen) -> Tensor:
+        """The gradient with respect to a tile's weights; 0 at those that cannot be other than 0."""
+        grad = torch.zeros_like(seen.weights)
+        if self.entropy is not None:
+            slope = (seen.finite_logs + 1.0).masked_fill(seen.weights == 0.0, 0.0)
+            grad -= self.entropy[:, :, queries, None] * slope
+        if self.sink is not None:
+            grad += self.sink[:, :, queries, None] * (tile.indices[3] < self.want.sink)
+        if self.distance is not None:
+            grad += self.distance[:, :, queries, None] * _apart(tile)
+        if self.received is not None:
+            grad += self.received[:, :, None, tile.keys]
+        if self.mixing is not None and self.mixed is not None:
+            grad += self.mixing[:, :, queries] @ self.mixed[:, :, tile.keys].mT
+        if self.rows is not None and self.want.rows is not None:
+            asked = as_index(self.want.rows).to(grad.device)
+            for block in layout.blocks(queries, tile.keys):
+                inside, places = _inside(asked, block)
+                own = self.rows[block.batch, :, :, block.k_start : block.k_start + block.columns.stop]
+                grad[block.own, :, :, block.columns].index_add_(2, places, own[:, :, inside])
+        return masked(grad, tile, 0.0)
+
+    def walk(
+        self, problem: Problem, layout: Layout, queries: slice, tiles: list[Tile], lse: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """A strip's sums of weight times gradient, and the gradient that each of the largest scores gets.
+
+        ``lse`` is the strip's own. The gradient of ``Want.row_weights`` is gathered on the way.
+        """
+        base, spoiled = finite(lse), bool(lse.isnan().any())
+        total = torch.zeros_like(lse)
+        count = torch.zeros_like(lse)
+        for tile in tiles:
+            seen = weigh(ruled(problem, raw_scores(problem, layout, queries, tile), tile), tile, base, spoiled)
+            total += (seen.weights * self.on_weights(layout, queries, tile, seen)).sum(dim=-1)
+            if self.highest is not None:
+                count += (seen.scores == self.highest[:, :, queries, None]).sum(dim=-1)
+            if self.grad_mixing is not None and self.mixed is not None:
+                layout.add(self.grad_mixing, queries, seen.weights @ self.mixed[:, :, tile.keys])
+        if self.highest is None or self.largest is None:
+            return total, None
+        unreached = self.highest[:, :, queries] == -torch.inf
+        return total, self.largest[:, :, queries].masked_fill(unreached, 0.0) / count.clamp(min=1.0)
+
+    def on_scores(self, grad_scores: Tensor, queries: slice, seen: Seen, share: Tensor | None) -> Tensor:
+        """With what the largest scores get on top, ties alike."""
+        if share is None or self.highest is None:
+            return grad_scores
+        return grad_scores + share[..., None] * (seen.scores == self.highest[:, :, queries, None])
+
+
+#: Fields of ``Pulls`` that a layout takes its part of.
+_PULLED: Final = ("entropy", "sink", "distance", "received", "mixing", "mixed", "highest", "largest")

@@ -1,0 +1,240 @@
+"""The walk over tiles: a call cut into batches, strips of queries and tiles of keys, and a tile's scores.
+
+What is computed on the tiles, forward, backward and statistics, lies in ``tiled`` and ``tiled_statistics``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from clearhead.backends.containment import all_finite, clean_rows
+from clearhead.backends.documents import Group, documents_in, groups
+from clearhead.masks.tile_map import EMPTY, FULL, tile_map
+from clearhead.problem import Problem
+from clearhead.shapes import Float
+
+__all__ = ["Block", "Layout", "Tile", "finite", "grouped", "layouts", "masked", "raw_scores", "ruled", "strips"]
+
+#: Scores per tile over all its batches and heads: large enough to hide Python, small enough for the cache.
+_TILE_SCORES: Final = 2**20
+_Q_TILE: Final = 128
+_K_TILE: Final = 512
+
+_Indices = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a tile that is a rectangle of the call's scores.
+
+    Attributes:
+        batch: batch entries of the call.
+        own: batch entries of the tile.
+        rows: queries of the tile, of which the first is query ``q_start`` of the call.
+        columns: keys of the tile, of which the first is key ``k_start`` of the call.
+    """
+
+    batch: slice
+    own: slice
+    rows: slice
+    columns: slice
+    q_start: int
+    k_start: int
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One tile: its key range, and which of its places may be attended to (None: all)."""
+
+    keys: slice
+    indices: _Indices
+    allowed: Tensor | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A batch of rows to work on, in the working dtype, with the absolute place of each token.
+
+    Tokens that are not finite are 0 in ``query``, ``key`` and ``value``; ``bad`` says which those were.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    indices: _Indices
+    valid: Tensor | None
+    bad: tuple[Tensor, Tensor, Tensor] | None
+    group: Group | None
+    #: Which batch entries of the call, or of the group, these are.
+    part: slice
+
+    def take(self, tensor: Tensor, *, padding: float = 0.0) -> Tensor:
+        """The layout's part of a tensor of the call, ``[batch, heads, len]`` or ``[batch, heads, len, dim]``."""
+        if self.group is None:
+            return tensor[self.part]
+        taken = self.group.take(tensor if tensor.ndim == 4 else tensor[..., None])
+        taken = taken.masked_fill(~self.group.valid[:, None, :, None], padding)
+        return taken if tensor.ndim == 4 else taken[..., 0]
+
+    def put(self, into: Tensor, places: slice, piece: Tensor) -> None:
+        """Write the results for some of the layout's tokens to their places in a tensor of the call."""
+        if self.group is None:
+            into[self.part, :, places] = piece
+            return
+        span = Group(self.group.slots[:, places], self.group.valid[:, places])
+        span.put(into if into.ndim == 4 else into[..., None], piece if piece.ndim == 4 else piece[..., None])
+
+    def add(self, into: Tensor, places: slice, piece: Tensor) -> None:
+        """Add to what lies there; as ``put`` otherwise."""
+        if self.group is None:
+            into[self.part, :, places] += piece
+            return
+        real = self.group.valid[:, places]
+        # Tokens lie in one document each, so no place is named twice and the sum has one order.
+        into[0][:, self.group.slots[:, places][real]] += piece.transpose(0, 1)[:, real]
+
+    def blocks(self, queries: slice, keys: slice) -> Iterator[Block]:
+        """The rectangles of the call's scores that a tile consists of, padding left out."""
+        rows, columns = slice(0, queries.stop - queries.start), slice(0, keys.stop - keys.start)
+        if self.group is None:
+            yield Block(self.part, slice(None), rows, columns, queries.start, keys.start)
+            return
+        for number, (first, length) in enumerate(self._documents):
+            q_stop, k_stop = (min(length, part.stop) - part.start for part in (queries, keys))
+            if q_stop > 0 and k_stop > 0:
+                yield Block(
+                    slice(0, 1), slice(number, number + 1), slice(0, q_stop), slice(0, k_stop),
+                    first + queries.start, first + keys.start,
+                )  # fmt: skip
+
+    @cached_property
+    def _documents(self) -> list[tuple[int, int]]:
+        """Where each document of the group begins, and its length."""
+        assert self.group is not None
+        return list(zip(self.group.slots[:, 0].tolist(), self.group.valid.sum(dim=1).tolist(), strict=True))
+
+
+def layouts(problem: Problem) -> Iterator[Layout]:
+    """The call, or the groups of documents of a packed call, in batches whose tiles stay near ``_TILE_SCORES``."""
+    if problem.q_len == 0:
+        return
+    documents = documents_in(problem)
+    tensors = tuple(tensor.detach() for tensor in (problem.query, problem.key, problem.value))
+    if documents is None:
+        yield from _batches(_layout(problem, tensors, problem.indices(), None))
+        return
+    batch, head, _, _ = problem.indices()
+    for group in groups(documents):
+        indices = (batch, head, group.slots[:, None, :, None], group.slots[:, None, None, :])
+        yield from _batches(_layout(problem, tuple(group.take(tensor) for tensor in tensors), indices, group))
+
+
+def _layout(problem: Problem, tensors: tuple[Tensor, ...], indices: _Indices, group: Group | None) -> Layout:
+    query, key, value = (tensor.to(problem.work_dtype) for tensor in tensors)
+    valid = None if group is None or bool(group.valid.all()) else group.valid
+    bad = None
+    if not all_finite(query, key, value):
+        (query, query_bad), (key, key_bad), (value, value_bad) = (clean_rows(x) for x in (query, key, value))
+        bad = (query_bad, key_bad, value_bad)
+    return Layout(query, key, value, indices, valid, bad, group, slice(0, query.shape[0]))
+
+
+def _batches(layout: Layout) -> Iterator[Layout]:
+    size, heads, q_len, _ = layout.query.shape
+    per_batch = heads * min(q_len, _Q_TILE) * min(layout.key.shape[2], _K_TILE)
+    step = max(1, _TILE_SCORES // max(1, per_batch))
+    for start in range(0, size, step):
+        part = slice(start, min(start + step, size))
+        cut = tuple(index[part] if index.shape[0] > 1 else index for index in layout.indices)
+        yield Layout(
+            layout.query[part], layout.key[part], layout.value[part], (cut[0], cut[1], cut[2], cut[3]),
+            None if layout.valid is None else layout.valid[part],
+            None if layout.bad is None else (layout.bad[0][part], layout.bad[1][part], layout.bad[2][part]),
+            None if layout.group is None else Group(layout.group.slots[part], layout.group.valid[part]), part,
+        )  # fmt: skip
+
+
+def strips(problem: Problem, layout: Layout) -> Iterator[tuple[slice, list[Tile]]]:
+    """Each strip of queries with the tiles of keys that it has to visit."""
+    q_len, k_len = layout.query.shape[2], layout.key.shape[2]
+    q_tile, k_tile = _tile_sides(layout)
+    kinds = None
+    if problem.mask is not None:
+        found = tile_map(problem.mask, layout.indices, q_tile, k_tile, whole=layout.group is None)
+        # One visit serves all batches and heads: empty where all are, full where all are.
+        low, high = found.amin(dim=(0, 1)), found.amax(dim=(0, 1))
+        kinds = torch.where(low == FULL, FULL, (high != EMPTY).to(torch.int8)).tolist()
+    for row, q_start in enumerate(range(0, q_len, q_tile)):
+        queries = slice(q_start, min(q_start + q_tile, q_len))
+        tiles = []
+        for column, k_start in enumerate(range(0, k_len, k_tile)):
+            kind = FULL if kinds is None else kinds[row][column]
+            if kind != EMPTY:
+                keys = slice(k_start, min(k_start + k_tile, k_len))
+                tiles.append(_tile(problem, layout, queries, keys, kind == FULL))
+        yield queries, tiles
+
+
+def _tile_sides(layout: Layout) -> tuple[int, int]:
+    """Narrow the tile where many heads would make it large."""
+    size, heads = layout.query.shape[:2]
+    room = max(32 * 32, _TILE_SCORES // max(1, size * heads))
+    k_tile = _K_TILE
+    while k_tile > 64 and _Q_TILE * k_tile > room:
+        k_tile //= 2
+    return _Q_TILE, k_tile
+
+
+def _tile(problem: Problem, layout: Layout, queries: slice, keys: slice, full: bool) -> Tile:
+    batch, head, q_pos, k_pos = layout.indices
+    indices = (batch, head, q_pos[:, :, queries], k_pos[:, :, :, keys])
+    allowed = None
+    if not full and problem.mask is not None:
+        allowed = problem.mask.allows(*indices)
+    if layout.valid is not None:
+        real = layout.valid[:, None, None, keys]
+        allowed = real if allowed is None else allowed & real
+    return Tile(keys, indices, allowed)
+
+
+def grouped(tensor: Tensor, kv_heads: int) -> Tensor:
+    """``[b, heads, rows, x]`` as ``[b, kv_heads, group * rows, x]``, so that keys are read once a group."""
+    return tensor.reshape(tensor.shape[0], kv_heads, -1, tensor.shape[3])
+
+
+def raw_scores(problem: Problem, layout: Layout, queries: slice, tile: Tile) -> Float[Tensor, "b heads rows keys"]:
+    """Scaled scores of a tile; 0 where the mask forbids, for the rules' sake."""
+    query = layout.query[:, :, queries]
+    key = layout.key[:, :, tile.keys]
+    scores = (grouped(query, problem.num_kv_heads) @ key.transpose(-2, -1)).view(*query.shape[:3], key.shape[2])
+    scores = scores * problem.scale
+    if layout.bad is not None:
+        group = problem.num_heads // problem.num_kv_heads
+        key_bad = layout.bad[1][:, :, tile.keys].repeat_interleave(group, dim=1)
+        scores = scores.masked_fill(layout.bad[0][:, :, queries, None] | key_bad[:, :, None, :], torch.nan)
+    if tile.allowed is not None and (problem.elementwise or layout.bad is not None):
+        scores = scores.masked_fill(~tile.allowed, 0.0)
+    return scores
+
+
+def ruled(problem: Problem, scores: Tensor, tile: Tile) -> Tensor:
+    """The scores after the rules, in order."""
+    for rule in problem.elementwise:
+        scores = rule.apply(scores, *tile.indices)
+    return scores
+
+
+def masked(scores: Tensor, tile: Tile, value: float = -torch.inf) -> Tensor:
+    """The tile with ``value`` at the places that may not be attended to."""
+    return scores if tile.allowed is None else scores.masked_fill(~tile.allowed, value)
+
+
+def finite(largest: Tensor) -> Tensor:
+    """A running maximum or a log-sum-exp to subtract: 0 where a row has seen no key."""
+    return largest.masked_fill(largest == -torch.inf, 0.0)

@@ -1,0 +1,469 @@
+"""The GPU kernels: a problem written down for ``triton_kernels``, forward with every statistic, CUDA.
+
+In 16 bits the weights are rounded to the inputs' dtype before they meet the values; scores, softmax, sums and
+statistics are float32. There is no gradient: statistics are asked of models that are being looked into, and where
+gradients are wanted the tiles take over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from clearhead.backends.capability import Backend, Capability
+from clearhead.masks.base import carried_sizes
+from clearhead.problem import Problem
+from clearhead.record import as_index
+from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
+from clearhead.shapes import Float
+from clearhead.statistics import Observation, Want
+
+__all__ = ["BACKEND"]
+
+#: The largest table of booleans that is written out for a mask that is neither runs of keys nor a table of its own.
+_MAX_TABLE_ENTRIES: Final = 2**28
+#: Places of a top-k that a kernel keeps in registers; more are sorted a strip of whole rows at a time.
+_MAX_PLACES: Final = 32
+#: Weights that a strip of whole rows may hold.
+_STRIP_WEIGHTS: Final = 2**25
+#: Keys whose numbers one program looks through for NaN and inf.
+_CHUNK: Final = 512
+_SLOPE, _RELATIVE, _DENSE, _SOFTCAP = range(4)
+
+
+class _Sizes(NamedTuple):
+    heads: int
+    kv_heads: int
+    group: int
+    q_len: int
+    k_len: int
+    head_dim: int
+    value_dim: int
+    offset: int
+    scale: float
+
+
+class _Strides(NamedTuple):
+    """Batch, head and row strides of each tensor; channels lie side by side."""
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    output: tuple[int, ...]
+
+
+class _Mask(NamedTuple):
+    """A band, runs of keys, a table of places, a table of blocks; None where there is no such part."""
+
+    before: int | None = None
+    after: int | None = None
+    start: Tensor | None = None
+    stop: Tensor | None = None
+    run_strides: tuple[int, ...] | None = None
+    table: Tensor | None = None
+    table_strides: tuple[int, ...] | None = None
+    blocks: Tensor | None = None
+    block_strides: tuple[int, ...] | None = None
+    block_size: int | None = None
+
+
+class _Rule(NamedTuple):
+    """A rule's numbers by head, and its reach or cap."""
+
+    table: Tensor | None
+    strides: tuple[int, ...] | None
+    value: int | float | None
+
+
+@cache
+def _kernels() -> ModuleType:
+    """The kernels; triton is imported when they are first wanted."""
+    from clearhead.backends import triton_kernels
+
+    return triton_kernels
+
+
+@cache
+def _requires() -> str | None:
+    if not torch.cuda.is_available():
+        return "needs a CUDA device, and torch sees none"
+    if find_spec("triton") is None:
+        return "needs the package triton, which comes with torch's builds for CUDA"
+    return None
+
+
+def _also(problem: Problem) -> list[str]:
+    tensors = (problem.query, problem.key, problem.value)
+    if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors):
+        return ["needs plain tensors, not subclasses"]
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return ["is not seen by what traces operators"]
+    reasons = []
+    if max(problem.k_len, problem.q_len) + abs(problem.query_offset) >= 2**30:
+        reasons.append("takes positions below 2**30")
+    rest = problem.mask_parts.rest if problem.mask is not None else ()
+    if rest:
+        batch, heads = (max(sizes) for sizes in zip(*(carried_sizes(part) for part in rest), strict=True))
+        entries = batch * heads * problem.q_len * problem.k_len
+        if entries > _MAX_TABLE_ENTRIES:
+            reasons.append(f"would need a table of {entries:,} entries (limit {_MAX_TABLE_ENTRIES:,})")
+    return reasons
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides in which an axis of one entry stands still."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _rows_side_by_side(tensor: Tensor) -> Tensor:
+    """The tensor, detached, with a contiguous last axis."""
+    tensor = tensor.detach().resolve_neg()
+    return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
+
+
+def _width(channels: int) -> int:
+    """Channels of a block: a power of two, and 16 at least, as products of tiles want it."""
+    return max(16, 1 << (channels - 1).bit_length()) if channels else 16
+
+
+def _blocks(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What the pass leaves for the sweeps: ``weight = exp(score - base) * share``."""
+
+    base: Float[Tensor, "batch heads q_len"]
+    share: Float[Tensor, "batch heads q_len"]
+
+
+class _Call:
+    """A problem written down for the kernels."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.query, self.key, self.value = map(_rows_side_by_side, (problem.query, problem.key, problem.value))
+        batch, heads, q_len, _ = self.query.shape
+        # Heads lie as query's do: side by side, or in turn.
+        if self.query.stride(1) < self.query.stride(2):
+            self.output = self.query.new_empty(batch, q_len, heads, problem.value_dim).transpose(1, 2)
+        else:
+            self.output = self.query.new_empty(batch, heads, q_len, problem.value_dim)
+        self.sizes = _Sizes(
+            heads, problem.num_kv_heads, heads // problem.num_kv_heads, q_len, problem.k_len, problem.head_dim,
+            problem.value_dim, problem.query_offset, problem.scale,
+        )  # fmt: skip
+        self.strides = _Strides(
+            *(tuple(tensor.stride()[:3]) for tensor in (self.query, self.key, self.value, self.output))
+        )
+        self.mask = _Mask() if problem.mask is None else self._mask()
+        self.kinds, self.rules = self._rules()
+
+    def _mask(self) -> _Mask:
+        parts, device = self.problem.mask_parts, self.query.device
+        mask = _Mask(before=parts.before, after=parts.after)
+        if parts.runs is not None:
+            start, stop = torch.broadcast_tensors(parts.runs.start, parts.runs.stop)
+            # A run that intersection emptied may lie anywhere.
+            start, stop = (
+                edge.clamp(0, self.problem.k_len).to(device=device, dtype=torch.int32).contiguous()
+                for edge in (start, stop)
+            )
+            mask = mask._replace(start=start, stop=stop, run_strides=_strides(start)[:3])
+        allowed = parts.table(self.problem.indices()) if parts.rest or parts.dense is not None else None
+        if allowed is not None:
+            mask = mask._replace(table=allowed.view(torch.uint8), table_strides=_strides(allowed))
+        if parts.blocks is not None:
+            table = parts.blocks.table
+            mask = mask._replace(
+                blocks=table.view(torch.uint8), block_strides=_strides(table), block_size=parts.blocks.size
+            )
+        return mask
+
+    def _rules(self) -> tuple[tuple[int, ...], tuple[_Rule, ...]]:
+        written = [_written(rule) for rule in self.problem.elementwise]
+        return tuple(kind for kind, _ in written), tuple(rule for _, rule in written)
+
+    def result(self, *trailing: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A new ``[batch, heads, *trailing]``."""
+        return self.query.new_empty((self.problem.batch, self.problem.num_heads, *trailing), dtype=dtype)
+
+    def launch(self, name: str, programs: int, *arguments: Any, warps: int = 4, **constants: Any) -> None:
+        """Run a kernel."""
+        if programs == 0:
+            return
+        here = torch.cuda.device(self.query.device) if self.query.is_cuda else contextlib.nullcontext()
+        with here:
+            getattr(_kernels(), name)[(programs,)](
+                *arguments, **constants, num_warps=warps, num_stages=2, enable_fp_fusion=True
+            )
+
+    @cached_property
+    def constants(self) -> dict[str, Any]:
+        """What every kernel that computes scores is compiled for."""
+        width = _width(self.problem.head_dim)
+        return {
+            "KINDS": self.kinds,
+            "RUNS": 0 if self.mask.start is None else self.mask.start.shape[3],
+            "WIDTH": width,
+            "PAD": width != self.problem.head_dim,
+            "PRECISION": "ieee" if self.query.dtype == torch.float32 else None,
+            "warps": 8 if self.query.dtype == torch.float32 or width > 128 else 4,
+        }
+
+    @property
+    def pairs(self) -> int:
+        return self.problem.batch * self.problem.num_heads
+
+
+def _written(rule: ScoreRule) -> tuple[int, _Rule]:
+    """A rule as its kind and numbers."""
+    if isinstance(rule, Alibi):
+        slopes = rule.slopes.detach().to(torch.float32)[None, :, None, None]
+        return _SLOPE, _Rule(slopes, _strides(slopes), None)
+    if isinstance(rule, RelativeBias):
+        table = rule.table.detach().to(torch.float32).contiguous()
+        return _RELATIVE, _Rule(table, _strides(table[None, :, None, :]), table.shape[1] // 2)
+    if isinstance(rule, DenseBias):
+        bias = rule.bias.detach()
+        bias = bias.to(torch.float32) if bias.dtype == torch.float64 else bias
+        return _DENSE, _Rule(bias, _strides(bias), None)
+    assert isinstance(rule, SoftCap)
+    return _SOFTCAP, _Rule(None, None, rule.cap)
+
+
+def _dirty(call: _Call) -> tuple[Tensor, int]:
+    """For each chunk of keys of a key head, whether it holds a number that is not finite; and chunks per head."""
+    problem = call.problem
+    chunks = max(1, _blocks(problem.k_len, _CHUNK))
+    heads = problem.batch * problem.num_kv_heads
+    dirty = call.query.new_zeros(heads * chunks, dtype=torch.int32)
+    call.launch(
+        "non_finite", heads * chunks, call.key, call.value, dirty, call.strides, call.sizes, chunks,
+        CHUNK=_CHUNK, BLOCK=32, WIDTH=_width(problem.head_dim), VALUE_WIDTH=_width(problem.value_dim),
+    )  # fmt: skip
+    return dirty, chunks
+
+
+def _tile(call: _Call) -> tuple[int, int]:
+    """Queries and keys of a pass's tile: what 8 warps keep in registers, by what the compiler reports for Hopper."""
+    wide = max(_width(call.problem.head_dim), _width(call.problem.value_dim))
+    if wide > 128:
+        return 64, 32
+    return (64, 32) if call.query.dtype == torch.float32 else (128, 64 if wide <= 64 else 32)
+
+
+#: Statistics of rows that ride on the pass.
+_RIDING: Final = ("lse", "max_score", "entropy", "sink", "distance")
+#: Statistics that need each row's finished sum first.
+_SWEPT: Final = frozenset({"top_k", "received", "row_weights", "heatmap", "rows"})
+
+
+def _pass(call: _Call, want: Want) -> tuple[dict[str, Tensor], _Rows | None]:
+    """Output into ``call.output``; statistics that ride along; and what sweeps need, where there will be any."""
+    problem, asked = call.problem, want.names
+    found = {name: call.result(problem.q_len) for name in _RIDING if name in asked}
+    rows = _Rows(call.result(problem.q_len), call.result(problem.q_len)) if asked & _SWEPT else None
+    flags, chunks = _dirty(call)
+    sinks = None if problem.sink is None else problem.sink.logits.detach().to(torch.float32).contiguous()
+    value_width = _width(problem.value_dim)
+    block_rows, block = _tile(call)
+    for dirty in (False, True):
+        call.launch(
+            "forward", call.pairs * _blocks(problem.q_len, block_rows),
+            call.query, call.key, call.value, call.output, *(found.get(name) for name in _RIDING),
+            None if rows is None else rows.base, None if rows is None else rows.share, flags,
+            sinks, 0 if sinks is None or sinks.shape[0] == 1 else 1,
+            call.strides, call.sizes, call.mask, call.rules, want.sink if "sink" in asked else None, chunks,
+            ROWS=block_rows, BLOCK=block, VALUE_WIDTH=value_width, PAD_VALUE=value_width != problem.value_dim,
+            DIRTY=dirty, **call.constants | {"warps": 8},
+        )  # fmt: skip
+    return found, rows
+
+
+#: Queries and keys of a block of the sweep over columns.
+_COLUMNS: Final = 64
+
+
+def _columns(call: _Call, want: Want, rows: _Rows) -> dict[str, Tensor]:
+    """What keys receive, weighted sums over queries, and pooled tiles: a sweep with keys outside, or two.
+
+    Sums are added in the same blocks whatever else is wanted, so tiles that are not made of these have their own.
+    """
+    asked, side = want.names, want.heatmap
+    sums = _sums(call, want) if asked & {"received", "row_weights"} else None
+    heat = _heat(call, side) if side > 0 else None
+    if sums is not None and heat is not None and heat.along_the_blocks:
+        _sweep_columns(call, rows, sums, heat)
+    else:
+        if sums is not None:
+            _sweep_columns(call, rows, sums, None)
+        if heat is not None:
+            _sweep_columns(call, rows, None, heat)
+    found = {} if sums is None else {"received": sums.received, "row_weights": sums.summed}
+    if heat is not None:
+        found["heatmap_max"], found["heatmap_mean"] = _pooled(call, heat, side)
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+class _Sums(NamedTuple):
+    """Sums over queries, and the factors of those that are weighted."""
+
+    received: Tensor | None
+    summed: Tensor | None
+    factors: Tensor | None
+
+
+class _Heat(NamedTuple):
+    """Largest weight and sum of each part of a tile, and how blocks lie in tiles.
+
+    A block of ``block`` positions holds tiles of ``side``, or is one of the ``parts`` of a tile of ``step``.
+    """
+
+    largest: Tensor
+    total: Tensor
+    block: int
+    side: int
+    step: int
+    parts: int
+
+    @property
+    def along_the_blocks(self) -> bool:
+        return self.block == _COLUMNS and self.step % _COLUMNS == 0
+
+
+def _sums(call: _Call, want: Want) -> _Sums:
+    k_len = call.problem.k_len
+    received = call.result(k_len) if want.received else None
+    if want.row_weights is None:
+        return _Sums(received, None, None)
+    factors = want.row_weights.detach().to(call.query.device, torch.float32)
+    return _Sums(received, call.result(factors.shape[2], k_len), factors)
+
+
+def _heat(call: _Call, side: int) -> _Heat:
+    within = side <= _COLUMNS and side & (side - 1) == 0
+    block = _COLUMNS if within else min(_COLUMNS, _width(side))
+    step = block if within else side
+    parts = _blocks(step, block)
+    blocks = (_blocks(length, step) * parts for length in (call.problem.q_len, call.problem.k_len))
+    places = [count * (block // side if within else 1) for count in blocks]
+    return _Heat(
+        call.result(*places).zero_(), call.result(*places).zero_(), block, side if within else block, step, parts
+    )
+
+
+def _sweep_columns(call: _Call, rows: _Rows, sums: _Sums | None, heat: _Heat | None) -> None:
+    received, summed, factors = sums or (None, None, None)
+    block, side, step, parts = (_COLUMNS, _COLUMNS, _COLUMNS, 1) if heat is None else heat[2:]
+    q_blocks, k_blocks = (_blocks(length, step) * parts for length in (call.problem.q_len, call.problem.k_len))
+    mixers = 1 if factors is None else factors.shape[2]
+    mix = 16 if factors is None else min(64, _width(mixers))
+    call.launch(
+        "columns", call.pairs * k_blocks * _blocks(mixers, mix),
+        call.query, call.key, rows.base, rows.share, received, summed, factors,
+        None if factors is None else _strides(factors), mixers, *((None, None) if heat is None else heat[:2]),
+        call.strides, call.sizes, call.mask, call.rules, step, parts, q_blocks, k_blocks,
+        BLOCK=block, SIDE=side, MIX=mix, **call.constants,
+    )  # fmt: skip
+
+
+def _pooled(call: _Call, heat: _Heat, side: int) -> tuple[Tensor, Tensor]:
+    """Largest and mean weight of each tile, from those of its parts; a cut tile counts the places it has."""
+    lengths = (call.problem.q_len, call.problem.k_len)
+    q_tiles, k_tiles = (_blocks(length, side) for length in lengths)
+    parts = heat.parts
+    largest, total = (
+        each[..., : q_tiles * parts, : k_tiles * parts].unflatten(-1, (k_tiles, parts)).unflatten(-3, (q_tiles, parts))
+        for each in (heat.largest, heat.total)
+    )
+    down, across = (
+        torch.arange(0, length, side, device=total.device).neg_().add_(length).clamp_(max=side) for length in lengths
+    )
+    return largest.amax(dim=(-3, -1)), total.sum(dim=(-3, -1)) / (down[:, None] * across)
+
+
+def _some_rows(call: _Call, index: Tensor, rows: _Rows) -> Tensor:
+    """The whole weights of the queries in ``index``."""
+    count, k_len = index.shape[0], call.problem.k_len
+    weights = call.result(count, k_len)
+    block = 32
+    call.launch(
+        "some_rows", call.pairs * _blocks(count, block) * _blocks(k_len, block),
+        call.query, call.key, rows.base, rows.share, index, count, weights,
+        call.strides, call.sizes, call.mask, call.rules, BLOCK=block, **call.constants,
+    )  # fmt: skip
+    return weights
+
+
+def _top(call: _Call, count: int, rows: _Rows) -> tuple[Tensor, Tensor]:
+    """Indices and weights of the ``count`` largest weights of each row; ties to the lower index."""
+    q_len, k_len = call.problem.q_len, call.problem.k_len
+    indices, weights = call.result(q_len, count, dtype=torch.int64), call.result(q_len, count)
+    if count <= _MAX_PLACES:
+        block_rows, block = 32, 64
+        call.launch(
+            "top", call.pairs * _blocks(q_len, block_rows),
+            call.query, call.key, rows.base, rows.share, indices, weights, count,
+            call.strides, call.sizes, call.mask, call.rules,
+            ROWS=block_rows, BLOCK=block, PLACES=1 << (count - 1).bit_length(), **call.constants,
+        )  # fmt: skip
+        return indices, weights
+    strip = max(1, _STRIP_WEIGHTS // max(1, call.pairs * k_len))
+    for start in range(0, q_len, strip):
+        stop = min(start + strip, q_len)
+        whole = _some_rows(call, torch.arange(start, stop, device=call.query.device), rows)
+        ordered, order = whole.sort(dim=-1, descending=True, stable=True)
+        indices[:, :, start:stop], weights[:, :, start:stop] = order[..., :count], ordered[..., :count]
+    return indices, weights
+
+
+def _run(problem: Problem, want: Want) -> Observation:
+    """Output and statistics, on whatever device the kernels run: CUDA, or the CPU under triton's interpreter."""
+    call = _Call(problem)
+    asked = want.names
+    found, rows = _pass(call, want)
+    if rows is not None:
+        if asked & {"received", "row_weights", "heatmap"}:
+            found |= _columns(call, want, rows)
+        if want.rows is not None:
+            index = as_index(want.rows).to(call.query.device).contiguous()
+            found["rows"] = _some_rows(call, index, rows)
+        if "top_k" in asked:
+            found["top_indices"], found["top_weights"] = _top(call, want.top_k, rows)
+    return Observation(output=call.output, **found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NoGradient(Capability):
+    """A capability that also looks at the one tensor of a ``Want`` that can require a gradient."""
+
+    def reasons_against(self, problem: Problem, want: Want) -> list[str]:
+        reasons = super().reasons_against(problem, want)
+        learned = want.row_weights is not None and want.row_weights.requires_grad and torch.is_grad_enabled()
+        return reasons or (["has no gradient of row_weights"] if learned else [])
+
+
+BACKEND = Backend(
+    name="triton",
+    summary="clearhead's own GPU kernels, for statistics",
+    capability=_NoGradient(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
+        rules=(Alibi, RelativeBias, DenseBias, SoftCap, Sink),
+        dropout=False,
+        max_head_dim=256,
+        gradient=False,
+        requires=_requires,
+        also=_also,
+    ),
+    run=_run,
+)

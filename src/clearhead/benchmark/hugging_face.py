@@ -1,0 +1,232 @@
+"""Models of transformers: handed over to clearhead by ``swap``, with torch's own attention, and in ONNX Runtime.
+
+Weights are drawn, not downloaded: speed does not depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from io import BytesIO
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.benchmark.cases import Case
+from clearhead.benchmark.peers import OURS, Call, Groups
+from clearhead.bridges.swap import swap
+
+__all__ = ["ONNX_MODEL", "SDPA_MODEL", "CausalRow", "EncoderModelRow"]
+
+SDPA_MODEL: Final = "transformers, sdpa"
+ONNX_MODEL: Final = "ONNX Runtime"
+
+#: Sizes of BERT base (Devlin et al. 2019, section 3) and of MiniLM with 6 layers (Wang et al. 2020, section 4.1).
+_ENCODERS: Final = {
+    "BERT base": {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "intermediate_size": 3072},
+    "MiniLM 6x384": {"hidden_size": 384, "num_attention_heads": 12, "num_hidden_layers": 6, "intermediate_size": 1536},
+}
+_CHECKED: Final = 2
+_DECODED: Final = 8
+
+
+def _seeded(build: Callable[[], Any]) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build().eval()
+
+
+def _ours(model: nn.Module) -> nn.Module:
+    handed_over = deepcopy(model)
+    swap(handed_over)
+    return handed_over
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderModelRow:
+    """The forward pass of a BERT model on a full batch, float32.
+
+    Args:
+        model: ``"BERT base"`` or ``"MiniLM 6x384"``.
+        batch: number of sequences.
+        length: tokens of each.
+        layers: layers, by default the model's own.
+    """
+
+    model: str
+    batch: int
+    length: int
+    layers: int | None = None
+    dtype: torch.dtype = torch.float32
+    memory: bool = False
+
+    @property
+    def title(self) -> str:
+        """What the work is."""
+        return f"{self.model} size, {self.batch}x{self.length} tokens, forward"
+
+    @property
+    def group(self) -> str:
+        """Encoders."""
+        return "encoder"
+
+    @property
+    def operations(self) -> float:
+        """Products of the linear layers and of attention."""
+        size = _ENCODERS[self.model]
+        width, inner = size["hidden_size"], size["intermediate_size"]
+        per_token = 8.0 * width**2 + 4.0 * width * inner + 4.0 * self.length * width
+        return (self.layers or size["num_hidden_layers"]) * self.batch * self.length * per_token
+
+    @property
+    def memory_read(self) -> None:
+        """Nobody asks."""
+
+    def case(self) -> Case:
+        """The contenders; float64 and the textbook see the first sequences only."""
+        from transformers import BertConfig, BertModel
+
+        size = {**_ENCODERS[self.model], **({} if self.layers is None else {"num_hidden_layers": self.layers})}
+        config = BertConfig(**size, max_position_embeddings=max(512, self.length), attn_implementation="sdpa")
+        theirs = _seeded(lambda: BertModel(config, add_pooling_layer=False))
+        ids = torch.randint(0, config.vocab_size, (self.batch, self.length), generator=torch.Generator().manual_seed(1))
+        eager = deepcopy(theirs)
+        eager.set_attn_implementation("eager")
+        foreign, left_out = _onnx_call(theirs, ids)
+        return Case(
+            title=self.title,
+            calls={OURS: partial(_hidden, _ours(theirs), ids), SDPA_MODEL: partial(_hidden, theirs, ids), **foreign},
+            left_out=left_out, exact=lambda: _hidden(deepcopy(eager).double(), ids[:_CHECKED]),
+            plain=lambda: _hidden(eager, ids[:_CHECKED]), pick=lambda groups: ((groups[0][0][:_CHECKED],),),
+            apart=tuple(foreign), backend=lambda: "model",
+        )  # fmt: skip
+
+    def small(self) -> Self:
+        """Two layers, a few tokens."""
+        return replace(self, batch=min(2, self.batch), length=8, layers=2)
+
+
+def _hidden(model: nn.Module, ids: Tensor) -> Groups:
+    with torch.no_grad():
+        return ((model(input_ids=ids).last_hidden_state,),)
+
+
+class _States(nn.Module):
+    """A model with one input and one output, as the exporter wants it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        states: Tensor = self.model(input_ids=ids).last_hidden_state
+        return states
+
+
+def _onnx_call(model: nn.Module, ids: Tensor) -> tuple[dict[str, Call], dict[str, str]]:
+    """The model as torch's exporter writes it and ONNX Runtime optimises it, with as many threads as torch."""
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime
+    except ModuleNotFoundError as error:
+        return {}, {ONNX_MODEL: f"needs the package {error.name}; install clearhead[bench]"}
+    content: Any = BytesIO()
+    eager: Any = deepcopy(model)
+    eager.set_attn_implementation("eager")
+    torch.onnx.export(_States(eager).eval(), (ids,), content, dynamo=False, opset_version=17, verbose=False)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(content.getvalue(), options, providers=["CPUExecutionProvider"])
+    name, numbers = session.get_inputs()[0].name, ids.numpy()
+
+    def call() -> Groups:
+        return ((torch.from_numpy(session.run(None, {name: numbers})[0]),),)
+
+    return {ONNX_MODEL: call}, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalRow:
+    """GPT-2 (Radford et al. 2019; the smallest, 12 layers of 768), float32: a long prompt, or tokens behind one.
+
+    Args:
+        decode: time the tokens that follow the prompt, one by one with a cache, in place of the prompt.
+        length: tokens of the prompt.
+        layers: layers.
+    """
+
+    decode: bool
+    length: int = 1024
+    layers: int = 12
+    dtype: torch.dtype = torch.float32
+    memory: bool = False
+
+    @property
+    def title(self) -> str:
+        """What the work is."""
+        what = f"{_DECODED} tokens decoded behind {self.length}" if self.decode else f"prefill of {self.length} tokens"
+        return f"GPT-2 size, {what}"
+
+    @property
+    def group(self) -> str:
+        """Prefill or decode."""
+        return "decode" if self.decode else "prefill"
+
+    @property
+    def operations(self) -> None:
+        """Nobody asks."""
+
+    @property
+    def memory_read(self) -> None:
+        """Nobody asks."""
+
+    def case(self) -> Case:
+        """The contenders."""
+        from transformers import GPT2Config, GPT2Model
+
+        config = GPT2Config(n_layer=self.layers, n_positions=self.length + _DECODED, attn_implementation="sdpa")
+        theirs = _seeded(lambda: GPT2Model(config))
+        shape = (1, self.length + _DECODED)
+        ids = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+        eager = deepcopy(theirs)
+        eager.set_attn_implementation("eager")
+        build = partial(_decoding if self.decode else _prefill, ids=ids)
+        return Case(
+            title=self.title, calls={OURS: build(_ours(theirs)), SDPA_MODEL: build(theirs)},
+            exact=lambda: build(deepcopy(eager).double())(), plain=lambda: build(eager)(), backend=lambda: "model",
+        )  # fmt: skip
+
+    def small(self) -> Self:
+        """One layer, a few tokens."""
+        return replace(self, length=12, layers=1)
+
+
+def _prefill(model: nn.Module, *, ids: Tensor) -> Call:
+    prompt = ids[:, :-_DECODED]
+    return lambda: _hidden(model, prompt)
+
+
+def _decoding(model: nn.Module, *, ids: Tensor) -> Call:
+    """Each call decodes the same tokens behind the same cache, which is cut back to the prompt afterwards."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    prompt = ids.shape[1] - _DECODED
+    with torch.no_grad():
+        model(input_ids=ids[:, :prompt], past_key_values=cache)
+
+    def call() -> Groups:
+        states = []
+        with torch.no_grad():
+            for place in range(prompt, ids.shape[1]):
+                token = ids[:, place : place + 1]
+                states.append(model(input_ids=token, past_key_values=cache).last_hidden_state)
+        cache.crop(-_DECODED)
+        return ((torch.cat(states, dim=1),),)
+
+    return call

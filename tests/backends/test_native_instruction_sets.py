@@ -1,0 +1,115 @@
+"""The CPU kernels on every instruction set that this processor has.
+
+Every mask, rule, dtype and size on the best one is in test_agreement.py.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead.backends import native_library, native_replay
+from clearhead.backends.dropout import kept
+from clearhead.masks.base import index_tensors
+from tests.agreement import compare, needs_native
+from tests.problems import MASKS, RULES, tensors
+
+pytestmark = needs_native
+SETS = native_library.isa_names()
+
+
+def force(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every description ask for one instruction set."""
+    library = native_library.library()
+    assert library is not None
+    index = next(place for place in range(99) if library.ch_isa_name(place) == name.encode())
+    monkeypatch.setattr(native_library, "isa_index", lambda: index)
+    monkeypatch.setattr(native_replay, "_plans", {})
+    assert native_library.Description.new().isa == index
+
+
+class TestInstructionSets:
+    """Each set that this processor has, forward and backward."""
+
+    @pytest.fixture(params=SETS, autouse=True)
+    def _use(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        force(request.param, monkeypatch)
+
+    @pytest.mark.parametrize(
+        ("mask", "rule"),
+        [
+            ("none", "none"), ("causal", "alibi"), ("window", "relative, then cap"),
+            ("causal window", "cap, then dense bias"), ("prefix", "sink"), ("padding to nothing", "none"),
+            ("causal documents", "alibi"), ("document ids", "none"), ("global", "relative, then cap"),
+            ("strided", "none"), ("blocks", "sink"), ("dense", "cap, then dense bias"), ("not either", "none"),
+            ("nothing", "sink"),
+        ],
+    )  # fmt: skip
+    def test_masks_and_rules(self, mask: str, rule: str) -> None:
+        compare("native", tensors(), mask=MASKS[mask].mask, scores=RULES[rule].rules)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("mask", ["none", "causal", "padding to nothing", "dense", "blocks"])
+    def test_dtypes(self, mask: str, dtype: torch.dtype) -> None:
+        compare("native", tensors(dtype=dtype), mask=MASKS[mask].mask)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize(
+        "sizes",
+        [
+            {"q_len": 31, "k_len": 7, "head_dim": 1, "value_dim": 1},
+            {"q_len": 97, "k_len": 259, "head_dim": 67, "value_dim": 130},
+            {"q_len": 5, "k_len": 1100, "head_dim": 64, "value_dim": 64, "heads": 6, "kv_heads": 2},
+            {"q_len": 130, "k_len": 1, "head_dim": 256, "value_dim": 3},
+            {"q_len": 61, "k_len": 67, "heads": 6, "kv_heads": 1, "head_dim": 31, "value_dim": 17},
+        ],
+        ids=str,
+    )
+    def test_odd_sizes(self, sizes: dict[str, int], dtype: torch.dtype) -> None:
+        inputs = tensors(dtype=dtype, **sizes)
+        compare("native", inputs, mask=None)
+        compare("native", inputs, mask=ch.Causal() & ch.Window(50), query_offset=sizes["k_len"] - sizes["q_len"])
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    def test_dropout_drops_the_same(self, dtype: torch.dtype) -> None:
+        query, value = torch.zeros(2, 3, 7, 8, dtype=dtype), torch.eye(71, dtype=dtype).expand(2, 3, 71, 71)
+        key = torch.zeros(2, 3, 71, 8, dtype=dtype)
+        output = ch.attention(query, key, value, dropout=0.5, seed=2**40 + 3, query_offset=9, backend="native")
+        right = kept(2**40 + 3, 0.5, *index_tensors(2, 3, 7, 71, 9, torch.device("cpu")))
+        assert torch.equal(output != 0, right)
+
+
+BITS = """
+import hashlib, torch, clearhead as ch
+x = torch.linspace(-2.0, 2.0, 24_000).sin().view(1, 2, 300, 40).bfloat16()
+found = hashlib.sha256(ch.attention(x, x, x, scale=3.0, backend="native").float().numpy().tobytes()).hexdigest()
+"""
+
+
+def _bits() -> str:
+    names: dict[str, Any] = {}
+    exec(BITS, names)
+    return str(names["found"])
+
+
+@pytest.mark.skipif("avx512bf16" not in SETS, reason="only products in bfloat16 are sure to differ between sets")
+def test_the_variable_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = SETS[-1]
+    done = subprocess.run(
+        [sys.executable, "-c", f"{BITS}\nprint(found)"], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "CLEARHEAD_ISA": name, "CLEARHEAD_NATIVE": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() != _bits_of(SETS[0], monkeypatch)
+    assert done.stdout.strip() == _bits_of(name, monkeypatch)
+
+
+def _bits_of(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    force(name, monkeypatch)
+    return _bits()

@@ -1,0 +1,317 @@
+"""The GPU kernels: run by triton's interpreter on the CPU, compiled for a GPU that need not be there, and on one.
+
+Triton reads ``TRITON_INTERPRET`` when it is imported, so kernels are interpreted in a process of their own: this
+file run as a program, which runs every case and prints what went wrong with each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead as ch
+from clearhead import dispatch
+from clearhead.backends import triton
+from tests.problems import MASKS, RULES, tensors
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
+
+
+def _check(inputs: tuple[Tensor, ...], want: dict[str, Any] | None = None, **options: Any) -> None:
+    """Every statistic, or those wanted, of the kernels against the specification; and the output."""
+    from tests.statistics_agreement import check_statistics, everything
+
+    inputs = tuple(tensor.detach() for tensor in inputs)
+    asked = everything(inputs) if want is None else ch.Want(**want)
+    check_statistics("triton", inputs, asked, **options)
+    _check_output(inputs, **options)
+
+
+def _check_output(inputs: tuple[Tensor, ...], **options: Any) -> None:
+    from tests.budget import within_budget
+
+    exact, textbook, found = (
+        ch.attention(*(tensor.to(kind) for tensor in inputs), backend=own, **options)
+        for kind, own in ((torch.float64, "reference"), (inputs[0].dtype, "reference"), (inputs[0].dtype, "triton"))
+    )
+    assert torch.equal(found.isnan(), exact.isnan()), "NaN elsewhere"
+    if inputs[0].dtype != torch.float32:
+        # Weights are rounded to 16 bits before they meet the values.
+        textbook = textbook + torch.finfo(inputs[0].dtype).eps * inputs[2].abs().max().item()
+    size = inputs[2][torch.isfinite(inputs[2])].double().square().mean().sqrt().item() if inputs[2].numel() else 1.0
+    within_budget("triton output", *(each.nan_to_num() for each in (found, textbook, exact)), size=size,
+                  terms=max(1, inputs[1].shape[2]))  # fmt: skip
+
+
+def _mask_and_rule(mask: str, rule: str) -> Callable[[], None]:
+    batch = 2 if mask in ("padding to nothing", "dense") else 1
+    return lambda: _check(tensors(batch=batch), mask=MASKS[mask].mask, scores=RULES[rule].rules)
+
+
+def _blocks_of_both(mask: ch.Mask | None, dtype: torch.dtype = torch.float32, offset: int = 4) -> Callable[[], None]:
+    """More than one block of queries and of keys, neither whole; heads in groups; channels that are padded."""
+
+    def run() -> None:
+        inputs = tensors(
+            dtype=dtype, batch=1, heads=2, kv_heads=1, q_len=66, k_len=70, head_dim=20, value_dim=40, seed=3
+        )
+        _check(inputs, mask=mask, query_offset=offset, scores=(ch.SoftCap(3.0), ch.Sink(0.5)))
+
+    return run
+
+
+def _heatmap(side: int) -> Callable[[], None]:
+    inputs = tensors(batch=1, heads=1, kv_heads=1, q_len=75, k_len=90)
+    return lambda: _check(inputs, {"heatmap": side}, mask=ch.Window(30), query_offset=10)
+
+
+def _poisoned(which: int, poison: float, mask: ch.Mask) -> Callable[[], None]:
+    def run() -> None:
+        inputs = tuple(tensor.detach().clone() for tensor in tensors(batch=1, heads=2, kv_heads=1))
+        inputs[which][0, 0, 6, 2] = poison
+        _check(inputs, mask=mask, scores=(ch.SoftCap(2.0),))
+
+    return run
+
+
+def _top_of_whole_rows() -> None:
+    inputs = tensors(batch=1, heads=1, kv_heads=1, q_len=5, k_len=70)
+    _check(inputs, {"top_k": 33}, mask=ch.Window(9, 9), query_offset=40)
+
+
+def _no_queries_or_no_keys() -> None:
+    for q_len, k_len in ((0, 5), (5, 0)):
+        _check(tensors(batch=1, q_len=q_len, k_len=k_len), scores=ch.Sink(0.0))
+
+
+def _equal_weights_and_zeros() -> None:
+    """Ties go to the lower key; keys without weight follow in order, forbidden ones too."""
+    key = torch.tensor([1.0, 2.0, 0.0, 2.0, 1.0]).repeat(20)[None, None, :, None]
+    query = torch.ones(1, 1, 2, 1)
+    seen = ch.observe_attention(query, key, key, want=ch.Want(top_k=4), backend="triton")
+    assert seen.top_indices.tolist() == [[[[1, 3, 6, 8]] * 2]]
+    late = ch.Dense((torch.arange(100) >= 98)[None])
+    seen = ch.observe_attention(query, key * 0, key, want=ch.Want(top_k=5), mask=late, backend="triton")
+    assert seen.top_indices.tolist() == [[[[98, 99, 0, 1, 2]] * 2]]
+
+
+def _one_changes_no_other() -> None:
+    from tests.statistics_agreement import everything
+
+    inputs = tuple(tensor.detach() for tensor in tensors(batch=1, heads=1, kv_heads=1, q_len=40, k_len=40))
+    want = everything(inputs)
+    whole = ch.observe_attention(*inputs, want=want, mask=ch.Causal(), backend="triton")
+    for name in ("entropy", "top_k", "received"):
+        seen = ch.observe_attention(*inputs, want=everything(inputs, only=[name]), mask=ch.Causal(), backend="triton")
+        for field, value in vars(seen).items():
+            assert value is None or torch.equal(value, getattr(whole, field)), f"{name}: {field}"
+
+
+CASES: dict[str, Callable[[], None]] = {
+    **{
+        f"{mask}, {rule}": _mask_and_rule(mask, rule)
+        for mask, rule in (
+            ("none", "relative, then cap"), ("causal", "none"), ("window", "alibi"), ("causal window", "sink"),
+            ("prefix", "cap, then dense bias"), ("padding to nothing", "sink"), ("causal documents", "none"),
+            ("global", "none"), ("strided", "alibi"), ("blocks", "none"), ("dense", "cap, then dense bias"),
+            ("function", "none"), ("nothing", "none"),
+        )
+    },
+    "blocks of both, banded": _blocks_of_both(ch.Causal() & ch.Window(20)),
+    "blocks of both, behind": _blocks_of_both(ch.Causal(), offset=-20),
+    "blocks of both, runs": _blocks_of_both(ch.Global(3) | ch.Window(5)),
+    "float16": _blocks_of_both(None, torch.float16),
+    "bfloat16": _blocks_of_both(ch.Causal(), torch.bfloat16),
+    "heatmap within blocks": _heatmap(8),
+    "heatmap of odd tiles": _heatmap(21),
+    "heatmap of several blocks": _heatmap(70),
+    "NaN in a query": _poisoned(0, torch.nan, ch.Window(2)),
+    "inf in a key": _poisoned(1, -torch.inf, ch.Window(2)),
+    "inf in a value": _poisoned(2, torch.inf, ch.Window(2)),
+    "NaN that nobody sees": _poisoned(1, torch.nan, ch.Dense((torch.arange(13) != 6)[None])),
+    "top-k of whole rows": _top_of_whole_rows,
+    "no queries or no keys": _no_queries_or_no_keys,
+    "equal weights and zeros": _equal_weights_and_zeros,
+    "one changes no other": _one_changes_no_other,
+}  # fmt: skip
+
+
+def _on_this_cpu() -> tuple[Any, ...]:
+    """The table of backends with the kernels taking CPU tensors, as the interpreter does."""
+    own = triton.BACKEND
+    here = replace(own.capability, devices=frozenset({"cpu"}), requires=lambda: None)
+    return tuple(replace(own, capability=here) if each.name == "triton" else each for each in dispatch.BACKENDS)
+
+
+def _multiply_bfloat16() -> None:
+    """Triton 3.9's interpreter multiplies the bits of bfloat16 numbers; have it multiply the numbers."""
+    from triton import language
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    plain = InterpreterBuilder.create_dot
+
+    def product(self: Any, left: Any, right: Any, *rest: Any) -> Any:
+        numbers = (
+            self.cast_impl(each, language.float32) if each.dtype.scalar == language.bfloat16 else each
+            for each in (left, right)
+        )  # fmt: skip
+        return plain(self, *numbers, *rest)
+
+    InterpreterBuilder.create_dot = product
+
+
+def _interpret() -> None:
+    """Run every case; print as JSON what went wrong with each."""
+    dispatch.BACKENDS = _on_this_cpu()
+    _multiply_bfloat16()
+    said = {}
+    for name, run in CASES.items():
+        try:
+            run()
+            said[name] = ""
+        except BaseException:  # A skip is no pass either.
+            said[name] = traceback.format_exc()
+    print(json.dumps(said))
+
+
+class _Hopper:
+    """What triton asks a driver before it compiles."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _compile() -> None:
+    """Compile every kernel for compute capability 9.0, no GPU needed; print its name and the bytes of its program."""
+    from triton.runtime import driver
+
+    from clearhead.backends import triton_kernels
+    from clearhead.problem import Problem
+
+    driver.set_active(_Hopper())
+
+    def launch(call: Any, name: str, programs: int, *arguments: Any, warps: int = 4, **constants: Any) -> None:
+        kernel = getattr(triton_kernels, name)
+        done = kernel.warmup(*arguments, **constants, num_warps=warps, enable_fp_fusion=True, grid=(programs,))
+        print(name, len(done.asm["cubin"]))
+
+    triton._Call.launch = launch  # type: ignore[method-assign]
+    query = torch.zeros(1, 2, 256, 64, dtype=torch.float16)
+    want = ch.Want(
+        lse=True, max_score=True, entropy=True, top_k=8, received=True, heatmap=16, sink=4, distance=True, rows=[0],
+        row_weights=torch.ones(1, 1, 3, 256),
+    )  # fmt: skip
+    mask = ch.Causal() & ch.Window(100) & ch.Blocks(torch.ones(16, 16, dtype=torch.bool), 16) & ch.Padding([200])
+    rules = (ch.Alibi(2), ch.RelativeBias(torch.zeros(2, 7)), ch.SoftCap(3.0), ch.DenseBias(query[0, 0, :, :1]))
+    problem = Problem.of("test", query, query, query, mask=mask, scores=(*rules, ch.Sink(0.0)))
+    triton._run(problem, want)
+    triton._run(Problem.of("test", query, query, query, mask=ch.Causal() & ch.Window(100)), ch.Want())
+
+
+def _own_process(what: str, place: Path, **environment: str) -> str:
+    """What this file, run as a program, prints."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(place), **environment}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.backends.test_triton", what],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """For each case what went wrong, or nothing."""
+    said: dict[str, str] = json.loads(_own_process("interpret", tmp_path_factory.mktemp("cache"), TRITON_INTERPRET="1"))
+    return said
+
+
+@needs_triton
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(name: str, interpreted: dict[str, str]) -> None:
+    assert interpreted[name] == "", interpreted[name]
+
+
+@needs_triton
+def test_kernels_compile_where_there_is_no_gpu(tmp_path: Path) -> None:
+    """What the interpreter forgives, a compiler does not."""
+    lines = _own_process("compile", tmp_path, TRITON_INTERPRET="0").splitlines()
+    compiled = {name: int(size) for name, size in (line.split() for line in lines)}
+    assert set(compiled) == {"non_finite", "forward", "columns", "some_rows", "top"}
+    assert all(compiled.values())
+
+
+def test_reasons_without_a_gpu() -> None:
+    inputs = tensors()
+    if not torch.cuda.is_available():
+        reasons = ch.explain_dispatch(*inputs, want=ch.Want(lse=True)).reasons["triton"]
+        assert reasons == ("needs a CUDA device, and torch sees none",)
+        with pytest.raises(ch.UnsupportedError, match="triton: needs a CUDA device"):
+            ch.attention(*inputs, backend="triton")
+    else:
+        assert ch.explain_dispatch(*inputs).reasons["triton"] == ("runs on cuda, not cpu", "has no gradient")
+
+
+def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only by name or for statistics, and never where a gradient is wanted."""
+    only = {"triton", "sdpa", "tiled", "reference"}
+    monkeypatch.setattr(dispatch, "BACKENDS", tuple(each for each in _on_this_cpu() if each.name in only))
+    inputs = tensors(value_dim=8)
+    want = ch.Want(entropy=True)
+    with torch.no_grad():
+        assert ch.explain_dispatch(*inputs).choice == "sdpa"
+        assert ch.explain_dispatch(*inputs, scores=ch.SoftCap(2.0)).choice == "tiled"
+        assert ch.explain_dispatch(*inputs, scores=ch.SoftCap(2.0), backend="triton").choice == "triton"
+        assert ch.explain_dispatch(*inputs, want=want).choice == "triton"
+        assert ch.explain_dispatch(*inputs, want=want, dropout=0.5).choice == "tiled"
+    assert ch.explain_dispatch(*inputs, want=want).choice == "tiled"
+    learned = ch.Want(row_weights=torch.ones(1, 1, 1, 13, requires_grad=True))
+    plain = tuple(tensor.detach() for tensor in inputs)
+    report = ch.explain_dispatch(*plain, want=learned)
+    assert report.choice == "tiled"
+    assert report.reasons["triton"] == ("has no gradient of row_weights",)
+
+
+def test_tables_of_masks_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "BACKENDS", _on_this_cpu())
+    query = torch.zeros(1, 1, 2**14 + 1, 1)
+    reasons = ch.explain_dispatch(query, query, query, mask=ch.Strided(3), want=ch.Want(lse=True)).reasons["triton"]
+    assert reasons == ("would need a table of 268,468,225 entries (limit 268,435,456)",)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_on_the_device(dtype: torch.dtype) -> None:
+    inputs = tuple(tensor.detach().cuda() for tensor in tensors(dtype=dtype, q_len=300, k_len=300, head_dim=64))
+    want = ch.Want(lse=True, entropy=True, top_k=1, received=True, rows=[0, 299])
+    seen, right = (
+        ch.observe_attention(*inputs, want=want, mask=ch.Causal(), backend=own) for own in ("triton", "reference")
+    )
+    for name in ("lse", "entropy", "top_weights", "received", "rows"):
+        torch.testing.assert_close(getattr(seen, name), getattr(right, name), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(seen.output, right.output, rtol=1e-2, atol=1e-2)
+
+
+if __name__ == "__main__":
+    {"interpret": _interpret, "compile": _compile}[sys.argv[1]]()
