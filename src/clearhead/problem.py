@@ -124,8 +124,9 @@ class Problem:
 
     @cached_property
     def rule_parameters(self) -> list[Tensor]:
-        """Tensors of the rules that require a gradient."""
-        return [tensor for rule in self.scores for tensor in rule.parameters() if tensor.requires_grad]
+        """Tensors of the rules that require a gradient; one that several rules share is one parameter."""
+        learned = (tensor for rule in self.scores for tensor in rule.parameters() if tensor.requires_grad)
+        return list({id(tensor): tensor for tensor in learned}.values())
 
     @property
     def needs_gradient(self) -> bool:

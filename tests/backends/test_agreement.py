@@ -119,6 +119,25 @@ def test_packed_documents_with_padding_between(backend: str) -> None:
     compare(backend, tensors(batch=1, q_len=9, k_len=9), mask=ch.Documents(ids=ids))
 
 
+@pytest.mark.parametrize("between", [(), (ch.SoftCap(3.0),)], ids=["side by side", "a cap between"])
+@pytest.mark.parametrize("backend", TESTED)
+def test_a_tensor_that_two_rules_share_has_one_gradient(backend: str, between: tuple[ch.ScoreRule, ...]) -> None:
+    found = []
+    for name, dtype in ((backend, torch.float32), ("reference", torch.float64)):
+        table, bias = (tensor.detach().clone().to(dtype).requires_grad_() for tensor in (TABLE, BIAS))
+        pair = (ch.RelativeBias(table), ch.DenseBias(bias))
+        rules = (*pair, *between, *pair)
+        if backend == "sdpa" and between:
+            pytest.skip("sdpa: cannot apply SoftCap to scores")
+        # Several steps: memory that was given back too early does not show in the first.
+        for _ in range(8):
+            output = ch.attention(*tensors(dtype=dtype), scores=rules, backend=name)
+            grads = torch.autograd.grad(output.square().sum(), [table, bias])
+        found.append(grads)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", TESTED)
 @pytest.mark.parametrize("name", ["none", "causal", "padding to nothing", "causal documents"])
 def test_gradients_of_rules(backend: str, name: str) -> None:

@@ -310,6 +310,42 @@ def _shape(value: object) -> object:
     return tuple(value.shape) if isinstance(value, Tensor) else _shape(value[0])  # type: ignore[index]
 
 
+@pytest.mark.parametrize("low", [-3e4, -1e9], ids=str)
+def test_padding_marked_by_a_large_negative_number_is_not_attended_to(low: float) -> None:
+    theirs, ours = _pair(_encoder)
+    mask = torch.zeros(BATCH, LENGTH, dtype=torch.float64).masked_fill(RIGHT, low)
+    _same(theirs, ours, (_tokens(LENGTH, True, 1),), {"src_key_padding_mask": mask}, ~RIGHT)
+
+
+class _Centred(nn.Module):
+    """Works on a sequence as a whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize("place", ["norm1", "dropout1", "activation"])
+def test_a_part_that_mixes_tokens_sees_the_padded_batch(place: str) -> None:
+    theirs, ours = _pair(_encoder)
+    for model in (theirs, ours):
+        setattr(
+            model.layers[0], place, (lambda x: x - x.mean(dim=1, keepdim=True)) if place == "activation" else _Centred()
+        )
+    theirs.train(), ours.train()
+    _same(theirs, ours, (_tokens(LENGTH, True, 1),), {"src_key_padding_mask": RIGHT}, ~RIGHT)
+
+
+def test_hooks_on_every_module_see_the_padded_batch() -> None:
+    _, ours = _pair(_encoder)
+    shapes: list[object] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda _, args, output: shapes.append(_shape(output)))
+    try:
+        ours(_tokens(LENGTH, True, 1), src_key_padding_mask=RIGHT)
+    finally:
+        handle.remove()
+    assert {shape[:2] for shape in shapes} == {(BATCH, LENGTH)}  # type: ignore[index]
+
+
 def test_a_layer_exchanged_since_is_called_as_torch_calls_it() -> None:
     class Same(nn.TransformerEncoderLayer):
         def forward(self, src: Tensor, **call: object) -> Tensor:  # type: ignore[override]

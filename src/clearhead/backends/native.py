@@ -389,22 +389,25 @@ def _backward(problem: Problem, rows: _Rows, arrived: _Arrived) -> _Gradients | 
         work.tensor(f"grad_{name}", _like(tensor, tensor.shape[3]))
         for name, tensor in (("query", problem.query), ("key", problem.key), ("value", problem.value))
     ]
-    rules = {}
+    rules: dict[int, Tensor] = {}
     for place, rule in enumerate(work.rules):
         if isinstance(rule, (RelativeBias, DenseBias)) and rule.parameters()[0].requires_grad:
-            rules[id(rule.parameters()[0])] = _rule_gradient(description.rules[place], rule)
+            _add_rule_gradient(description.rules[place], rule, rules)
     return _Gradients(tensors, rules, delta) if _call("ch_backward", work) == Code.OK else None
 
 
-def _rule_gradient(into: Rule, rule: RelativeBias | DenseBias) -> Tensor:
-    """A float32 tensor that the kernel adds a rule's gradient to."""
-    grad = torch.zeros_like(rule.parameters()[0], dtype=torch.float32, memory_format=torch.contiguous_format)
+def _add_rule_gradient(into: Rule, rule: RelativeBias | DenseBias, grads: dict[int, Tensor]) -> None:
+    """Point a rule at the float32 tensor that the kernel adds its gradient to: one for each learned tensor."""
+    learned = rule.parameters()[0]
+    grad = grads.get(id(learned))
+    if grad is None:
+        grad = torch.zeros_like(learned, dtype=torch.float32, memory_format=torch.contiguous_format)
+        grads[id(learned)] = grad
     into.grad = grad.data_ptr()
     if isinstance(rule, DenseBias):
         into.grad_batch, into.grad_head, into.grad_row, _ = _strides(grad)
     else:
         into.grad_head = _strides(grad[None, :, None])[1]
-    return grad
 
 
 def _parameter_gradient(problem: Problem, parameter: Tensor, grads: _Gradients, lse: Tensor) -> Tensor:

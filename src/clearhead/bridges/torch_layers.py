@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from clearhead.bridges.torch_attention import SwappedMultiheadAttention
 from clearhead.bridges.torch_masks import MaskReader, Meaning, may_look, padded_keys
@@ -56,6 +57,15 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
 
 class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):
     """``nn.TransformerDecoderLayer`` whose attentions and products are ours; put in place by ``swap``."""
+
+
+_LAYERS: Final = (SwappedTransformerEncoderLayer, SwappedTransformerDecoderLayer)
+#: What treats each token by itself, and alike wherever it lies.
+_TOKENWISE: Final = (
+    nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU,
+    nn.Tanh, nn.Sigmoid, nn.Softplus,
+)  # fmt: skip
+_ACTIVATIONS: Final = (functional.relu, functional.gelu, functional.silu, torch.relu, torch.tanh)
 
 
 class SwappedTransformerEncoder(nn.TransformerEncoder):
@@ -108,7 +118,9 @@ class SwappedTransformerEncoder(nn.TransformerEncoder):
         forbidden = padded_keys(key_padding_mask)
         if padding.mask is None or forbidden is None or not may_look(src) or bool(forbidden.all()):
             return None
-        return ~forbidden
+        # A large negative number keeps others from a token, but does not say that the token is not there.
+        allowed = padding.mask.dense(1, forbidden.shape[-1], query_offset=0)[:, 0, 0]
+        return ~forbidden if torch.equal(allowed.expand_as(forbidden), ~forbidden) and _by_token(self) else None
 
     def _without_padding(self, output: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         forbidden = padded_keys(key_padding_mask)
@@ -202,9 +214,22 @@ def _all_ours(layers: Iterable[nn.Module], kind: type[nn.Module]) -> bool:
     return len(alike) == 1 and not attentions[0].add_zero_attn
 
 
+def _by_token(stack: nn.Module) -> bool:
+    """Whether everything but attention is known to work on tokens one by one; somebody may have exchanged a norm."""
+    for module in stack.modules():
+        if module is stack or isinstance(module, (*_LAYERS, nn.MultiheadAttention, nn.ModuleList)):
+            activation = getattr(module, "activation", functional.relu)
+            if isinstance(activation, nn.Module) or activation in _ACTIVATIONS:
+                continue
+            return False
+        if not isinstance(module, _TOKENWISE):
+            return False
+    return True
+
+
 def _is_watched(stack: nn.Module) -> bool:
     """Whether hooks look into the stack; they are shown what torch shows them, tensors of the padded batch."""
-    return any(
+    return torch.nn.modules.module._has_any_global_hook() or any(
         module is not stack
         and (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
              or module._backward_pre_hooks)
