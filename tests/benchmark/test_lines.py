@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from clearhead.benchmark import Floor, Line, Suite, Timing, measure_row, verdicts
-from clearhead.benchmark.lines import product_rates
+from clearhead.benchmark.lines import product_rates, unjudged
 from clearhead.benchmark.product import OPERATIONS, PRODUCT
 from clearhead.benchmark.rows import AttentionRow
 
@@ -54,6 +54,15 @@ def test_the_share_is_that_of_the_product_beside_the_row() -> None:
 def test_other_groups_and_rows_without_the_peer_say_nothing() -> None:
     lines = [line("a", {"clearhead": 1.0, "peer": 2.0}, group="bfloat16"), line("b", {"clearhead": 1.0})]
     assert judged(Floor(group=GROUP, against=("peer",), each=2.0, mean=2.0), lines) == []
+
+
+def test_floors_without_a_peer_are_named_and_verdicts_name_only_who_took_part() -> None:
+    floors = tuple(Floor(group=GROUP, against=against, each=1.0) for against in (("p",), ("p", "q"), ("q",)))
+    suite = Suite(about="", rows=lambda: [], floors=floors)
+    lines = [line("a", {"clearhead": 1.0, "q": 2.0})]
+    assert [verdict.floor.against for verdict in verdicts(suite, lines)] == [("q",), ("q",)]
+    assert unjudged(suite, lines) == ["float32 against p: not judged, none of them took part"]
+    assert unjudged(suite, []) == []
 
 
 def test_another_of_our_contenders_can_be_meant() -> None:

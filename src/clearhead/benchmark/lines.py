@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from clearhead.benchmark.memory import peak_extra_bytes
@@ -14,7 +14,7 @@ from clearhead.benchmark.rows import Row
 from clearhead.benchmark.suites import Floor, Suite
 from clearhead.benchmark.timing import Timing, geometric_mean
 
-__all__ = ["Line", "Verdict", "measure_row", "product_rates", "verdicts"]
+__all__ = ["Line", "Verdict", "measure_row", "product_rates", "unjudged", "verdicts"]
 
 _FEWEST_ROUNDS = 5
 
@@ -144,6 +144,17 @@ class Verdict:
         return f"{self.floor.group}{who} against {against}: {found}"
 
 
+def unjudged(suite: Suite, lines: Sequence[Line]) -> list[str]:
+    """Floors whose rows were measured without any of their peers, in words."""
+    return [
+        f"{floor.group} against {' or '.join(map(short_name, floor.against))}: not judged, none of them took part"
+        for floor in suite.floors
+        if floor.against
+        and any(line.group == floor.group for line in lines)
+        and not any(peer in line.timings for line in lines if line.group == floor.group for peer in floor.against)
+    ]
+
+
 def verdicts(suite: Suite, lines: Sequence[Line]) -> list[Verdict]:
     """Each floor with what was found; floors of which no row was measured are left out."""
     return [verdict for floor in suite.floors for verdict in _verdicts_of(floor, lines)]
@@ -153,6 +164,9 @@ def _verdicts_of(floor: Floor, lines: Sequence[Line]) -> list[Verdict]:
     rows = [
         line for line in lines if line.group == floor.group and floor.only in line.title and floor.ours in line.timings
     ]
+    # A verdict names those who took part.
+    present = tuple(peer for peer in floor.against if any(peer in line.timings for line in rows))
+    floor = replace(floor, against=present)
     ratios = {
         line.title: line.ratio(peer, floor.ours) for line in rows if (peer := line.fastest(floor.against)) is not None
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clearhead.benchmark.journal import Journal
-from clearhead.benchmark.lines import Line, product_rates, verdicts
+from clearhead.benchmark.lines import Line, product_rates, unjudged, verdicts
 from clearhead.benchmark.peers import OURS, short_name
 from clearhead.benchmark.product import PRODUCT
 from clearhead.benchmark.suites import SUITES
@@ -80,7 +80,10 @@ def suite_sheet(name: str, lines: Sequence[Line], *, judged: bool = True) -> She
     notes = [f"{PRODUCT} 2048x2048x2048 {group}: {middle:.0f} GFLOP/s ({low:.0f} to {high:.0f})"
              for group, (middle, low, high) in product_rates(lines).items()]  # fmt: skip
     notes += _means(lines, peers)
-    notes += [str(verdict) for verdict in verdicts(suite, lines)] if judged else ["small sizes: floors are not judged"]
+    if judged:
+        notes += [*map(str, verdicts(suite, lines)), *unjudged(suite, lines)]
+    else:
+        notes.append("small sizes: floors are not judged")
     notes += dict.fromkeys(
         f"left out: {short_name(who)}, {why}" for line in lines for who, why in line.left_out.items()
     )
