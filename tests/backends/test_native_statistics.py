@@ -82,6 +82,14 @@ def test_what_has_no_gradient_says_so() -> None:
     assert learned == {"output", "lse", "max_score", "entropy", "distance", "sink", "received"}
 
 
+def test_learned_row_weights_go_where_they_learn() -> None:
+    inputs = tensors()
+    want = ch.Want(row_weights=torch.ones(1, 1, 1, inputs[0].shape[2], requires_grad=True))
+    assert ch.explain_dispatch(*inputs, want=want).choice == "tiled"
+    with pytest.raises(ch.UnsupportedError, match="native: has no gradient for row_weights"):
+        ch.observe_attention(*inputs, want=want, backend="native")
+
+
 def test_the_largest_score_of_a_decoded_token_has_a_gradient() -> None:
     # Forward reads such keys where they lie, backward packs them: their largest scores differ in the last bit.
     query, key, value = (tensor.requires_grad_() for tensor in inputs_of("keys where they lie"))

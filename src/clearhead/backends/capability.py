@@ -42,6 +42,7 @@ class Capability:
         max_head_dim: largest head size.
         max_scores: largest number of scores that it may hold at once, ``batch * heads * q_len * k_len``.
         gradient: whether it can be differentiated.
+        learned_row_weights: whether ``Want.row_weights`` may require a gradient.
         requires: why it cannot run in this process at all, or None.
         also: further reasons against a problem that no field can say.
     """
@@ -55,6 +56,7 @@ class Capability:
     max_head_dim: int | None = None
     max_scores: int | None = None
     gradient: bool = True
+    learned_row_weights: bool = True
     requires: Callable[[], str | None] = lambda: None
     also: Callable[[Problem], list[str]] = lambda problem: []
 
@@ -86,6 +88,9 @@ class Capability:
             reasons.append(f"would hold {size:,} scores at once (limit {self.max_scores:,})")
         if problem.needs_gradient and not self.gradient:
             reasons.append("has no gradient")
+        weights = want.row_weights
+        if weights is not None and weights.requires_grad and torch.is_grad_enabled() and not self.learned_row_weights:
+            reasons.append("has no gradient for row_weights")
         missing = sorted(want.names - self.statistics)
         if missing:
             reasons.append(f"cannot give {', '.join(missing)}")

@@ -453,6 +453,7 @@ BACKEND = Backend(
         rules=(Alibi, RelativeBias, DenseBias, SoftCap, Sink),
         mask_functions=False,
         max_head_dim=MAX_HEAD_DIM,
+        learned_row_weights=False,
         requires=reason,
         also=_also,
     ),
