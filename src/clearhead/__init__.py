@@ -1,5 +1,7 @@
 """clearhead: attention for PyTorch that you can run, write, see into, and trust."""
 
+from typing import TYPE_CHECKING
+
 from clearhead import bridges, nn, positions
 from clearhead.bridges import swap, unswap
 from clearhead.cache import KVCache
@@ -18,10 +20,14 @@ from clearhead.masks import (
     Strided,
     Window,
 )
-from clearhead.observe.explain import explain
+from clearhead.observe import explain, trace
 from clearhead.pack import pack, unpack
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, ScoreRule, Sink, SoftCap
 from clearhead.statistics import Observation, Want
+
+if TYPE_CHECKING:
+    # When it runs, the package of that name, which can be called.
+    from clearhead.observe import observe
 
 __all__ = [
     "Alibi",
@@ -55,10 +61,12 @@ __all__ = [
     "explain",
     "explain_dispatch",
     "nn",
+    "observe",
     "observe_attention",
     "pack",
     "positions",
     "swap",
+    "trace",
     "unpack",
     "unswap",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from clearhead.backends import flex, native, reference, sdpa, tiled
+from clearhead.backends import flex, native, reference, sdpa, tiled, triton
 from clearhead.backends.capability import Backend
 from clearhead.errors import UnsupportedError
 from clearhead.problem import Problem
@@ -16,7 +16,12 @@ from clearhead.statistics import Observation, Want
 __all__ = ["BACKENDS", "DispatchReport", "backend_names", "choose", "report", "run"]
 
 #: In order of preference: "auto" takes the first that has no reason against the problem.
-BACKENDS: tuple[Backend, ...] = (native.BACKEND, sdpa.BACKEND, flex.BACKEND, tiled.BACKEND, reference.BACKEND)
+BACKENDS: tuple[Backend, ...] = (
+    native.BACKEND, sdpa.BACKEND, triton.BACKEND, flex.BACKEND, tiled.BACKEND, reference.BACKEND
+)  # fmt: skip
+
+#: What "auto" takes only where statistics are wanted; attention alone stays with torch's own kernels on a GPU.
+_FOR_STATISTICS = frozenset({triton.BACKEND.name})
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ def choose(function: str, problem: Problem, want: Want, backend: str = "auto") -
     Raises:
         UnsupportedError: the named backend, or every backend, has reasons against the problem.
     """
-    candidates = BACKENDS if backend == "auto" else (_named(function, backend),)
+    candidates = _automatic(want) if backend == "auto" else (_named(function, backend),)
     against: list[str] = []
     for candidate in candidates:
         reasons = candidate.capability.reasons_against(problem, want)
@@ -71,6 +76,11 @@ def choose(function: str, problem: Problem, want: Want, backend: str = "auto") -
         function, "backend", must="be able to run this call", got=" | ".join(against),
         then="Use backend='auto', or change what it cannot do.",
     )  # fmt: skip
+
+
+def _automatic(want: Want) -> tuple[Backend, ...]:
+    """The backends that "auto" looks at, in order."""
+    return tuple(backend for backend in BACKENDS if want.names or backend.name not in _FOR_STATISTICS)
 
 
 def _faster(candidate: Backend, problem: Problem, want: Want) -> Backend:
@@ -92,10 +102,9 @@ def run(function: str, problem: Problem, want: Want, backend: str = "auto") -> O
 
 def report(function: str, problem: Problem, want: Want, backend: str = "auto") -> DispatchReport:
     """The choice for a problem with the reasons of every backend."""
-    if backend != "auto":
-        _named(function, backend)
     reasons = {each.name: tuple(each.capability.reasons_against(problem, want)) for each in BACKENDS}
-    eligible = [each for each in BACKENDS if not reasons[each.name] and backend in ("auto", each.name)]
+    candidates = _automatic(want) if backend == "auto" else (_named(function, backend),)
+    eligible = [each for each in candidates if not reasons[each.name]]
     if backend == "auto" and eligible:
         eligible = [_faster(eligible[0], problem, want)]
     return DispatchReport(choice=eligible[0].name if eligible else None, reasons=reasons)

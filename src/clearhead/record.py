@@ -9,12 +9,14 @@ from __future__ import annotations
 import ast
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Record", "as_index", "decode", "describe"]
+__all__ = ["Record", "as_index", "constant_when_compiled", "decode", "describe"]
+
+Answer = TypeVar("Answer", bound=Callable[..., Any])
 
 _KINDS: dict[str, type[Record]] = {}
 _FUNCTIONS: dict[int, Callable[..., Any]] = {}
@@ -82,7 +84,13 @@ def _encode(value: Any, tensors: list[Tensor]) -> str:
     return repr(value)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def constant_when_compiled(function: Answer) -> Answer:
+    """``torch.compiler.assume_constant_result`` without its import of torch's whole compiler, and of Triton with it."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_when_compiled
 def _handle(function: Callable[..., Any]) -> int:
     """A number that stands for a user's function in this process, the same one each time.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks.function import call_user_function, function_name
-from clearhead.record import Record
+from clearhead.record import Record, constant_when_compiled
 from clearhead.shapes import Float, Int
 
 __all__ = ["Alibi", "DenseBias", "RelativeBias", "ScoreFunction", "ScoreRule", "Sink", "SoftCap"]
@@ -253,7 +253,7 @@ class ScoreFunction(ScoreRule):
         return list(_closed_over(self.fn))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_compiled
 def closes_over_learned(fn: Callable[..., Any]) -> bool:
     """Whether a user's function reaches a tensor that wants a gradient."""
     return any(tensor.requires_grad for tensor in _closed_over(fn))

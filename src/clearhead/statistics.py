@@ -22,8 +22,8 @@ class Want:
     A query that may attend to nothing has ``lse`` and ``max_score`` -inf and 0 elsewhere. A row that is NaN is so for
     the keys it may attend to; the weight of a forbidden key is 0 always. A ``ch.Sink`` takes mass but is no key: it is
     in ``lse`` and in no other statistic. Every backend that gives ``lse``, ``max_score``, ``entropy``, ``received``
-    and ``sink`` can differentiate them, ``distance`` too; ``reference`` and ``tiled`` also ``row_weights`` (with respect
-    to ``w`` too) and ``rows``, which ``native`` gives without a gradient. ``top_k`` and ``heatmap`` have none.
+    and ``sink`` can differentiate them, ``distance`` too; ``reference`` and ``tiled`` also ``row_weights`` (with
+    respect to ``w`` too) and ``rows``, which ``native`` gives without a gradient. ``top_k`` and ``heatmap`` have none.
 
     Args:
         lse: log-sum-exp of each row of scores, natural logarithm.

@@ -24,7 +24,7 @@ from torch import Tensor
 import clearhead as ch
 from clearhead import dispatch
 from clearhead.backends import triton
-from tests.problems import MASKS, RULES, tensors
+from tests.problems import HEADS, MASKS, RULES, tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
@@ -57,8 +57,10 @@ def _check_output(inputs: tuple[Tensor, ...], **options: Any) -> None:
 
 
 def _mask_and_rule(mask: str, rule: str) -> Callable[[], None]:
+    # As few as the mask and the rule were made for: the interpreter takes its time.
     batch = 2 if mask in ("padding to nothing", "dense") else 1
-    return lambda: _check(tensors(batch=batch), mask=MASKS[mask].mask, scores=RULES[rule].rules)
+    heads = 2 if rule == "none" else HEADS
+    return lambda: _check(tensors(batch=batch, heads=heads), mask=MASKS[mask].mask, scores=RULES[rule].rules)
 
 
 def _blocks_of_both(mask: ch.Mask | None, dtype: torch.dtype = torch.float32, offset: int = 4) -> Callable[[], None]:
@@ -66,8 +68,9 @@ def _blocks_of_both(mask: ch.Mask | None, dtype: torch.dtype = torch.float32, of
 
     def run() -> None:
         inputs = tensors(
-            dtype=dtype, batch=1, heads=2, kv_heads=1, q_len=66, k_len=70, head_dim=20, value_dim=40, seed=3
-        )
+            dtype=dtype, batch=1, heads=2, kv_heads=1, q_len=66 if dtype == torch.float32 else 34, k_len=70,
+            head_dim=20, value_dim=40, seed=3,
+        )  # fmt: skip
         _check(inputs, mask=mask, query_offset=offset, scores=(ch.SoftCap(3.0), ch.Sink(0.5)))
 
     return run
@@ -212,6 +215,9 @@ def _compile() -> None:
     driver.set_active(_Hopper())
 
     def launch(call: Any, name: str, programs: int, *arguments: Any, warps: int = 4, **constants: Any) -> None:
+        # Of the pass's two forms each problem compiles one.
+        if constants.get("DIRTY", dirty) != dirty:
+            return
         kernel = getattr(triton_kernels, name)
         done = kernel.warmup(*arguments, **constants, num_warps=warps, enable_fp_fusion=True, grid=(programs,))
         print(name, len(done.asm["cubin"]))
@@ -225,7 +231,9 @@ def _compile() -> None:
     mask = ch.Causal() & ch.Window(100) & ch.Blocks(torch.ones(16, 16, dtype=torch.bool), 16) & ch.Padding([200])
     rules = (ch.Alibi(2), ch.RelativeBias(torch.zeros(2, 7)), ch.SoftCap(3.0), ch.DenseBias(query[0, 0, :, :1]))
     problem = Problem.of("test", query, query, query, mask=mask, scores=(*rules, ch.Sink(0.0)))
+    dirty = True
     triton._run(problem, want)
+    dirty = False
     triton._run(Problem.of("test", query, query, query, mask=ch.Causal() & ch.Window(100)), ch.Want())
 
 
@@ -290,7 +298,7 @@ def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = tuple(tensor.detach() for tensor in inputs)
     report = ch.explain_dispatch(*plain, want=learned)
     assert report.choice == "tiled"
-    assert report.reasons["triton"] == ("has no gradient of row_weights",)
+    assert report.reasons["triton"] == ("has no gradient for row_weights",)
 
 
 def test_tables_of_masks_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from clearhead.backends.capability import Backend, Capability
 from clearhead.masks.base import carried_sizes
@@ -29,6 +30,8 @@ __all__ = ["BACKEND"]
 
 #: The largest table of booleans that is written out for a mask that is neither runs of keys nor a table of its own.
 _MAX_TABLE_ENTRIES: Final = 2**28
+#: Sums of two positions and a mask's reach stay below 2**31.
+_MAX_POSITION: Final = 2**29
 #: Places of a top-k that a kernel keeps in registers; more are sorted a strip of whole rows at a time.
 _MAX_PLACES: Final = 32
 #: Weights that a strip of whole rows may hold.
@@ -101,13 +104,13 @@ def _requires() -> str | None:
 
 def _also(problem: Problem) -> list[str]:
     tensors = (problem.query, problem.key, problem.value)
-    if any(type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors):
-        return ["needs plain tensors, not subclasses"]
+    if any(type(each) not in (Tensor, torch.nn.Parameter) or is_functorch_wrapped_tensor(each) for each in tensors):
+        return ["needs plain tensors, not subclasses, and not those of torch.func"]
     if torch._C._len_torch_dispatch_stack() > 0:
         return ["is not seen by what traces operators"]
     reasons = []
-    if max(problem.k_len, problem.q_len) + abs(problem.query_offset) >= 2**30:
-        reasons.append("takes positions below 2**30")
+    if max(problem.k_len, problem.q_len) + abs(problem.query_offset) >= _MAX_POSITION:
+        reasons.append(f"takes positions below {_MAX_POSITION:,}")
     rest = problem.mask_parts.rest if problem.mask is not None else ()
     if rest:
         batch, heads = (max(sizes) for sizes in zip(*(carried_sizes(part) for part in rest), strict=True))
@@ -169,7 +172,8 @@ class _Call:
 
     def _mask(self) -> _Mask:
         parts, device = self.problem.mask_parts, self.query.device
-        mask = _Mask(before=parts.before, after=parts.after)
+        before, after = (reach and min(reach, 2 * _MAX_POSITION) for reach in (parts.before, parts.after))
+        mask = _Mask(before=before, after=after)
         if parts.runs is not None:
             start, stop = torch.broadcast_tensors(parts.runs.start, parts.runs.stop)
             # A run that intersection emptied may lie anywhere.
@@ -256,13 +260,13 @@ def _dirty(call: _Call) -> tuple[Tensor, int]:
 def _tile(call: _Call) -> tuple[int, int]:
     """Queries and keys of a pass's tile: what 8 warps keep in registers, by what the compiler reports for Hopper."""
     wide = max(_width(call.problem.head_dim), _width(call.problem.value_dim))
-    if wide > 128:
-        return 64, 32
-    return (64, 32) if call.query.dtype == torch.float32 else (128, 64 if wide <= 64 else 32)
+    if call.query.dtype == torch.float32:
+        return (64, 32) if wide <= 64 else (32, 32) if wide <= 128 else (16, 32)
+    return (64, 32) if wide > 128 else (128, 64 if wide <= 64 else 32)
 
 
 #: Statistics of rows that ride on the pass.
-_RIDING: Final = ("lse", "max_score", "entropy", "sink", "distance")
+_RIDING: Final[tuple[str, ...]] = ("lse", "max_score", "entropy", "sink", "distance")
 #: Statistics that need each row's finished sum first.
 _SWEPT: Final = frozenset({"top_k", "received", "row_weights", "heatmap", "rows"})
 
@@ -289,8 +293,9 @@ def _pass(call: _Call, want: Want) -> tuple[dict[str, Tensor], _Rows | None]:
     return found, rows
 
 
-#: Queries and keys of a block of the sweep over columns.
-_COLUMNS: Final = 64
+def _side(call: _Call) -> int:
+    """Queries and keys of a block of the sweep over columns; the same whatever is wanted, so sums keep their bits."""
+    return 32 if call.query.dtype == torch.float32 and _width(call.problem.head_dim) > 64 else 64
 
 
 def _columns(call: _Call, want: Want, rows: _Rows) -> dict[str, Tensor]:
@@ -301,7 +306,7 @@ def _columns(call: _Call, want: Want, rows: _Rows) -> dict[str, Tensor]:
     asked, side = want.names, want.heatmap
     sums = _sums(call, want) if asked & {"received", "row_weights"} else None
     heat = _heat(call, side) if side > 0 else None
-    if sums is not None and heat is not None and heat.along_the_blocks:
+    if sums is not None and heat is not None and heat.along_blocks_of(_side(call)):
         _sweep_columns(call, rows, sums, heat)
     else:
         if sums is not None:
@@ -335,9 +340,9 @@ class _Heat(NamedTuple):
     step: int
     parts: int
 
-    @property
-    def along_the_blocks(self) -> bool:
-        return self.block == _COLUMNS and self.step % _COLUMNS == 0
+    def along_blocks_of(self, side: int) -> bool:
+        """Whether blocks of ``side`` in a row are these very blocks."""
+        return self.block == side and self.step % side == 0
 
 
 def _sums(call: _Call, want: Want) -> _Sums:
@@ -350,8 +355,9 @@ def _sums(call: _Call, want: Want) -> _Sums:
 
 
 def _heat(call: _Call, side: int) -> _Heat:
-    within = side <= _COLUMNS and side & (side - 1) == 0
-    block = _COLUMNS if within else min(_COLUMNS, _width(side))
+    most = _side(call)
+    within = side <= most and side & (side - 1) == 0
+    block = most if within else min(most, _width(side))
     step = block if within else side
     parts = _blocks(step, block)
     blocks = (_blocks(length, step) * parts for length in (call.problem.q_len, call.problem.k_len))
@@ -363,7 +369,8 @@ def _heat(call: _Call, side: int) -> _Heat:
 
 def _sweep_columns(call: _Call, rows: _Rows, sums: _Sums | None, heat: _Heat | None) -> None:
     received, summed, factors = sums or (None, None, None)
-    block, side, step, parts = (_COLUMNS, _COLUMNS, _COLUMNS, 1) if heat is None else heat[2:]
+    alone = _side(call)
+    block, side, step, parts = (alone, alone, alone, 1) if heat is None else heat[2:]
     q_blocks, k_blocks = (_blocks(length, step) * parts for length in (call.problem.q_len, call.problem.k_len))
     mixers = 1 if factors is None else factors.shape[2]
     mix = 16 if factors is None else min(64, _width(mixers))
@@ -442,26 +449,17 @@ def _run(problem: Problem, want: Want) -> Observation:
     return Observation(output=call.output, **found)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _NoGradient(Capability):
-    """A capability that also looks at the one tensor of a ``Want`` that can require a gradient."""
-
-    def reasons_against(self, problem: Problem, want: Want) -> list[str]:
-        reasons = super().reasons_against(problem, want)
-        learned = want.row_weights is not None and want.row_weights.requires_grad and torch.is_grad_enabled()
-        return reasons or (["has no gradient of row_weights"] if learned else [])
-
-
 BACKEND = Backend(
     name="triton",
     summary="clearhead's own GPU kernels, for statistics",
-    capability=_NoGradient(
+    capability=Capability(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
         rules=(Alibi, RelativeBias, DenseBias, SoftCap, Sink),
         dropout=False,
         max_head_dim=256,
         gradient=False,
+        learned_row_weights=False,
         requires=_requires,
         also=_also,
     ),

@@ -83,7 +83,7 @@ def _allowed(rows, cols, batch, head, sizes, mask, RUNS: tl.constexpr):
         allowed = allowed & inside
     if mask.table is not None:
         head_of_table = mask.table + batch * mask.table_strides[0] + head * mask.table_strides[1]
-        place = rows.to(tl.int64)[:, None] * mask.table_strides[2] + cols[None, :] * mask.table_strides[3]
+        place = rows.to(tl.int64)[:, None] * mask.table_strides[2] + cols.to(tl.int64)[None, :] * mask.table_strides[3]
         allowed = allowed & (tl.load(head_of_table + place, mask=allowed, other=0) != 0)
     if mask.blocks is not None:
         head_of_blocks = mask.blocks + batch * mask.block_strides[0] + head * mask.block_strides[1]
@@ -106,7 +106,7 @@ def _ruled(scores, rows, cols, batch, head, sizes, rules, KINDS: tl.constexpr):
             scores = scores + tl.load(table + head * strides[1] + column)
         elif KINDS[place] == _DENSE:
             inside = (rows < sizes.q_len)[:, None] & (cols < sizes.k_len)[None, :]
-            at = rows.to(tl.int64)[:, None] * strides[2] + cols[None, :] * strides[3]
+            at = rows.to(tl.int64)[:, None] * strides[2] + cols.to(tl.int64)[None, :] * strides[3]
             scores = scores + tl.load(table + batch * strides[0] + head * strides[1] + at, mask=inside, other=0.0).to(
                 tl.float32
             )
@@ -398,10 +398,9 @@ def columns(
             if received is not None:
                 sums += tl.sum(weights, 0)
             if mixing is not None:
-                factors = tl.load(
-                    mixing + lines.to(tl.int64)[:, None] * mixing_strides[2] + rows[None, :] * mixing_strides[3],
-                    mask=(lines < mixers)[:, None] & (rows < stop)[None, :], other=0.0,
-                )  # fmt: skip
+                down, across = lines.to(tl.int64) * mixing_strides[2], rows.to(tl.int64) * mixing_strides[3]
+                real = (lines < mixers)[:, None] & (rows < stop)[None, :]
+                factors = tl.load(mixing + down[:, None] + across[None, :], mask=real, other=0.0)
                 mixed = tl.dot(factors, weights, mixed, input_precision="ieee")
             if heat_max is not None:
                 tiles = tl.reshape(weights, (TILES, SIDE, TILES, SIDE))
@@ -409,8 +408,9 @@ def columns(
                 largest = tl.max(tl.max(tiles, 3), 1)
                 # A maximum passes NaN by; a sum does not.
                 largest = tl.where(total == total, largest, total)
-                down, across = at * TILES + tl.arange(0, TILES), block * TILES + tl.arange(0, TILES)
-                place = (pair.to(tl.int64) * q_blocks * TILES + down)[:, None] * (k_blocks * TILES) + across[None, :]
+                tile_row, tile_column = at * TILES + tl.arange(0, TILES), block * TILES + tl.arange(0, TILES)
+                place = (pair.to(tl.int64) * q_blocks * TILES + tile_row)[:, None] * (k_blocks * TILES)
+                place = place + tile_column[None, :]
                 tl.store(heat_max + place, largest)
                 tl.store(heat_sum + place, total)
     inside = cols < k_stop

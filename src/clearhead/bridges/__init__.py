@@ -1,4 +1,12 @@
-"""Bridges: where other libraries' conventions become ours, and back."""
+"""Bridges: where other libraries' conventions become ours, and back.
+
+``bridges.transformers`` is imported when it is first asked for, as it needs the extra ``hf``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
 
 from clearhead.bridges.swap import SwapReport, swap, unswap
 from clearhead.bridges.torch_mha import (
@@ -19,3 +27,9 @@ __all__ = [
     "to_forbidden",
     "unswap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "transformers":
+        return import_module("clearhead.bridges.transformers")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

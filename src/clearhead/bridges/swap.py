@@ -1,14 +1,17 @@
-"""swap and unswap: an existing model of torch's modules, made to compute with our attention, in place, and back.
+"""swap and unswap: an existing model, made to compute with our attention, in place, and back.
 
-A module changes its class and nothing else. Parameters, buffers, hooks, names and every reference to it stay, so
-optimizers and checkpoints never notice.
+One of torch's modules changes its class and nothing else. Parameters, buffers, hooks, names and every reference to it
+stay, so optimizers and checkpoints never notice. A model of Hugging Face transformers is told by its config which
+attention to call, and only its linear layers change their class.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Final
 
 import torch
@@ -89,6 +92,9 @@ class SwapReport:
 def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     """Make the attention of an existing model ours, in place.
 
+    A model of Hugging Face transformers, or one within ``model``, attends through ``bridges.transformers``, and its
+    linear layers go through the faster product.
+
     Every ``torch.nn.MultiheadAttention`` computes by ``attention``; ``TransformerEncoderLayer``,
     ``TransformerDecoderLayer`` and their stacks go through it in training and in eval mode alike, and a
     ``TransformerEncoder`` with a key padding mask works on real tokens only. Arguments, returns, masks (``True``
@@ -107,7 +113,8 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
         What was replaced, and what was left and why.
 
     Raises:
-        UnsupportedError: ``model`` is not a module.
+        UnsupportedError: ``model`` is not a module, or a model of transformers has attention of its own; nothing is
+            changed then.
 
     Cost: a walk over the modules; no copy.
 
@@ -121,20 +128,18 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     """
     _check_model("swap", model)
     with _LOCK:
+        handed = _hand_over(model)
         named = list(model.named_modules())
         changed = [(name, module) for name, module in named if _is_torchs(module) and _why_left(module) is None]
+        before = [(name, module) for name, module in named if _ORIGINALS.get(_kind(module)) in _REPLACEMENTS]
         report = SwapReport(
-            replaced=tuple(Part(name, _kind(module).__name__) for name, module in changed),
+            replaced=(*(Part(name, _kind(module).__name__) for name, module in changed), *handed.now),
             left=tuple(
                 Part(name, type(module).__name__, why)
                 for name, module in named
-                if (why := _why_left(module)) is not None
+                if module not in handed.within and (why := _why_left(module)) is not None
             ),
-            before=tuple(
-                Part(name, _ORIGINALS[_kind(module)].__name__)
-                for name, module in named
-                if _ORIGINALS.get(_kind(module)) in _REPLACEMENTS
-            ),
+            before=(*(Part(name, _ORIGINALS[_kind(module)].__name__) for name, module in before), *handed.before),
         )
         for _, module in changed:
             for part in _small_parts(module):
@@ -147,7 +152,7 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
 
 
 def unswap(model: nn.Module) -> SwapReport:
-    """Undo ``swap``, in place: every module is of torch's class again, with the parameters it has now.
+    """Undo ``swap``, in place: every module is of its own class again, with the parameters it has now.
 
     Args:
         model: a model, or a part of one; what ``swap`` did not replace is not touched.
@@ -165,15 +170,74 @@ def unswap(model: nn.Module) -> SwapReport:
     _check_model("unswap", model)
     restored = []
     with _LOCK:
+        handed = _take_back(model)
+        originals = {**_ORIGINALS, **{ours: theirs for theirs, ours in _hf_parts().items()}}
         for name, module in model.named_modules():
             kind = _kind(module)
-            if kind not in _ORIGINALS:
+            if kind not in originals:
                 continue
             vars(module).pop("leaves_padding_out", None)
-            _recast(module, _ORIGINALS[kind])
-            if _ORIGINALS[kind] in _REPLACEMENTS:
-                restored.append(Part(name, _ORIGINALS[kind].__name__))
-    return SwapReport(tuple(restored))
+            _recast(module, originals[kind])
+            if originals[kind] in _REPLACEMENTS:
+                restored.append(Part(name, originals[kind].__name__))
+    return SwapReport((*restored, *handed))
+
+
+def _hf() -> ModuleType | None:
+    """The bridge to transformers, where a model of its may exist: whoever made one has imported its models."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return None
+    from clearhead.bridges import transformers
+
+    return transformers
+
+
+def _hf_parts() -> Mapping[type[nn.Module], type[nn.Module]]:
+    hf = _hf()
+    return {} if hf is None else hf.PARTS
+
+
+@dataclass(frozen=True)
+class _Handed:
+    """What the bridge to transformers took over: attention now, and before; and the modules of its models."""
+
+    now: list[Part] = field(default_factory=list)
+    before: list[Part] = field(default_factory=list)
+    within: set[nn.Module] = field(default_factory=set)
+
+
+def _hand_over(model: nn.Module) -> _Handed:
+    """Hand the models of transformers within ``model`` to the bridge."""
+    hf, handed = _hf(), _Handed()
+    if hf is None:
+        return handed
+    found = list(hf.models(model))
+    for _, each in found:
+        hf.check("swap", each)
+    for path, each in found:
+        parts = _attentions(path, each)
+        (handed.now if hf.hand_over(each) else handed.before).extend(parts)
+        for part in each.modules():
+            ours = hf.PARTS.get(_kind(part))
+            if ours is not None and "forward" not in vars(part):
+                _recast(part, ours)
+            if type(part).__module__.startswith("transformers."):
+                handed.within.add(part)
+    return handed
+
+
+def _attentions(path: str, model: nn.Module) -> list[Part]:
+    hf = _hf()
+    assert hf is not None
+    return [Part(f"{path}.{name}".strip("."), type(part).__name__) for name, part in hf.attentions(model)]
+
+
+def _take_back(model: nn.Module) -> list[Part]:
+    """Undo ``_hand_over``, but for linear layers."""
+    hf = _hf()
+    if hf is None or not hf.take_back(model):
+        return []
+    return [part for path, each in hf.models(model) for part in _attentions(path, each)]
 
 
 def _check_model(function: str, model: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,10 @@ from clearhead.bridges.exact_weights import with_weights
 from clearhead.bridges.torch_masks import MaskReader, Meaning, may_look
 from clearhead.bridges.torch_parts import is_plain
 from clearhead.errors import ShapeError
-from clearhead.functional import attention
 from clearhead.masks import Mask
 from clearhead.projection import project
+from clearhead.statistics import Want
+from clearhead.watch import attend, attend_wanting, edited, recognise, watched
 
 __all__ = ["SwappedMultiheadAttention"]
 
@@ -23,6 +24,17 @@ _NAME = "MultiheadAttention"
 #: Multiplications below which a call is over before ``attention`` has chosen how to do it: without a mask it is
 #: torch's own, which means the same there, with one it is the formula.
 _LEAST: Final = 2**24
+
+
+#: ``attn_mask``, ``key_padding_mask`` and ``is_causal``.
+_Masks = tuple[Tensor | Mask | Meaning | None, Tensor | None, bool]
+
+
+class _Call(NamedTuple):
+    """Queries, keys and values by head, and what masks mean for them."""
+
+    tensors: tuple[Tensor, Tensor, Tensor]
+    meaning: Meaning
 
 
 class SwappedMultiheadAttention(nn.MultiheadAttention):
@@ -67,39 +79,76 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             MaskError: a mask does not fit.
         """
         attn_mask = None if isinstance(attn_mask, Meaning) and attn_mask.says_nothing() else attn_mask
-        plain = is_plain(query, key, value)
-        batched = plain and _check_axes(query, key, value, 0 if self.batch_first else 1)
-        small = plain and not torch.compiler.is_compiling() and self._work(query, key) < _LEAST
-        unmasked = attn_mask is None and key_padding_mask is None and not is_causal
-        if not plain or (small and unmasked):
-            return super().forward(
-                query, key, value, key_padding_mask=key_padding_mask, need_weights=need_weights,
-                attn_mask=attn_mask,  # type: ignore[arg-type]
-                average_attn_weights=average_attn_weights, is_causal=is_causal,
+        masks = (attn_mask, key_padding_mask, is_causal)
+        if not is_plain(query, key, value):
+            return self._torchs(query, key, value, masks, need_weights, average_attn_weights)
+        batched = _check_axes(query, key, value, 0 if self.batch_first else 1)
+        small = not torch.compiler.is_compiling() and self._work(query, key) < _LEAST
+        dropout = self.dropout if self.training else 0.0
+        # Nothing is left of a row whose weights are all dropped, which only torch allows.
+        square = need_weights or small or dropout >= 1.0
+        if square and watched():
+            call = self._by_head(query, key, value, masks, look=may_look(query), batched=batched)
+            if edited():
+                return self._edited(call, dropout, need_weights, average_attn_weights, batched)
+            # What is only looked at goes on as ever; watchers are shown the same attention beside it.
+            attend(self, *call.tensors, mask=call.meaning.mask, scores=call.meaning.scores, query_offset=0)
+        if small and masks == (None, None, False):
+            return self._torchs(query, key, value, masks, need_weights, average_attn_weights)
+        call = self._by_head(query, key, value, masks, look=not small and may_look(query), batched=batched)
+        weights = None
+        if square:
+            output, weights = with_weights(*call.tensors, call.meaning, dropout)
+        else:
+            output = attend(
+                self, *call.tensors, mask=call.meaning.mask, scores=call.meaning.scores, dropout=dropout,
+                query_offset=0,
             )  # fmt: skip
-        heads, keys, values = self._by_head(query, key, value)
+        return self._returned(output, weights if need_weights else None, average_attn_weights, batched)
+
+    def _torchs(
+        self, query: Tensor, key: Tensor, value: Tensor, masks: _Masks, need_weights: bool, average: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """torch's own computation."""
+        attn_mask, key_padding_mask, is_causal = masks
+        return super().forward(
+            query, key, value, key_padding_mask=key_padding_mask, need_weights=need_weights,
+            attn_mask=attn_mask,  # type: ignore[arg-type]
+            average_attn_weights=average, is_causal=is_causal,
+        )  # fmt: skip
+
+    def _edited(
+        self, call: _Call, dropout: float, need_weights: bool, average: bool, batched: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """A call that watchers may change, with the weights as they left them, before dropout."""
+        want = Want(rows=range(call.tensors[0].shape[2])) if need_weights else Want()
+        seen = attend_wanting(
+            self, *call.tensors, want=want, mask=call.meaning.mask, scores=call.meaning.scores, dropout=dropout,
+            query_offset=0,
+        )  # fmt: skip
+        weights = None if seen.rows is None else seen.rows.to(seen.output.dtype)
+        return self._returned(seen.output, weights, average, batched)
+
+    def _returned(
+        self, output: Tensor, weights: Tensor | None, average: bool, batched: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        joined = project(self._joined(output, batched), self.out_proj.weight, self.out_proj.bias)
+        if weights is None:
+            return joined, None
+        weights = weights.mean(dim=1) if average else weights
+        return joined, weights if batched else weights[0]
+
+    def _by_head(self, query: Tensor, key: Tensor, value: Tensor, masks: _Masks, *, look: bool, batched: bool) -> _Call:
+        """The attention of a call: its tensors by head, and what its masks mean."""
+        heads, keys, values = self._projected(query, key, value)
         batch, num_heads, q_len, _ = heads.shape
         k_len = keys.shape[2]
         reader = MaskReader(
-            function=_NAME, batched=batched, batch=batch, num_heads=num_heads, q_len=q_len, k_len=k_len,
-            look=not small and may_look(query),
-        )  # fmt: skip
-        meaning = reader.meaning(attn_mask, key_padding_mask, is_causal)
+            function=_NAME, batched=batched, batch=batch, num_heads=num_heads, q_len=q_len, k_len=k_len, look=look
+        )
+        meaning = reader.meaning(*masks)
         keys, values = self._extra_keys(keys, values)
-        meaning = meaning.extended(keys.shape[2] - k_len, q_len, k_len)
-        dropout, weights = self.dropout if self.training else 0.0, None
-        # Nothing is left of a row whose weights are all dropped, which only torch allows.
-        if need_weights or small or dropout >= 1.0:
-            output, weights = with_weights(heads, keys, values, meaning, dropout)
-        else:
-            output = attention(
-                heads, keys, values, mask=meaning.mask, scores=meaning.scores, dropout=dropout, query_offset=0
-            )
-        joined = project(self._joined(output, batched), self.out_proj.weight, self.out_proj.bias)
-        if weights is None or not need_weights:
-            return joined, None
-        weights = weights.mean(dim=1) if average_attn_weights else weights
-        return joined, weights if batched else weights[0]
+        return _Call((heads, keys, values), meaning.extended(keys.shape[2] - k_len, q_len, k_len))
 
     def _work(self, query: Tensor, key: Tensor) -> int:
         """Multiplications of a call, about."""
@@ -107,7 +156,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         width: int = self.embed_dim
         return 2 * ((query.numel() + key.numel()) * width + query.numel() * k_len)
 
-    def _by_head(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Projections ``[batch, heads, len, head_dim]``, as views of as few products as there are inputs."""
         bias, one = self.in_proj_bias, self.embed_dim
         if not self._qkv_same_embed_dim:
@@ -150,6 +199,9 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         if self.add_zero_attn:
             keys, values = (functional.pad(tensor, (0, 0, 0, 1)) for tensor in (keys, values))
         return keys, values
+
+
+recognise(lambda module: isinstance(module, SwappedMultiheadAttention))
 
 
 def _parts(x: Tensor, count: int) -> tuple[Tensor, ...]:

@@ -18,6 +18,7 @@ from clearhead.bridges.torch_attention import SwappedMultiheadAttention
 from clearhead.bridges.torch_masks import MaskReader, Meaning, may_look, padded_keys
 from clearhead.bridges.torch_parts import is_plain
 from clearhead.masks import Documents, Mask
+from clearhead.watch import laid_out
 
 __all__ = [
     "SwappedTransformerDecoder",
@@ -100,6 +101,7 @@ class SwappedTransformerEncoder(nn.TransformerEncoder):
             output = _through(self, src, src_mask=attended.joined(padding))
             return self._without_padding(output, src_key_padding_mask)
         places, documents = _laid_out(real, attention.batch_first)
+        laid_out(documents, *real.shape)
         axis = 0 if attention.batch_first else 1
         packed = src.flatten(0, 1).index_select(0, places).unsqueeze(axis)
         packed = _through(self, packed, src_mask=attended.joined(Meaning(documents))).squeeze(axis)

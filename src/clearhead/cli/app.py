@@ -16,7 +16,7 @@ from clearhead.errors import ClearheadError, UnsupportedError
 
 __all__ = ["EXTRAS", "VERBS", "app", "main"]
 
-VERBS = ("demo", "explain", "train", "predict", "generate", "bench", "doctor")
+VERBS = ("demo", "explain", "observe", "train", "predict", "generate", "bench", "doctor")
 """Each verb is the file of that name beside this one: a function ``command``, or a Typer ``app``."""
 
 EXTRAS = {
@@ -155,6 +155,7 @@ def _clearhead(
         clearhead train classify --data reviews.csv
         clearhead predict RUN --text "A film to see twice"
         clearhead explain --run RUN --text "A film to see twice"
+        clearhead observe RUN --text "A film to see twice"
 
     With any text file:
 

@@ -20,6 +20,7 @@ from clearhead.nn.weights import copy_into
 from clearhead.positions import Rotary
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
+from clearhead.watch import carried, watched
 
 __all__ = ["DecoderBlock", "EncoderBlock"]
 
@@ -42,7 +43,9 @@ class _Block(nn.Module):
     def _maybe_recomputed(self, run: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Run, keeping only the inputs for the backward pass where that was asked for."""
         if self.checkpoint_activations and self.training and torch.is_grad_enabled():
-            output: Tensor = checkpoint(run, *arguments, use_reentrant=False)
+            # A compiler would trace the context; nobody watches there.
+            again = {"context_fn": carried} if watched() else {}
+            output: Tensor = checkpoint(run, *arguments, use_reentrant=False, **again)
             return output
         return run(*arguments)
 

@@ -17,6 +17,7 @@ from clearhead.errors import MaskError
 from clearhead.masks import Documents, Mask, Padding
 from clearhead.masks.base import conjuncts
 from clearhead.pack import as_lengths, real_places, unpack
+from clearhead.watch import laid_out
 
 __all__ = ["Edge", "Lengths"]
 
@@ -70,6 +71,8 @@ class Edge:
             return cls(size, None, False, rest)
         packed = may_pack and (rest is None or rest.relative)
         confined: Mask = Documents(lengths=counts.to(device)) if packed else Padding(counts.to(device))
+        if isinstance(confined, Documents):
+            laid_out(confined, *size)
         return cls(size, counts, packed, confined if rest is None else rest & confined)
 
     def enter(self, x: Tensor) -> Tensor:

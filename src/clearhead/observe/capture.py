@@ -1,9 +1,9 @@
-"""Reading what an attention module was given and gave while a model runs once, and leaving no trace behind."""
+"""What one attention module was given and gave while a model ran once: a trace of that module alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,23 +12,26 @@ from torch import Tensor, nn
 
 from clearhead.errors import ClearheadError, ShapeError, UnsupportedError
 from clearhead.nn.attention import MultiHeadAttention
+from clearhead.observe.trace import trace
+from clearhead.problem import Problem
 
 __all__ = ["Captured", "attention_modules", "capture", "find_layer"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Captured:
-    """One call of an attention module: what went in, the heads side by side, and what came out."""
+    """One call of an attention module: what went in, the problem, the heads side by side, and what came out."""
 
     module: MultiHeadAttention
     inputs: tuple[Any, ...]
     options: Mapping[str, Any]
+    problem: Problem
     heads: Tensor
     output: Tensor
 
 
 def attention_modules(model: nn.Module) -> dict[str, MultiHeadAttention]:
-    """Every attention module of a model by its dotted name, in the order of registration."""
+    """Every attention module of clearhead in a model by its dotted name, in the order of registration."""
     return {name: part for name, part in model.named_modules() if isinstance(part, MultiHeadAttention)}
 
 
@@ -61,12 +64,7 @@ def capture(
     Raises:
         UnsupportedError: the model never called the module, or the model itself failed.
     """
-    seen: dict[str, Any] = {}
-    with ExitStack() as stack:
-        stack.enter_context(_evaluating(model))
-        stack.enter_context(torch.no_grad())
-        for hook in _hooks(module, seen):
-            stack.callback(hook.remove)
+    with _evaluating(model), torch.no_grad(), trace(module) as traced:
         try:
             model(*inputs, **options)
         except ClearheadError:
@@ -76,29 +74,19 @@ def capture(
                 "explain", "inputs", must=f"be what {type(model).__name__} takes",
                 got=f"{type(failure).__name__}: {str(failure)[:160]}", then="Call the model on them first.",
             ) from failure  # fmt: skip
-    if "output" not in seen:
-        raise UnsupportedError.about(
-            "explain", "layer", must="be used by the model's forward", got="a module that was not called",
-            then="Choose another layer.",
-        )  # fmt: skip
-    heads = seen["output"] if module.output_projection is None else seen["heads"]
-    return Captured(module=module, inputs=seen["inputs"], options=seen["options"], heads=heads, output=seen["output"])
-
-
-def _hooks(module: MultiHeadAttention, seen: dict[str, Any]) -> Iterator[Any]:
-    def given(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        seen.update(inputs=inputs, options=dict(options))
-
-    def joined(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-        seen["heads"] = inputs[0]
-
-    def gave(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        seen["output"] = output
-
-    yield module.register_forward_pre_hook(given, with_kwargs=True)
-    if module.output_projection is not None:
-        yield module.output_projection.register_forward_pre_hook(joined)
-    yield module.register_forward_hook(gave)
+        if not traced:
+            raise UnsupportedError.about(
+                "explain", "layer", must="be used by the model's forward", got="a module that was not called",
+                then="Choose another layer.",
+            )  # fmt: skip
+    points = traced[0]
+    assert points.output is not None
+    heads = points.head_outputs.transpose(1, 2).flatten(-2)
+    heads = heads if points.output.ndim == 3 else heads[0]
+    return Captured(
+        module=module, inputs=points.inputs, options=points.options, problem=points.problem, heads=heads,
+        output=points.output,
+    )  # fmt: skip
 
 
 @contextmanager

@@ -134,7 +134,7 @@ def _from_module(
 
 
 def _subject(seen: Captured) -> Subject:
-    """The captured call as a problem: the module's own projections, mask, rules and scale."""
+    """The captured call with what its projections were given."""
     module, options = seen.module, dict(seen.options)
     if options.get("cache") is not None:
         raise UnsupportedError.about(
@@ -146,13 +146,7 @@ def _subject(seen: Captured) -> Subject:
     key = query if given[1] is None else given[1]
     value = key if given[2] is None else given[2]
     sources = tuple(part if part.ndim == 3 else part[None] for part in (query, key, value))
-    offset = options.get("query_offset")
-    with torch.no_grad():
-        parts = module.project(*sources, first=offset or 0)
-    problem = Problem.of(
-        "explain", *parts, mask=options.get("mask"), scores=module.scores.rules(), scale=module.scale,
-        query_offset=offset,
-    )  # fmt: skip
+    problem = seen.problem
     heads = seen.heads.reshape(*sources[0].shape[:2], module.num_heads, module.head_dim).transpose(1, 2)
     with torch.no_grad():
         chosen = choose("explain", problem, Want(), module.backend)

@@ -162,10 +162,11 @@ def _score_steps(subject: Subject, view: _Exact, batch: int, head: int, token: i
             name, _RULES.get(type(rule), _own_formula)(rule), "rule", scaled[batch, head, 0], _tensor(expected)
         )
     yield Step.of("mask", _mask_formula(view, problem), "reference", done.masked[batch, head, 0], _tensor(view.masked))
-    want = Want(rows=[0])
-    chosen = choose("explain", row, want)
+    # The whole call: tables in its mask and rules speak of all its rows.
+    whole, want = replace(problem, dropout=0.0), Want(rows=[token])
+    chosen = choose("explain", whole, want)
     with torch.no_grad():
-        weights = chosen.run(row, want).rows
+        weights = chosen.run(whole, want).rows
     assert weights is not None
     sink = exact.sink_logit(problem.scores, head)
     formula = "p[j] = exp(s[j]) / Σ exp(s)" if sink is None else f"p[j] = exp(s[j]) / (exp({sink:.4g}) + Σ exp(s))"

@@ -13,7 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from clearhead.observe.explanation import Explanation
 
-__all__ = ["as_text", "columns", "heading", "number", "printable", "shown_keys", "verdict"]
+__all__ = ["as_text", "columns", "heading", "number", "printable", "shown_keys", "table", "verdict"]
 
 _MOST_KEYS = 24
 _MOST_CHANNELS = 8
@@ -52,7 +52,7 @@ def _steps(seen: Explanation) -> str:
         [str(place), step.name, step.formula, str(list(step.shape)), step.by, f"{step.difference:.1e}"]
         for place, step in enumerate(seen.steps, start=1)
     ]
-    return _table(head, rows, right={0, 5})
+    return table(head, rows, right={0, 5})
 
 
 def columns(seen: Explanation) -> list[tuple[str, Tensor]]:
@@ -86,13 +86,13 @@ def _keys(seen: Explanation, all_rows: bool) -> str:
         else:
             end = "█" * round(_BAR * float(seen.weights[place]) / heaviest) if heaviest > 0 else ""
         rows.append([str(place), printable(seen.tokens[place]), *numbers, end])
-    table = _table(head, rows, right=set(range(2, 2 + len(values))) | {0})
+    drawn = table(head, rows, right=set(range(2, 2 + len(values))) | {0})
     if len(shown) < count:
         rest = 1.0 - float(seen.weights[shown].sum()) if heaviest > 0 else 0.0
-        table += f"\n(the {len(shown)} heaviest of {count} keys; the others hold {max(0.0, rest):.4f} of the weight)"
+        drawn += f"\n(the {len(shown)} heaviest of {count} keys; the others hold {max(0.0, rest):.4f} of the weight)"
     if count and not bool(seen.allowed.any()):
-        table += "\n(the token may attend to nothing: its weights and its output are 0)"
-    return table
+        drawn += "\n(the token may attend to nothing: its weights and its output are 0)"
+    return drawn
 
 
 def _vectors(seen: Explanation) -> str:
@@ -129,7 +129,7 @@ def printable(label: str) -> str:
     return plain if len(plain) <= _LONGEST_LABEL else plain[: _LONGEST_LABEL - 1] + "…"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> str:
     widths = [max(map(_cells, column)) for column in zip(head, *rows, strict=True)]
     return "\n".join(_lines([head, *rows], widths, right))
 

@@ -1,0 +1,149 @@
+"""The attention interface of Hugging Face transformers, answered by ``attention``."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import output_capturing
+
+from clearhead.bridges.torch_masks import may_look
+from clearhead.bridges.torch_mha import from_additive
+from clearhead.bridges.transformers_masks import MaskTensor
+from clearhead.errors import UnsupportedError
+from clearhead.masks import Causal, Dense, Mask
+from clearhead.scores import DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
+from clearhead.shapes import Float
+from clearhead.watch import attend, watched
+
+__all__ = ["attend_for"]
+
+#: What some models hand over in place of a mask, for kernels made for them.
+_OWN_KERNELS: Final = ("indices", "block_indices", "sinks", "cache")
+#: Attention whose ``position_bias`` is one number for each distance and head.
+_BY_DISTANCE: Final = ("T5Attention", "MT5Attention", "UMT5Attention")
+
+
+def attend_for(
+    module: nn.Module,
+    query: Float[Tensor, "batch heads q_len head_dim"],
+    key: Float[Tensor, "batch kv_heads k_len head_dim"],
+    value: Float[Tensor, "batch kv_heads k_len value_dim"],
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Float[Tensor, "*one heads q_len k_len"] | None = None,
+    softcap: float | None = None,
+    s_aux: Float[Tensor, " heads"] | None = None,
+    output_attentions: bool | None = None,
+    **others: Any,
+) -> tuple[Float[Tensor, "batch q_len heads value_dim"], None]:
+    """transformers' attention interface, for the attention ``module``.
+
+    Args:
+        module: watchers know it by this.
+        query: queries, positions already rotated in.
+        key: keys, from the cache too.
+        value: likewise.
+        attention_mask: a ``MaskTensor``; or ``[batch | 1, heads | 1, q_len, k_len]``, bool where ``True`` allows, or
+            float, which is added to scores; None allows everything, or is causal as ``is_causal`` says.
+        dropout: probability with which a weight is dropped.
+        scaling: factor on ``query @ key^T``.
+        is_causal: read only without a mask; by default what the module says of itself.
+        position_bias: added to scaled scores.
+        softcap: as ``SoftCap``.
+        s_aux: one logit per head, as ``Sink``.
+        output_attentions: weights are never made here, so True is refused.
+        **others: what does not change attention, windows among them, which are in the mask.
+
+    Returns:
+        The output, and None for the weights.
+
+    Raises:
+        UnsupportedError: weights are asked for, or something that needs a kernel of the model's own.
+    """
+    if output_attentions or _weights_wanted():
+        raise UnsupportedError.about(
+            "clearhead attention", "output_attentions", must="be False, as no square of weights is made here",
+            got="True", then="Use `with clearhead.observe(model, want)` for statistics and rows of weights.",
+        )  # fmt: skip
+    for name in _OWN_KERNELS:
+        if others.get(name) is not None:
+            raise UnsupportedError.about(
+                "clearhead attention", name, must="be absent, as it needs a kernel made for it",
+                got=f"{name} from {type(module).__name__}", then="Run this model with eager attention.",
+            )  # fmt: skip
+    query, key, value = _alike(query, key, value)
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask: Mask | None = Causal() if causal and query.shape[2] > 1 else None
+        offset: int | None = 0
+        biases: list[ScoreRule] = []
+    else:
+        mask, offset, biases = _meaning(attention_mask)
+    rules = [*_rules(module, position_bias, offset), *biases]
+    if softcap is not None:
+        rules.append(SoftCap(softcap))
+    if s_aux is not None:
+        rules.append(Sink(s_aux.reshape(-1)))
+    # Without an offset, plain calls are recognised and played back; watchers want to know where they are.
+    aligned = offset == 0 and query.shape[2] == key.shape[2]
+    positioned = mask is not None or any(rule.position_dependent for rule in rules)
+    output = attend(
+        module, query, key, value, mask=mask, scores=tuple(rules), scale=_scale(scaling, query), dropout=dropout,
+        query_offset=offset if watched() or (positioned and not aligned) else None,
+    )  # fmt: skip
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _weights_wanted() -> bool:
+    """Whether transformers collects weights around this call; not every model says so to its attention."""
+    collector = getattr(output_capturing, "_active_collector", None)
+    collected = None if collector is None else collector.get()
+    return collected is not None and any("attentions" in name for name in collected)
+
+
+def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One dtype, where autocast left some of them wide, and one batch, where queries are the same for all."""
+    if not query.dtype == key.dtype == value.dtype:
+        device = query.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if query.shape[0] != key.shape[0]:
+        query = query.expand(key.shape[0], -1, -1, -1)
+    return query, key, value
+
+
+def _scale(scaling: float | None, query: Tensor) -> float | None:
+    """None where it is the default, which plain calls are recognised by."""
+    return None if scaling is None or scaling == query.shape[-1] ** -0.5 else float(scaling)
+
+
+def _meaning(attention_mask: Tensor) -> tuple[Mask | None, int | None, list[ScoreRule]]:
+    """The mask, where the first query stands if that is known, and what is added to scores."""
+    if isinstance(attention_mask, MaskTensor):
+        return attention_mask.meaning(), attention_mask.query_offset, []
+    if attention_mask.dtype == torch.bool:
+        return Dense(attention_mask), None, []
+    if not may_look(attention_mask):
+        return None, None, [DenseBias(attention_mask)]
+    mask, rules = from_additive(attention_mask)
+    return mask, None, list(rules)
+
+
+def _rules(module: nn.Module, bias: Tensor | None, query_offset: int | None) -> list[ScoreRule]:
+    """``position_bias`` as a rule: a row by distance where it is known to be one, nothing where it is 0 throughout."""
+    if bias is None:
+        return []
+    if may_look(bias) and not bias.requires_grad and not bool(bias.any()):
+        return []
+    known = type(module).__name__ in _BY_DISTANCE and type(module).__module__.startswith("transformers.")
+    if not known or query_offset is None or bias.shape[2] == 1:
+        return [DenseBias(bias)]
+    # Every distance there is, from the last key's to the first: the first row backwards, then down the first column.
+    row = torch.cat([bias[0, :, 0, :].flip(-1), bias[0, :, 1:, 0]], dim=-1)
+    lowest, highest = query_offset - bias.shape[3] + 1, query_offset + bias.shape[2] - 1
+    reach = max(-lowest, highest)
+    return [RelativeBias(nn.functional.pad(row, (reach + lowest, reach - highest)))]

@@ -1,0 +1,304 @@
+"""clearhead observe: what each head of a trained model does on a text, however long."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clearhead.errors import ClearheadError, DataError, ShapeError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from clearhead.observe.summary import HeadSummary, Summary
+
+__all__ = ["command"]
+
+_FUNCTION = "observe"
+#: Tokens at once for a model that tells no limit.
+_NO_LIMIT = 4096
+_STDOUT = Path("-")
+_LINE_EVERY = 10.0
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """A model with the way a text goes into it.
+
+    ``encode`` gives the text's ids, ``framed`` what the model is given for some of them, ``words`` their texts.
+    ``limit`` is the most tokens of the text that it reads at once.
+    """
+
+    name: str
+    model: nn.Module
+    encode: Callable[[str], list[int]]
+    framed: Callable[[list[int]], list[int]]
+    words: Callable[[list[int]], list[str]]
+    limit: int
+    run: Callable[[Tensor], object]
+
+
+def command(
+    model: Annotated[
+        Path,
+        typer.Argument(help="Run folder of clearhead train, or folder of a Hugging Face model with its tokenizer."),
+    ],
+    text: Annotated[str | None, typer.Option(help="The text to read.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A text file to read, UTF-8, of any length.")] = None,
+    layer: Annotated[
+        list[str] | None, typer.Option(help="Only this layer: number, name or glob such as '*.0.*'. Repeatable.")
+    ] = None,
+    edges: Annotated[int, typer.Option(help="How many of each head's strongest edges to show.")] = 3,
+    chunk: Annotated[int | None, typer.Option(help="Tokens to read at once, at most; by default all it can.")] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="Write every number as JSON; - prints it in place of the table.")
+    ] = None,
+    safetensors: Annotated[Path | None, typer.Option(help="Write the statistics of every token as tensors.")] = None,
+) -> None:
+    """Show what each head attends to: a line a head, means over all tokens of the text.
+
+    **entropy**: how spread out its attention is, in nats; 0 is one key, ln(n) all n keys alike.
+    **distance**: how many tokens lie between a query and what it attends to.
+    **first**: how much goes to the first token, where heads that find nothing rest.
+    **strongest edges**: query > key with the weight between them.
+
+    A text that is longer than the model reads is read in parts, and the first line says so. Nothing is downloaded.
+
+        clearhead train lm --data plays.txt --out runs/plays
+        clearhead observe runs/plays --file plays.txt
+        clearhead observe runs/plays --text "Enter the king" --layer 0 --json heads.json
+    """
+    written = _text(text, file)
+    if edges < 1:
+        raise ShapeError.about(_FUNCTION, "--edges", must="be at least 1", got=edges, then="Leave it out for 3.")
+    for option, path in (("--json", as_json), ("--safetensors", safetensors)):
+        if path is not None and path.is_dir():
+            raise DataError.about(_FUNCTION, option, must="be a file", got=f"the folder {path}", then="Add a name.")
+    reader = _reader(model)
+    ids = reader.encode(written)
+    if not ids:
+        raise DataError.about(_FUNCTION, "text", must="have at least one token", got="none", then="Give some words.")
+    size = _chunk(reader, chunk)
+    summary, tokens = _observed(reader, ids, size, _layers(layer), edges, safetensors is not None)
+    said = _said(reader, len(ids), size, chunk)
+    if safetensors is not None:
+        from clearhead.train.files import write_tensors
+
+        _write(lambda: write_tensors(safetensors, summary.tensors(), {"model": reader.name, "read": said}))
+    if as_json is not None:
+        content = json.dumps(_as_dict(said, summary.heads(), tokens), ensure_ascii=False, indent=1) + "\n"
+        if as_json == _STDOUT:
+            sys.stdout.write(content)
+            return
+        from clearhead.train.files import write_bytes
+
+        _write(lambda: write_bytes(as_json, content.encode()))
+    typer.echo(said)
+    _print(summary.heads(), tokens)
+    for path in (as_json, safetensors):
+        if path is not None:
+            typer.echo(f"wrote {path}", err=True)
+
+
+def _text(text: str | None, file: Path | None) -> str:
+    if (text is None) == (file is None):
+        must, then = "be given, one of the two", "Give --text or --file."
+        got = "neither" if text is None else "both"
+        raise ShapeError.about(_FUNCTION, "--text or --file", must=must, got=got, then=then)
+    if text is not None:
+        return text
+    assert file is not None
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as failure:
+        got = str(failure.strerror) if isinstance(failure, OSError) else f"a byte that is none at {failure.start}"
+        raise DataError.about(
+            _FUNCTION, str(file), must="be a readable UTF-8 text file", got=got, then="Name another file."
+        ) from failure
+
+
+def _layers(chosen: list[str] | None) -> list[int | str] | None:
+    return None if not chosen else [int(each) if each.isdecimal() else each for each in chosen]
+
+
+def _chunk(reader: _Reader, chunk: int | None) -> int:
+    if chunk is not None and not 1 <= chunk <= reader.limit:
+        raise ShapeError.about(
+            _FUNCTION, "--chunk", must=f"lie from 1 to {reader.limit}, the model's limit", got=chunk,
+            then="Leave it out to read as much as it can at once.",
+        )  # fmt: skip
+    return reader.limit if chunk is None else chunk
+
+
+def _said(reader: _Reader, count: int, size: int, chunk: int | None) -> str:
+    """The model and how the text was read, in one line."""
+    tokens = f"{count:,} token{'' if count == 1 else 's'}"
+    if count <= size:
+        return f"{reader.name}: {tokens}"
+    why = "as --chunk says" if chunk is not None else "the most that the model reads"
+    parts = -(-count // size)
+    return f"{reader.name}: {tokens} in {parts:,} parts of at most {size:,}, {why}; no edge goes from part to part"
+
+
+def _observed(
+    reader: _Reader, ids: list[int], size: int, layers: list[int | str] | None, edges: int, keep_tensors: bool
+) -> tuple[Summary, list[str]]:
+    """What was seen of all parts, and every token that the model read."""
+    import torch
+
+    from clearhead.observe import observe
+    from clearhead.observe.summary import Summary
+
+    summary, tokens = Summary(edges, keep_tensors=keep_tensors), list[str]()
+    starts = range(0, len(ids), size)
+    with torch.no_grad(), _progress(len(starts)) as done:
+        for start in starts:
+            part = reader.framed(ids[start : start + size])
+            with observe(reader.model, summary.want(len(part)), layers=layers) as seen:
+                reader.run(torch.tensor([part]))
+            summary.add(seen, len(tokens))
+            tokens += reader.words(part)
+            done()
+    return summary, tokens
+
+
+@contextmanager
+def _progress(parts: int) -> Iterator[Callable[[], None]]:
+    """Tells that a part is done: a bar on a terminal, a line now and then elsewhere, nothing for short work."""
+    if sys.stderr.isatty() and parts > 1:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("reading", total=parts)
+            yield lambda: bar.advance(task)
+        return
+    last, finished = time.monotonic(), 0
+
+    def done() -> None:
+        nonlocal last, finished
+        finished += 1
+        if time.monotonic() - last >= _LINE_EVERY:
+            last = time.monotonic()
+            typer.echo(f"read {finished:,} of {parts:,} parts", err=True)
+
+    yield done
+
+
+def _write(write: Callable[[], None]) -> None:
+    try:
+        write()
+    except OSError as failure:
+        raise DataError.about(
+            _FUNCTION, str(failure.filename or "output"), must="be writable", got=failure.strerror,
+            then="Name another file.",
+        ) from failure  # fmt: skip
+
+
+def _as_dict(said: str, heads: Sequence[HeadSummary], tokens: list[str]) -> dict[str, Any]:
+    return {"read": said, "heads": [head.to_dict() for head in heads], "tokens": tokens}
+
+
+def _print(heads: Sequence[HeadSummary], tokens: list[str]) -> None:
+    from clearhead.observe.text import printable, table
+
+    def word(place: int) -> str:
+        return printable(tokens[place].strip() or repr(tokens[place])[1:-1])
+
+    rows = []
+    for head in heads:
+        edges = "  ".join(f"{word(edge.query)} > {word(edge.key)} {edge.weight:.2f}" for edge in head.edges)
+        numbers = [f"{head.entropy:.2f}", f"{head.distance:.1f}", f"{head.first:.2f}"]
+        rows.append([head.layer or "attention", str(head.head), *numbers, edges])
+    typer.echo(table(["layer", "head", "entropy", "distance", "first", "strongest edges"], rows, right={1, 2, 3, 4}))
+
+
+def _reader(folder: Path) -> _Reader:
+    """The model in a folder, by what its ``config.json`` says."""
+    config = folder / "config.json"
+    try:
+        read = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    except (OSError, ValueError):
+        read = {}
+    if isinstance(read, dict) and "model_type" in read and "task" not in read:
+        return _from_transformers(folder)
+    return _from_run(folder)
+
+
+def _from_run(folder: Path) -> _Reader:
+    from clearhead.train.saved import load_run
+
+    run = load_run(folder, function=_FUNCTION)
+
+    def encode(text: str) -> list[int]:
+        if run.task == "lm":
+            run.encode(text[:_NO_LIMIT])  # refuses characters that the tokenizer cannot write
+        return run.tokenizer.encode_long(text)
+
+    def words(ids: list[int]) -> list[str]:
+        return [run.tokenizer.decode([identity]) for identity in ids]
+
+    return _Reader(str(folder), run.model, encode, lambda ids: ids, words, run.max_len, run.model)
+
+
+def _from_transformers(folder: Path) -> _Reader:
+    """A model of Hugging Face transformers from its folder: safetensors only, no code of its own, nothing fetched."""
+    import transformers
+
+    import clearhead
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **local)
+        model = transformers.AutoModel.from_pretrained(str(folder), use_safetensors=True, **local).eval()
+    except ClearheadError:
+        raise
+    except Exception as failure:
+        must, got = "hold a model and a tokenizer that transformers reads", str(failure)[:200]
+        raise DataError.about(_FUNCTION, str(folder), must=must, got=got, then="Name another folder.") from failure
+    config = model.config
+    if config.is_encoder_decoder:
+        model = model.get_encoder()
+    clearhead.swap(model)
+    before, after = _frame(tokenizer)
+    limit = max(1, _limit(config, tokenizer) - len(before) - len(after))
+    return _Reader(
+        name=str(folder), model=model, limit=limit, run=model,
+        encode=lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]),
+        framed=lambda ids: [*before, *ids, *after],
+        words=lambda ids: list(tokenizer.convert_ids_to_tokens(ids)),
+    )  # fmt: skip
+
+
+def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after the ids of a text."""
+    probe = "a"
+    bare = list(tokenizer(probe, add_special_tokens=False)["input_ids"])
+    framed = list(tokenizer(probe)["input_ids"])
+    for start in range(len(framed) - len(bare) + 1):
+        if framed[start : start + len(bare)] == bare:
+            return framed[:start], framed[start + len(bare) :]
+    return [], []
+
+
+def _limit(config: Any, tokenizer: Any) -> int:
+    """The most tokens at once, those that the tokenizer adds included."""
+    told = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
+    limits = [value for value in told if isinstance(value, int) and value > 0]
+    if limits and "roberta" in config.model_type:
+        # Its positions are counted from behind the padding's id.
+        limits = [limits[0] - (config.pad_token_id or 0) - 1]
+    # Tokenizers without a limit tell an enormous one.
+    if tokenizer.model_max_length < 10**9:
+        limits.append(int(tokenizer.model_max_length))
+    return min(limits, default=_NO_LIMIT)

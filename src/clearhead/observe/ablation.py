@@ -1,0 +1,92 @@
+"""Head ablation: what a model loses without one of its heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.errors import UnsupportedError
+from clearhead.nn.generation import evaluating
+from clearhead.observe.layers import Layers
+from clearhead.observe.trace import trace
+from clearhead.shapes import Float
+
+__all__ = ["head_effects"]
+
+
+def head_effects(
+    model: nn.Module, *inputs: Any, measure: Callable[[Any], Tensor | float] | None = None, layers: Layers = None,
+    **options: Any,
+) -> dict[str, Float[Tensor, " heads"]]:  # fmt: skip
+    """What changes when each head alone is switched off, its output set to 0.
+
+    Args:
+        model: called as ``model(*inputs, **options)``, as in ``eval()`` and without gradients.
+        inputs: what it is called with.
+        measure: a number made of what the model returns, such as a loss; the effect is then ``measure(without the
+            head) - measure(with it)``. By default the effect is how far the output moves, ``|| y' - y || / || y ||``.
+        layers: which attention layers, as in ``trace``.
+        options: what it is called with by name.
+
+    Returns:
+        For each layer by name a float64 ``[heads]``.
+
+    Raises:
+        UnsupportedError: the model has no attention that can be observed, or returns no tensor to compare.
+        ShapeError: no such layer; the text lists those that exist.
+
+    Cost: a forward pass for each head, and one more.
+
+    Paper: Michel et al. 2019, "Are sixteen heads really better than one?", section 3.2.
+
+    >>> import torch, clearhead as ch
+    >>> model = ch.nn.SequenceClassifier(10, embed_dim=8, num_heads=2, num_layers=1, num_classes=3)
+    >>> effects = head_effects(model, torch.tensor([[1, 2, 3]]))
+    >>> {name: list(effect.shape) for name, effect in effects.items()}
+    {'encoder.blocks.0.attention': [2]}
+    """
+    with evaluating(model):
+        with trace(model, layers=layers) as traced:
+            whole = model(*inputs, **options)
+        heads = {name: points.problem.num_heads for name, points in traced.items()}
+        of = _moved(whole) if measure is None else _difference(measure, whole)
+        effects: dict[str, Tensor] = {}
+        with trace(model, layers=layers, record=False) as traced:
+            for name, count in heads.items():
+                found = []
+                for head in range(count):
+                    off = traced.switch_off(head, layers=name)
+                    found.append(of(model(*inputs, **options)))
+                    off.undo()
+                effects[name] = torch.tensor(found, dtype=torch.float64)
+        return effects
+
+
+def _difference(measure: Callable[[Any], Tensor | float], whole: Any) -> Callable[[Any], float]:
+    before = float(measure(whole))
+    return lambda output: float(measure(output)) - before
+
+
+def _moved(whole: Any) -> Callable[[Any], float]:
+    before = _tensor(whole)
+    size = float(before.norm())
+
+    def moved(output: Any) -> float:
+        distance = float((_tensor(output) - before).norm())
+        return distance / size if size > 0.0 else distance
+
+    return moved
+
+
+def _tensor(output: Any) -> Tensor:
+    """The first floating point tensor of what a model returns."""
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)
+    for part in parts:
+        if isinstance(part, Tensor) and part.is_floating_point():
+            return part.double()
+    raise UnsupportedError.about(
+        "head_effects", "model", must="return a tensor", got=type(output).__name__, then="Pass measure= to read it."
+    )

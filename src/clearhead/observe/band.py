@@ -1,0 +1,52 @@
+"""Exact weights along diagonals, without the square they stand in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from clearhead.dispatch import run
+from clearhead.problem import Problem
+from clearhead.shapes import Float
+from clearhead.statistics import Want
+
+__all__ = ["band"]
+
+
+def band(
+    problem: Problem, distances: Sequence[int]
+) -> tuple[Float[Tensor, "batch heads q_len n"], Float[Tensor, "q_len n"]]:
+    """The weight of the key that stands each distance before the query; negative ones stand behind it.
+
+    ``p[i, i - d] = exp(s[i, i - d] - lse[i])``, with scores after rules and mask.
+
+    Returns:
+        Weights ``[batch, heads, q_len, n]``, 0 where there is no such key; and bool ``[q_len, n]``, where there is one.
+
+    Cost: one pass for ``lse``, and ``q_len * n`` products; memory grows with the length.
+    """
+    problem = replace(problem, dropout=0.0)
+    lse = run("band", replace(problem, value=problem.value[..., :1]), Want(lse=True)).lse
+    assert lse is not None
+    batch, head, q_pos, _ = problem.indices()
+    group = problem.num_heads // problem.num_kv_heads
+    query = problem.query.to(problem.work_dtype)
+    key = problem.key.to(problem.work_dtype).repeat_interleave(group, dim=1)
+    columns, held = [], []
+    for distance in distances:
+        wanted = q_pos - distance
+        k_pos = wanted.clamp(0, problem.k_len - 1)
+        score = (query * key[:, :, k_pos[0, 0, :, 0]]).sum(dim=-1, keepdim=True) * problem.scale
+        allowed = wanted == k_pos
+        held.append(allowed[0, 0])
+        if problem.mask is not None:
+            allowed = allowed & problem.mask.allows(batch, head, q_pos, k_pos)
+        # Rules never see a masked score, as in the formula.
+        score = score.masked_fill(~allowed, 0.0)
+        for rule in problem.elementwise:
+            score = rule.apply(score, batch, head, q_pos, k_pos)
+        columns.append(torch.exp(score - lse[..., None]).masked_fill(~allowed, 0.0))
+    return torch.cat(columns, dim=-1), torch.cat(held, dim=-1)

@@ -1,0 +1,189 @@
+"""Which modules of a model attend, which of them and of their heads are meant, and what was kept of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Final, Generic, TypeVar
+
+from torch import nn
+
+from clearhead.errors import ShapeError, UnsupportedError
+from clearhead.nn.attention import MultiHeadAttention
+from clearhead.watch import attends, recognise
+
+__all__ = ["Kept", "Layers", "attention_layers", "choose_heads", "choose_layers", "meant", "not_called"]
+
+#: What users give to choose layers: a number, a name or a glob, or several of them; None for all.
+Layers = int | str | Sequence[int | str] | None
+
+#: What ``torch.compile`` puts before the names of what it wraps.
+_COMPILED: Final = "_orig_mod"
+_SHOWN, _FEW = 40, 4
+
+recognise(lambda module: isinstance(module, MultiHeadAttention))
+
+
+def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module whose attention can be watched by its dotted name, in the order of registration.
+
+    >>> from clearhead.nn import Encoder
+    >>> list(attention_layers(Encoder(8, num_heads=2, num_layers=2)))
+    ['blocks.0.attention', 'blocks.1.attention']
+    """
+    return {_plain(name): part for name, part in model.named_modules() if attends(part)}
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+def choose_layers(function: str, model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
+    """The attention layers that ``layers`` means, in the model's order.
+
+    Raises:
+        UnsupportedError: no module of the model can be watched.
+        ShapeError: there is no such layer; the text lists those that exist.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError.about(
+            function, "model", must="be a torch.nn.Module", got=type(model).__name__, then="Pass the model itself."
+        )
+    known = attention_layers(model)
+    if not known:
+        raise UnsupportedError.about(
+            function, "model", must="have attention that can be observed", got=_without(model),
+            then="Modules of clearhead can, and torch's and transformers' after ch.swap(model).",
+        )  # fmt: skip
+    names = list(known)
+    return {name: known[name] for name in meant(function, names, names, layers)}
+
+
+def meant(function: str, existing: Sequence[str], chosen: Sequence[str], layers: Layers) -> list[str]:
+    """Which of the ``chosen`` names ``layers`` means; numbers count all that exist.
+
+    Raises:
+        ShapeError: one of them means none; the text lists those that there are.
+    """
+    if layers is None:
+        return list(chosen)
+    found: set[str] = set()
+    for layer in [layers] if isinstance(layers, (int, str)) else layers:
+        own = set(_named(existing, layer)) & set(chosen)
+        if not own:
+            listed = _listed(existing, chosen)
+            must, got = f"be one of {listed}", repr(layer)[:80]
+            raise ShapeError.about(function, "layers", must=must, got=got, then="Pass numbers, names or globs.")
+        found |= own
+    return [name for name in chosen if name in found]
+
+
+def _named(names: Sequence[str], layer: object) -> list[str]:
+    """The names that one choice means, none where there is no such layer."""
+    if isinstance(layer, str):
+        return [layer] if layer in names else [name for name in names if fnmatchcase(name, layer)]
+    if isinstance(layer, int) and not isinstance(layer, bool) and 0 <= layer < len(names):
+        return [names[layer]]
+    return []
+
+
+def _listed(existing: Sequence[str], chosen: Sequence[str]) -> str:
+    """Layers by number and name; of very many the first and the last."""
+    texts = [f"{place} ({name})" if name else str(place) for place, name in enumerate(existing) if name in chosen]
+    return ", ".join(texts) if len(texts) <= _SHOWN else f"{', '.join(texts[:_SHOWN])}, up to {texts[-1]}"
+
+
+def _without(model: nn.Module) -> str:
+    """What a model without layers is, for the error."""
+    foreign = {type(part).__name__ for part in model.modules() if type(part).__name__.endswith("ttention")}
+    return f"{type(model).__name__} with {', '.join(sorted(foreign))}" if foreign else type(model).__name__
+
+
+def not_called(function: str, model: nn.Module, names: Sequence[str]) -> UnsupportedError:
+    """The error for a block that has ended without a call of the layers chosen, with what may be the reason."""
+    compiled = any(
+        getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, _COMPILED) for part in model.modules()
+    )
+    why = (
+        "Graphs of torch.compile pass by unseen; use the model before it is compiled."
+        if compiled
+        else "Run the model within the block, in the same thread."
+    )
+    missing = ", ".join(name or type(model).__name__ for name in names[:_FEW])
+    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+    got = f"no call of {missing}{more}"
+    return UnsupportedError.about(function, "model", must="be run within the block", got=got, then=why)
+
+
+def choose_heads(function: str, heads: int | Sequence[int] | None, num_heads: int) -> tuple[int, ...]:
+    """The heads meant, all of them for None.
+
+    Raises:
+        ShapeError: there is no such head.
+    """
+    if heads is None:
+        return tuple(range(num_heads))
+    chosen = (heads,) if isinstance(heads, int) else tuple(heads)
+    for head in chosen:
+        if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < num_heads:
+            raise ShapeError.about(
+                function, "heads", must=f"lie from 0 to {num_heads - 1}", got=repr(head)[:80],
+                then=f"The layer has {num_heads}, counted from 0.",
+            )  # fmt: skip
+    return chosen
+
+
+class _NotSeen(ShapeError, KeyError):
+    """No record of a layer: an error of the user's, and what a mapping raises."""
+
+    __str__ = Exception.__str__
+
+
+Record = TypeVar("Record")
+
+
+class Kept(Mapping[str, Record], Generic[Record]):
+    """Records by layer, of its last call or of all its calls; also found by the layer's number in the model."""
+
+    def __init__(self, function: str, chosen: Sequence[str], existing: Sequence[str], keep: str) -> None:
+        if keep not in ("last", "all"):
+            raise UnsupportedError.about(
+                function, "keep", must="be 'last' or 'all'", got=repr(keep)[:80], then="'last' keeps the newest call."
+            )
+        self._function, self._existing, self._all = function, list(existing), keep == "all"
+        self._records: dict[str, list[Record]] = {name: [] for name in chosen}
+
+    def __getitem__(self, layer: str | int) -> Record:
+        """The last call's record; by the layer's name, or its number among all layers of the model."""
+        return self.calls(layer)[-1]
+
+    def calls(self, layer: str | int) -> tuple[Record, ...]:
+        """Every record that was kept of a layer, oldest first.
+
+        Raises:
+            ShapeError: nothing is known of such a layer; the text lists those of which something is.
+        """
+        found = _named(self._existing, layer)
+        kept = tuple(self._records.get(found[0], ())) if len(found) == 1 else ()
+        if not kept:
+            seen = _listed(self._existing, list(self)) or "none"
+            why = "was not called" if len(found) == 1 and found[0] in self._records else "was not watched"
+            got = f"{layer!r}, which {why if found else 'does not exist'}"
+            raise _NotSeen.about(self._function, "layer", must=f"be one of {seen}", got=got, then="Choose one of them.")
+        return kept
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, records in self._records.items() if records)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _add(self, name: str, record: Record) -> None:
+        records = self._records[name]
+        if not self._all:
+            records.clear()
+        records.append(record)
+
+    def _names(self) -> list[str]:
+        """The layers that were chosen."""
+        return list(self._records)

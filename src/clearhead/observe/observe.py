@@ -1,0 +1,249 @@
+"""``observe``: statistics of a model's attention while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.errors import ShapeError, UnsupportedError
+from clearhead.observe.layers import Kept, Layers, attention_layers, choose_heads, choose_layers, not_called
+from clearhead.observe.packed import sequences_of
+from clearhead.observe.text import table
+from clearhead.record import as_index
+from clearhead.shapes import Float, Int
+from clearhead.statistics import Observation, Want
+from clearhead.watch import Attend, Call, watching
+
+__all__ = ["Observed", "Seen", "observe"]
+
+_FUNCTION: Final = "observe"
+#: Statistics with one entry per query, which ``queries`` chooses from.
+_BY_QUERY: Final = frozenset({"lse", "max_score", "entropy", "top_indices", "top_weights", "sink", "distance"})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Observed:
+    """Statistics of one call of one attention layer; those not asked for are None.
+
+    ``heads`` and ``q_len`` are those that were chosen, in the order given. A packed batch is told apart: ``batch``
+    counts its sequences, and rows at padding are those of queries that may attend to nothing.
+
+    Attributes:
+        layer: the module's dotted name.
+        heads: which query heads.
+        queries: position of each query in its sequence.
+        lengths: tokens of each sequence where the call was packed, else None.
+    """
+
+    layer: str
+    heads: tuple[int, ...]
+    queries: tuple[int, ...]
+    lengths: tuple[int, ...] | None
+    lse: Float[Tensor, "batch heads q_len"] | None = None
+    max_score: Float[Tensor, "batch heads q_len"] | None = None
+    entropy: Float[Tensor, "batch heads q_len"] | None = None
+    top_indices: Int[Tensor, "batch heads q_len k"] | None = None
+    top_weights: Float[Tensor, "batch heads q_len k"] | None = None
+    received: Float[Tensor, "batch heads k_len"] | None = None
+    row_weights: Float[Tensor, "batch heads n k_len"] | None = None
+    heatmap_max: Float[Tensor, "batch heads q_tiles k_tiles"] | None = None
+    heatmap_mean: Float[Tensor, "batch heads q_tiles k_tiles"] | None = None
+    sink: Float[Tensor, "batch heads q_len"] | None = None
+    distance: Float[Tensor, "batch heads q_len"] | None = None
+    rows: Float[Tensor, "batch heads rows k_len"] | None = None
+
+    @property
+    def statistics(self) -> dict[str, Tensor]:
+        """Those that were asked for, by name."""
+        return {name: value for name in _STATISTICS if (value := getattr(self, name)) is not None}
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={list(value.shape)}" for name, value in self.statistics.items())
+        return f"Observed({self.layer!r}, {shown})"
+
+
+_STATISTICS: Final = tuple(each.name for each in fields(Observation) if each.name != "output")
+
+
+class Seen(Kept[Observed]):
+    """What was observed, by layer: ``seen["encoder.blocks.3.attention"].received``, or ``seen[3]``.
+
+    ``calls(layer)`` has every call that was kept. ``str`` of it is a table of shapes.
+    """
+
+    def __str__(self) -> str:
+        rows = []
+        for name in self:
+            for place, record in enumerate(self.calls(name)):
+                for statistic, value in record.statistics.items():
+                    rows.append([name, str(place), statistic, str(list(value.shape))])
+        return table(["layer", "call", "statistic", "shape"], rows, right={1})
+
+    def __repr__(self) -> str:
+        return f"Seen({', '.join(self)})"
+
+
+@contextmanager
+def observe(
+    model: nn.Module,
+    want: Want,
+    *,
+    layers: Layers = None,
+    heads: int | Sequence[int] | None = None,
+    queries: int | Sequence[int] | None = None,
+    keep: str = "last",
+    detach: bool = True,
+) -> Iterator[Seen]:
+    """Statistics of every attention layer of a model, while it runs within the block.
+
+    What the model computes stays as it is, bit for bit, and so do its gradients. Nothing is put on a module; what was
+    observed can be read within the block and after it.
+
+    Every call of the thread counts, also those in ``generate``: the prompt is one call, each token one more, and
+    positions go on from call to call. A batch that a model packs is told apart into its sequences. A model that runs
+    as a graph of ``torch.compile`` cannot be observed: the graph passes by without a word. If nothing was observed by
+    the end of the block, it raises, and says why.
+
+    Args:
+        model: holds modules of clearhead, or was given to ``ch.swap``.
+        want: which statistics. Its ``rows`` are positions here; each call gives those that it holds.
+        layers: which attention layers, by number, name or glob such as ``"encoder.*"``, or several; by default all.
+        heads: which query heads; by default all.
+        queries: positions of the queries whose statistics are kept; by default all. Sums over queries (``received``,
+            ``row_weights``, heatmaps) are over all.
+        keep: of a layer's calls ``"last"`` or ``"all"``.
+        detach: whether statistics are cut off from the graph. With False they can be part of a loss, which takes
+            another pass; not within an activation checkpoint.
+
+    Returns:
+        A ``Seen``: an ``Observed`` for each layer by its dotted name.
+
+    Raises:
+        UnsupportedError: the model has no attention that can be observed, or none was called; or a module's own
+            ``backend`` cannot give a statistic.
+        ShapeError: no such layer, head or query; the text lists what exists.
+
+    Cost: that of ``observe_attention`` for all heads, whatever is kept of it; where gradients are recorded or a batch
+    is packed, attention is computed once more for the statistics. Memory only for what was asked, of chosen heads.
+
+    >>> import torch, clearhead as ch
+    >>> model = ch.nn.Encoder(8, num_heads=2, num_layers=2)
+    >>> with ch.observe(model, ch.Want(received=True), layers="blocks.1.*") as seen:
+    ...     output = model(torch.zeros(1, 4, 8))
+    >>> seen["blocks.1.attention"].received.round(decimals=3)
+    tensor([[[1., 1., 1., 1.],
+             [1., 1., 1., 1.]]])
+    """
+    if not isinstance(want, Want) or not want.names:
+        got = repr(want)[:80] if isinstance(want, Want) else type(want).__name__
+        raise UnsupportedError.about(
+            _FUNCTION, "want", must="be a ch.Want that asks for something", got=got, then="Pass ch.Want(entropy=True)."
+        )
+    observer = _Observer(model, want, layers=layers, heads=heads, queries=queries, keep=keep, detach=detach)
+    try:
+        with watching(observer):
+            yield observer.seen
+    finally:
+        observer.close()
+    observer.check(model)
+
+
+class _Observer:
+    """The watcher behind ``observe``."""
+
+    edits = False
+
+    def __init__(
+        self, model: nn.Module, want: Want, *, layers: Layers, heads: int | Sequence[int] | None,
+        queries: int | Sequence[int] | None, keep: str, detach: bool,
+    ) -> None:  # fmt: skip
+        chosen = choose_layers(_FUNCTION, model, layers)
+        for module in chosen.values():
+            if isinstance(num_heads := getattr(module, "num_heads", None), int):
+                choose_heads(_FUNCTION, heads, num_heads)
+        self.seen = Seen(_FUNCTION, list(chosen), list(attention_layers(model)), keep)
+        self._names: dict[nn.Module, str] = {module: name for name, module in chosen.items()}
+        self._want, self._heads, self._detach = want, heads, detach
+        self._queries = _positions("queries", queries)
+        self._rows = None if want.rows is None else _positions("want.rows", as_index(want.rows).tolist())
+        self._most = 0
+
+    def attend(self, owner: object, call: Call, want: Want, inner: Attend) -> Observation:
+        """The call's answer, with a record kept where the layer was chosen."""
+        name = self._names.get(owner) if isinstance(owner, nn.Module) else None
+        if name is None or call.silent:
+            return inner(call, want)
+        packed = sequences_of(call)
+        own = call if packed is None else packed.call(call)
+        first = own.options.get("query_offset") or 0
+        mine = self._wanted(first, own.query.shape[-2])
+        if packed is None and not want.names and not torch.is_grad_enabled():
+            answer = seen = inner(call, mine)
+        else:
+            answer = inner(call, want)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self._detach):
+                seen = inner(replace(own, silent=True).with_options(dropout=0.0), mine)
+        lengths = None if packed is None else packed.lengths
+        self.seen._add(name, self._observed(name, own, seen, lengths))
+        return answer
+
+    def _wanted(self, first: int, q_len: int) -> Want:
+        """What to ask of a call: rows counted within it."""
+        self._most = max(self._most, first + q_len)
+        if self._rows is None:
+            return self._want
+        held = [place - first for place in self._rows if first <= place < first + q_len]
+        return replace(self._want, rows=held or None)
+
+    def _observed(self, name: str, call: Call, seen: Observation, lengths: tuple[int, ...] | None) -> Observed:
+        first, q_len = call.options.get("query_offset") or 0, call.query.shape[-2]
+        heads = choose_heads(_FUNCTION, self._heads, call.query.shape[-3])
+        places = range(first, first + q_len)
+        queries = tuple(places) if self._queries is None else tuple(each for each in self._queries if each in places)
+        kept = {}
+        for statistic in _STATISTICS:
+            value: Tensor | None = getattr(seen, statistic)
+            if value is None:
+                continue
+            value = value.detach() if self._detach else value
+            value = value if call.query.ndim == 4 else value[None]
+            if self._heads is not None:
+                value = value[:, list(heads)]
+            if self._queries is not None and statistic in _BY_QUERY:
+                value = value[:, :, [each - first for each in queries]]
+            kept[statistic] = value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+        return Observed(layer=name, heads=heads, queries=queries, lengths=lengths, **kept)
+
+    def close(self) -> None:
+        """Let go of the model; a task that outlives the block is not observed any more."""
+        self._names = {}
+
+    def check(self, model: nn.Module) -> None:
+        """Raise where the block has ended without what was asked for."""
+        if not self.seen:
+            raise not_called(_FUNCTION, model, self.seen._names())
+        for argument, chosen in (("queries", self._queries), ("want.rows", self._rows)):
+            if chosen and max(chosen) >= self._most:
+                raise ShapeError.about(
+                    _FUNCTION, argument, must=f"lie from 0 to {self._most - 1}, the positions that were seen",
+                    got=list(chosen)[:8], then="Positions count from a sequence's first token.",
+                )  # fmt: skip
+
+
+def _positions(argument: str, chosen: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    """Positions of queries, checked."""
+    if chosen is None:
+        return None
+    places = (chosen,) if isinstance(chosen, int) else tuple(chosen)
+    for place in places:
+        if isinstance(place, bool) or not isinstance(place, int) or place < 0:
+            raise ShapeError.about(
+                _FUNCTION, argument, must="be positions, whole numbers of at least 0", got=repr(place)[:80],
+                then="They count from a sequence's first token.",
+            )  # fmt: skip
+    return places

@@ -1,0 +1,197 @@
+"""The inner points of one attention: what they are called, what they hold, and how a changed one goes on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from clearhead.backends import reference
+from clearhead.backends.dropout import keep_scale
+from clearhead.errors import UnsupportedError
+from clearhead.masks import Padding
+from clearhead.masks.base import conjuncts
+from clearhead.observe.packed import Sequences
+from clearhead.problem import Problem
+from clearhead.scores import DenseBias, Sink
+from clearhead.shapes import Bool, Float
+from clearhead.statistics import Observation, Want
+from clearhead.watch import Attend, Call, innermost
+
+__all__ = ["POINTS", "SQUARES", "Changed", "Points", "run_changed"]
+
+#: In the order in which they are computed.
+POINTS: Final = ("query", "key", "value", "scores", "scaled", "masked", "weights", "head_outputs", "output")
+#: Those that hold a number for each query and each key.
+SQUARES: Final = ("scores", "scaled", "masked", "weights")
+
+#: A point's tensor as edits make it: itself where none speaks of the point.
+Changed = Callable[[str, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Points:
+    """What one call of one attention layer computed, by name.
+
+    ``scores``, ``scaled``, ``masked`` and ``weights`` are computed when they are first read, by the formula.
+
+    Attributes:
+        layer: the module's dotted name.
+        problem: the attention as it ran: tensors by head, mask, score rules.
+        head_outputs: ``weights @ value``, by head.
+        output: what the module returned; None where it was not called as a module.
+        inputs: what the module was called with, and ``options`` by name.
+        edited: points that an edit has changed.
+        sequences: how a packed batch lies, else None.
+    """
+
+    layer: str
+    problem: Problem
+    head_outputs: Float[Tensor, "batch heads q_len value_dim"]
+    output: Tensor | None
+    inputs: tuple[Any, ...]
+    options: Mapping[str, Any]
+    edited: tuple[str, ...] = ()
+    squares: Mapping[str, Tensor] | None = None
+    sequences: Sequences | None = None
+
+    @cached_property
+    def padded(self) -> Problem:
+        """The problem, told apart into a padded batch where it was packed."""
+        problem, packed = self.problem, self.sequences
+        if packed is None:
+            return problem
+        query, key, value = (packed.apart(each) for each in (problem.query, problem.key, problem.value))
+        return replace(problem, query=query, key=key, value=value, mask=packed.mask(query.device))
+
+    @property
+    def real(self) -> Bool[Tensor, "batch q_len"]:
+        """Which queries of ``padded`` are no padding, as far as its mask says."""
+        problem = self.padded
+        lengths = torch.full((problem.batch,), problem.query_offset + problem.q_len)
+        for part in () if problem.mask is None else conjuncts(problem.mask):
+            if isinstance(part, Padding):
+                lengths = part.lengths.cpu()
+        if self.sequences is not None:
+            lengths = torch.tensor(self.sequences.lengths)
+        place = torch.arange(problem.query_offset, problem.query_offset + problem.q_len)
+        return (place < lengths[:, None]).expand(problem.batch, -1).to(problem.query.device)
+
+    @property
+    def query(self) -> Float[Tensor, "batch heads q_len head_dim"]:
+        """Queries by head, turned by position where the module does so."""
+        return self.problem.query
+
+    @property
+    def key(self) -> Float[Tensor, "batch kv_heads k_len head_dim"]:
+        """Keys by head, those in a cache included."""
+        return self.problem.key
+
+    @property
+    def value(self) -> Float[Tensor, "batch kv_heads k_len value_dim"]:
+        """Values by head."""
+        return self.problem.value
+
+    @property
+    def scores(self) -> Float[Tensor, "batch heads q_len k_len"]:
+        """``query @ key^T``."""
+        return self._steps["scores"]
+
+    @property
+    def scaled(self) -> Float[Tensor, "batch heads q_len k_len"]:
+        """Scores times the scale, before score rules."""
+        return self._steps["scaled"]
+
+    @property
+    def masked(self) -> Float[Tensor, "batch heads q_len k_len"]:
+        """Scores after rules, ``-inf`` where a query may not attend."""
+        return self._steps["masked"]
+
+    @property
+    def weights(self) -> Float[Tensor, "batch heads q_len k_len"]:
+        """``softmax(masked)``, before dropout."""
+        return self._steps["weights"]
+
+    @cached_property
+    def _steps(self) -> Mapping[str, Tensor]:
+        return self.squares or squares_of(reference.steps(replace(self.problem, dropout=0.0)))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each point, computed or not."""
+        problem = self.problem
+        square = (problem.batch, problem.num_heads, problem.q_len, problem.k_len)
+        given: dict[str, Tensor | None] = {
+            "query": self.query, "key": self.key, "value": self.value, "head_outputs": self.head_outputs,
+            "output": self.output,
+        }  # fmt: skip
+        shapes = {name: square if name in SQUARES else _shape(given[name]) for name in POINTS}
+        return {name: shape for name, shape in shapes.items() if shape is not None}
+
+    def __repr__(self) -> str:
+        return f"Points({self.layer!r}, {', '.join(f'{name}={list(shape)}' for name, shape in self.shapes.items())})"
+
+
+def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(tensor.shape)
+
+
+def squares_of(steps: reference.Steps) -> dict[str, Tensor]:
+    """The points among the formula's steps."""
+    return {"scores": steps.raw, "scaled": steps.scaled, "masked": steps.masked, "weights": steps.weights}
+
+
+def run_changed(call: Call, want: Want, inner: Attend, changed: Changed) -> tuple[Observation, dict[str, Tensor]]:
+    """A call some of whose ``SQUARES`` edits change: the answer, and the squares as they were in it.
+
+    Changed scores take the place of ``query @ key^T`` as a bias on scores that are 0; what follows is computed as ever.
+
+    Cost: the formula's, ``q_len * k_len`` memory for each step.
+    """
+    problem = call.problem()
+    call = call.with_options(backend="reference", **({"seed": problem.seed} if problem.dropout else {}))
+    steps = _steps(call)
+    squares = squares_of(steps)
+    squares["scores"] = changed("scores", steps.raw)
+    again = steps.scaled if squares["scores"] is steps.raw else squares["scores"] * problem.scale
+    squares["scaled"] = changed("scaled", again)
+    if squares["scaled"] is not steps.scaled:
+        call = _biased(call, squares["scaled"], call.options.get("mask"), problem.scores)
+        steps = _steps(call)
+    squares["masked"] = changed("masked", steps.masked)
+    if squares["masked"] is not steps.masked:
+        sinks = tuple(rule for rule in problem.scores if isinstance(rule, Sink))
+        call = _biased(call, squares["masked"], None, sinks)
+        steps = _steps(call)
+    squares["weights"] = changed("weights", steps.weights)
+    if squares["weights"] is steps.weights:
+        return inner(call, want), squares
+    if want.names or not innermost(inner):
+        raise UnsupportedError.about(
+            "trace", "edit", must="leave weights to the softmax while others observe or trace",
+            got="replaced weights", then="Edit the masked scores instead.",
+        )  # fmt: skip
+    return Observation(output=_weighted(problem, squares["weights"])), squares
+
+
+def _steps(call: Call) -> reference.Steps:
+    return reference.steps(replace(call.problem(), dropout=0.0))
+
+
+def _biased(call: Call, scores: Tensor, mask: Any, rules: tuple[Any, ...]) -> Call:
+    """The call with these scaled scores in place of its own."""
+    empty = replace(call, query=torch.zeros_like(call.query))
+    return empty.with_options(mask=mask, scores=(DenseBias(scores), *rules))
+
+
+def _weighted(problem: Problem, weights: Tensor) -> Tensor:
+    """``weights @ value``, dropout included, with the leading axes of the call."""
+    value = problem.value.repeat_interleave(problem.num_heads // problem.num_kv_heads, dim=1)
+    if problem.dropout > 0.0:
+        weights = weights * keep_scale(problem.seed, problem.dropout, problem.indices(), weights.dtype)
+    output = (weights @ value.to(weights.dtype)).to(problem.query.dtype)
+    return output.reshape(output.shape[2 - problem.leading :])

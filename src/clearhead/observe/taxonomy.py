@@ -1,0 +1,171 @@
+"""What kind of head it is: how much of its attention goes to tokens that stand in a simple relation to the query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from clearhead.dispatch import run
+from clearhead.errors import ShapeError
+from clearhead.observe.band import band
+from clearhead.observe.points import Points
+from clearhead.problem import Problem
+from clearhead.shapes import Bool, Float, Int
+from clearhead.statistics import Want
+
+__all__ = ["HeadScores", "head_scores", "repeated_tokens"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeadScores:
+    """The mean weight that each head gives to one kind of key, from 0 to 1, ``[batch, heads]``.
+
+    A mean is over the queries that have such a key, allowed or not, and that are no padding; 0 where there are none.
+
+    Attributes:
+        previous: the token before the query.
+        following: the token after it.
+        first: the first token of the sequence, for queries behind it.
+        same: the query's own token, for queries behind the first token.
+        induction: the tokens that followed earlier occurrences of the query's token; None without a period.
+    """
+
+    previous: Float[Tensor, "batch heads"]
+    following: Float[Tensor, "batch heads"]
+    first: Float[Tensor, "batch heads"]
+    same: Float[Tensor, "batch heads"]
+    induction: Float[Tensor, "batch heads"] | None = None
+
+    def __repr__(self) -> str:
+        shown = {each.name: getattr(self, each.name) for each in fields(self)}
+        lists = (f"{name}={_rounded(value)}" for name, value in shown.items() if value is not None)
+        return f"HeadScores({', '.join(lists)})"
+
+
+def _rounded(value: Tensor) -> list[list[float]]:
+    rounded: list[list[float]] = (value.double() + 0.0).round(decimals=2).tolist()
+    return rounded
+
+
+def head_scores(points: Points, *, period: int | None = None) -> HeadScores:
+    """Scores that tell previous-token, next-token, first-token, same-token and induction heads from others.
+
+    ``previous = mean_i p[i, i-1]``, ``following = mean_i p[i, i+1]``, ``first = mean_{i>0} p[i, 0]``,
+    ``same = mean_{i>0} p[i, i]``, and on a sequence that repeats every ``period`` tokens
+    ``induction = mean_{i>=period} sum_{m>=1} p[i, i - m period + 1]``, over keys behind the first.
+
+    Args:
+        points: of a self-attention layer, from ``trace``.
+        period: after how many tokens the sequence repeats, as in ``repeated_tokens``.
+
+    Returns:
+        ``HeadScores``, each ``[batch, heads]``.
+
+    Raises:
+        ShapeError: not a self-attention over a whole sequence, or a period that does not fit.
+
+    Cost: a pass for ``lse`` and a few diagonals; memory grows with the length.
+
+    Paper: relative positions in Clark et al. 2019, "What does BERT look at?", section 3.1; induction is the "prefix
+    matching" of Olsson et al. 2022, "In-context learning and induction heads", appendix on head activation evaluators.
+
+    >>> import torch, clearhead as ch
+    >>> model = ch.nn.LanguageModel(20, embed_dim=8, num_heads=2, num_layers=1).eval()
+    >>> ids = repeated_tokens(20, period=5, repeats=2, seed=0)
+    >>> with torch.no_grad(), ch.trace(model) as traced:
+    ...     logits = model(ids)
+    >>> head_scores(traced[0], period=5).following
+    tensor([[0., 0.]])
+    """
+    problem = points.padded
+    if problem.q_len != problem.k_len or problem.query_offset != 0:
+        raise ShapeError.about(
+            "head_scores", "points", must="be of self-attention over a whole sequence",
+            got=f"q_len {problem.q_len}, k_len {problem.k_len}", then="Trace one call without a cache.",
+        )  # fmt: skip
+    if period is not None and (isinstance(period, bool) or not isinstance(period, int) or period < 1):
+        raise ShapeError.about(
+            "head_scores", "period", must="be a whole number of at least 1", got=repr(period)[:80],
+            then="Pass the length of what is repeated.",
+        )  # fmt: skip
+    length, real = problem.q_len, points.real
+    if period is not None and period >= length:
+        raise ShapeError.about(
+            "head_scores", "period", must=f"be below the length {length}", got=period, then="Repeat it at least once."
+        )
+    weights, held = band(problem, [1, -1, 0])
+    behind = torch.arange(length, device=real.device) > 0
+    # The token after the query must be no padding either.
+    followed = torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)
+    return HeadScores(
+        previous=_mean(weights[..., 0], real & held[:, 0]),
+        following=_mean(weights[..., 1], real & held[:, 1] & followed),
+        first=_mean(_first(problem), real & behind),
+        same=_mean(weights[..., 2], real & behind),
+        induction=None if period is None else _induction(problem, real, period),
+    )
+
+
+def _first(problem: Problem) -> Float[Tensor, "batch heads q_len"]:
+    seen = run("head_scores", problem, Want(sink=1)).sink
+    assert seen is not None
+    return seen
+
+
+def _induction(problem: Problem, real: Tensor, period: int) -> Float[Tensor, "batch heads"]:
+    repeats = (problem.q_len - 1) // period
+    distances = [period * number - 1 for number in range(1, repeats + 1)]
+    weights, _ = band(problem, distances)
+    place = torch.arange(problem.q_len, device=real.device)
+    # The first token of all followed none.
+    followed = place[:, None] - torch.tensor(distances, device=real.device) >= 1
+    return _mean(weights.masked_fill(~followed, 0.0).sum(dim=-1), real & (place >= period))
+
+
+def _mean(
+    weights: Float[Tensor, "batch heads q_len"], counted: Bool[Tensor, "batch q_len"]
+) -> Float[Tensor, "batch heads"]:
+    total = counted.sum(dim=-1).clamp(min=1)[:, None]
+    mean: Tensor = weights.masked_fill(~counted[:, None], 0.0).sum(dim=-1) / total
+    return mean
+
+
+def repeated_tokens(
+    vocab_size: int, *, period: int = 25, repeats: int = 4, batch: int = 1, seed: int | None = None
+) -> Int[Tensor, "batch length"]:
+    """Random tokens, all different where there are enough, repeated: what induction heads show themselves on.
+
+    Args:
+        vocab_size: ids are drawn from 0 up to it.
+        period: how many tokens before they come again.
+        repeats: how often they come.
+        batch: number of sequences, each with tokens of its own.
+        seed: the same seed draws the same tokens.
+
+    Returns:
+        int64 ``[batch, period * repeats]``.
+
+    Raises:
+        ShapeError: a number below 1, or fewer than 2 repeats.
+
+    Paper: Olsson et al. 2022, "In-context learning and induction heads": 25 random tokens, 4 times.
+    """
+    for name, value, low in (
+        ("vocab_size", vocab_size, 1), ("period", period, 1), ("repeats", repeats, 2), ("batch", batch, 1),
+    ):  # fmt: skip
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ShapeError.about(
+                "repeated_tokens", name, must=f"be a whole number of at least {low}", got=repr(value)[:80],
+                then="Pass an int.",
+            )  # fmt: skip
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    if period <= vocab_size:
+        rows = [torch.randperm(vocab_size, generator=generator)[:period] for _ in range(batch)]
+        return torch.stack(rows).repeat(1, repeats)
+    return torch.randint(vocab_size, (batch, period), generator=generator).repeat(1, repeats)

@@ -1,0 +1,291 @@
+"""Models of Hugging Face transformers through our attention: the numbers of eager, its gradients and its tokens."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason="needs the extra 'hf'")
+
+import transformers
+
+import clearhead as ch
+from clearhead.bridges import transformers as bridge
+from clearhead.bridges.transformers_masks import MaskTensor
+from tests.bridges.hf_models import BATCH, MODELS, TOKENS, VOCAB, as_double, eager, exact, inputs, real_logits
+from tests.budget import within_budget
+
+Padding = Literal["left", "right", "none"]
+
+#: Numbers in the longest sums of the tiny models: a layer's width and a feedforward's.
+TERMS = 48
+
+
+def ours(name: str) -> Any:
+    model = eager(name)
+    ch.swap(model)
+    return model
+
+
+@pytest.fixture
+def symbolic(monkeypatch: pytest.MonkeyPatch) -> list[MaskTensor]:
+    """The masks of a test, none of which may be written out."""
+    made: list[MaskTensor] = []
+    plain = MaskTensor.__new__
+
+    def note(cls: type, *args: Any) -> MaskTensor:
+        made.append(plain(cls, *args))
+        return made[-1]
+
+    def refuse(self: MaskTensor) -> Tensor:
+        raise AssertionError(f"{self!r} was written out")
+
+    monkeypatch.setattr(MaskTensor, "__new__", note)
+    monkeypatch.setattr(MaskTensor, "table", refuse)
+    return made
+
+
+@pytest.mark.parametrize("padding", ["left", "right", "none"])
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_are_those_of_eager(name: str, padding: Padding, symbolic: list[MaskTensor]) -> None:
+    kind = MODELS[name].kind
+    if kind in ("vision", "audio") and padding != "none":
+        pytest.skip("has no padding")
+    batch = inputs(name, padding=padding)
+    with torch.no_grad():
+        truth = real_logits(exact(name), as_double(batch))
+        textbook = real_logits(eager(name), batch)
+        found = real_logits(ours(name), batch)
+    within_budget(name, found, textbook, truth, terms=TERMS)
+    encoded = kind == "encoder" and padding == "none"
+    assert symbolic or encoded or kind == "vision"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_eager(name: str) -> None:
+    batch = inputs(name, padding="none" if MODELS[name].kind in ("vision", "audio") else "right")
+
+    def gradients(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            for field in ("dropout", "attention_dropout", "activation_dropout"):
+                if isinstance(getattr(module, field, None), float):
+                    setattr(module, field, 0.0)
+        loss = real_logits(model, batch).log_softmax(-1)[..., 1].mean()
+        loss.backward()
+        return {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
+
+    truth = gradients(exact(name), as_double(batch))
+    textbook, found = gradients(eager(name), batch), gradients(ours(name), batch)
+    assert found.keys() == textbook.keys() == truth.keys()
+    # Some gradients are 0 but for rounding, that of a key's bias for one: they are as large as what cancels in them.
+    largest = max(gradient.abs().max().item() for gradient in truth.values())
+    for key, gradient in found.items():
+        scale = max(0.05 * largest, truth[key].abs().max().item())
+        within_budget(
+            f"{name} {key}", gradient / scale, textbook[key] / scale, truth[key] / scale, terms=BATCH * TOKENS
+        )
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
+@pytest.mark.parametrize("name", [name for name, row in MODELS.items() if row.generates])
+def test_generate_gives_the_same_tokens(name: str, cache: str, symbolic: list[MaskTensor]) -> None:
+    batch = inputs(name, padding="none" if MODELS[name].kind == "audio" else "left")
+    batch.pop("decoder_input_ids", None)
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "use_cache": cache != "none"}
+    if cache == "static":
+        settings["cache_implementation"] = "static"
+    elif MODELS[name].kind == "decoder":
+        # No padding in the other row's cache to hide behind: two tokens at a time too.
+        settings["num_beams"] = 2 if cache == "dynamic" else 1
+    wanted = eager(name).generate(**batch, **settings)
+    found = ours(name).generate(**batch, **settings)
+    assert found.tolist() == wanted.tolist()
+    assert symbolic
+
+
+@pytest.mark.parametrize("name", [name for name, row in MODELS.items() if row.kind == "decoder"])
+def test_packed_position_ids_keep_sequences_apart(name: str, symbolic: list[MaskTensor]) -> None:
+    ids = inputs(name)["input_ids"][:1]
+    lengths = [9, 1, 13]
+    places = torch.cat([torch.arange(length) for length in lengths])[None]
+    model = ours(name)
+    with torch.no_grad():
+        truth, textbook, found = (
+            each(input_ids=ids, position_ids=places, use_cache=False).logits
+            for each in (exact(name), eager(name), model)
+        )
+        alone = torch.cat([model(input_ids=part).logits for part in ids.split(lengths, dim=1)], dim=1)
+    within_budget(name, found, textbook, truth, terms=TERMS)
+    # transformers does not read positions for gpt-oss's masks: it lets packed sequences see each other.
+    if name != "gpt-oss":
+        within_budget(name, alone, textbook, truth, terms=TERMS)
+        assert "Documents" in repr(symbolic[0].mask)
+
+
+def test_a_long_prompt_in_two_pieces_is_the_whole() -> None:
+    for name in ("llama", "mistral", "gemma2"):
+        model, ids = ours(name), inputs(name)["input_ids"]
+        with torch.no_grad():
+            whole = model(input_ids=ids).logits
+            first = model(input_ids=ids[:, :9], use_cache=True)
+            second = model(input_ids=ids[:, 9:], past_key_values=first.past_key_values).logits
+        torch.testing.assert_close(torch.cat([first.logits, second], dim=1), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_is_as_near_to_float64_as_eager() -> None:
+    for name in ("llama", "bert", "gpt-oss"):
+        batch = inputs(name, padding="right")
+        with torch.no_grad():
+            truth = real_logits(exact(name), batch)
+            textbook = real_logits(eager(name).to(torch.bfloat16), batch)
+            found = real_logits(ours(name).to(torch.bfloat16), batch)
+        error, own = ((each.double() - truth).abs().mean().item() for each in (found, textbook))
+        assert error <= 1.25 * own, name
+
+
+def test_dropout_is_applied_while_training_only() -> None:
+    model = eager("bert")
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.dropout.p = 0.5
+    batch = inputs("bert")
+    ch.swap(model)
+    assert torch.equal(real_logits(model, batch), real_logits(model, batch))
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.train()
+    torch.manual_seed(0)
+    first = real_logits(model, batch)
+    torch.manual_seed(0)
+    assert torch.equal(real_logits(model, batch), first)
+    assert not torch.equal(real_logits(model, batch), first)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_refused_with_the_way_to_see_them(name: str) -> None:
+    with pytest.raises(ch.UnsupportedError, match=r"^clearhead attention: output_attentions must .*clearhead\.observe"):
+        ours(name)(**inputs(name), output_attentions=True)
+
+
+def test_what_needs_a_kernel_of_its_own_is_refused() -> None:
+    x = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ch.UnsupportedError, match=r"indices must be absent.*Identity"):
+        bridge.attend_for(nn.Identity(), x, x, x, None, indices=torch.zeros(1))
+
+
+def test_masks_of_the_user_are_taken_as_numbers() -> None:
+    generator = torch.Generator().manual_seed(3)
+    allowed = torch.rand(BATCH, 1, TOKENS, TOKENS, generator=generator) > 0.4
+    allowed |= torch.eye(TOKENS, dtype=torch.bool)
+    added = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    ids = inputs("llama")["input_ids"]
+    with torch.no_grad():
+        truth = exact("llama")(input_ids=ids, attention_mask=allowed).logits
+        textbook = eager("llama")(input_ids=ids, attention_mask=added).logits
+        model = ours("llama")
+        for mask in (allowed, added):
+            within_budget("llama", model(input_ids=ids, attention_mask=mask).logits, textbook, truth, terms=TERMS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_observed_rows_are_eagers_weights_under_the_modules_path(name: str) -> None:
+    batch = inputs(name, padding="none" if MODELS[name].kind in ("vision", "audio") else "right")
+    model, plain = ours(name), eager(name)
+    with torch.no_grad():
+        with ch.observe(model, ch.Want(rows=torch.arange(7))) as seen:
+            found = model(**batch).logits
+        assert torch.equal(found, model(**batch).logits)
+        result = plain(**batch, output_attentions=True)
+    assert list(seen) == [path for path, _ in bridge.attentions(model)]
+    if MODELS[name].kind in ("encoder-decoder", "audio"):
+        wanted = list(result.encoder_attentions)
+        for own, cross in zip(result.decoder_attentions, result.cross_attentions, strict=True):
+            wanted += [own, cross]
+    else:
+        wanted = list(result.attentions)
+    for path, weights in zip(seen, wanted, strict=True):
+        rows = seen[path].rows
+        assert rows is not None
+        torch.testing.assert_close(rows, weights[:, :, :7, : rows.shape[3]], rtol=1e-4, atol=1e-5, msg=path)
+
+
+def test_generate_is_observed_step_by_step() -> None:
+    model = ours("llama")
+    with torch.no_grad(), ch.observe(model, ch.Want(entropy=True), layers=0, keep="all") as seen:
+        model.generate(**inputs("llama", padding="left"), max_new_tokens=4, do_sample=False)
+    calls = seen.calls("model.layers.0.self_attn")
+    assert [call.queries for call in calls] == [tuple(range(TOKENS)), *((TOKENS + step,) for step in range(3))]
+    assert ch.unswap(model)
+    with (
+        pytest.raises(ch.UnsupportedError, match=r"model must have attention that can be observed"),
+        ch.observe(model, ch.Want(entropy=True)),
+    ):
+        pass
+
+
+def test_an_implementation_of_ours_can_be_asked_for_by_name() -> None:
+    bridge.enable()
+    model = eager("llama")
+    model.set_attn_implementation("clearhead")
+    batch = inputs("llama", padding="left")
+    with torch.no_grad():
+        assert torch.equal(real_logits(model, batch), real_logits(ours("llama"), batch))
+    config = transformers.LlamaConfig(**MODELS["llama"].settings)
+    made = transformers.LlamaForCausalLM._from_config(config, attn_implementation="clearhead")
+    assert made.config._attn_implementation == "clearhead"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_swap_changes_no_parameter_and_unswap_restores_every_class(name: str) -> None:
+    model = eager(name)
+    kinds = [type(module) for module in model.modules()]
+    state = {key: value.data_ptr() for key, value in model.state_dict().items()}
+    report = ch.swap(model)
+    names = [name for name, _ in bridge.attentions(model)]
+    assert [part.name for part in report.replaced] == names
+    assert names
+    assert report.left == ()
+    assert not any(type(module) is nn.Linear for module in model.modules())
+    assert {key: value.data_ptr() for key, value in model.state_dict().items()} == state
+    again = ch.swap(model)
+    assert again.replaced == ()
+    assert [part.name for part in again.before] == names
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        assert [part.name for part in ch.unswap(each).replaced] == names
+        assert [type(module) for module in each.modules()] == kinds
+        assert all(config._attn_implementation == "eager" for _, config in bridge._configs(each.config))
+        assert ch.unswap(each).replaced == ()
+
+
+def test_nothing_of_ours_is_saved(tmp_path: Any) -> None:
+    model = ours("bert")
+    model.save_pretrained(tmp_path)
+    assert "clearhead" not in (tmp_path / "config.json").read_text(encoding="utf-8")
+
+
+def test_a_model_within_a_module_is_handed_over_too() -> None:
+    both = nn.ModuleDict({"text": eager("bert"), "torch": nn.MultiheadAttention(8, 2)})
+    report = ch.swap(both)
+    assert "text.bert.encoder.layer.1.attention.self" in [part.name for part in report.replaced]
+    assert "torch" in [part.name for part in report.replaced]
+    assert {part.name for part in ch.unswap(both).replaced} == {part.name for part in report.replaced}
+    assert both["text"].config._attn_implementation == "eager"
+
+
+def test_a_model_with_attention_of_its_own_is_refused_whole() -> None:
+    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
+    model = nn.Sequential(eager("bert"), transformers.BloomModel(config))
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(
+        ch.UnsupportedError, match=r"^swap: model must .*h\.0\.self_attention \(BloomAttention\), h\.1"
+    ) as raised:
+        ch.swap(model)
+    assert "\n" not in str(raised.value)
+    assert [type(module) for module in model.modules()] == kinds
+    assert model[0].config._attn_implementation == "eager"
