@@ -44,7 +44,7 @@ class _Block(nn.Module):
         """Run, keeping only the inputs for the backward pass where that was asked for."""
         if self.checkpoint_activations and self.training and torch.is_grad_enabled():
             # A compiler would trace the context; nobody watches there.
-            again = {"context_fn": carried} if watched() else {}
+            again: dict[str, Any] = {"context_fn": carried} if watched() else {}
             output: Tensor = checkpoint(run, *arguments, use_reentrant=False, **again)
             return output
         return run(*arguments)
