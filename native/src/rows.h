@@ -74,6 +74,19 @@ struct Span {
 // The part of the keys [first, last) that a row reaches, seen from the tables too.
 inline Span reach(const ch_attention& w, const Row& row, int64_t first, int64_t last) {
   int64_t low = most((int64_t)row.low, first), high = least((int64_t)row.high, last);
+  // Between two runs there may be nothing for many tiles.
+  for (int run = 0; row.runs > 1 && run < row.runs; run++) {
+    if (row.stop[run] > low) {
+      low = most(low, (int64_t)row.start[run]);
+      break;
+    }
+  }
+  for (int run = row.runs - 1; row.runs > 1 && run >= 0; run--) {
+    if (row.start[run] < high) {
+      high = least(high, (int64_t)row.stop[run]);
+      break;
+    }
+  }
   if (row.blocks != nullptr) {
     while (low < high && !row.blocks[low / w.block_size * w.blocks.column])
       low = (low / w.block_size + 1) * (int64_t)w.block_size;

@@ -68,34 +68,70 @@ struct Best {
     }
   }
 
-  // A few candidates fit two vectors, scores and keys, and are kept in order: one more opens a gap at its place and what
+  // A few candidates fit vectors, scores and keys, and are kept in order: one more opens a gap at its place, and what
   // falls off the end was not wanted.
 #if defined(CH_AVX512)
-  CH_INLINE bool in_order() const { return room <= VL; }
+  CH_INLINE bool in_order() const { return room <= 2 * VL; }
+
+  // Candidates in falling order, `HALVES` vectors of them.
+  template <int HALVES> struct Ordered {
+    __m512 scores[HALVES];
+    __m512i keys[HALVES];
+
+    CH_INLINE void put(float score, int32_t key) {
+      __m512 one = _mm512_set1_ps(score);
+      __m512i its = _mm512_set1_epi32(key);
+      uint32_t ahead = _mm512_cmp_ps_mask(scores[HALVES - 1], one, _CMP_GE_OQ);
+      if constexpr (HALVES == 2) {
+        uint32_t first = _mm512_cmp_ps_mask(scores[0], one, _CMP_GE_OQ);
+        if (first != 0xffff) {
+          // The last of the first half moves to the head of the second.
+          __m512i last = _mm512_set1_epi32(VL - 1);
+          scores[1] = _mm512_mask_expand_ps(_mm512_permutexvar_ps(last, scores[0]), 0xfffe, scores[1]);
+          keys[1] = _mm512_mask_expand_epi32(_mm512_permutexvar_epi32(last, keys[0]), 0xfffe, keys[1]);
+          return open(0, first, one, its);
+        }
+      }
+      open(HALVES - 1, ahead, one, its);
+    }
+
+    CH_INLINE void open(int half, uint32_t ahead, __m512 one, __m512i its) {
+      __mmask16 others = (__mmask16)~(ahead + 1);
+      scores[half] = _mm512_mask_expand_ps(one, others, scores[half]);
+      keys[half] = _mm512_mask_expand_epi32(its, others, keys[half]);
+    }
+  };
 
   void scan_few(const float* scores, int count, int64_t first) const {
-    float held_scores[VL];
-    int32_t held_keys[VL];
-    for (int x = 0; x < VL; x++) held_scores[x] = x < *held ? heap[x].score : -INF;
-    for (int x = 0; x < VL; x++) held_keys[x] = x < *held ? heap[x].key : 0;
-    __m512 best = _mm512_loadu_ps(held_scores);
-    __m512i keys = _mm512_loadu_si512(held_keys), last = _mm512_set1_epi32((int)room - 1);
-    __m512 bar = _mm512_permutexvar_ps(last, best);
+    return room <= VL ? scan_ordered<1>(scores, count, first) : scan_ordered<2>(scores, count, first);
+  }
+
+  template <int HALVES> void scan_ordered(const float* scores, int count, int64_t first) const {
+    float held_scores[HALVES * VL];
+    int32_t held_keys[HALVES * VL];
+    for (int x = 0; x < HALVES * VL; x++) held_scores[x] = x < *held ? heap[x].score : -INF;
+    for (int x = 0; x < HALVES * VL; x++) held_keys[x] = x < *held ? heap[x].key : 0;
+    Ordered<HALVES> best;
+    for (int half = 0; half < HALVES; half++) {
+      best.scores[half] = _mm512_loadu_ps(held_scores + half * VL);
+      best.keys[half] = _mm512_loadu_si512(held_keys + half * VL);
+    }
+    __m512i last = _mm512_set1_epi32((int)(room - 1) % VL);
+    int half = (int)(room - 1) / VL;
+    __m512 bar = _mm512_permutexvar_ps(last, best.scores[half]);
     for (int c = 0; c < count; c += VL) {
       uint32_t bits = above(load(scores + c), (vf)bar);
       if (bits == 0) continue;
       for (; bits != 0; bits &= bits - 1) {
         int lane = __builtin_ctz(bits);
-        __m512 one = _mm512_set1_ps(scores[c + lane]);
-        uint32_t ahead = _mm512_cmp_ps_mask(best, one, _CMP_GE_OQ);
-        __mmask16 others = (__mmask16)~(ahead + 1);
-        best = _mm512_mask_expand_ps(one, others, best);
-        keys = _mm512_mask_expand_epi32(_mm512_set1_epi32((int)(first + c + lane)), others, keys);
+        best.put(scores[c + lane], (int32_t)(first + c + lane));
       }
-      bar = _mm512_permutexvar_ps(last, best);
+      bar = _mm512_permutexvar_ps(last, best.scores[half]);
     }
-    _mm512_storeu_ps(held_scores, best);
-    _mm512_storeu_si512(held_keys, keys);
+    for (int part = 0; part < HALVES; part++) {
+      _mm512_storeu_ps(held_scores + part * VL, best.scores[part]);
+      _mm512_storeu_si512(held_keys + part * VL, best.keys[part]);
+    }
     int32_t found = 0;
     while (found < room && held_scores[found] > -INF) found++;
     *held = found;
