@@ -8,7 +8,7 @@ NATIVE := $(PYTHON) tools/build_native.py
 NATIVE_IF_ABLE := $(NATIVE) || [ $$? -eq 3 ]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native test-native demo test lint format bench quality clean
+.PHONY: help setup native test-native demo test lint format bench fuzz quality clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -51,6 +51,10 @@ format: $(READY) ## rewrite the files in the common style
 bench: $(READY) ## measure clearhead against PyTorch on this machine
 	@$(NATIVE_IF_ABLE)
 	@$(BIN)/clearhead bench $(ARGS)
+
+fuzz: $(READY) ## 50,000 random problems on every backend of this machine
+	@$(NATIVE_IF_ABLE)
+	@CLEARHEAD_FUZZ=50000 $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 quality: $(READY) ## the long training runs behind benchmarks/RESULTS.md
 	@$(BIN)/python benchmarks/quality.py $(ARGS)

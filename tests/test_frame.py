@@ -112,7 +112,7 @@ def test_ci_runs_lint_and_tests_and_stops_at_the_first_failure() -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["help", "setup", "native", "test-native", "demo", "test", "lint", "bench", "quality"]
+    "target", ["help", "setup", "native", "test-native", "demo", "test", "lint", "bench", "fuzz", "quality"]
 )
 def test_make_has_the_target_and_says_what_it_does(target: str) -> None:
     assert re.search(rf"(?m)^{target}:.*## \w", read("Makefile"))

@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from clearhead import bridges, nn, positions
+from clearhead import bridges, nn, positions, sparse
 from clearhead.bridges import swap, unswap
 from clearhead.cache import KVCache
 from clearhead.errors import ClearheadError, DataError, MaskError, ShapeError, UnsupportedError
 from clearhead.functional import attention, explain_dispatch, observe_attention
+from clearhead.linear import linear_attention
 from clearhead.masks import (
     Blocks,
     Causal,
@@ -26,8 +27,11 @@ from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, Scor
 from clearhead.statistics import Observation, Want
 
 if TYPE_CHECKING:
-    # When it runs, the package of that name, which can be called.
+    # When it runs, the packages of these names, which can be called.
     from clearhead.observe import observe
+    from clearhead.verify import verify
+else:
+    from clearhead import verify
 
 __all__ = [
     "Alibi",
@@ -60,15 +64,18 @@ __all__ = [
     "bridges",
     "explain",
     "explain_dispatch",
+    "linear_attention",
     "nn",
     "observe",
     "observe_attention",
     "pack",
     "positions",
+    "sparse",
     "swap",
     "trace",
     "unpack",
     "unswap",
+    "verify",
 ]
 
 __version__ = "0.1.0"

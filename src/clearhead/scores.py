@@ -9,17 +9,23 @@ from __future__ import annotations
 import math
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from clearhead.errors import ShapeError, UnsupportedError
-from clearhead.masks.function import call_user_function, function_name
+from clearhead.masks.function import call_user_function, function_name, tile_seen
 from clearhead.record import Record, constant_when_compiled
 from clearhead.shapes import Float, Int
 
 __all__ = ["Alibi", "DenseBias", "RelativeBias", "ScoreFunction", "ScoreRule", "Sink", "SoftCap"]
+
+#: Learned tensors are not looked for in longer collections.
+_MOST_MEMBERS: Final = 1024
 
 
 class ScoreRule(Record, ABC):
@@ -219,11 +225,18 @@ class Sink(ScoreRule):
 class ScoreFunction(ScoreRule):
     """A user's rule ``fn(score, batch, head, q_pos, k_pos) -> score`` over a tile of scores.
 
-    Learned tensors that the function closes over receive their gradients.
+    Learned tensors that the function closes over receive their gradients: those it names, and those in modules,
+    lists, dicts and further functions that it names.
 
     Args:
         fn: called with float scores ``[batch, heads, q_len, k_len]`` of a tile and int64 index tensors that
-            broadcast to it; must return the same shape and dtype, element by element.
+            broadcast to it; must return the same shape and dtype, element by element, and write into none of them.
+
+    Raises:
+        ShapeError: during the call, names the function and the tile: it raised, or returned something else.
+        UnsupportedError: likewise: it wrote into its arguments, or reaches a learned tensor in another way.
+
+    Cost: called once a tile forward and, with its derivative, once a tile backward; memory of a few tiles.
 
     >>> ScoreFunction(lambda score, batch, head, q_pos, k_pos: score - 0.1 * (q_pos - k_pos).abs())
     ScoreFunction(fn=<lambda>)
@@ -244,13 +257,58 @@ class ScoreFunction(ScoreRule):
         if result.shape != score.shape or result.dtype != score.dtype:
             raise ShapeError.about(
                 "ScoreFunction", "fn", must=f"return {str(score.dtype)[6:]} of the tile's shape {tuple(score.shape)}",
-                got=f"{str(result.dtype)[6:]} of shape {tuple(result.shape)} from {function_name(self.fn)}",
+                got=f"{str(result.dtype)[6:]} of shape {tuple(result.shape)} from {function_name(self.fn)} "
+                    f"on {tile_seen(batch, head, q_pos, k_pos)}",
                 then="Work element by element on the score it is given.",
             )  # fmt: skip
         return result
 
     def parameters(self) -> list[Tensor]:
         return list(_closed_over(self.fn))
+
+
+def differentiated(
+    rules: Sequence[ScoreRule], after: Tensor, before: Tensor, parameters: Sequence[Tensor], grad: Tensor,
+    indices: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of a tile's scores before the rules and of the parameters, from that of the scores after.
+
+    Raises:
+        UnsupportedError: a user's function among the rules has no derivative; names it and the tile.
+    """
+    try:
+        return torch.autograd.grad(after, [before, *parameters], grad, allow_unused=True)
+    except Exception as failure:
+        names = [function_name(rule.fn) for rule in rules if isinstance(rule, ScoreFunction)]
+        if not names:
+            raise
+        raise UnsupportedError.about(
+            "ScoreFunction", "fn", must="have a derivative",
+            got=f"{type(failure).__name__}: {failure} from {' or '.join(names)} on {tile_seen(*indices)}",
+            then="Use differentiable tensor operations, out of place.",
+        ) from failure  # fmt: skip
+
+
+def check_reached(rules: Sequence[ScoreRule], after: Tensor, before: Tensor, parameters: Sequence[Tensor]) -> None:
+    """Raise ``UnsupportedError`` where a user's function depends on a learned tensor that ``parameters`` lacks."""
+    names = [function_name(rule.fn) for rule in rules if isinstance(rule, ScoreFunction)]
+    if not names or not after.requires_grad:
+        return
+    seen = {get_gradient_edge(tensor).node for tensor in (before, *parameters)}
+    waiting = [get_gradient_edge(after).node]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            raise UnsupportedError.about(
+                "ScoreFunction", "fn", must="name the learned tensors it reads",
+                got=f"one of shape {tuple(variable.shape)} that {' or '.join(names)} reaches in another way",
+                then="Close over the tensor or its module directly.",
+            )  # fmt: skip
+        waiting += [following for following, _ in node.next_functions if following is not None]
 
 
 @constant_when_compiled
@@ -260,19 +318,45 @@ def closes_over_learned(fn: Callable[..., Any]) -> bool:
 
 
 def _closed_over(fn: Callable[..., Any]) -> Iterator[Tensor]:
-    """Tensors that a function reaches: its closure, defaults, the globals it names, and the object it is bound to."""
-    plain = getattr(fn, "__func__", fn)
-    reached: list[Any] = [getattr(fn, "__self__", None), fn if isinstance(fn, torch.nn.Module) else None]
-    reached += [cell.cell_contents for cell in getattr(plain, "__closure__", None) or ()]
-    reached += list(getattr(plain, "__defaults__", None) or ())
-    code = getattr(plain, "__code__", None)
-    if code is not None:
-        reached += [plain.__globals__[name] for name in code.co_names if name in plain.__globals__]
-    for value in reached:
+    """Tensors that a function reaches through what it names and what that holds, each once."""
+    waiting: list[object] = [fn]
+    # The objects themselves are kept, so that no later one can have the same address.
+    seen: dict[int, object] = {}
+    while waiting:
+        value = waiting.pop(0)
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
         if isinstance(value, Tensor):
             yield value
-        elif isinstance(value, torch.nn.Module):
-            yield from value.parameters()
+        else:
+            waiting += value.parameters() if isinstance(value, torch.nn.Module) else _held_by(value)
+
+
+def _held_by(value: object) -> list[object]:
+    """What a collection, a function, a method or an object that can be called holds on to."""
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        members = list(value.values() if isinstance(value, dict) else value)
+        return members if len(members) <= _MOST_MEMBERS else []
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, MethodType):
+        return [value.__self__, getattr(value.__self__, "__dict__", None), value.__func__]
+    if isinstance(value, FunctionType):
+        # An empty cell belongs to a name that is not bound yet.
+        held = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        named = (value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__)
+        # Functions of other files are libraries, which hold nothing learned but could lead anywhere.
+        return held + [one for one in named if getattr(one, "__globals__", value.__globals__) is value.__globals__]
+    call = next((vars(kind)["__call__"] for kind in type(value).__mro__ if "__call__" in vars(kind)), None)
+    return [getattr(value, "__dict__", None), call] if isinstance(call, FunctionType) else []
+
+
+def _names(code: CodeType) -> list[str]:
+    """Names that a function and the functions written inside it look up."""
+    inner = (name for part in code.co_consts if isinstance(part, CodeType) for name in _names(part))
+    return [*code.co_names, *inner]
 
 
 def _float_tensor(function: str, argument: str, value: object, *, axes: int) -> Tensor:

@@ -57,6 +57,27 @@ def test_attended_nan_is_not_hidden(backend: str) -> None:
     assert not torch.isfinite(output[:, :, 6:, 2]).any()
 
 
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    "mask", [None, ch.Causal(), ch.MaskFunction(lambda b, h, i, j: (i + j + h) % 3 != 0)], ids=repr
+)
+@pytest.mark.parametrize("backend", ["reference", "tiled", "native"])
+def test_a_value_spoils_its_own_channel_alone(backend: str, mask: ch.Mask | None, poison: float) -> None:
+    if backend == "native" and isinstance(mask, ch.MaskFunction):
+        pytest.skip("native: cannot call a MaskFunction")
+    query, key, value = (tensor.detach().clone() for tensor in tensors())
+    clean = ch.attention(query, key, value, mask=mask, backend="reference")
+    value[:, 1, 6, 2] = poison
+    output = ch.attention(query, key, value, mask=mask, backend=backend)
+    reached = torch.ones(1, 4, 13, 13, dtype=torch.bool)
+    if mask is not None:
+        reached &= mask.dense(13, 13, num_heads=4)
+    spoiled = torch.zeros(2, 4, 13, 6, dtype=torch.bool)
+    spoiled[:, 2:, :, 2] = reached[:, 2:, :, 6]
+    assert not torch.isfinite(output[spoiled]).any()
+    torch.testing.assert_close(output[~spoiled], clean[~spoiled], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("backend", ["reference", "tiled", "native", "sdpa"])
 def test_empty_rows_are_zero(backend: str) -> None:
     query, key, value = tensors()

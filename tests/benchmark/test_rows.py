@@ -10,7 +10,9 @@ import torch
 from clearhead.benchmark import SUITES
 from clearhead.benchmark.cases import Case, noise_of
 from clearhead.benchmark.encoders import STACK, SWAPPED, EncoderWork, ragged
+from clearhead.benchmark.function_rows import DENSE, MADE
 from clearhead.benchmark.hugging_face import ONNX_MODEL, SDPA_MODEL, CausalRow, EncoderModelRow
+from clearhead.benchmark.linear_rows import FULL
 from clearhead.benchmark.lines import Line, measure_row
 from clearhead.benchmark.observed import MATERIALISED, PLAIN, ObserveRow
 from clearhead.benchmark.peers import MODULE, OURS, SDPA, SDPA_WINDOW, TensorWork
@@ -130,7 +132,9 @@ def test_the_floors_name_contenders_that_exist() -> None:
     named = {peer for suite in SUITES.values() for floor in suite.floors for peer in (*floor.against, floor.ours)}
     onnx = {"ONNX Runtime Attention", "ONNX Runtime MultiHeadAttention"}
     models = {SDPA_MODEL, ONNX_MODEL}
-    assert named == {OURS, SWAPPED, SDPA, MODULE, STACK, PLAIN, MATERIALISED} | onnx | models
+    own = {OURS, PLAIN, FULL}
+    biases = {DENSE, MADE}
+    assert named == own | {SWAPPED, SDPA, MODULE, STACK, MATERIALISED} | onnx | models | biases
 
 
 def test_operations_and_bytes_are_counted() -> None:

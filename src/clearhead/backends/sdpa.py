@@ -164,8 +164,12 @@ def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds:
         query, key, value = (tensor.to(problem.work_dtype) for tensor in (query, key, value))
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(query.dtype)
+    scale = problem.scale
+    if is_causal and scale <= 0.0:
+        # torch's CPU kernel scales after it has masked, and -inf times a scale that is not positive is no mask.
+        query, scale = query * scale, 1.0
     output = scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=is_causal, scale=problem.scale,
+        query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale,
         enable_gqa=problem.num_heads != problem.num_kv_heads,
     )  # fmt: skip
     if empty is not None:

@@ -8,8 +8,8 @@ recomputes each tile's weights from the saved log-sum-exp (ibid., algorithm 4).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,11 +18,28 @@ from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.dropout import keep_scale
 from clearhead.backends.once import once
 from clearhead.backends.tiled_statistics import UNDIFFERENTIABLE, Pulls, Sweep, result_names, weigh
-from clearhead.backends.tiles import Layout, Tile, finite, grouped, layouts, masked, raw_scores, ruled, strips
+from clearhead.backends.tiles import (
+    Layout,
+    Tile,
+    add_product,
+    exponential,
+    finite,
+    layouts,
+    masked,
+    raw_scores,
+    ruled,
+    stacked,
+    strips,
+)
 from clearhead.problem import Problem
+from clearhead.scores import check_reached, differentiated
+from clearhead.shapes import Float
 from clearhead.statistics import Observation, Want
 
 __all__ = ["BACKEND"]
+
+#: Numbers that a sum over products holds at a time.
+_PRODUCTS: Final = 2**17
 
 
 def _forward_strip(
@@ -35,18 +52,7 @@ def _forward_strip(
     largest, total = new((size, heads, rows), -torch.inf), new((size, heads, rows), 0.0)
     output = new((size, heads, rows, problem.value_dim), 0.0)
     for tile in tiles:
-        scores = masked(ruled(problem, raw_scores(problem, layout, queries, tile), tile), tile)
-        higher = torch.maximum(largest, scores.amax(dim=-1))
-        base = finite(higher)
-        weights = torch.exp(scores - base[..., None])
-        shrink = torch.exp(largest - base)
-        total = total * shrink + weights.sum(dim=-1)
-        if problem.dropout > 0.0:
-            weights = weights * keep_scale(problem.seed, problem.dropout, tile.indices, weights.dtype)
-        value = layout.value[:, :, tile.keys]
-        part = (grouped(weights, problem.num_kv_heads) @ value).view(*output.shape)
-        output = output * shrink[..., None] + _with_bad_values(problem, layout, tile, part)
-        largest = higher
+        largest = _forward_tile(problem, layout, queries, tile, largest, total, output)
     max_score = largest
     if problem.sink is not None:
         logits = problem.sink.logits.detach().to(total.dtype).view(1, -1, 1)
@@ -58,14 +64,35 @@ def _forward_strip(
     return output / total.masked_fill(empty, 1.0)[..., None], lse, max_score
 
 
-def _with_bad_values(problem: Problem, layout: Layout, tile: Tile, part: Tensor) -> Tensor:
-    """NaN in the rows that may attend to a value that is not finite."""
-    if layout.bad is None or not bool(layout.bad[2].any()):
-        return part
-    group = problem.num_heads // problem.num_kv_heads
-    bad = layout.bad[2][:, :, None, tile.keys].repeat_interleave(group, dim=1)
-    touched = bad if tile.allowed is None else bad & tile.allowed
-    return part.masked_fill(touched.any(dim=-1, keepdim=True), torch.nan)
+def _forward_tile(
+    problem: Problem, layout: Layout, queries: slice, tile: Tile, largest: Tensor, total: Tensor, output: Tensor
+) -> Tensor:
+    """Take a tile into a strip's sums and output, which change where they lie; returns its largest scores."""
+    scores = masked(ruled(problem, raw_scores(problem, layout, queries, tile), tile), tile)
+    higher = torch.maximum(largest, scores.amax(dim=-1))
+    base = finite(higher)
+    weights = exponential(scores - base[..., None])
+    shrink = exponential(largest - base)
+    total.mul_(shrink).add_(weights.sum(dim=-1))
+    if problem.dropout > 0.0:
+        weights *= keep_scale(problem.seed, problem.dropout, tile.indices, weights.dtype)
+    output *= shrink[..., None]
+    kv_heads, value = problem.num_kv_heads, layout.value[:, :, tile.keys].flatten(0, 1)
+    stacked(output, kv_heads).baddbmm_(stacked(weights, kv_heads), value)
+    _spoil(problem, layout, tile, output)
+    return higher
+
+
+def _spoil(problem: Problem, layout: Layout, tile: Tile, output: Float[Tensor, "b heads rows dim"]) -> None:
+    """Write NaN to the channels of rows that may attend to a value that is not finite there."""
+    if layout.bad is None or not bool(layout.bad[2][:, :, tile.keys].any()):
+        return
+    bad = layout.bad[2][:, :, tile.keys].repeat_interleave(problem.num_heads // problem.num_kv_heads, dim=1)
+    if tile.allowed is None:
+        touched = bad.any(dim=2, keepdim=True)
+    else:
+        touched = tile.allowed.expand(*tile.allowed.shape[:3], bad.shape[2]).to(output) @ bad.to(output) > 0.0
+    output.masked_fill_(touched, torch.nan)
 
 
 class _Tiled(torch.autograd.Function):
@@ -125,30 +152,40 @@ def _gradients(
     output, lse = saved
     grad_output = torch.zeros_like(output) if grads[0] is None else grads[0].to(output.dtype)
     # delta is a row's sum of weight times weight-gradient; a gradient of lse enters at the same place.
-    delta = (grad_output * output).sum(dim=-1)
+    delta = _row_products(grad_output, output)
     if grads[1] is not None:
         delta = delta - grads[1]
     inputs = (problem.query, problem.key, problem.value)
     found = [torch.zeros_like(tensor, dtype=problem.work_dtype) for tensor in inputs]
     parameters = problem.rule_parameters if rules else []
-    rule_grads = [torch.zeros_like(tensor, dtype=problem.work_dtype) for tensor in parameters]
+    learned = _Learned(parameters, [torch.zeros_like(tensor, dtype=problem.work_dtype) for tensor in parameters])
     everything = slice(None)
     for layout in layouts(problem):
         rows = _Rows(layout.take(grad_output), layout.take(delta), layout.take(lse, padding=torch.inf))
-        own, own_pulls = (torch.zeros_like(layout.key), torch.zeros_like(layout.value)), pulls.within(layout)
+        own, own_pulls = (layout.gathered(found[1]), layout.gathered(found[2])), pulls.within(layout)
         for queries, tiles in strips(problem, layout):
             strip = rows.cut(queries)
             if own_pulls.any:
                 extra, share = own_pulls.walk(problem, layout, queries, tiles, strip.lse)
                 strip = replace(strip, delta=strip.delta + extra, share=share)
                 layout.add(delta, queries, extra)
-            grad_query = _backward_strip(problem, layout, queries, tiles, strip, own_pulls, own, parameters, rule_grads)
-            layout.put(found[0], queries, grad_query)
-        for into, grad in zip(found[1:], own, strict=True):
-            layout.put(into, everything, grad)
-    _sink_gradient(problem, parameters, rule_grads, delta, lse)
+            layout.put(found[0], queries, _Strip(problem, layout, queries, strip, own_pulls, *own, learned).walk(tiles))
+        if layout.group is not None:
+            for into, grad in zip(found[1:], own, strict=True):
+                layout.put(into, everything, grad)
+    _sink_gradient(problem, learned, delta, lse)
     cast = [grad.to(tensor.dtype) for grad, tensor in zip(found, inputs, strict=True)]
-    return cast + [grad.to(tensor.dtype) for grad, tensor in zip(rule_grads, parameters, strict=True)]
+    return cast + [grad.to(tensor.dtype) for grad, tensor in zip(learned.grads, parameters, strict=True)]
+
+
+def _row_products(one: Float[Tensor, "*rows q_len dim"], other: Float[Tensor, "*rows q_len dim"]) -> Tensor:
+    """``(one * other).sum(-1)`` in parts, which takes no third tensor of that size."""
+    step = max(1, _PRODUCTS // max(1, one[..., :1, :].numel()))
+    found = one.new_empty(one.shape[:-1])
+    for start in range(0, one.shape[-2], step):
+        part = slice(start, start + step)
+        torch.sum(one[..., part, :] * other[..., part, :], dim=-1, out=found[..., part])
+    return found
 
 
 @dataclass(frozen=True)
@@ -164,74 +201,85 @@ class _Rows:
         return _Rows(self.grad_output[:, :, queries], self.delta[:, :, queries], self.lse[:, :, queries])
 
 
-def _backward_strip(
-    problem: Problem, layout: Layout, queries: slice, tiles: list[Tile], rows: _Rows, pulls: Pulls,
-    into: tuple[Tensor, Tensor], parameters: list[Tensor], rule_grads: list[Tensor],
-) -> Tensor:  # fmt: skip
-    """One strip's query gradient; its part of key, value and rule gradients is added where those are gathered."""
-    kv_heads = problem.num_kv_heads
-    query = grouped(layout.query[:, :, queries], kv_heads)
-    grad_grouped = grouped(rows.grad_output, kv_heads)
-    grad_query = torch.zeros_like(layout.query[:, :, queries])
-    base = finite(rows.lse)
-    # Zero weight times NaN is NaN: rows that are not finite must not reach keys that they may not attend to.
-    spoiled = not bool(torch.isfinite(rows.delta).all())
-    for tile in tiles:
-        key, value = layout.key[:, :, tile.keys], layout.value[:, :, tile.keys]
-        scores = raw_scores(problem, layout, queries, tile)
+@dataclass(frozen=True)
+class _Strip:
+    """One strip of queries in backward, and where the gradients that it has a part in are summed."""
+
+    problem: Problem
+    layout: Layout
+    queries: slice
+    rows: _Rows
+    pulls: Pulls
+    grad_key: Tensor
+    grad_value: Tensor
+    learned: _Learned
+
+    def walk(self, tiles: list[Tile]) -> Tensor:
+        """The strip's query gradient; the others are added to where they are summed."""
+        query = self.layout.query[:, :, self.queries]
+        grad_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        kv_heads = self.problem.num_kv_heads
+        flat_query, flat_grad = stacked(query, kv_heads), stacked(grad_query, kv_heads)
+        # Zero weight times NaN is NaN: rows that are not finite must not reach keys that they may not attend to.
+        spoiled = not bool(torch.isfinite(self.rows.delta).all())
+        for tile in tiles:
+            grad = stacked(self._tile(tile, spoiled), kv_heads)
+            flat_grad.baddbmm_(grad, self.layout.key[:, :, tile.keys].flatten(0, 1), alpha=self.problem.scale)
+            add_product(self.grad_key[:, :, tile.keys], grad.mT, flat_query, self.problem.scale)
+        return grad_query
+
+    def _tile(self, tile: Tile, spoiled: bool) -> Tensor:
+        """The gradient of a tile's scaled scores; that of its values is added."""
+        problem, layout, rows, pulls = self.problem, self.layout, self.rows, self.pulls
+        before = raw_scores(problem, layout, self.queries, tile)
+        after = before
         if problem.elementwise:
-            scores.requires_grad_()
             with torch.enable_grad():
-                after = ruled(problem, scores, tile)
-        else:
-            after = scores
-        seen = weigh(after.detach(), tile, base, spoiled)
-        grad_weights = (grad_grouped @ value.transpose(-2, -1)).view_as(seen.weights)
+                after = ruled(problem, before.requires_grad_(), tile)
+        seen = weigh(after.detach(), tile, finite(rows.lse), spoiled)
+        upstream = stacked(rows.grad_output, problem.num_kv_heads)
+        grad = torch.bmm(upstream, layout.value[:, :, tile.keys].flatten(0, 1).mT).view(seen.weights.shape)
         dropped = seen.weights
         if problem.dropout > 0.0:
             keep = keep_scale(problem.seed, problem.dropout, tile.indices, dropped.dtype)
-            dropped, grad_weights = dropped * keep, grad_weights * keep
-        into[1][:, :, tile.keys] += grouped(dropped, kv_heads).transpose(-2, -1) @ grad_grouped
+            dropped, grad = dropped * keep, grad.mul_(keep)
+        add_product(self.grad_value[:, :, tile.keys], stacked(dropped, problem.num_kv_heads).mT, upstream)
         if pulls.any:
-            grad_weights = grad_weights + pulls.on_weights(layout, queries, tile, seen)
-        grad_scores = seen.weights * (grad_weights - rows.delta[..., None])
-        grad_scores = pulls.on_scores(grad_scores, queries, seen, rows.share)
+            grad += pulls.on_weights(layout, self.queries, tile, seen)
+        grad = pulls.on_scores(grad.sub_(rows.delta[..., None]).mul_(seen.weights), self.queries, seen, rows.share)
         if spoiled:
-            grad_scores = masked(grad_scores, tile, 0.0)
-        if problem.elementwise:
-            grad_scores = _through_rules(after, scores, grad_scores, tile, parameters, rule_grads)
-        grad_scores = grouped(grad_scores * problem.scale, kv_heads)
-        grad_query += (grad_scores @ key).view(*grad_query.shape)
-        into[0][:, :, tile.keys] += grad_scores.transpose(-2, -1) @ query
-    return grad_query
+            grad = masked(grad, tile, 0.0)
+        return self.learned.pulled(problem, before, after, grad, tile) if problem.elementwise else grad
 
 
-def _through_rules(
-    after: Tensor,
-    scores: Tensor,
-    grad: Tensor,
-    tile: Tile,
-    parameters: list[Tensor],
-    rule_grads: list[Tensor],
-) -> Tensor:
-    """The gradient before the rules, and the rules' own gradients added to ``rule_grads``."""
-    if not after.requires_grad:
-        return torch.zeros_like(grad)
-    found = torch.autograd.grad(after, [scores, *parameters], grad, allow_unused=True)
-    for total, own in zip(rule_grads, found[1:], strict=True):
-        if own is not None:
-            total += own
-    before = torch.zeros_like(grad) if found[0] is None else found[0]
-    return masked(before, tile, 0.0)
+@dataclass(frozen=True)
+class _Learned:
+    """The rules' parameters and the sums of their gradients."""
+
+    parameters: list[Tensor]
+    grads: list[Tensor]
+    #: Says True once a tile was seen to depend on no other learned tensor.
+    complete: list[bool] = field(default_factory=list)
+
+    def pulled(self, problem: Problem, before: Tensor, after: Tensor, grad: Tensor, tile: Tile) -> Tensor:
+        """The gradient of the scores before the rules; the parameters' own are added."""
+        if not after.requires_grad:
+            return torch.zeros_like(grad)
+        if not self.complete:
+            check_reached(problem.elementwise, after, before, self.parameters)
+            self.complete.append(True)
+        found = differentiated(problem.elementwise, after, before, self.parameters, grad, tile.indices)
+        for total, own in zip(self.grads, found[1:], strict=True):
+            if own is not None:
+                total += own
+        return torch.zeros_like(grad) if found[0] is None else masked(found[0], tile, 0.0)
 
 
-def _sink_gradient(
-    problem: Problem, parameters: list[Tensor], rule_grads: list[Tensor], delta: Tensor, lse: Tensor
-) -> None:
+def _sink_gradient(problem: Problem, learned: _Learned, delta: Tensor, lse: Tensor) -> None:
     """A sink's weight is ``exp(logit - lse)`` and its value nothing, so its gradient is ``-weight * delta``."""
     if problem.sink is None:
         return
-    for parameter, grad in zip(parameters, rule_grads, strict=True):
+    for parameter, grad in zip(learned.parameters, learned.grads, strict=True):
         if parameter is problem.sink.logits:
             logits = parameter.detach().to(lse.dtype).view(1, -1, 1)
             # A logit of -inf beside an empty row is -inf less -inf.

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from clearhead.backends.tiles import Block, Layout, Tile, finite, masked, raw_scores, ruled
+from clearhead.backends.tiles import Block, Layout, Tile, exponential, finite, masked, raw_scores, ruled
 from clearhead.problem import Problem
 from clearhead.record import as_index
 from clearhead.shapes import Float, Int
@@ -39,24 +39,23 @@ def result_names(want: Want) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Seen:
-    """A tile's scores as the softmax takes them, their distance from the log-sum-exp, and the weights."""
+    """A tile's scores as the softmax takes them, what is subtracted from a row's, and the weights."""
 
     scores: Tensor
-    logs: Tensor
+    base: Tensor
     weights: Tensor
 
     @property
     def finite_logs(self) -> Tensor:
         """Logarithms of the weights; 0 where the weight is, since ``0 log 0`` counts as 0."""
-        return self.logs.masked_fill(self.weights == 0.0, 0.0)
+        return (self.scores - self.base[..., None]).masked_fill_(self.weights == 0.0, 0.0)
 
 
 def weigh(scores: Tensor, tile: Tile, base: Float[Tensor, "b heads rows"], spoiled: bool) -> Seen:
     """A tile's weights; ``spoiled`` says that a row may be NaN, which is none of a forbidden key's business."""
     scores = masked(scores, tile)
-    logs = scores - base[..., None]
-    weights = torch.exp(logs)
-    return Seen(scores, logs, masked(weights, tile, 0.0) if spoiled else weights)
+    weights = exponential(scores - base[..., None])
+    return Seen(scores, base, masked(weights, tile, 0.0) if spoiled else weights)
 
 
 class Sweep:

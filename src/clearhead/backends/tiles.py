@@ -5,6 +5,7 @@ What is computed on the tiles, forward, backward and statistics, lies in ``tiled
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,12 +20,26 @@ from clearhead.masks.tile_map import EMPTY, FULL, tile_map
 from clearhead.problem import Problem
 from clearhead.shapes import Float
 
-__all__ = ["Block", "Layout", "Tile", "finite", "grouped", "layouts", "masked", "raw_scores", "ruled", "strips"]
+__all__ = [
+    "Block",
+    "Layout",
+    "Tile",
+    "add_product",
+    "exponential",
+    "finite",
+    "layouts",
+    "masked",
+    "raw_scores",
+    "ruled",
+    "stacked",
+    "strips",
+]
 
-#: Scores per tile over all its batches and heads: large enough to hide Python, small enough for the cache.
-_TILE_SCORES: Final = 2**20
+#: Scores per tile over all its batches and heads: large enough to hide Python, small enough for a core's own cache.
+_TILE_SCORES: Final = 2**17
 _Q_TILE: Final = 128
 _K_TILE: Final = 512
+_LOG2_E: Final = 1.0 / math.log(2.0)
 
 _Indices = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -61,7 +76,8 @@ class Tile:
 class Layout:
     """A batch of rows to work on, in the working dtype, with the absolute place of each token.
 
-    Tokens that are not finite are 0 in ``query``, ``key`` and ``value``; ``bad`` says which those were.
+    What is not finite is 0 in ``query``, ``key`` and ``value``: whole tokens, of a value the number alone. ``bad`` says
+    which those were, ``[batch, heads, len]`` and of the value ``[batch, heads, len, dim]``.
     """
 
     query: Tensor
@@ -99,6 +115,12 @@ class Layout:
         # Tokens lie in one document each, so no place is named twice and the sum has one order.
         into[0][:, self.group.slots[:, places][real]] += piece.transpose(0, 1)[:, real]
 
+    def gathered(self, into: Tensor) -> Tensor:
+        """Zeros to add the layout's sums over queries to; its very part of ``into``, but for packed documents."""
+        if self.group is None:
+            return into[self.part]
+        return into.new_zeros(self.part.stop - self.part.start, into.shape[1], self.key.shape[2], into.shape[3])
+
     def blocks(self, queries: slice, keys: slice) -> Iterator[Block]:
         """The rectangles of the call's scores that a tile consists of, padding left out."""
         rows, columns = slice(0, queries.stop - queries.start), slice(0, keys.stop - keys.start)
@@ -132,7 +154,8 @@ def layouts(problem: Problem) -> Iterator[Layout]:
     batch, head, _, _ = problem.indices()
     for group in groups(documents):
         indices = (batch, head, group.slots[:, None, :, None], group.slots[:, None, None, :])
-        yield from _batches(_layout(problem, tuple(group.take(tensor) for tensor in tensors), indices, group))
+        taken = tuple(group.take(tensor).contiguous() for tensor in tensors)
+        yield from _batches(_layout(problem, taken, indices, group))
 
 
 def _layout(problem: Problem, tensors: tuple[Tensor, ...], indices: _Indices, group: Group | None) -> Layout:
@@ -140,7 +163,9 @@ def _layout(problem: Problem, tensors: tuple[Tensor, ...], indices: _Indices, gr
     valid = None if group is None or bool(group.valid.all()) else group.valid
     bad = None
     if not all_finite(query, key, value):
-        (query, query_bad), (key, key_bad), (value, value_bad) = (clean_rows(x) for x in (query, key, value))
+        (query, query_bad), (key, key_bad) = clean_rows(query), clean_rows(key)
+        value_bad = ~torch.isfinite(value)
+        value = value.masked_fill(value_bad, 0.0)
         bad = (query_bad, key_bad, value_bad)
     return Layout(query, key, value, indices, valid, bad, group, slice(0, query.shape[0]))
 
@@ -164,31 +189,50 @@ def strips(problem: Problem, layout: Layout) -> Iterator[tuple[slice, list[Tile]
     """Each strip of queries with the tiles of keys that it has to visit."""
     q_len, k_len = layout.query.shape[2], layout.key.shape[2]
     q_tile, k_tile = _tile_sides(layout)
-    kinds = None
-    if problem.mask is not None:
-        found = tile_map(problem.mask, layout.indices, q_tile, k_tile, whole=layout.group is None)
+    columns = [slice(start, min(start + k_tile, k_len)) for start in range(0, k_len, k_tile)]
+    rows = [slice(start, min(start + q_tile, q_len)) for start in range(0, q_len, q_tile)]
+    for queries, kinds in zip(rows, _kinds(problem, layout, rows, q_tile, k_tile), strict=True):
+        every = [FULL] * len(columns) if kinds is None else kinds
+        yield (
+            queries,
+            [
+                _tile(problem, layout, queries, keys, kind == FULL)
+                for keys, kind in zip(columns, every, strict=True)
+                if kind != EMPTY
+            ],
+        )
+
+
+def _kinds(
+    problem: Problem, layout: Layout, rows: list[slice], q_tile: int, k_tile: int
+) -> Iterator[list[int] | None]:  # fmt: skip
+    """For each strip which of its tiles are empty, partial or full; None where there is no mask."""
+    if problem.mask is None:
+        yield from [None] * len(rows)
+        return
+    batch, head, q_pos, k_pos = layout.indices
+    whole = layout.group is None
+    by_runs = whole and problem.mask.intervals(batch, head, q_pos[:, :, :1], k_pos.shape[-1]) is not None
+    # A mask that is read place by place is read a strip at a time: its large tensors then lie in the same place.
+    parts = [slice(None)] if by_runs else rows
+    for part in parts:
+        found = tile_map(problem.mask, (batch, head, q_pos[:, :, part], k_pos), q_tile, k_tile, whole=whole)
         # One visit serves all batches and heads: empty where all are, full where all are.
         low, high = found.amin(dim=(0, 1)), found.amax(dim=(0, 1))
-        kinds = torch.where(low == FULL, FULL, (high != EMPTY).to(torch.int8)).tolist()
-    for row, q_start in enumerate(range(0, q_len, q_tile)):
-        queries = slice(q_start, min(q_start + q_tile, q_len))
-        tiles = []
-        for column, k_start in enumerate(range(0, k_len, k_tile)):
-            kind = FULL if kinds is None else kinds[row][column]
-            if kind != EMPTY:
-                keys = slice(k_start, min(k_start + k_tile, k_len))
-                tiles.append(_tile(problem, layout, queries, keys, kind == FULL))
-        yield queries, tiles
+        yield from torch.where(low == FULL, FULL, (high != EMPTY).to(torch.int8)).tolist()
 
 
 def _tile_sides(layout: Layout) -> tuple[int, int]:
     """Narrow the tile where many heads would make it large."""
     size, heads = layout.query.shape[:2]
-    room = max(32 * 32, _TILE_SCORES // max(1, size * heads))
-    k_tile = _K_TILE
-    while k_tile > 64 and _Q_TILE * k_tile > room:
-        k_tile //= 2
-    return _Q_TILE, k_tile
+    room = max(32 * 64, _TILE_SCORES // max(1, size * heads))
+    q_tile, k_tile = _Q_TILE, _K_TILE
+    while q_tile * k_tile > room:
+        if k_tile > 2 * q_tile:
+            k_tile //= 2
+        else:
+            q_tile //= 2
+    return q_tile, k_tile
 
 
 def _tile(problem: Problem, layout: Layout, queries: slice, keys: slice, full: bool) -> Tile:
@@ -203,23 +247,34 @@ def _tile(problem: Problem, layout: Layout, queries: slice, keys: slice, full: b
     return Tile(keys, indices, allowed)
 
 
-def grouped(tensor: Tensor, kv_heads: int) -> Tensor:
-    """``[b, heads, rows, x]`` as ``[b, kv_heads, group * rows, x]``, so that keys are read once a group."""
-    return tensor.reshape(tensor.shape[0], kv_heads, -1, tensor.shape[3])
+def stacked(tensor: Float[Tensor, "b heads rows x"], kv_heads: int) -> Float[Tensor, "kv_heads rows x"]:
+    """Every batch entry's key heads as one axis, the rows of a group's heads as another: a key is read once a group."""
+    return tensor.reshape(tensor.shape[0] * kv_heads, -1, tensor.shape[3])
+
+
+def add_product(
+    into: Float[Tensor, "b heads rows x"], left: Float[Tensor, "n rows y"], right: Float[Tensor, "n y x"],
+    alpha: float = 1.0,
+) -> None:  # fmt: skip
+    """``into += alpha * left @ right`` where it lies, batch entries and heads taken as one axis."""
+    if into.shape[0] == 1 or into.stride(0) == into.shape[1] * into.stride(1):
+        into.flatten(0, 1).baddbmm_(left, right, alpha=alpha)
+    else:
+        into += torch.bmm(left, right).mul_(alpha).view(into.shape)
 
 
 def raw_scores(problem: Problem, layout: Layout, queries: slice, tile: Tile) -> Float[Tensor, "b heads rows keys"]:
-    """Scaled scores of a tile; 0 where the mask forbids, for the rules' sake."""
+    """Scaled scores of a tile, a tensor of the caller's own; 0 where the mask forbids, for the rules' sake."""
     query = layout.query[:, :, queries]
-    key = layout.key[:, :, tile.keys]
-    scores = (grouped(query, problem.num_kv_heads) @ key.transpose(-2, -1)).view(*query.shape[:3], key.shape[2])
-    scores = scores * problem.scale
+    left, right = stacked(query, problem.num_kv_heads), layout.key[:, :, tile.keys].flatten(0, 1)
+    flat = left.new_empty(*left.shape[:2], right.shape[1])
+    scores = flat.baddbmm_(left, right.mT, beta=0.0, alpha=problem.scale).view(*query.shape[:3], right.shape[1])
     if layout.bad is not None:
         group = problem.num_heads // problem.num_kv_heads
         key_bad = layout.bad[1][:, :, tile.keys].repeat_interleave(group, dim=1)
-        scores = scores.masked_fill(layout.bad[0][:, :, queries, None] | key_bad[:, :, None, :], torch.nan)
+        scores.masked_fill_(layout.bad[0][:, :, queries, None] | key_bad[:, :, None, :], torch.nan)
     if tile.allowed is not None and (problem.elementwise or layout.bad is not None):
-        scores = scores.masked_fill(~tile.allowed, 0.0)
+        scores.masked_fill_(~tile.allowed, 0.0)
     return scores
 
 
@@ -238,3 +293,8 @@ def masked(scores: Tensor, tile: Tile, value: float = -torch.inf) -> Tensor:
 def finite(largest: Tensor) -> Tensor:
     """A running maximum or a log-sum-exp to subtract: 0 where a row has seen no key."""
     return largest.masked_fill(largest == -torch.inf, 0.0)
+
+
+def exponential(logs: Tensor) -> Tensor:
+    """``exp`` in place. torch's ``exp2`` is its faster one, many times so where weights underflow."""
+    return logs.mul_(_LOG2_E).exp2_()

@@ -9,7 +9,9 @@ from itertools import product
 import torch
 
 from clearhead.benchmark.encoders import STACK, SWAPPED
+from clearhead.benchmark.function_rows import ALIBI, DENSE, LEARNED, MADE, function_rows
 from clearhead.benchmark.hugging_face import ONNX_MODEL, SDPA_MODEL, CausalRow, EncoderModelRow
+from clearhead.benchmark.linear_rows import FULL, linear_rows
 from clearhead.benchmark.observed import MATERIALISED, PLAIN, WANTS, ObserveRow
 from clearhead.benchmark.onnx_runtime import ONNX_OPERATORS
 from clearhead.benchmark.peers import MODULE, OURS, SDPA, SDPA_WINDOW
@@ -177,6 +179,8 @@ _RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | 
         ("prefill", OURS, (SDPA_MODEL,), 2.0, None),
         ("decode", OURS, (SDPA_MODEL,), 1.0, None),
     ),
+    "linear": (("linear, training, from 1024 tokens", OURS, (FULL,), 1.0, None),),
+    "function": ((ALIBI, OURS, (DENSE,), round(1 / 3, 3), None), (LEARNED, OURS, (MADE,), round(1 / 3, 3), None)),
     "encoder": (
         ("float32", OURS, (STACK,), 3.0, None),
         ("float32", SWAPPED, (STACK,), 3.0, None),
@@ -187,6 +191,7 @@ _RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | 
 #: For each suite: which rows, the part of their titles, and the share of the machine's product rate to reach.
 _SHARES = {
     "forward": (("float32", "1x12x8192x64 full", 0.85), ("bfloat16", "1x12x8192x64 full", 0.78)),
+    "linear": (("linear, training, from 1024 tokens", "", 0.5), ("linear, forward, from 1024 tokens", "", 0.5)),
 }
 _ROWS: tuple[tuple[str, str, Callable[[], Sequence[Row]]], ...] = (
     ("forward", "attention forward, full and causal, against SDPA and ONNX Runtime", _forward),
@@ -207,6 +212,8 @@ _ROWS: tuple[tuple[str, str, Callable[[], Sequence[Row]]], ...] = (
     ),
     ("observe", "attention with statistics, against the same without and against weights materialised", _observe),
     ("models", "models of transformers after swap, against their sdpa and ONNX Runtime", _models),
+    ("linear", "the linear family in chunks, causal, against clearhead's full attention", linear_rows),
+    ("function", "a user's own function, forward and backward, against SDPA with the bias in full", function_rows),
 )
 
 

@@ -53,6 +53,9 @@ def command(
     grid: Annotated[
         bool, typer.Option("--grid", help="Walk small to large calls for any slower than torch's.")
     ] = False,
+    sparse: Annotated[
+        bool, typer.Option("--sparse", help="Sparse patterns against full attention, 1k to 32k tokens.")
+    ] = False,
     list_suites: Annotated[bool, typer.Option("--list", help="Name the suites and stop.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for what was measured.")] = Path("clearhead-bench"),
     resume: Annotated[bool, typer.Option("--resume", help="Keep rows of suites that are in --out already.")] = False,
@@ -67,20 +70,25 @@ def command(
     must give the same numbers. Figures are medians of interleaved runs with their quartiles.
 
     With --suite the rows are those of named suites, whose ratios have floors to reach; with --grid a walk over some
-    hundred calls looks for any that is slower than torch's own. Both write what was measured after each row.
+    hundred calls looks for any that is slower than torch's own; with --sparse patterns of sparse attention are held
+    against full attention over growing lengths. All write what was measured after each row.
     """
     if list_suites:
         return _list()
     dtypes, pace = _dtypes(dtype), _pace(repeats, quick)
     names = _suites(suite, shape, results, grid)
+    if sparse and shape:
+        raise UnsupportedError.about(
+            _FUNCTION, "--shape", must="not stand with --sparse", got="both", then="Leave one out."
+        )
     shapes = [_shape(text) for text in shape or (_QUICK_SHAPES if quick else _SHAPES)]
     if out.exists() and not out.is_dir():
         raise DataError.about(_FUNCTION, "--out", must="be a folder", got=f"the file {out}", then="Name another.")
     words = [f"--dtype {dtype}"] * (dtype != _DEFAULT_DTYPE) + ["--quick"] * quick
     words += [] if repeats is None else [f"--repeats {repeats}"]
-    if names or grid:
+    if names or grid or sparse:
         taken = _Taking(out, words, dtypes, _SUITE_PACE if repeats is None and not quick else pace, quick, resume)
-        return taken.all(names, with_grid=grid, results=results)
+        return taken.all(names, with_grid=grid, with_sparse=sparse, results=results)
     _shapes_measured(shapes, dtypes, pace, out, words)
 
 
@@ -128,7 +136,7 @@ class _Taking:
     quick: bool
     resume: bool
 
-    def all(self, names: Sequence[str], *, with_grid: bool, results: Path | None) -> None:
+    def all(self, names: Sequence[str], *, with_grid: bool, with_sparse: bool, results: Path | None) -> None:
         """Check the backends, measure, show, and put the Markdown block where it was asked for."""
         from clearhead.benchmark import check_backends, load
         from clearhead.benchmark.sheets import block, write_block
@@ -142,6 +150,8 @@ class _Taking:
             self._suite(name, before)
         if with_grid:
             self._grid(before)
+        if with_sparse:
+            self._sparse(before)
         _warn(before)
         if results is not None:
             write_block(results, block(self.out))
@@ -184,6 +194,22 @@ class _Taking:
             points = walk(rows, keep=keep, told=told.title, known=known, retry_seconds=retry)
         if points:
             _show_sheet(grid_sheet(points), journal)
+
+    def _sparse(self, before: float | None) -> None:
+        from clearhead.benchmark.sparse_rows import SPARSE, SparsePoint, measure_sparse, sparse_rows, sparse_sheet
+
+        rows = [row.small() if self.quick else row for row in sparse_rows() if row.dtype in self.dtypes]
+        journal = self._journal(SPARSE, "--sparse", before)
+        repeats, seconds = self.pace
+        with _progress(len(rows)) as told:
+            for row in rows:
+                told.title(f"{SPARSE}: {row.title}")
+                if row.title not in journal.rows:
+                    journal.add(measure_sparse(row, repeats=repeats, seconds=seconds).to_dict())
+                told.done()
+        if rows:
+            points = [SparsePoint.from_dict(journal.rows[row.title]) for row in rows]
+            _show_sheet(sparse_sheet(points), journal)
 
     def _journal(self, name: str, option: str, before: float | None) -> Journal:
         from clearhead.benchmark import Journal

@@ -7,17 +7,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from clearhead.errors import ClearheadError, MaskError
+from clearhead.errors import ClearheadError, MaskError, UnsupportedError
 from clearhead.masks.base import Mask, seen
 
-__all__ = ["MaskFunction", "call_user_function", "function_name"]
+__all__ = ["MaskFunction", "call_user_function", "function_name", "tile_seen"]
 
 
 class MaskFunction(Mask):
     """A user's predicate ``fn(batch, head, q_pos, k_pos) -> bool`` over index tensors that broadcast.
 
     Args:
-        fn: called with int64 tensors shaped to broadcast; must return bool of their broadcast shape (or less).
+        fn: called with int64 tensors shaped to broadcast, which it must not write into; must return bool of their
+            broadcast shape (or less).
+
+    Raises:
+        MaskError: during the call, names the function and the tile: it raised, or returned something else.
+        UnsupportedError: likewise: it wrote into its arguments.
+
+    Cost: it is read for every place to find the empty tiles, and again for those it neither empties nor fills.
 
     >>> MaskFunction(lambda batch, head, q_pos, k_pos: (q_pos + k_pos) % 2 == 0).dense(2, 2).int().tolist()
     [[1, 0], [0, 1]]
@@ -37,7 +44,7 @@ class MaskFunction(Mask):
         if allowed.dtype != torch.bool or not _broadcasts(allowed.shape, shape):
             raise MaskError.about(
                 "MaskFunction", "fn", must=f"return bool that broadcasts to {tuple(shape)}",
-                got=f"{seen(allowed)} from {function_name(self.fn)}",
+                got=f"{seen(allowed)} from {function_name(self.fn)} on {tile_seen(batch, head, q_pos, k_pos)}",
                 then="Combine comparisons of the arguments with & | ~.",
             )  # fmt: skip
         return allowed.reshape((1,) * (len(shape) - allowed.ndim) + allowed.shape)
@@ -55,20 +62,60 @@ def function_name(fn: Callable[..., Tensor]) -> str:
 def call_user_function(
     function: str, fn: Callable[..., Tensor], error: type[ClearheadError], *arguments: Tensor
 ) -> Tensor:
-    """Call a user's function; what it raises or returns wrongly is reported with its name and the tile it saw."""
+    """Call a user's function on what it may read but not write.
+
+    The last four arguments are index tensors. What it raises, what it returns that is no tensor, and what it writes
+    into its arguments is reported with its name and the tile it saw.
+    """
+    before = _stamps(arguments)
     try:
         result = fn(*arguments)
     except Exception as failure:
-        q_pos, k_pos = arguments[-2], arguments[-1]
         raise error.about(
             function, "fn", must="run on index tensors that broadcast",
-            got=f"{type(failure).__name__}: {failure} from {function_name(fn)} "
-                f"on a tile of queries {tuple(q_pos.shape)} and keys {tuple(k_pos.shape)}",
+            got=f"{type(failure).__name__}: {failure} from {function_name(fn)} on {tile_seen(*arguments[-4:])}",
             then="Use tensor operations; positions are int64 tensors.",
         ) from failure  # fmt: skip
+    if not _untouched(before, arguments):
+        raise UnsupportedError.about(
+            function, "fn", must="leave its arguments as they are",
+            got=f"one that {function_name(fn)} wrote into on {tile_seen(*arguments[-4:])}",
+            then="Return a new tensor: x + y for x += y, x.masked_fill for x.masked_fill_.",
+        )  # fmt: skip
     if not isinstance(result, Tensor):
         raise error.about(
-            function, "fn", must="return a tensor", got=f"{type(result).__name__} from {function_name(fn)}",
+            function, "fn", must="return a tensor",
+            got=f"{type(result).__name__} from {function_name(fn)} on {tile_seen(*arguments[-4:])}",
             then="Return a tensor built from the arguments.",
         )  # fmt: skip
     return result
+
+
+def tile_seen(*indices: Tensor) -> str:
+    """The batch entries, heads, queries and keys that index tensors name, in words."""
+    names = ("batch", "heads", "queries", "keys")
+    try:
+        return "the tile " + ", ".join(f"{name} {_span(index)}" for name, index in zip(names, indices, strict=True))
+    except RuntimeError:  # Under a transform or a trace their numbers cannot be read.
+        return f"a tile of queries {tuple(indices[2].shape)} and keys {tuple(indices[3].shape)}"
+
+
+def _span(index: Tensor) -> str:
+    if index.numel() == 0:
+        return "none"
+    low, high = int(index.min()), int(index.max())
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _stamps(tensors: tuple[Tensor, ...]) -> tuple[int | Tensor, ...]:
+    """What tells later whether a tensor was written into: its version, or a copy where torch counts none."""
+    if torch.compiler.is_compiling():
+        return ()
+    return tuple(tensor.clone() if tensor.is_inference() else tensor._version for tensor in tensors)
+
+
+def _untouched(stamps: tuple[int | Tensor, ...], tensors: tuple[Tensor, ...]) -> bool:
+    return all(
+        tensor._version == stamp if isinstance(stamp, int) else torch.allclose(tensor, stamp, 0.0, 0.0, equal_nan=True)
+        for stamp, tensor in zip(stamps, tensors, strict=False)
+    )

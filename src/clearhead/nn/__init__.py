@@ -6,6 +6,7 @@ from clearhead.nn.classifier import SequenceClassifier
 from clearhead.nn.encoder_decoder import EncoderDecoder
 from clearhead.nn.feedforward import FeedForward
 from clearhead.nn.language_model import LanguageModel
+from clearhead.nn.linear_attention import LinearAttention
 from clearhead.nn.stacks import Decoder, DecoderCache, Encoder
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "EncoderDecoder",
     "FeedForward",
     "LanguageModel",
+    "LinearAttention",
     "MultiHeadAttention",
     "SequenceClassifier",
 ]

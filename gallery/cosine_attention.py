@@ -1,0 +1,34 @@
+"""Scaled cosine attention: scores are cosines over a temperature that each head learns, at least 0.01.
+
+``softmax(cos(q, k) / tau_h + bias) @ v``. The bias by distance is any of ``clearhead``'s score rules.
+
+Paper: Liu et al. 2022, "Swin transformer V2", section 3.2; the temperature is learned as a logarithm, as in its code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import clearhead as ch
+from clearhead.nn import MultiHeadAttention
+
+
+class CosineAttention(nn.Module):
+    """Tokens ``[batch, len, embed_dim]`` to the same shape; ``scores`` are added to the cosines."""
+
+    def __init__(self, embed_dim: int, num_heads: int, *, scores: Sequence[ch.ScoreRule] = ()) -> None:
+        super().__init__()
+        self.heads = MultiHeadAttention(embed_dim, num_heads, scores=scores)
+        self.log_scale = nn.Parameter(torch.full((num_heads, 1, 1), math.log(10.0)))
+
+    def forward(self, x: Tensor, *, mask: ch.Mask | None = None) -> Tensor:
+        query, key, value = self.heads.project(x)
+        query = F.normalize(query, dim=-1) * self.log_scale.clamp(max=math.log(100.0)).exp()
+        rules = self.heads.scores.rules()
+        output = ch.attention(query, F.normalize(key, dim=-1), value, mask=mask, scores=rules, scale=1.0)
+        return self.heads.output_projection(output.transpose(-3, -2).flatten(-2))

@@ -1,0 +1,28 @@
+"""Gated attention: each channel of each head is let through as far as the token itself says.
+
+``(attention(q, k, v) * sigmoid(x Wg)) Wo``: the gate on the output of the heads, which the paper found best. A token
+that needs nothing closes the gate and has no need of a key to park its weight on.
+
+Paper: Qiu et al. 2025, "Gated attention for large language models", section 2.2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import clearhead as ch
+from clearhead.nn import MultiHeadAttention
+
+
+class GatedAttention(nn.Module):
+    """Tokens ``[batch, len, embed_dim]`` to the same shape."""
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.heads = MultiHeadAttention(embed_dim, num_heads, bias=False)
+        self.gate = nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, x: Tensor, *, mask: ch.Mask | None = None) -> Tensor:
+        output = ch.attention(*self.heads.project(x), mask=mask).transpose(-3, -2).flatten(-2)
+        return self.heads.output_projection(output * torch.sigmoid(self.gate(x)))

@@ -1,0 +1,41 @@
+"""Multi-head latent attention: all heads' keys and values are read from one short vector a token, and only it is kept.
+
+``latent = x Wd``; head h has keys ``[latent Uk_h, rotated x Wr]`` and values ``latent Uv_h``; its rotary part is one
+for all heads. ``Uk_h`` is moved to the query and ``Uv_h`` behind the attention, so that all heads attend to the
+same ``[latent, rotated]``, one key head, and the cache holds ``latent_dim + rotary_dim`` numbers a token in place of
+``2 * num_heads * head_dim``.
+
+Paper: DeepSeek-AI 2024, "DeepSeek-V2", sections 2.1.2 (compression, the moved products) and 2.1.3 (rotary part).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import clearhead as ch
+
+
+class LatentAttention(nn.Module):
+    """Tokens ``[batch, len, embed_dim]`` to the same shape; give a ``KVCache`` to decode."""
+
+    def __init__(self, embed_dim: int, num_heads: int, *, latent_dim: int = 16, rotary_dim: int = 8) -> None:
+        super().__init__()
+        self.sizes = [embed_dim // num_heads, rotary_dim]
+        self.query = nn.Linear(embed_dim, num_heads * sum(self.sizes), bias=False)
+        self.compress = nn.Linear(embed_dim, latent_dim + rotary_dim, bias=False)
+        self.up = nn.Parameter(torch.randn(2, num_heads, latent_dim, self.sizes[0]) / latent_dim**0.5)
+        self.output = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.rotary = ch.positions.Rotary()
+
+    def forward(self, x: Tensor, *, mask: ch.Mask | None = None, cache: ch.KVCache | None = None) -> Tensor:
+        first = cache.length if cache is not None else 0
+        query, turned = self.query(x).unflatten(-1, (-1, sum(self.sizes))).transpose(1, 2).split(self.sizes, dim=-1)
+        latent, shared = self.compress(x)[:, None].split([self.up.shape[2], self.sizes[1]], dim=-1)
+        shared = self.rotary.rotate(shared, first)
+        if cache is not None:
+            latent, shared = cache.append(latent, shared)
+        query = torch.cat([query @ self.up[0].mT, self.rotary.rotate(turned, first)], dim=-1)
+        key, scale = torch.cat([latent, shared], dim=-1), sum(self.sizes) ** -0.5
+        heads = ch.attention(query, key, latent, mask=mask, scale=scale, query_offset=first) @ self.up[1]
+        return self.output(heads.transpose(1, 2).flatten(-2))

@@ -1,0 +1,152 @@
+"""clearhead conform: any attention function through the conformance suite."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from clearhead.errors import DataError, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+    from clearhead.verify import Report
+
+__all__ = ["command"]
+
+_BROKEN = 1
+
+
+def command(
+    target: Annotated[
+        str, typer.Argument(metavar="MODULE:FUNCTION", help="A module, or a file that ends in .py, and a name in it.")
+    ],
+    signature: Annotated[
+        str,
+        typer.Option(help="How it is called: sdpa (as torch's function), clearhead, or mha (a class of modules)."),
+    ] = "sdpa",
+    dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    laws: Annotated[list[str] | None, typer.Option("--law", help="Try this law only; may be repeated.")] = None,
+    examples: Annotated[
+        int, typer.Option(min=0, help="Further cases drawn for each law; 0 also leaves failing examples as they are.")
+    ] = 20,
+    linear_memory: Annotated[bool, typer.Option(help="Hold it to memory that grows with the length.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Try an attention function, yours or anyone's, against the laws that attention obeys.
+
+    Leaves with 0 where all laws that apply hold, with 1 where one fails, with 2 after a wrong call.
+
+        clearhead conform torch.nn.functional:scaled_dot_product_attention
+        clearhead conform mine.py:attention --dtype bfloat16
+        clearhead conform torch.nn:MultiheadAttention --signature mha
+    """
+    from clearhead.verify import verify
+
+    report = verify(
+        _found(target), signature=signature, dtype=_dtype(dtype), device=_device(device), laws=laws or None,
+        examples=examples, linear_memory=linear_memory, name=target,
+    )  # fmt: skip
+    if as_json:
+        typer.echo(report.to_json())
+    else:
+        _print(report)
+    if not report.ok:
+        raise typer.Exit(_BROKEN)
+
+
+def _found(target: str) -> Callable[..., Any]:
+    """The function that ``MODULE:FUNCTION`` names."""
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise DataError.about(
+            "clearhead conform", "target", must="be MODULE:FUNCTION", got=repr(target),
+            then="For example torch.nn.functional:scaled_dot_product_attention, or mine.py:attention.",
+        )  # fmt: skip
+    found: Any = _module(place)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise DataError.about(
+                "clearhead conform", "target", must=f"name something in {place}", got=repr(name),
+                then="Check the spelling after the colon.",
+            )  # fmt: skip
+        found = getattr(found, part)
+    if not callable(found):
+        raise DataError.about(
+            "clearhead conform",
+            "target",
+            must="be callable",
+            got=type(found).__name__,
+            then="Name a function or class.",
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _module(place: str) -> Any:
+    """A module by its name, seen from the working folder too, or from a file."""
+    try:
+        if place.endswith(".py"):
+            return _from_file(Path(place))
+        folder = str(Path.cwd())
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        return importlib.import_module(place)
+    except Exception as error:
+        raise DataError.about(
+            "clearhead conform", "target", must=f"name a module that can be imported, here {place}",
+            got=f"{type(error).__name__}: {error}", then="Give a module, or the path of a file that ends in .py.",
+        ) from error  # fmt: skip
+
+
+def _from_file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # Where classes of the file look for it, dataclasses among them.
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _dtype(name: str) -> torch.dtype:
+    from clearhead.problem import DTYPES
+
+    known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+    if name not in known:
+        raise UnsupportedError.about(
+            "clearhead conform", "--dtype", must=f"be one of {', '.join(known)}", got=repr(name), then="Try float32."
+        )
+    return known[name]
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    try:
+        torch.empty(1, device=name)
+        return torch.device(name)
+    except Exception as error:
+        raise UnsupportedError.about(
+            "clearhead conform", "--device", must="be a device that torch can use here", got=repr(name),
+            then=" ".join(str(error).split())[:120],
+        ) from error  # fmt: skip
+
+
+def _print(report: Report) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    width = None if sys.stdout.isatty() else 118
+    console = Console(markup=False, highlight=False, width=width)
+    styles = {"  ok ": "green", "  FAIL": "bold red", "  - ": "dim"}
+    for line in report.lines(min(console.width, 140) - 2):
+        style = next((style for mark, style in styles.items() if line.startswith(mark)), "")
+        console.print(Text(line, style=style), soft_wrap=True)

@@ -1,0 +1,271 @@
+"""The verbs of the family. What they share is computed once, in ``run``; a verb says what its formula puts in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import UnsupportedError
+from clearhead.linear.check import check_decay, check_gate, check_rate, check_tensors
+from clearhead.linear.feature_maps import FeatureMap, PositiveRandomFeatures, as_feature_map
+from clearhead.linear.run import Member, run
+from clearhead.linear.state import LinearState
+from clearhead.masks import Mask
+from clearhead.shapes import Float
+
+__all__ = [
+    "CHUNK", "default_decay", "delta_attention", "gated_linear_attention", "linear_attention", "retention",
+]  # fmt: skip
+
+#: Tokens of a chunk: at 64 channels products within chunks and with the state are as large.
+CHUNK: Final = 64
+
+
+def linear_attention(
+    query: Float[Tensor, "*leading q_len head_dim"],
+    key: Float[Tensor, "*leading k_len head_dim"],
+    value: Float[Tensor, "*leading k_len value_dim"],
+    *,
+    feature_map: str | FeatureMap | PositiveRandomFeatures = "elu",
+    causal: bool = False,
+    state: LinearState | None = None,
+    mask: Mask | None = None,
+    normalize: bool | None = None,
+    scale: float = 1.0,
+    form: str = "auto",
+    chunk_size: int = CHUNK,
+) -> tuple[Float[Tensor, "*leading q_len value_dim"], LinearState]:
+    """Attention whose weights are products of features: its keys and values are summed up once, in any length.
+
+    ``output_i = scale * phi(q_i) S_i / (scale * phi(q_i) z_i)`` with ``S_i`` the sum of ``phi(k_j)^T v_j`` and ``z_i``
+    that of ``phi(k_j)``, over all keys, or under ``causal`` over those up to ``i``; and over those of ``state``.
+
+    Args:
+        query: ``[batch, heads, q_len, head_dim]``; leading axes may be missing and then count as 1.
+        key: ``[batch, heads, k_len, head_dim]``; causal calls have ``k_len == q_len``.
+        value: ``[batch, heads, k_len, value_dim]``.
+        feature_map: ``"elu"``, ``"relu"``, ``"identity"``, ``"unit"``, ``"performer"``, or one of your own.
+        causal: whether a query sees keys up to its own place only.
+        state: what an earlier call gave back; its tokens stand before this call's.
+        mask: ``Padding`` leaves keys out, ``Documents`` makes a packed call a batch of documents, which the state's
+            first axis then counts; ``Causal()`` is ``causal``; or their ``&``.
+        normalize: whether to divide by ``phi(q) z``; by default where the map's features are nonnegative.
+        scale: factor on ``phi(q) . phi(k)``; a normaliser cancels it.
+        form: ``"chunked"``, ``"recurrent"``, ``"parallel"``; ``"auto"`` takes the faster of the first two.
+        chunk_size: tokens of a chunk, a power of two.
+
+    Returns:
+        The output ``[batch, heads, q_len, value_dim]`` in query's dtype, and the state after the last key. A query
+        without keys, or whose weights are all 0, gives 0 with gradient 0.
+
+    Raises:
+        ShapeError: shapes or numbers do not fit.
+        MaskError: a mask that a state of fixed size cannot honour.
+        UnsupportedError: dtypes or devices differ; no such map or form.
+
+    Cost: ``4 * features * value_dim`` operations per token, and ``2 * chunk_size * (features + value_dim)`` more under
+    ``causal``; memory of ``features * value_dim`` per chunk.
+
+    Paper: Katharopoulos et al. 2020, "Transformers are RNNs", sections 3.2 and 3.3; ``"performer"``: Choromanski et
+    al. 2021, "Rethinking attention with Performers".
+
+    >>> import torch, clearhead as ch
+    >>> x = torch.eye(2)
+    >>> output, state = ch.linear_attention(x, x, x, feature_map="relu", causal=True)
+    >>> output, state
+    (tensor([[1., 0.],
+            [0., 1.]]), LinearState(matrix=[1, 1, 2, 2], normalized=True))
+    """
+    name = "linear_attention"
+    check_tensors(name, query, key, value)
+    chosen = as_feature_map(name, feature_map, query.shape[-1])
+    normalized = chosen.nonnegative if normalize is None else normalize
+    if chosen.only_normalized and not normalized:
+        raise UnsupportedError.about(
+            name, "normalize", must=f"be True with {chosen.name}", got="False",
+            then="Its queries are divided by their largest feature, which only the normaliser cancels.",
+        )  # fmt: skip
+    member = Member(function=name, feature_map=chosen, normalized=normalized, scale=1.0 if normalized else scale)
+    return run(member, query, key, value, causal, state, mask, form, chunk_size)
+
+
+def retention(
+    query: Float[Tensor, "*leading len head_dim"],
+    key: Float[Tensor, "*leading len head_dim"],
+    value: Float[Tensor, "*leading len value_dim"],
+    *,
+    decay: Sequence[float] | Float[Tensor, " heads"] | None = None,
+    state: LinearState | None = None,
+    mask: Mask | None = None,
+    feature_map: str | FeatureMap = "identity",
+    scale: float | None = None,
+    form: str = "auto",
+    chunk_size: int = CHUNK,
+) -> tuple[Float[Tensor, "*leading len value_dim"], LinearState]:
+    """Causal linear attention that forgets at a fixed rate, each head at its own.
+
+    ``S_i = decay * S_(i-1) + phi(k_i)^T v_i``, ``output_i = scale * phi(q_i) S_i``
+
+    Args:
+        query: as in ``linear_attention``, and so are the other arguments.
+        key: as in ``linear_attention``.
+        value: as in ``linear_attention``.
+        decay: ``[heads]``, above 0 and at most 1; by default ``1 - 2^(-5 - head)``.
+        state: as in ``linear_attention``.
+        mask: as in ``linear_attention``; a key that is left out does not let the state decay.
+        feature_map: as in ``linear_attention``.
+        scale: factor on ``phi(q) . phi(k)``; by default ``1 / sqrt(head_dim)``.
+        form: as in ``linear_attention``.
+        chunk_size: as in ``linear_attention``.
+
+    Returns:
+        As ``linear_attention``.
+
+    Raises:
+        ShapeError, MaskError, UnsupportedError: as ``linear_attention``.
+
+    Paper: Sun et al. 2023, "Retentive network", section 2.1, without its rotation and its norm, which a caller adds.
+
+    >>> import torch
+    >>> one = torch.ones(3, 1)
+    >>> retention(one, one, one, decay=[0.5])[0].flatten()
+    tensor([1.0000, 1.5000, 1.7500])
+    """
+    name = "retention"
+    check_tensors(name, query, key, value)
+    heads = query.shape[-3] if query.ndim > 2 else 1
+    found = check_decay(name, default_decay(heads) if decay is None else decay, heads)
+    member = Member(
+        function=name, feature_map=as_feature_map(name, feature_map, query.shape[-1]), normalized=False,
+        scale=_scale(scale, query), log_decay=found.log()[:, None, None].expand(heads, key.shape[-2], 1),
+    )  # fmt: skip
+    return run(member, query, key, value, True, state, mask, form, chunk_size)
+
+
+def gated_linear_attention(
+    query: Float[Tensor, "*leading len head_dim"],
+    key: Float[Tensor, "*leading len head_dim"],
+    value: Float[Tensor, "*leading len value_dim"],
+    *,
+    log_gate: Float[Tensor, "*leading len gates"],
+    state: LinearState | None = None,
+    mask: Mask | None = None,
+    feature_map: str | FeatureMap = "identity",
+    scale: float | None = None,
+    form: str = "auto",
+    chunk_size: int = CHUNK,
+) -> tuple[Float[Tensor, "*leading len value_dim"], LinearState]:
+    """Causal linear attention in which every token says how much each channel forgets before it is added.
+
+    ``S_i = diag(exp(log_gate_i)) S_(i-1) + phi(k_i)^T v_i``, ``output_i = scale * phi(q_i) S_i``
+
+    Args:
+        query: as in ``linear_attention``, and so are the other arguments.
+        key: as in ``linear_attention``.
+        value: as in ``linear_attention``.
+        log_gate: finite and at most 0, one per feature or one for all: ``[batch, heads, len, features | 1]``.
+        state: as in ``linear_attention``.
+        mask: as in ``linear_attention``; a key that is left out does not let the state decay.
+        feature_map: as in ``linear_attention``.
+        scale: factor on ``phi(q) . phi(k)``; by default ``1 / sqrt(head_dim)``.
+        form: as in ``linear_attention``.
+        chunk_size: as in ``linear_attention``.
+
+    Returns:
+        As ``linear_attention``.
+
+    Raises:
+        ShapeError, MaskError, UnsupportedError: as ``linear_attention``.
+
+    Paper: Yang et al. 2024, "Gated linear attention transformers", sections 3 and 4.
+
+    >>> import torch
+    >>> one = torch.ones(3, 1)
+    >>> gated_linear_attention(one, one, one, log_gate=torch.tensor([[0.0], [-100.0], [0.0]]))[0].flatten()
+    tensor([1., 1., 2.])
+    """
+    name = "gated_linear_attention"
+    check_tensors(name, query, key, value)
+    chosen = as_feature_map(name, feature_map, query.shape[-1])
+    check_gate(name, log_gate, key, chosen.features(key.shape[-1]))
+    member = Member(function=name, feature_map=chosen, normalized=False, scale=_scale(scale, query), log_decay=log_gate)
+    return run(member, query, key, value, True, state, mask, form, chunk_size)
+
+
+def delta_attention(
+    query: Float[Tensor, "*leading len head_dim"],
+    key: Float[Tensor, "*leading len head_dim"],
+    value: Float[Tensor, "*leading len value_dim"],
+    *,
+    rate: Float[Tensor, "*leading len"],
+    log_gate: Float[Tensor, "*leading len gates"] | None = None,
+    state: LinearState | None = None,
+    mask: Mask | None = None,
+    feature_map: str | FeatureMap = "unit",
+    scale: float | None = None,
+    form: str = "auto",
+    chunk_size: int = CHUNK,
+) -> tuple[Float[Tensor, "*leading len value_dim"], LinearState]:
+    """Causal linear attention that writes over what its key already held, in place of adding to it.
+
+    ``S_i = S + rate_i * phi(k_i)^T (v_i - phi(k_i) S)`` with ``S = exp(log_gate_i) S_(i-1)``,
+    ``output_i = scale * phi(q_i) S_i``
+
+    Args:
+        query: as in ``linear_attention``, and so are the other arguments.
+        key: as in ``linear_attention``.
+        value: as in ``linear_attention``.
+        rate: ``[batch, heads, len]``: how far what is held moves to the value; 1 replaces it where keys are units.
+        log_gate: as in ``gated_linear_attention``; None forgets nothing.
+        state: as in ``linear_attention``.
+        mask: as in ``linear_attention``.
+        feature_map: as in ``linear_attention``; the default makes keys and queries unit vectors.
+        scale: factor on ``phi(q) . phi(k)``; by default ``1 / sqrt(head_dim)``.
+        form: as in ``linear_attention``.
+        chunk_size: as in ``linear_attention``.
+
+    Returns:
+        As ``linear_attention``.
+
+    Raises:
+        ShapeError, MaskError, UnsupportedError: as ``linear_attention``.
+
+    Cost: besides that of ``linear_attention``, a triangular system of ``chunk_size`` per chunk.
+
+    Paper: Schlag et al. 2021, "Linear transformers are secretly fast weight programmers", section 4.2; in chunks: Yang
+    et al. 2024, "Parallelizing linear transformers with the delta rule", section 3; with gates: Yang et al. 2024,
+    "Gated delta networks", section 3.1.
+
+    >>> import torch
+    >>> key, value = torch.ones(2, 1), torch.tensor([[3.0], [5.0]])
+    >>> delta_attention(key, key, value, rate=torch.ones(2))[0].flatten()
+    tensor([3., 5.])
+    """
+    name = "delta_attention"
+    check_tensors(name, query, key, value)
+    chosen = as_feature_map(name, feature_map, query.shape[-1])
+    check_rate(name, rate, key)
+    if log_gate is not None:
+        check_gate(name, log_gate, key, chosen.features(key.shape[-1]))
+    member = Member(
+        function=name, feature_map=chosen, normalized=False,
+        scale=_scale(scale, query), log_decay=log_gate, rate=rate[..., None],
+    )  # fmt: skip
+    return run(member, query, key, value, True, state, mask, form, chunk_size)
+
+
+def default_decay(heads: int) -> Float[Tensor, " heads"]:
+    """RetNet's decays: ``1 - 2^(-5 - head)`` (Sun et al. 2023, section 2.1).
+
+    >>> default_decay(2)
+    tensor([0.9688, 0.9844], dtype=torch.float64)
+    """
+    return 1.0 - torch.exp2(-5.0 - torch.arange(heads, dtype=torch.float64))
+
+
+def _scale(scale: float | None, query: Tensor) -> float:
+    return 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale

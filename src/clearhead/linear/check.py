@@ -1,0 +1,139 @@
+"""What the verbs check of their arguments, and say when it is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import ShapeError, UnsupportedError
+from clearhead.linear.state import LinearState
+
+__all__ = [
+    "check_decay", "check_form", "check_gate", "check_lengths", "check_rate", "check_state", "check_tensors",
+]  # fmt: skip
+
+_DTYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_tensors(function: str, query: object, key: object, value: object) -> None:
+    """Queries, keys and values that fit each other."""
+    for name, part in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(part, Tensor) or part.ndim not in (2, 3, 4):
+            raise ShapeError.about(
+                function, name, must="have axes [batch, heads, len, head_dim], the first two or one of them left out",
+                got=_seen(part), then="Split the embedding into heads first.",
+            )  # fmt: skip
+        if part.dtype not in _DTYPES:
+            raise UnsupportedError.about(
+                function, name, must="be floating point", got=part.dtype, then="Convert with .to(torch.float32)."
+            )
+    assert isinstance(query, Tensor)
+    assert isinstance(key, Tensor)
+    assert isinstance(value, Tensor)
+    for name, part in (("key", key), ("value", value)):
+        if part.dtype != query.dtype or part.device != query.device:
+            raise UnsupportedError.about(
+                function, name, must=f"have query's dtype and device, {query.dtype} on {query.device}",
+                got=f"{part.dtype} on {part.device}", then="Convert one of them with .to().",
+            )  # fmt: skip
+        if part.shape[:-2] != query.shape[:-2]:
+            raise ShapeError.about(
+                function, name, must=f"have query's batch and heads, as in {tuple(query.shape)}", got=_seen(part),
+                then="Grouped heads: repeat keys and values with repeat_interleave along the heads.",
+            )  # fmt: skip
+    if key.shape[-1] != query.shape[-1]:
+        raise ShapeError.about(
+            function, "key", must=f"have query's {query.shape[-1]} channels", got=_seen(key), then="Project key."
+        )
+    if value.shape[-2] != key.shape[-2]:
+        raise ShapeError.about(
+            function, "value", must=f"have key's length {key.shape[-2]}", got=_seen(value), then="One value per key."
+        )
+
+
+def check_form(function: str, form: object, chunk_size: object, forms: Sequence[str]) -> None:
+    """A form that there is, and a chunk that can be halved."""
+    if form not in forms:
+        raise UnsupportedError.about(
+            function, "form", must=f"be one of {', '.join(forms)}", got=repr(form)[:80], then="Usual: 'auto'."
+        )
+    whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
+    if not whole or chunk_size < 1 or chunk_size & (chunk_size - 1):  # type: ignore[operator]
+        raise ShapeError.about(
+            function, "chunk_size", must="be a power of two", got=repr(chunk_size)[:80], then="Usual: 64 or 128."
+        )
+
+
+def check_lengths(function: str, query: Tensor, key: Tensor) -> None:
+    """One key per query, where keys have an order."""
+    if query.shape[-2] != key.shape[-2]:
+        raise ShapeError.about(
+            function, "query", must=f"have as many tokens as key, {key.shape[-2]}, where their order counts",
+            got=_seen(query), then="Earlier tokens belong in state=.",
+        )  # fmt: skip
+
+
+def check_decay(function: str, decay: object, heads: int) -> Tensor:
+    """One decay per head, as float64."""
+    # A tensor made of Python's numbers would hold them in float32.
+    found = decay if isinstance(decay, Tensor) else torch.tensor(decay, dtype=torch.float64)
+    if found.shape != (heads,) or not bool(((found > 0) & (found <= 1)).all()):
+        raise ShapeError.about(
+            function, "decay", must=f"be {heads} numbers above 0 and at most 1, one per head",
+            got=_seen(found) if found.shape != (heads,) else repr(found.tolist())[:80],
+            then="Usual: 1 - 2^(-5 - head).",
+        )  # fmt: skip
+    return found.to(torch.float64)
+
+
+def check_gate(function: str, log_gate: object, key: Tensor, features: int) -> None:
+    """Logarithms of gates per token, one for all channels or one each."""
+    if not isinstance(log_gate, Tensor) or log_gate.ndim != key.ndim or log_gate.shape[:-1] != key.shape[:-1]:
+        raise ShapeError.about(
+            function, "log_gate", must=f"have key's axes {(*key.shape[:-1], 'features | 1')}", got=_seen(log_gate),
+            then="Logarithms of gates; for gates from 0 to 1 use torch.nn.functional.logsigmoid(x).",
+        )  # fmt: skip
+    if log_gate.shape[-1] not in (1, features):
+        raise ShapeError.about(
+            function, "log_gate", must=f"have {features} features or 1", got=_seen(log_gate),
+            then="One gate for each feature of a key, or one for all.",
+        )  # fmt: skip
+    readable = log_gate.device.type == "cpu" and not torch.compiler.is_compiling()
+    if readable and not bool(((log_gate <= 0) & log_gate.isfinite()).all()):
+        raise ShapeError.about(
+            function, "log_gate", must="be finite and at most 0",
+            got=f"values from {log_gate.min()} to {log_gate.max()}", then="Pass logarithms of gates; -100 forgets all.",
+        )  # fmt: skip
+
+
+def check_rate(function: str, rate: object, key: Tensor) -> None:
+    """One step per token."""
+    if not isinstance(rate, Tensor) or rate.shape != key.shape[:-1]:
+        raise ShapeError.about(
+            function, "rate", must=f"have key's axes but the last, {tuple(key.shape[:-1])}", got=_seen(rate),
+            then="One step per token, usually torch.sigmoid(x).",
+        )  # fmt: skip
+
+
+def check_state(
+    function: str, state: object, shape: tuple[int, ...], dtype: torch.dtype, *, normalized: bool
+) -> None:  # fmt: skip
+    """A state that a call can go on from."""
+    if not isinstance(state, LinearState):
+        raise ShapeError.about(
+            function, "state", must="be a LinearState", got=type(state).__name__, then="Pass what a call gave back."
+        )
+    fits = tuple(state.matrix.shape) == shape and state.matrix.dtype == dtype
+    if not fits or (state.normalizer is None) == normalized:
+        kind = "with" if normalized else "without"
+        raise ShapeError.about(
+            function, "state", must=f"be of shape {shape}, {dtype}, {kind} a normalizer",
+            got=f"{state!r} {state.matrix.dtype}", then="Pass what a call with the same arguments gave back.",
+        )  # fmt: skip
+
+
+def _seen(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,203 @@
+"""Feature maps: what stands in for the softmax, applied to queries and keys before they are multiplied."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from clearhead.errors import ShapeError, UnsupportedError
+from clearhead.shapes import Float
+
+__all__ = ["FEATURE_MAPS", "PERFORMER", "FeatureMap", "PositiveRandomFeatures", "as_feature_map"]
+
+PERFORMER: Final = "performer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureMap:
+    """A function from channels to features, one token at a time.
+
+    Attributes:
+        name: what errors and tables call it.
+        query: applied to queries ``[..., head_dim]``, gives ``[..., features]``.
+        key: applied to keys, likewise.
+        nonnegative: whether features are never negative, so that ``phi(q) z`` is a sum of weights; such maps are
+            normalised by default.
+        only_normalized: whether queries carry a factor of their own that only a normaliser cancels.
+        absent: what a channel holds whose features are all exactly 0; None where nothing does.
+        num_features: features of a token; None for as many as it has channels.
+        slope: the derivative as a function of the features, where ``query`` and ``key`` act on each channel alike;
+            with it and ``absent``, chunks take features and gradients in the same pass as their products.
+    """
+
+    name: str
+    query: Callable[[Tensor], Tensor]
+    key: Callable[[Tensor], Tensor]
+    nonnegative: bool
+    only_normalized: bool = False
+    absent: float | None = None
+    num_features: int | None = None
+    slope: Callable[[Tensor], Tensor | float] | None = None
+
+    def features(self, head_dim: int) -> int:
+        """How many features a token of ``head_dim`` channels has."""
+        return head_dim if self.num_features is None else self.num_features
+
+
+def _elu(x: Tensor) -> Tensor:
+    """``elu(x) + 1`` without the 1 that is subtracted and added again: small features keep their digits."""
+    return x.clamp_max(0.0).exp() + x.relu()
+
+
+def _elu_slope(features: Tensor) -> Tensor:
+    return features.clamp_max(1.0)
+
+
+def _relu_slope(features: Tensor) -> Tensor:
+    return features.sign()
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def _one(features: Tensor) -> float:
+    return 1.0
+
+
+def _unit(x: Tensor) -> Tensor:
+    return F.normalize(x, dim=-1)
+
+
+FEATURE_MAPS: Final = {
+    found.name: found
+    for found in (
+        FeatureMap(name="elu", query=_elu, key=_elu, nonnegative=True, absent=-math.inf, slope=_elu_slope),
+        FeatureMap(name="relu", query=torch.relu, key=torch.relu, nonnegative=True, absent=0.0, slope=_relu_slope),
+        FeatureMap(name="identity", query=_identity, key=_identity, nonnegative=False, absent=0.0, slope=_one),
+        FeatureMap(name="unit", query=_unit, key=_unit, nonnegative=False, absent=0.0),
+    )
+}
+"""Maps by name. ``elu``: ``elu(x) + 1`` (Katharopoulos et al. 2020, section 3.2.1); ``relu``; ``identity``;
+``unit``: ``x / |x|``, which the delta rule wants of its keys (Yang et al. 2024, "Parallelizing linear transformers
+with the delta rule", section 3.3)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PositiveRandomFeatures:
+    """Performer's random features, whose products estimate ``exp(scale * q . k)`` without bias.
+
+    ``phi(x) = exp(weights @ y - |y|^2 / 2) / sqrt(num_features)`` with ``y = sqrt(scale) * x``
+
+    Attributes:
+        weights: ``[num_features, head_dim]``, rows distributed as a standard normal.
+        scale: factor on ``q . k`` within the exponential.
+
+    Paper: Choromanski et al. 2021, "Rethinking attention with Performers", lemma 1 and section 2.4 (orthogonal rows).
+
+    >>> import torch
+    >>> PositiveRandomFeatures.draw(8, 32).features(torch.zeros(3, 8)).shape
+    torch.Size([3, 32])
+    """
+
+    weights: Float[Tensor, "num_features head_dim"]
+    scale: float
+
+    @classmethod
+    def draw(
+        cls, head_dim: int, num_features: int | None = None, *, orthogonal: bool = True, seed: int = 0,
+        scale: float | None = None,
+    ) -> PositiveRandomFeatures:  # fmt: skip
+        """Features drawn from a seed.
+
+        Args:
+            head_dim: channels of a head.
+            num_features: how many; by default ``2 * head_dim``. The estimate's variance falls as their number grows.
+            orthogonal: whether rows are drawn orthogonal in blocks of ``head_dim``, which lowers the variance;
+                their lengths stay those of independent normal rows, so each row alone is still a normal one.
+            seed: of the draw.
+            scale: by default ``1 / sqrt(head_dim)``, softmax attention's.
+
+        Raises:
+            ShapeError: a number that is not positive.
+        """
+        num_features = 2 * head_dim if num_features is None else num_features
+        for name, value in (("head_dim", head_dim), ("num_features", num_features)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ShapeError.about(
+                    "PositiveRandomFeatures.draw", name, must="be a whole number of at least 1", got=repr(value)[:80],
+                    then="Usual: head_dim, and twice as many features.",
+                )  # fmt: skip
+        scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+        if not scale > 0.0:
+            raise ShapeError.about(
+                "PositiveRandomFeatures.draw", "scale", must="be positive", got=scale, then="Usual: 1 / sqrt(head_dim)."
+            )
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(num_features, head_dim, generator=generator, dtype=torch.float64)
+        if orthogonal:
+            blocks = [_orthogonal(head_dim, generator) for _ in range(-(-num_features // head_dim))]
+            rows = torch.cat(blocks)[:num_features] * rows.norm(dim=1, keepdim=True)
+        return cls(weights=rows, scale=scale)
+
+    def features(self, x: Float[Tensor, "*batch head_dim"]) -> Float[Tensor, "*batch num_features"]:
+        """``phi(x)``, as in the formula."""
+        count: int = self.weights.shape[0]
+        return self._exponents(x).exp() / math.sqrt(count)
+
+    def query_features(self, x: Float[Tensor, "*batch head_dim"]) -> Float[Tensor, "*batch num_features"]:
+        """``phi(x)`` of each query divided by its largest feature, a factor that the normaliser cancels."""
+        exponents = self._exponents(x)
+        return (exponents - exponents.detach().amax(dim=-1, keepdim=True)).exp()
+
+    def _exponents(self, x: Tensor) -> Tensor:
+        scaled = x * math.sqrt(self.scale)
+        return scaled @ self.weights.to(scaled).mT - scaled.square().sum(dim=-1, keepdim=True) / 2
+
+    def as_map(self) -> FeatureMap:
+        """As a feature map."""
+        return FeatureMap(
+            name=PERFORMER, query=self.query_features, key=self.features, nonnegative=True, only_normalized=True,
+            num_features=self.weights.shape[0],
+        )  # fmt: skip
+
+
+def _orthogonal(size: int, generator: torch.Generator) -> Tensor:
+    """A uniformly drawn rotation or reflection: QR with the signs of R's diagonal taken out."""
+    q, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
+    rotation: Tensor = (q * r.diagonal().sign()).mT
+    return rotation
+
+
+@lru_cache(maxsize=16)
+def _performer(head_dim: int) -> FeatureMap:
+    return PositiveRandomFeatures.draw(head_dim).as_map()
+
+
+def as_feature_map(function: str, feature_map: object, head_dim: int) -> FeatureMap:
+    """The map of a name, of random features, or the map itself."""
+    if isinstance(feature_map, FeatureMap):
+        return feature_map
+    if isinstance(feature_map, PositiveRandomFeatures):
+        if feature_map.weights.shape[-1] != head_dim:
+            raise ShapeError.about(
+                function, "feature_map", must=f"be drawn for head_dim {head_dim}",
+                got=f"weights of shape {tuple(feature_map.weights.shape)}",
+                then=f"Call PositiveRandomFeatures.draw({head_dim}).",
+            )  # fmt: skip
+        return feature_map.as_map()
+    if feature_map == PERFORMER:
+        return _performer(head_dim)
+    if isinstance(feature_map, str) and feature_map in FEATURE_MAPS:
+        return FEATURE_MAPS[feature_map]
+    raise UnsupportedError.about(
+        function, "feature_map", must=f"be one of {', '.join((*FEATURE_MAPS, PERFORMER))}, or a FeatureMap",
+        got=repr(feature_map)[:80], then="Pass a name, or FeatureMap(name=, query=, key=, nonnegative=).",
+    )  # fmt: skip

@@ -1,0 +1,181 @@
+"""The forms of the recurrence: token by token, chunk by chunk, all at once. The same numbers from each.
+
+With ``G`` the running sum of log decays since the chunk's start, a chunk that begins with state ``S0`` gives::
+
+    V'  = V, or under the delta rule the solution of  (I + rate * tril(K K^T decayed, -1)) V' = rate (V - e^G K S0)
+    num = e^G Q S0 + tril(Q K^T decayed) V'
+    S1  = e^G_end S0 + (e^(G_end - G) K)^T V'
+
+``decayed`` multiplies entry ``i, j`` by ``e^(G_i - G_j)``, channel by channel within the product where decays differ
+by channel. Every exponent that is taken is at most 0. The parallel form is the sequence as one chunk.
+
+Papers: Yang et al. 2024, "Gated linear attention transformers", section 4 (chunks); Yang et al. 2024, "Parallelizing
+linear transformers with the delta rule", section 3 (the triangular system).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from clearhead.linear.chunks import in_chunks, plain_chunks, takes
+from clearhead.linear.recurrence import Recurrence, quotient
+from clearhead.linear.state import LinearState
+
+__all__ = ["FORMS", "Form", "whole"]
+
+#: A call, the state before it and the size of chunks in; the output and the state after it out.
+Form: TypeAlias = Callable[[Recurrence, LinearState, int], tuple[Tensor, LinearState]]
+
+
+def recurrent(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, LinearState]:
+    """One token after the other: constant memory besides the outputs, and the order in which tokens are decoded."""
+    call = call.featured()
+    matrix, normalizer = state.matrix, state.normalizer
+    numerators, denominators = [], []
+    for place in range(call.key.shape[2]):
+        query, key, value = call.query[:, :, place], call.key[:, :, place], call.value[:, :, place]
+        if call.log_decay is not None:
+            decay = call.log_decay[:, :, place].exp()
+            matrix = matrix * decay[..., None]
+            normalizer = None if normalizer is None else normalizer * decay
+        if call.rate is not None:
+            value = call.rate[:, :, place] * (value - _row(key, matrix))
+        matrix = matrix + key[..., None] * value[..., None, :]
+        numerators.append(_row(query, matrix))
+        if normalizer is not None:
+            normalizer = normalizer + key
+            denominators.append((query * normalizer).sum(dim=-1))
+    output = torch.stack(numerators, dim=2)
+    if denominators:
+        output = quotient(output, torch.stack(denominators, dim=2))
+    return output, LinearState(matrix=matrix, normalizer=normalizer)
+
+
+def chunked(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, LinearState]:
+    """Products within chunks of ``chunk`` tokens, and one state handed from each to the next."""
+    call = call if takes(call) else call.featured()
+    if takes(call):
+        return plain_chunks(call, state, chunk)
+    length = call.key.shape[2]
+    query, key, value = (in_chunks(part, chunk) for part in (call.query, call.key, call.value))
+    log_decay = None if call.log_decay is None else in_chunks(call.log_decay, chunk).cumsum(dim=-2)
+    faded_query, faded_key, kept = _faded(query, key, log_decay)
+    scores = _decayed_products(query, key, log_decay).tril()
+    transition: Tensor | None = kept
+    if call.rate is not None:
+        value, pull = _corrections(key, value, in_chunks(call.rate, chunk), log_decay)
+        inputs = faded_key.mT @ value
+        own = torch.diag_embed(kept.expand(*inputs.shape[:3], inputs.shape[-2], 1)[..., 0]) if kept is not None else (
+            torch.eye(inputs.shape[-2], dtype=inputs.dtype, device=inputs.device))  # fmt: skip
+        before, matrix = _scan(inputs, own - faded_key.mT @ pull, state.matrix, torch.matmul)
+        value = value - pull @ before
+    else:
+        before, matrix = _scan(faded_key.mT @ value, transition, state.matrix, torch.mul)
+    output = faded_query @ before + scores @ value
+    normalizer = state.normalizer
+    if normalizer is not None:
+        earlier, last = _scan(faded_key.sum(dim=-2)[..., None], transition, normalizer[..., None], torch.mul)
+        output = quotient(output, (faded_query @ earlier)[..., 0] + scores.sum(dim=-1))
+        normalizer = last[..., 0]
+    return output.flatten(2, 3)[:, :, :length], LinearState(matrix=matrix, normalizer=normalizer)
+
+
+def parallel(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, LinearState]:
+    """All pairs of tokens at once, as attention does it."""
+    return chunked(call, state, _next_power(call.key.shape[2]))
+
+
+FORMS: Final[dict[str, Form]] = {"recurrent": recurrent, "chunked": chunked, "parallel": parallel}
+"""Every form by its name."""
+
+
+def whole(call: Recurrence, state: LinearState, form: str) -> tuple[Tensor, LinearState]:
+    """Every query over every key and the state: without an order among keys there is one sum for all queries."""
+    call = call.featured()
+    normalizer = None if state.normalizer is None else state.normalizer + call.key.sum(dim=2)
+    matrix = state.matrix
+    if form == "recurrent":
+        for place in range(call.key.shape[2]):
+            matrix = matrix + call.key[:, :, place, :, None] * call.value[:, :, place, None, :]
+    else:
+        matrix = matrix + call.key.mT @ call.value
+    if form == "parallel":
+        output = (call.query @ call.key.mT) @ call.value + call.query @ state.matrix
+    else:
+        output = call.query @ matrix
+    if normalizer is not None:
+        output = quotient(output, (call.query @ normalizer[..., None])[..., 0])
+    return output, LinearState(matrix=matrix, normalizer=normalizer)
+
+
+def _row(vector: Tensor, matrix: Tensor) -> Tensor:
+    return (vector[..., None, :] @ matrix)[..., 0, :]
+
+
+def _next_power(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _faded(query: Tensor, key: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Queries as the chunk's first state meets them, keys as its last state holds them, and what of the first
+    state is left in the last."""
+    if log_decay is None:
+        return query, key, None
+    end = log_decay[..., -1:, :]
+    return query * log_decay.exp(), key * (end - log_decay).exp(), end.exp().mT
+
+
+def _decayed_products(left: Tensor, right: Tensor, log_decay: Tensor | None) -> Tensor:
+    """``left_i . right_j`` with ``right_j`` decayed up to ``i``, for ``j <= i``; what is above is not to be read."""
+    if log_decay is None:
+        return left @ right.mT
+    if log_decay.shape[-1] > 1:
+        return _split_products(left, right, log_decay)
+    # Above the diagonal the difference is positive and could overflow.
+    return (left @ right.mT) * (log_decay - log_decay.mT).clamp_max(0.0).exp()
+
+
+def _split_products(left: Tensor, right: Tensor, log_decay: Tensor) -> Tensor:
+    """The same with decays by channel: blocks below the diagonal meet at the token between them.
+
+    A block's later half decays from that token on, its earlier half up to it, so both exponents are at most 0 and
+    no product is of a large and a small number. The halves are blocks again, down to single tokens.
+    """
+    size, half = left.shape[-2], 1
+    found = (left * right).sum(dim=-1)[..., None, None]
+    while half < size:
+        blocks = [part.unflatten(-2, (-1, 2, half)) for part in (left, right, log_decay)]
+        middle = blocks[2][..., 0, -1:, :]
+        later = blocks[0][..., 1, :, :] * (blocks[2][..., 1, :, :] - middle).exp()
+        earlier = blocks[1][..., 0, :, :] * (middle - blocks[2][..., 0, :, :]).exp()
+        below = later @ earlier.mT
+        first, second = found.unflatten(-3, (-1, 2)).unbind(-3)
+        upper = torch.cat([first, torch.zeros_like(below)], dim=-1)
+        found = torch.cat([upper, torch.cat([below, second], dim=-1)], dim=-2)
+        half *= 2
+    return found[..., 0, :, :]
+
+
+def _corrections(key: Tensor, value: Tensor, rate: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``U`` and ``W`` of the delta rule: what a token writes is ``U - W S0``."""
+    system = rate * _decayed_products(key, key, log_decay).tril(-1)
+    faded = key if log_decay is None else key * log_decay.exp()
+    both = torch.linalg.solve_triangular(
+        system, rate * torch.cat([value, faded], dim=-1), upper=False, unitriangular=True
+    )
+    return both[..., : value.shape[-1]], both[..., value.shape[-1] :]
+
+
+def _scan(
+    inputs: Tensor, transition: Tensor | None, start: Tensor, apply: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The state before each chunk ``[batch, heads, chunks, ...]`` and the one after the last."""
+    states = [start]
+    steps = [None] * inputs.shape[2] if transition is None else transition.unbind(2)
+    for step, added in zip(steps, inputs.unbind(2), strict=True):
+        states.append((states[-1] if step is None else apply(step, states[-1])) + added)
+    return torch.stack(states[:-1], dim=2), states[-1]

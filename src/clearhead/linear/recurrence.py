@@ -1,0 +1,86 @@
+"""One recurrence for the whole family, as data: what its members put into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from clearhead.linear.feature_maps import FEATURE_MAPS, FeatureMap
+from clearhead.linear.state import LinearState
+from clearhead.shapes import Float
+
+__all__ = ["Recurrence", "quotient", "weightless"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recurrence:
+    """A call of a member in float32 or float64. Absent keys have no features, no value, and do not decay.
+
+    Attributes:
+        query: ``[batch, heads, q_len, head_dim]``.
+        key: ``[batch, heads, len, head_dim]``.
+        value: ``[batch, heads, len, value_dim]``.
+        feature_map: still to be applied to queries and keys.
+        scale: factor on queries' features, still to be applied.
+        log_decay: logarithm of what the state is multiplied by before a token is added, at most 0:
+            ``[batch, heads, len, 1]`` for a head's whole state, or ``[.., features]`` for each of its rows; None: 1.
+        rate: the delta rule's step, ``[batch, heads, len, 1]``; None where there is no such rule.
+        normalized: whether outputs are divided by ``phi(q) z``.
+    """
+
+    query: Float[Tensor, "batch heads q_len head_dim"]
+    key: Float[Tensor, "batch heads len head_dim"]
+    value: Float[Tensor, "batch heads len value_dim"]
+    feature_map: FeatureMap
+    scale: float = 1.0
+    log_decay: Tensor | None = None
+    rate: Tensor | None = None
+    normalized: bool = False
+
+    def featured(self) -> Recurrence:
+        """The same call with its features taken."""
+        if self.feature_map is FEATURE_MAPS["identity"] and self.scale == 1.0:
+            return self
+        query = self.feature_map.query(self.query)
+        return replace(
+            self, query=query if self.scale == 1.0 else query * self.scale, key=self.feature_map.key(self.key),
+            feature_map=FEATURE_MAPS["identity"], scale=1.0,
+        )  # fmt: skip
+
+    def without(self, absent: Tensor) -> Recurrence:
+        """The same call where keys at ``absent``, ``[batch, 1, len, 1]``, were not: nothing reads what they hold."""
+        fill = self.feature_map.absent
+        clean = replace(
+            self, key=self.key.masked_fill(absent, 0.0 if fill is None else fill),
+            value=self.value.masked_fill(absent, 0.0),
+            log_decay=None if self.log_decay is None else self.log_decay.masked_fill(absent, 0.0),
+            rate=None if self.rate is None else self.rate.masked_fill(absent, 0.0),
+        )  # fmt: skip
+        if fill is not None:
+            return clean
+        taken = clean.featured()
+        return replace(taken, key=taken.key.masked_fill(absent, 0.0))
+
+    def start(self, state: LinearState | None, features: int) -> LinearState:
+        """The state to begin with: the one given, or nothing seen."""
+        if state is not None:
+            return state
+        leading = self.key.shape[:2]
+        return LinearState(
+            matrix=self.key.new_zeros((*leading, features, self.value.shape[-1])),
+            normalizer=self.key.new_zeros((*leading, features)) if self.normalized else None,
+        )
+
+
+def weightless(denominator: Tensor) -> Tensor:
+    """Where a row has no weight to give: sums so small that their reciprocal is not finite count as 0."""
+    return denominator.abs() < torch.finfo(denominator.dtype).tiny
+
+
+def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """``numerator / denominator[..., None]``; 0 for a row without weight."""
+    below = denominator[..., None]
+    empty = weightless(below)
+    return torch.where(empty, 0.0, numerator / torch.where(empty, 1.0, below))

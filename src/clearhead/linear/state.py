@@ -1,0 +1,76 @@
+"""What the linear family remembers of all earlier tokens: of one size, however many they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from clearhead.errors import ShapeError
+from clearhead.shapes import Float
+
+__all__ = ["LinearCache", "LinearState"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LinearState:
+    """The sums after some tokens, given out by one call and into the next.
+
+    float32, or float64 for float64 inputs. Under ``Documents`` the first axis counts documents, in their order.
+
+    Attributes:
+        matrix: ``S``, ``[batch, heads, features, value_dim]``.
+        normalizer: ``z``, ``[batch, heads, features]``; None where the formula has none.
+    """
+
+    matrix: Float[Tensor, "batch heads features value_dim"]
+    normalizer: Float[Tensor, "batch heads features"] | None = None
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> LinearState:
+        """The same state with ``change`` applied to each tensor: ``state.mapped(torch.Tensor.detach)``."""
+        return LinearState(
+            matrix=change(self.matrix), normalizer=None if self.normalizer is None else change(self.normalizer)
+        )
+
+    def __repr__(self) -> str:
+        return f"LinearState(matrix={list(self.matrix.shape)}, normalized={self.normalizer is not None})"
+
+
+class LinearCache:
+    """The state of one ``LinearAttention`` while it decodes: an explicit argument, of constant size.
+
+    >>> import torch
+    >>> from clearhead.nn import LinearAttention
+    >>> attention, cache = LinearAttention(8, 2), LinearCache()
+    >>> for step in range(3):
+    ...     output = attention(torch.randn(1, 1, 8), cache=cache)
+    >>> cache
+    LinearCache(length=3, state=[1, 2, 4, 4])
+    """
+
+    def __init__(self) -> None:
+        self.state: LinearState | None = None
+        self.length = 0
+
+    def update(self, state: LinearState, tokens: int) -> None:
+        """Keep the state that a call gave back after ``tokens`` more tokens.
+
+        Raises:
+            ShapeError: it is of another shape than the one held.
+        """
+        if self.state is not None and self.state.matrix.shape != state.matrix.shape:
+            raise ShapeError.about(
+                "LinearCache.update", "state", must=f"match what is held, {list(self.state.matrix.shape)}",
+                got=list(state.matrix.shape), then="Use one cache per layer and per batch, or call reset().",
+            )  # fmt: skip
+        self.state = state
+        self.length += tokens
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.state, self.length = None, 0
+
+    def __repr__(self) -> str:
+        held = None if self.state is None else list(self.state.matrix.shape)
+        return f"LinearCache(length={self.length}, state={held})"

@@ -1,0 +1,271 @@
+"""LinearAttention: projections, and a state, around the linear family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from clearhead.errors import MaskError, ShapeError, UnsupportedError
+from clearhead.linear import (
+    FeatureMap,
+    LinearCache,
+    LinearState,
+    PositiveRandomFeatures,
+    delta_attention,
+    gated_linear_attention,
+    linear_attention,
+    retention,
+)
+from clearhead.masks import Causal, Documents, Mask, Padding
+from clearhead.masks.base import conjuncts
+from clearhead.nn.checks import check_tokens, positive
+from clearhead.nn.linear import Linear
+from clearhead.shapes import Float
+
+__all__ = ["LinearAttention"]
+
+_NAME = "LinearAttention"
+_GATE_RANK: Final = 16
+#: Divides the logarithms of gates, so that a fresh module forgets slowly (Yang et al. 2024, GLA, section 4.4).
+_GATE_TEMPERATURE: Final = 16.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """A member of the family as a module runs it.
+
+    Attributes:
+        verb: the function.
+        feature_map: its default.
+        ordered: whether it is causal by its formula.
+        extra: what it takes from each key's token besides key and value.
+    """
+
+    verb: Callable[..., tuple[Tensor, LinearState]]
+    feature_map: str
+    ordered: bool = True
+    extra: str | None = None
+
+
+_KINDS: Final = {
+    "linear": _Kind(verb=linear_attention, feature_map="elu", ordered=False),
+    "retention": _Kind(verb=retention, feature_map="identity"),
+    "gated": _Kind(verb=gated_linear_attention, feature_map="identity", extra="log_gate"),
+    "delta": _Kind(verb=delta_attention, feature_map="unit", extra="rate"),
+}
+
+
+class LinearAttention(nn.Module):
+    """Project to heads, attend by a state of fixed size, join the heads, project back.
+
+    Args:
+        embed_dim: width of queries and of the output.
+        num_heads: number of heads.
+        kind: ``"linear"``, ``"retention"``, ``"gated"`` (log gates from ``logsigmoid`` of a projection of rank 16,
+            divided by 16) or ``"delta"`` (rates from ``sigmoid`` of a projection).
+        feature_map: as in ``linear_attention``; by default the kind's own. Random features are saved with the module.
+        head_dim: width of a head; by default ``embed_dim / num_heads``.
+        key_dim: width of what keys are made from; by default ``embed_dim``.
+        value_dim: width of what values are made from; by default ``embed_dim``.
+        bias: whether projections add a bias.
+        output_projection: whether heads are mixed by a last projection.
+
+    Raises:
+        ShapeError: sizes that are not positive, or do not divide.
+        UnsupportedError: no such kind or map.
+
+    Cost: the projections, ``2 * len * embed_dim**2`` operations each, and per token and head what the verb says.
+
+    Papers: those of the verbs in ``clearhead.linear``.
+
+    >>> import torch
+    >>> from clearhead.masks import Causal
+    >>> LinearAttention(8, num_heads=2, kind="delta")(torch.zeros(1, 5, 8), mask=Causal()).shape
+    torch.Size([1, 5, 8])
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, *, kind: str = "linear",
+        feature_map: str | FeatureMap | PositiveRandomFeatures | None = None, head_dim: int | None = None,
+        key_dim: int | None = None, value_dim: int | None = None, bias: bool = True, output_projection: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if kind not in _KINDS:
+            raise UnsupportedError.about(
+                _NAME, "kind", must=f"be one of {', '.join(_KINDS)}", got=repr(kind)[:80], then="Usual: 'linear'."
+            )
+        self.kind = kind
+        self.embed_dim = positive(_NAME, "embed_dim", embed_dim)
+        self.num_heads = positive(_NAME, "num_heads", num_heads)
+        if head_dim is None and embed_dim % num_heads:
+            raise ShapeError.about(
+                _NAME, "embed_dim", must=f"be a multiple of num_heads {num_heads}", got=embed_dim,
+                then="Or give head_dim.",
+            )  # fmt: skip
+        self.head_dim = positive(_NAME, "head_dim", embed_dim // num_heads if head_dim is None else head_dim)
+        self.key_dim = positive(_NAME, "key_dim", embed_dim if key_dim is None else key_dim)
+        self.value_dim = positive(_NAME, "value_dim", embed_dim if value_dim is None else value_dim)
+        width = self.num_heads * self.head_dim
+        self.query_projection = Linear(self.embed_dim, width, bias=bias)
+        self.key_projection = Linear(self.key_dim, width, bias=bias)
+        self.value_projection = Linear(self.value_dim, width, bias=bias)
+        self.output_projection = Linear(width, self.embed_dim, bias=bias) if output_projection else None
+        self.extra_projection = self._extra_projection(width)
+        self.feature_map = _KINDS[kind].feature_map if feature_map is None else feature_map
+        if self.feature_map == "performer":
+            self.feature_map = PositiveRandomFeatures.draw(self.head_dim)
+        drawn = self.feature_map
+        self.register_buffer(
+            "random_features", drawn.weights.float() if isinstance(drawn, PositiveRandomFeatures) else None
+        )
+
+    def forward(
+        self,
+        query: Float[Tensor, "*batch q_len embed_dim"],
+        key: Float[Tensor, "*batch k_len key_dim"] | None = None,
+        value: Float[Tensor, "*batch k_len value_dim"] | None = None,
+        *,
+        mask: Mask | None = None,
+        cache: LinearCache | None = None,
+    ) -> Float[Tensor, "*batch q_len output_dim"]:
+        """Attend from ``query`` to ``key``.
+
+        Args:
+            query: ``[batch, q_len, embed_dim]`` or ``[q_len, embed_dim]``.
+            key: ``[batch, k_len, key_dim]``; without it the module attends from ``query`` to itself.
+            value: ``[batch, k_len, value_dim]``; by default ``key``.
+            mask: None, ``Causal()``, ``Padding``, ``Documents`` or their ``&``; positions count from the cache's
+                first token. Every kind but ``"linear"`` is causal and must be told so.
+            cache: the state after earlier tokens. In self-attention the call's tokens are added to it. With a
+                ``key`` of its own (cross-attention) the first call fills it, later calls only read it.
+
+        Returns:
+            ``[batch, q_len, embed_dim]``, or ``[q_len, embed_dim]`` as ``query`` was; ``num_heads * head_dim`` wide
+            without an output projection.
+
+        Raises:
+            ShapeError: widths or axes do not fit.
+            MaskError: a mask that a state of fixed size cannot honour, or that does not fit.
+            UnsupportedError: dtype or device differ from the module's, or a cache of another kind.
+        """
+        own = (key is None or key is query) and (value is None or value is key or value is query)
+        key, value = self._sources(query, key, value)
+        if cache is not None and not isinstance(cache, LinearCache):
+            raise UnsupportedError.about(
+                _NAME, "cache", must="be a LinearCache", got=type(cache).__name__,
+                then="Pass clearhead.linear.LinearCache().",
+            )  # fmt: skip
+        known = not own and cache is not None and cache.state is not None
+        if known and cache is not None and cache.length != key.shape[-2]:
+            raise ShapeError.about(
+                _NAME, "key", must=f"be the memory that filled the cache, {cache.length} tokens",
+                got=f"shape {tuple(key.shape)}", then="Call cache.reset() before attending to another memory.",
+            )  # fmt: skip
+        if known:
+            # The memory is in the state already.
+            key, value, mask = key[..., :0, :], value[..., :0, :], None
+        ordered = self._check_order(mask)
+        if ordered and not own:
+            raise MaskError.about(
+                _NAME, "mask", must="hold no Causal() where key is not query", got=repr(mask)[:80],
+                then="A memory has no order with the queries; kind 'linear' without Causal() reads it.",
+            )  # fmt: skip
+        if own and cache is not None:
+            mask = _behind(mask, cache.length, key.shape[-2])
+        output, state = _KINDS[self.kind].verb(
+            self._heads(self.query_projection(query)), self._heads(self.key_projection(key)),
+            self._heads(self.value_projection(value)), feature_map=self._map(), mask=mask,
+            state=None if cache is None else cache.state, **self._extra(key),
+        )  # fmt: skip
+        if cache is not None and not known:
+            cache.update(state, key.shape[-2])
+        joined = output.transpose(-3, -2).flatten(-2)
+        return joined if self.output_projection is None else self.output_projection(joined)
+
+    def _extra_projection(self, width: int) -> nn.Module | None:
+        match _KINDS[self.kind].extra:
+            case "log_gate":
+                return nn.Sequential(Linear(self.key_dim, _GATE_RANK, bias=False), Linear(_GATE_RANK, width))
+            case "rate":
+                return Linear(self.key_dim, self.num_heads)
+        return None
+
+    def _extra(self, key: Tensor) -> dict[str, Tensor]:
+        """The gates or rates of the tokens that keys are made from."""
+        if self.extra_projection is None:
+            return {}
+        found = self.extra_projection(key)
+        if _KINDS[self.kind].extra == "log_gate":
+            return {"log_gate": F.logsigmoid(self._heads(found).float()) / _GATE_TEMPERATURE}
+        return {"rate": torch.sigmoid(found).transpose(-2, -1)}
+
+    def _map(self) -> str | FeatureMap | PositiveRandomFeatures:
+        if isinstance(self.feature_map, PositiveRandomFeatures):
+            weights = self.random_features
+            assert isinstance(weights, Tensor)
+            return replace(self.feature_map, weights=weights)
+        return self.feature_map
+
+    def _heads(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
+        return heads
+
+    def _check_order(self, mask: Mask | None) -> bool:
+        """Whether keys count in their order; raises where the kind cannot do otherwise and the mask does not say so."""
+        causal = isinstance(mask, Mask) and any(isinstance(part, Causal) for part in conjuncts(mask))
+        if _KINDS[self.kind].ordered and not causal:
+            raise MaskError.about(
+                _NAME, "mask", must=f"hold Causal() with kind {self.kind!r}, alone or with & Padding or & Documents",
+                got=repr(mask)[:80], then="Its formula has no form that looks ahead; kind 'linear' has.",
+            )  # fmt: skip
+        return causal
+
+    def _sources(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What keys and values are made from, after checking all three."""
+        if key is None:
+            if value is not None and value is not query:
+                raise ShapeError.about(
+                    _NAME, "key", must="be given with value", got="None", then="Pass query, key and value."
+                )
+            key = query
+        value = key if value is None else value
+        for name, tensor, width in (
+            ("query", query, self.embed_dim), ("key", key, self.key_dim), ("value", value, self.value_dim),
+        ):  # fmt: skip
+            check_tokens(_NAME, name, tensor, width, self.query_projection.weight)
+            if tensor.ndim != query.ndim or tensor.shape[:-2] != query.shape[:-2]:
+                raise ShapeError.about(
+                    _NAME, name, must=f"have query's batch, as in {tuple(query.shape)}",
+                    got=f"shape {tuple(tensor.shape)}", then="Give all three the same leading axes.",
+                )  # fmt: skip
+        if value.shape[-2] != key.shape[-2]:
+            raise ShapeError.about(
+                _NAME, "value", must=f"have key's length {key.shape[-2]}", got=f"shape {tuple(value.shape)}",
+                then="One value per key.",
+            )  # fmt: skip
+        return key, value
+
+    def extra_repr(self) -> str:
+        """The sizes, for printing."""
+        return f"{self.embed_dim}, num_heads={self.num_heads}, head_dim={self.head_dim}, kind={self.kind!r}"
+
+
+def _behind(mask: Mask | None, held: int, length: int) -> Mask | None:
+    """A mask whose positions count from the cache's first token, for ``length`` tokens behind ``held`` ones."""
+    if mask is None or held == 0 or not isinstance(mask, Mask):
+        return mask
+    found: Mask | None = None
+    for part in conjuncts(mask):
+        if isinstance(part, Documents):
+            raise MaskError.about(
+                _NAME, "mask", must="hold no Documents with a cache that holds tokens", got=repr(mask)[:80],
+                then="Decode documents as a batch: the state after a packed call has one entry for each.",
+            )  # fmt: skip
+        moved = Padding((part.lengths - held).clamp(0, length)) if isinstance(part, Padding) else part
+        found = moved if found is None else found & moved
+    return found

@@ -1,0 +1,211 @@
+"""Patterns of the literature as compositions of masks; each is one line of ``&`` and ``|``."""
+
+from __future__ import annotations
+
+import torch
+
+from clearhead.errors import ShapeError
+from clearhead.masks import Blocks, Causal, Global, Mask, Strided, Window
+from clearhead.masks.base import carried_sizes, index_tensors, whole
+from clearhead.masks.tile_map import EMPTY, tile_map
+
+__all__ = ["big_bird", "covered", "dilated", "longformer", "strided"]
+
+#: Positions in a block unless told otherwise: as many columns as the CPU kernels compute at once.
+BLOCK = 64
+
+
+def longformer(length: int, window: int, num_global: int = 0) -> Mask:
+    """A sliding window on both sides and global tokens at the start, which see all and are seen by all.
+
+    ``Window(window // 2, window // 2) | Global(num_global)``, with its empty blocks told (``covered``).
+
+    Args:
+        length: number of tokens.
+        window: width of the window; half of it lies on each side of a token.
+        num_global: how many of the first tokens are global.
+
+    Returns:
+        A mask; ``& ch.Causal()`` makes it one for language models.
+
+    Raises:
+        ShapeError: a number that is negative or not whole.
+
+    Cost: attention under it takes ``length * (window + 2 * num_global)`` scores in place of ``length ** 2``.
+
+    Paper: Beltagy et al. 2020, "Longformer", section 3.1.
+
+    >>> print(longformer(6, window=2, num_global=1).picture(6, 6))
+    ■■■■■■
+    ■■■···
+    ■■■■··
+    ■·■■■·
+    ■··■■■
+    ■···■■
+    """
+    half = whole("longformer", "window", window, low=0) // 2
+    return covered(Window(half, half) | Global(num_global), length)
+
+
+def big_bird(
+    length: int, *, size: int = BLOCK, window: int = 3, num_global: int = 2, num_random: int = 3,
+    num_heads: int = 1, seed: int = 0,
+) -> Blocks:  # fmt: skip
+    """A window, global blocks and a few random blocks for each row of blocks.
+
+    ``Blocks((Window | Global).dense(blocks, blocks) | random, size)``: the paper's own form in blocks (appendix D),
+    whose first blocks see all and are seen by all.
+
+    Args:
+        length: number of tokens.
+        size: tokens to a block.
+        window: width of the window in blocks, an odd number: half of the rest lies on each side.
+        num_global: how many of the first blocks are global.
+        num_random: random blocks a row, drawn among those that are in neither window nor globals; fewer where fewer
+            are left.
+        num_heads: how many heads draw blocks of their own; 1 where all share them.
+        seed: of the draw; equal seeds draw equal blocks on every machine.
+
+    Returns:
+        A ``Blocks`` mask; ``& ch.Causal()`` makes it one for language models.
+
+    Raises:
+        ShapeError: a number out of range.
+
+    Cost: attention under it takes ``length * size * (window + num_random + 2 * num_global)`` scores, about.
+
+    Paper: Zaheer et al. 2020, "Big Bird", section 2 and appendix D; its base model has ``window=3``,
+    ``num_global=2``, ``num_random=3`` and blocks of 64 (appendix E).
+
+    >>> print(big_bird(16, size=2, num_global=1, num_random=1, seed=3).table[0, 0].int().sum(dim=1).tolist())
+    [8, 4, 5, 5, 5, 5, 5, 4]
+    """
+    whole("big_bird", "length", length, low=1)
+    whole("big_bird", "size", size, low=1)
+    whole("big_bird", "num_random", num_random, low=0)
+    whole("big_bird", "num_heads", num_heads, low=1)
+    if not isinstance(window, int) or window < 1 or window % 2 == 0:
+        raise ShapeError.about(
+            "big_bird", "window", must="be an odd number of blocks", got=repr(window)[:80],
+            then="3 is a block with its two neighbours.",
+        )  # fmt: skip
+    blocks = -(-length // size)
+    fixed = (Window(window // 2, window // 2) | Global(num_global)).dense(blocks, blocks)
+    draw = torch.rand(num_heads, blocks, blocks, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    order = draw.masked_fill(fixed, 2.0).argsort(dim=-1)[..., : min(num_random, blocks)]
+    random = torch.zeros(num_heads, blocks, blocks, dtype=torch.bool).scatter_(-1, order, True)
+    # A row with too few blocks left draws some that are fixed anyway.
+    return Blocks(fixed | random, size)
+
+
+def dilated(stride: int, before: int | None = None, after: int | None = 0) -> Mask:
+    """Every ``stride``-th key within a window: ``Strided(stride) & Window(before * stride, after * stride)``.
+
+    Args:
+        stride: distance between neighbouring keys, 1 or more.
+        before: how many such keys back; None for all.
+        after: how many ahead; None for all.
+
+    Returns:
+        A mask. Kernels see its window and not its gaps; ``dilated_attention`` computes the same at its true cost.
+
+    Raises:
+        ShapeError: a number out of range.
+
+    Paper: Beltagy et al. 2020, "Longformer", section 3.1, "dilated sliding window".
+
+    >>> print(dilated(2, before=2).picture(6, 6))
+    ■·····
+    ·■····
+    ■·■···
+    ·■·■··
+    ■·■·■·
+    ·■·■·■
+    """
+    return _dilated("dilated", stride, before, after)
+
+
+def _dilated(function: str, stride: int, before: int | None, after: int | None) -> Mask:
+    whole(function, "stride", stride, low=1)
+    for name, reach in (("before", before), ("after", after)):
+        if reach is not None:
+            whole(function, name, reach, low=0)
+    mask: Mask = Strided(stride)
+    if before is not None:
+        # A window open ahead: what lies not more than so far back.
+        ahead = ~Causal() | Window(before * stride)
+        mask = mask & (ahead if after is None else Window(before * stride, after * stride))
+    elif after is not None:
+        mask = mask & (Causal() if after == 0 else Causal() | Window(0, after * stride))
+    return mask
+
+
+def strided(stride: int) -> Mask:
+    """The last ``stride`` keys and every ``stride``-th one before: ``Causal & (Window(stride - 1) | Strided(stride))``.
+
+    Args:
+        stride: about the square root of the length makes the cost ``length ** 1.5``.
+
+    Returns:
+        A mask. Kernels see no gaps in it; ``dilated_attention(stride=stride, local=stride - 1)`` computes the same at
+        its true cost.
+
+    Raises:
+        ShapeError: a stride that is not a whole number of at least 1.
+
+    Paper: Child et al. 2019, "Generating long sequences with sparse transformers", section 4.2, both of its heads in
+    one.
+
+    >>> print(strided(3).picture(7, 7))
+    ■······
+    ■■·····
+    ■■■····
+    ■■■■···
+    ·■■■■··
+    ··■■■■·
+    ■··■■■■
+    """
+    whole("strided", "stride", stride, low=1)
+    return Causal() & (Window(stride - 1) | Strided(stride))
+
+
+def covered(mask: Mask, q_len: int, k_len: int | None = None, *, query_offset: int = 0, size: int = BLOCK) -> Mask:
+    """The same mask with a table of its blocks, so that kernels skip every empty one, between runs of keys too.
+
+    ``mask & Blocks(not empty, size)``; it allows what ``mask`` allows, for the lengths it was made for.
+
+    Args:
+        mask: any mask; the same for every call it is used in.
+        q_len: number of queries.
+        k_len: number of keys; by default ``q_len``.
+        query_offset: position of the first query, a multiple of ``size``.
+        size: positions in a block.
+
+    Returns:
+        A mask for calls of these lengths and this offset.
+
+    Raises:
+        ShapeError: a number out of range, or an offset that is no multiple of ``size``.
+
+    Cost: made once: ``q_len * k_len / size`` time where rows are runs of keys, else ``q_len * k_len``; the table has
+    ``q_len * k_len / size ** 2`` booleans for each batch and head that differ.
+
+    >>> from clearhead.masks import Global, Window
+    >>> covered(Window(64) | Global(1), 1024).right.table.float().mean().item()
+    0.234375
+    """
+    whole("covered", "size", size, low=1)
+    rows, columns = whole("covered", "q_len", q_len, low=1), whole("covered", "k_len", k_len or q_len, low=1)
+    offset = whole("covered", "query_offset", query_offset, low=0)
+    if offset % size:
+        raise ShapeError.about(
+            "covered", "query_offset", must=f"be a multiple of size {size}", got=offset,
+            then="Make the mask for all queries, or choose a size that divides the offset.",
+        )  # fmt: skip
+    placed = mask.placed(offset)
+    batch, heads = carried_sizes(mask)
+    placed.check("covered", batch, heads, range(offset, offset + rows), columns)
+    device = next((tensor.device for tensor in mask.tensors()), None)
+    kinds = tile_map(placed, index_tensors(batch, heads, rows, columns, offset, device), size, size)
+    used = torch.nn.functional.pad(kinds != EMPTY, (0, 0, offset // size, 0))
+    return mask & Blocks(used.expand(*used.shape[:2], -1, -(-columns // size)), size)

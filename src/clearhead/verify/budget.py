@@ -1,0 +1,69 @@
+"""The error budget: a result may be as wrong as the textbook formula in the same precision, twice over.
+
+Both are held against float64. Nothing is tuned: the bound moves with the problem, as in the tests of PyTorch's and
+FlashAttention's own kernels.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["excess", "rounding", "within_budget"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def rounding(
+    exact: Tensor, terms: int, size: float, *, dtype: torch.dtype = torch.float32, largest_score: float = 0.0
+) -> float:
+    """The floor under every budget: a few units in the last place at the size of the numbers summed.
+
+    The textbook formula can be exact by luck (one key, a saturated softmax) where another order of the same sums
+    rounds; errors of a sum of ``terms`` numbers grow with the square root of their number. A score's own rounding,
+    ``eps * |score|``, becomes a relative error of its weight, whatever computes the weight.
+    """
+    reach = max(1.0, size, float(exact.abs().max()))
+    unit = float(torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps)
+    floor = 8.0 * unit * reach * math.sqrt(terms) + 4.0 * unit * largest_score * max(1.0, size)
+    return floor + (float(torch.finfo(dtype).eps) * reach if dtype in _HALF else 0.0)
+
+
+def excess(result: Tensor, textbook: Tensor, exact: Tensor, floor: float) -> str | None:
+    """What is wrong with a result, in a few words with the place of the largest error; None where it is in budget."""
+    if result.shape != exact.shape:
+        return f"shape {tuple(result.shape)}, not {tuple(exact.shape)}"
+    result, textbook, exact = (tensor.detach().double() for tensor in (result, textbook, exact))
+    finite = torch.isfinite(exact)
+    strange = torch.isfinite(result) != finite
+    if bool(strange.any()):
+        place = tuple(strange.nonzero()[0].tolist())
+        how = "not" if bool(torch.isfinite(result[place])) else "not finite like"
+        return f"{result[place].item():.4g} at {list(place)}, {how} {exact[place].item():.4g}"
+    error = (result - exact).masked_fill(~finite, 0.0).abs()
+    if error.numel() == 0:
+        return None
+    allowed = 2.0 * (textbook - exact).masked_fill(~finite, 0.0).nan_to_num().abs().max().item() + floor
+    if error.max().item() <= allowed:
+        return None
+    place = tuple(torch.unravel_index(error.argmax(), error.shape))
+    at = [int(index) for index in place]
+    return (
+        f"{result[place].item():.6g} at {at}, not {exact[place].item():.6g} "
+        f"(error {error.max().item():.2g} above its budget {allowed:.2g})"
+    )
+
+
+def within_budget(
+    name: str, result: Tensor, textbook: Tensor, exact: Tensor, *, terms: int = 1, size: float = 1.0
+) -> None:
+    """Assert that ``result`` is finite where ``exact`` is, and near enough to it.
+
+    ``terms`` is how many numbers a sum has, ``size`` how large each of them is; see ``rounding``.
+    """
+    finite = exact[torch.isfinite(exact)]
+    floor = rounding(finite, terms, size) if finite.numel() else 0.0
+    wrong = excess(result, textbook, exact, floor)
+    assert wrong is None, f"{name}: {wrong}"

@@ -1,0 +1,129 @@
+"""Dropout: how much is dropped, where, that nothing is while it is off, and that backward knows.
+
+With the identity for values the output is the weights themselves, so dropped ones can be counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from clearhead.verify.budget import excess
+from clearhead.verify.case import Case
+from clearhead.verify.law import Broken, Law, NotApplicable
+from clearhead.verify.laws.numbers import require
+from clearhead.verify.subject import Subject, Tensors, expected_of
+
+__all__ = ["LAWS"]
+
+#: Standard deviations that chance may take: once in two million times.
+_SIGMAS = 5.0
+
+
+def _probe(subject: Subject, case: Case) -> tuple[Tensors, Tensor]:
+    """Tensors whose values are the identity beside random numbers, and the weights before dropout."""
+    query, key, value = subject.draw(case)
+    value = value.clone()
+    value[..., : case.k_len] = torch.eye(case.k_len, dtype=value.dtype, device=value.device)
+    return (query, key, value), expected_of((query, key, value)).weights
+
+
+def _factors(subject: Subject, case: Case, output: Tensor, weights: Tensor) -> Tensor:
+    """What each weight was multiplied by: 0 or ``1 / (1 - p)``, else it was not dropout."""
+    factor = output[..., : case.k_len].detach().double() / weights
+    kept = 1.0 / (1.0 - case.dropout)
+    unit = 64.0 * torch.finfo(subject.dtype).eps
+    strange = (factor.abs() > unit) & ((factor - kept).abs() > unit * kept)
+    if bool(strange.any()):
+        place = strange.nonzero()[0].tolist()
+        raise Broken(
+            f"the weight at {place} is multiplied by {factor[tuple(place)].item():.4g}, not by 0 or {kept:.4g}"
+        )
+    return (factor > 0.5 * kept).double() * kept
+
+
+def _check_statistics(subject: Subject, case: Case) -> None:
+    tensors, weights = _probe(subject, case)
+    output = subject.call(case, tensors, training=True).output
+    kept = (_factors(subject, case, output, weights) > 0.0).double()
+    p = case.dropout
+    _near("the share of weights kept", kept.mean().item(), 1.0 - p, (p * (1.0 - p) / kept.numel()) ** 0.5)
+    both = (1.0 - p) ** 2 + p**2
+    for axis, name in ((0, "batch members"), (1, "heads"), (2, "queries"), (3, "keys")):
+        if kept.shape[axis] < 2:
+            continue
+        one, other = kept.narrow(axis, 0, kept.shape[axis] - 1), kept.narrow(axis, 1, kept.shape[axis] - 1)
+        same = (one == other).double()
+        # Neighbouring pairs share a member, which widens the spread by at most two.
+        spread = 2.0 * (both * (1.0 - both) / same.numel()) ** 0.5
+        _near(f"the share of weights treated alike in neighbouring {name}", same.mean().item(), both, spread)
+    _check_values(subject, case, tensors, output)
+
+
+def _check_values(subject: Subject, case: Case, tensors: Tensors, output: Tensor) -> None:
+    """Every channel of a value is weighted alike: weights are dropped, not outputs."""
+    seen = output[..., : case.k_len].double() @ tensors[2][..., case.k_len :].double()
+    found = output[..., case.k_len :]
+    budget = 16.0 * torch.finfo(subject.dtype).eps * case.k_len**0.5 * 4.0
+    wrong = excess(found, seen, seen, budget)
+    require(None if wrong is None else f"channels of a value are dropped apart from each other: {wrong}")
+
+
+def _near(what: str, found: float, wanted: float, spread: float) -> None:
+    if abs(found - wanted) > _SIGMAS * spread:
+        raise Broken(f"{what} is {found:.4f}, not {wanted:.4f} (within {_SIGMAS * spread:.2g})")
+
+
+def _check_off(subject: Subject, case: Case) -> None:
+    tensors = subject.draw(case)
+    first, second = (subject.call(case, tensors, training=False, seed=seed).output for seed in (1, 2))
+    if not torch.equal(first, second):
+        raise Broken("the output depends on the random seed while dropout is off")
+    require(subject.off_budget([first], subject.expected(case)))
+
+
+def _check_backward(subject: Subject, case: Case) -> None:
+    tensors, weights = _probe(subject, case)
+    found = subject.gradients(case, tensors, training=True)
+    if found is None:
+        raise NotApplicable("its output carries no gradient")
+    keep = _factors(subject, case, found[0], weights)
+    wrong = subject.off_budget(found, expected_of(tensors, keep=keep))
+    require(None if wrong is None else f"for the weights that forward dropped, {wrong}")
+
+
+def _wide(case: Case) -> Case:
+    """Room in the values for the identity and as many random channels again."""
+    return replace(case, q_len=case.k_len, head_dim=2 * case.k_len, value_dim=2 * case.k_len, size=0.3)
+
+
+_PROBE = _wide(Case(batch=2, kv_heads=4, q_len=32, k_len=32, dropout=0.25))
+
+LAWS = (
+    Law(
+        name="dropout",
+        says="weights are dropped with probability p, each for itself, and the others divided by 1 - p",
+        check=_check_statistics,
+        search=False,
+        needs=frozenset({"dropout"}),
+        cases=(_PROBE, replace(_PROBE, dropout=0.5)),
+    ),
+    Law(
+        name="dropout off",
+        says="nothing is dropped with probability 0, or by a module that is not training",
+        check=_check_off,
+        needs=frozenset({"dropout"}),
+        cases=tuple(Case(batch=2, kv_heads=2, q_len=9, k_len=9, dropout=p) for p in (0.0, 0.5)),
+    ),
+    Law(
+        name="dropout in backward",
+        says="gradients are those of the weights that forward kept",
+        check=_check_backward,
+        needs=frozenset({"dropout"}),
+        fit=_wide,
+        cases=(_PROBE, replace(_PROBE, dropout=0.5)),
+    ),
+)
+"""Laws of dropout."""

@@ -1,0 +1,179 @@
+"""Masks: what True means, where a causal flag begins, every kind of mask, and rows with nothing to attend to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from clearhead.verify.budget import excess
+from clearhead.verify.case import Case
+from clearhead.verify.law import Broken, Law, NotApplicable
+from clearhead.verify.laws.numbers import check_both
+from clearhead.verify.masks import KINDS
+from clearhead.verify.subject import Subject, expected_of
+
+__all__ = ["LAWS", "as_square"]
+
+
+def as_square(case: Case) -> Case:
+    """As many keys as queries where the mask needs it; negative positions are left to masks that read only distance."""
+    if case.mask != "none" and KINDS[case.mask].square:
+        return replace(case, q_len=case.k_len, end=False)
+    return replace(case, end=case.end and case.q_len <= case.k_len)
+
+
+def _needs_full_rows(subject: Subject, case: Case) -> None:
+    """Rows with nothing to attend to have a law of their own, so that the name of a broken law says what is wrong."""
+    mask = subject.spoken(case)
+    if mask is not None and not bool(mask.allowed.any(dim=-1).all()):
+        raise NotApplicable("a query may attend to nothing, which is another law's matter")
+
+
+def _check_masked(subject: Subject, case: Case) -> None:
+    _needs_full_rows(subject, case)
+    check_both(subject, case)
+
+
+def _check_polarity(subject: Subject, case: Case) -> None:
+    _needs_full_rows(subject, case)
+    tensors = subject.draw(case)
+    output = subject.call(case, tensors).output
+    wrong = subject.off_budget([output], subject.expected(case))
+    if wrong is None:
+        return
+    mask = subject.spoken(case)
+    assert mask is not None
+    inverse = expected_of(tensors, allowed=~mask.allowed)
+    if excess(output, inverse.textbook[0], inverse.exact[0], inverse.floors[0]) is None:
+        raise Broken("True in its mask forbids, where it should mean that a query may attend")
+    unmasked = expected_of(tensors)
+    if excess(output, unmasked.textbook[0], unmasked.exact[0], unmasked.floors[0]) is None:
+        raise Broken("the mask is ignored")
+    raise Broken(wrong)
+
+
+def _check_flag(subject: Subject, case: Case) -> None:
+    """With the flag alone; the other alignment is named where the function has that one."""
+    tensors = subject.draw(case)
+    output = subject.call(case, tensors, form="flag").output
+    wrong = subject.off_budget([output], subject.expected(case))
+    if wrong is None:
+        check_both(subject, replace(case, form="flag"))
+        return
+    q_pos = torch.arange(case.q_len, device=subject.device)[:, None] + case.k_len - case.q_len
+    other = expected_of(tensors, allowed=torch.arange(case.k_len, device=subject.device)[None] <= q_pos)
+    if case.q_len != case.k_len and excess(output, other.textbook[0], other.exact[0], other.floors[0]) is None:
+        raise Broken("its causal flag puts the last query beside the last key; here the first is beside the first key")
+    raise Broken(wrong)
+
+
+def _check_end(subject: Subject, case: Case) -> None:
+    """A causal mask that is given in full, for either alignment."""
+    output = subject.call(case, subject.draw(case)).output
+    wrong = subject.off_budget([output], subject.expected(case))
+    if wrong is not None:
+        other = subject.expected(replace(case, end=not case.end))
+        if excess(output, other.textbook[0], other.exact[0], other.floors[0]) is None:
+            places = ("first", "last") if case.end else ("last", "first")
+            raise Broken(
+                f"the {places[0]} query stands beside the {places[0]} key, not the {places[1]} beside the {places[1]}"
+            )
+        raise Broken(wrong)
+    check_both(subject, case)
+
+
+_SMALL = Case(batch=2, kv_heads=2, q_len=9, k_len=9)
+_EMPTY = ("padding to nothing", "document ids", "empty rows", "nothing")
+_MASK = frozenset({"mask"})
+
+LAWS = (
+    Law(
+        name="mask polarity",
+        says="a mask changes what is attended to, and True in it means what the convention says",
+        check=_check_polarity,
+        needs=_MASK,
+        every_form=True,
+        cases=(
+            Case(mask="one key", q_len=3, k_len=3), Case(batch=2, kv_heads=2, q_len=7, k_len=7, mask="one key"),
+            replace(_SMALL, mask="not window"),
+        ),
+    ),
+    Law(
+        name="masks",
+        says="every kind of mask, in every form, gives the formula's output and gradients",
+        check=_check_masked,
+        needs=_MASK,
+        every_form=True,
+        fit=as_square,
+        cases=tuple(
+            replace(_SMALL, batch=3, mask=name, q_len=length, k_len=length)
+            for name in KINDS if name not in _EMPTY
+            for length in (9, 21, *((65, 129) if name in ("causal", "window", "padding", "documents") else ()))
+        ),
+    ),
+    Law(
+        name="masks and lengths",
+        says="masks hold where q_len differs from k_len, for queries at the front and at the end",
+        check=_check_masked,
+        needs=_MASK,
+        fit=as_square,
+        cases=tuple(
+            replace(_SMALL, batch=3, mask=name, q_len=q_len, k_len=k_len, end=end)
+            for name in ("window", "causal window", "prefix", "padding", "global", "strided", "blocks", "dense")
+            for q_len, k_len, end in ((5, 11, True), (11, 5, False), (1, 65, True))
+        ),
+    ),
+    Law(
+        name="causal flag",
+        says="the causal flag is the causal mask, the first query beside the first key",
+        check=_check_flag,
+        needs=frozenset({"causal flag"}),
+        cases=tuple(
+            replace(_SMALL, mask="causal", form="flag", q_len=q_len, k_len=k_len)
+            for q_len, k_len in ((9, 9), (2, 3), (3, 11), (11, 3), (65, 65), (129, 129), (70, 130))
+        ),
+    ),
+    Law(
+        name="causal alignment",
+        says="a causal mask begins where it is said to: at the first key, or so that the last query is beside the last",
+        check=_check_end,
+        needs=_MASK,
+        fit=as_square,
+        cases=tuple(
+            replace(_SMALL, mask="causal", q_len=q_len, k_len=k_len, end=end)
+            for q_len, k_len in ((2, 3), (3, 11), (64, 129)) for end in (True, False)
+        ),
+    ),
+    Law(
+        name="scale under a mask",
+        says="any scale, negative and 0 too, leaves what is forbidden forbidden",
+        check=_check_masked,
+        needs=frozenset({"scale"}),
+        every_form=True,
+        cases=tuple(
+            replace(_SMALL, mask="causal", q_len=length, k_len=length, scale=scale)
+            for length in (3, 9, 65) for scale in (0.5, 0.0, -0.5)
+        ),
+    ),
+    Law(
+        name="huge scores under a mask",
+        says="scores in the thousands give finite numbers, and what is forbidden stays so",
+        check=_check_masked,
+        needs=_MASK,
+        cases=tuple(
+            replace(_SMALL, mask=name, q_len=length, k_len=length, size=size)
+            for name in ("causal", "dense") for length, size in ((9, 20.0), (9, 100.0), (65, 60.0))
+        ),
+    ),
+    Law(
+        name="empty rows",
+        says="a query that may attend to nothing gives 0, and gradients stay finite",
+        check=check_both,
+        needs=_MASK,
+        every_form=True,
+        fit=as_square,
+        cases=tuple(replace(_SMALL, mask=name, q_len=length, k_len=length) for name in _EMPTY for length in (4, 9, 67)),
+    ),
+)  # fmt: skip
+"""Laws of masks."""

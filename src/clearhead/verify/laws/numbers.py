@@ -1,0 +1,173 @@
+"""Output and gradients against the oracle: sizes, scale, heads, magnitudes, layouts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from clearhead.verify.case import LAYOUTS, Case
+from clearhead.verify.law import REFUSALS, Broken, Law, NotApplicable
+from clearhead.verify.subject import Subject
+
+__all__ = ["LAWS", "check_both", "check_gradients", "check_output", "require"]
+
+LENGTHS = (1, 2, 3, 7, 13, 31, 63, 64, 65, 127, 128, 129, 257)
+_CROSSED = ((1, 257), (257, 1), (64, 65), (65, 64), (31, 129), (2, 1))
+
+
+def require(wrong: str | None) -> None:
+    """Raise ``Broken`` with what is wrong, if anything is."""
+    if wrong is not None:
+        raise Broken(wrong)
+
+
+def check_output(subject: Subject, case: Case) -> None:
+    output = subject.call(case, subject.draw(case)).output
+    require(subject.off_budget([output], subject.expected(case)))
+
+
+def check_gradients(subject: Subject, case: Case) -> None:
+    found = subject.gradients(case, subject.draw(case))
+    if found is None:
+        raise NotApplicable("its output carries no gradient")
+    require(subject.off_budget(found, subject.expected(case)))
+
+
+def check_both(subject: Subject, case: Case) -> None:
+    """Output without gradients, and output with them: many functions take another way then."""
+    check_output(subject, case)
+    _check_gradients_if_any(subject, case)
+
+
+def _check_form(subject: Subject, case: Case) -> None:
+    query, key, value = subject.draw(case)
+    output = subject.call(case, (query, key, value)).output
+    shape = (*query.shape[:3], value.shape[3])
+    if tuple(output.shape) != shape:
+        raise Broken(f"output has shape {tuple(output.shape)}, not {shape}")
+    if output.dtype != query.dtype or output.device != query.device:
+        raise Broken(f"output is {output.dtype} on {output.device}, not {query.dtype} on {query.device}")
+
+
+def _check_inputs_unchanged(subject: Subject, case: Case) -> None:
+    tensors = subject.draw(case)
+    mask = subject.spoken(case)
+    before = [tensor.clone() for tensor in tensors]
+    allowed = None if mask is None else mask.allowed.clone()
+    subject.call(case, tensors, mask=mask)
+    for name, one, other in zip(("query", "key", "value"), tensors, before, strict=True):
+        if not torch.equal(one, other):
+            raise Broken(f"{name} was written to")
+    if mask is not None and allowed is not None and not torch.equal(mask.allowed, allowed):
+        raise Broken("the mask was written to")
+
+
+def _check_heads(subject: Subject, case: Case) -> None:
+    output = subject.call(case, subject.draw(case)).output
+    wrong = subject.off_budget([output], subject.expected(case))
+    if wrong is None:
+        _check_gradients_if_any(subject, case)
+        return
+    if case.group > 1 and case.kv_heads > 1:
+        query, key, value = subject.draw(case)
+        # What the function would have to give if head h read key head h % kv_heads.
+        order = torch.arange(case.heads).view(case.kv_heads, case.group).mT.flatten()
+        other = subject.call(case, (query[:, order], key, value)).output[:, order.argsort()]
+        if subject.off_budget([other], subject.expected(case)) is None:
+            raise Broken(f"query head h reads key head h % {case.kv_heads}, not h // {case.group}: {wrong}")
+    raise Broken(wrong)
+
+
+def _check_gradients_if_any(subject: Subject, case: Case) -> None:
+    try:
+        check_gradients(subject, case)
+    except (NotApplicable, *REFUSALS):
+        return
+
+
+_SMALL = Case(batch=2, kv_heads=2, q_len=7, k_len=7)
+
+LAWS = (
+    Law(
+        name="output",
+        says="the output is softmax(scale * query @ key^T) @ value, on the error budget",
+        check=check_output,
+        cases=(Case(), _SMALL, replace(_SMALL, q_len=3, k_len=11), replace(_SMALL, head_dim=16, value_dim=16)),
+    ),
+    Law(
+        name="gradients",
+        says="dQ, dK and dV are those of the formula, on the error budget",
+        check=check_gradients,
+        cases=(Case(), _SMALL, replace(_SMALL, q_len=3, k_len=11), replace(_SMALL, q_len=40, k_len=33)),
+    ),
+    Law(
+        name="shape and dtype",
+        says="the output is [batch, heads, q_len, value_dim] in query's dtype",
+        check=_check_form,
+        cases=(Case(q_len=1, k_len=1), replace(_SMALL, q_len=3, k_len=11)),
+    ),
+    Law(
+        name="inputs unchanged",
+        says="query, key, value and the mask are not written to",
+        check=_check_inputs_unchanged,
+        cases=(_SMALL, replace(_SMALL, mask="causal"), replace(_SMALL, mask="dense")),
+        every_form=True,
+    ),
+    Law(
+        name="lengths",
+        says="output and gradients hold at 1, at primes, beside tile borders, and where q_len differs from k_len",
+        check=check_both,
+        cases=tuple(
+            Case(kv_heads=2, q_len=q_len, k_len=k_len)
+            for q_len, k_len in (*((length, length) for length in LENGTHS), *_CROSSED)
+        ),
+    ),
+    Law(
+        name="value width",
+        says="values may be wider or narrower than keys",
+        check=check_both,
+        needs=frozenset({"value width"}),
+        cases=(replace(_SMALL, value_dim=3), replace(_SMALL, head_dim=4, value_dim=12)),
+    ),
+    Law(
+        name="scale",
+        says="scores are multiplied by scale, by default 1 / sqrt(head_dim), head_dim the width of query",
+        check=check_both,
+        needs=frozenset({"scale"}),
+        cases=(
+            replace(_SMALL, scale=1.0), replace(_SMALL, scale=0.05), replace(_SMALL, scale=-0.5),
+            replace(_SMALL, head_dim=16, value_dim=4), replace(_SMALL, head_dim=3, value_dim=3),
+            replace(_SMALL, scale=0.0),
+        ),
+    ),
+    Law(
+        name="default scale",
+        says="scores are multiplied by 1 / sqrt(head_dim)",
+        check=check_output,
+        cases=(replace(_SMALL, head_dim=2, value_dim=2), replace(_SMALL, head_dim=32, value_dim=32)),
+    ),
+    Law(
+        name="grouped heads",
+        says="query head h reads key head h // (heads // kv_heads), forward and backward",
+        check=_check_heads,
+        needs=frozenset({"grouped heads"}),
+        cases=(
+            Case(kv_heads=2, group=2), Case(kv_heads=1, group=4), Case(batch=2, kv_heads=3, group=2, q_len=9, k_len=17),
+            Case(kv_heads=2, group=4, q_len=1, k_len=33),
+        ),
+    ),
+    Law(
+        name="huge scores",
+        says="scores in the thousands give finite numbers, on the error budget",
+        check=check_both,
+        cases=(replace(_SMALL, size=20.0), replace(_SMALL, size=60.0), replace(_SMALL, q_len=65, k_len=65, size=60.0)),
+    ),
+    Law(
+        name="layouts",
+        says="strides and offsets of the inputs do not matter",
+        check=check_both,
+        cases=tuple(replace(_SMALL, layout=layout, q_len=9, k_len=9) for layout in LAYOUTS[1:]),
+    ),
+)  # fmt: skip
+"""Laws of plain numbers."""

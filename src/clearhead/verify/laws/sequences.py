@@ -1,0 +1,153 @@
+"""Sequences: packed as padded, one token at a time as all at once, in parts as whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from clearhead.masks import Causal, Dense, Documents, Padding
+from clearhead.verify.case import Case
+from clearhead.verify.law import Broken, Law, NotApplicable
+from clearhead.verify.laws.numbers import require
+from clearhead.verify.masks import Spoken
+from clearhead.verify.subject import Subject, Tensors, expected_of
+
+__all__ = ["LAWS"]
+
+
+def _lengths(case: Case) -> list[int]:
+    """How ``k_len`` tokens are shared among sequences."""
+    first = max(1, case.k_len // 2)
+    second = max(0, (case.k_len - first) // 3)
+    return [length for length in (first, second, case.k_len - first - second) if length]
+
+
+def _check_packed(subject: Subject, case: Case) -> None:
+    tensors = subject.draw(case)
+    lengths = _lengths(case)
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(subject.device)
+    apart = (numbers[:, None] == numbers[None])[None, None]
+    # Padding of keys cannot say which query belongs to which document.
+    form = "bool" if case.form == "padding" else case.form
+    packed = subject.call(case, tensors, mask=Spoken(apart, Documents(lengths=lengths)), form=form).output
+    require(_named("packed", subject.off_budget([packed], expected_of(tensors, allowed=apart))))
+    padded = _padded(tensors, lengths)
+    ends = torch.tensor(lengths, device=subject.device).view(-1, 1, 1, 1)
+    real = torch.arange(max(lengths), device=subject.device).view(1, 1, 1, -1) < ends
+    real = real.expand(-1, 1, max(lengths), -1)
+    output = subject.call(case, padded, mask=Spoken(real, Padding(lengths))).output
+    joined = torch.cat([output[row : row + 1, :, :length] for row, length in enumerate(lengths)], dim=2)
+    require(_named("padded", subject.off_budget([joined], expected_of(tensors, allowed=apart))))
+
+
+def _named(what: str, wrong: str | None) -> str | None:
+    return None if wrong is None else f"{what}: {wrong}"
+
+
+def _padded(tensors: Tensors, lengths: list[int]) -> Tensors:
+    """Each sequence as one member of a batch, with large numbers at the padding."""
+    found = []
+    for tensor in tensors:
+        rows = tensor.new_full((len(lengths), tensor.shape[1], max(lengths), tensor.shape[3]), 50.0)
+        start = 0
+        for row, length in enumerate(lengths):
+            rows[row, :, :length] = tensor[0, :, start : start + length]
+            start += length
+        found.append(rows)
+    return found[0], found[1], found[2]
+
+
+def _check_decode(subject: Subject, case: Case) -> None:
+    """Keys and values are written into room that is there beforehand, as a cache does."""
+    query, key, value = subject.draw(case)
+    causal = torch.ones(case.k_len, case.k_len, dtype=torch.bool, device=subject.device).tril()
+    wanted = expected_of((query, key, value), allowed=causal)
+    held, stored = torch.full_like(key, 9.0), torch.full_like(value, 9.0)
+    rows = []
+    for step in range(case.k_len):
+        held[:, :, step], stored[:, :, step] = key[:, :, step], value[:, :, step]
+        seen = (query[:, :, step : step + 1], held[:, :, : step + 1], stored[:, :, : step + 1])
+        rows.append(subject.call(case, seen, mask=None, form="none").output.clone())
+    require(_named("one token at a time", subject.off_budget([torch.cat(rows, dim=2)], wanted)))
+
+
+def _check_static_cache(subject: Subject, case: Case) -> None:
+    """A cache of fixed room: every slot is handed over, and a mask says which are filled."""
+    query, key, value = subject.draw(case)
+    causal = torch.ones(case.k_len, case.k_len, dtype=torch.bool, device=subject.device).tril()
+    wanted = expected_of((query, key, value), allowed=causal)
+    held, stored = torch.full_like(key, 9.0), torch.full_like(value, 9.0)
+    form, rows = subject.signature.forms("dense", frozenset({"mask"}))[0], []
+    for step in range(case.k_len):
+        held[:, :, step], stored[:, :, step] = key[:, :, step], value[:, :, step]
+        allowed = causal[None, None, step : step + 1]
+        mask = Spoken(allowed, Causal() if form == "object" else Dense(allowed))
+        token = (query[:, :, step : step + 1], held, stored)
+        rows.append(subject.call(case, token, mask=mask, form=form, offset=step).output.clone())
+    require(_named("from a cache of fixed room", subject.off_budget([torch.cat(rows, dim=2)], wanted)))
+
+
+def _check_split(subject: Subject, case: Case) -> None:
+    """Two halves of the keys, put together by their log-sum-exp."""
+    query, key, value = subject.draw(case)
+    cut = case.k_len // 2
+    if cut == 0:
+        raise NotApplicable("one key cannot be split")
+    halves = [
+        subject.call(case, (query, key[:, :, part], value[:, :, part]), returned=True)
+        for part in (slice(None, cut), slice(cut, None))
+    ]
+    if halves[0].lse is None or halves[1].lse is None:
+        raise NotApplicable("it returns no log-sum-exp")
+    lses = torch.stack([halves[0].lse.double(), halves[1].lse.double()])
+    shares = torch.softmax(lses, dim=0)[..., None]
+    if shares.shape[1:-1] != halves[0].output.shape[:-1]:
+        raise Broken(f"lse has shape {tuple(lses.shape[1:])} for an output {tuple(halves[0].output.shape)}")
+    merged = shares[0] * halves[0].output.double() + shares[1] * halves[1].output.double()
+    require(_named("merged", subject.off_budget([merged], subject.expected(case))))
+
+
+def _one_sequence(case: Case) -> Case:
+    return replace(case, batch=1, q_len=case.k_len)
+
+
+def _all_tokens(case: Case) -> Case:
+    return replace(case, q_len=case.k_len)
+
+
+_TOKENS = Case(kv_heads=2, q_len=9, k_len=9)
+
+LAWS = (
+    Law(
+        name="packed equals padded",
+        says="sequences laid end to end under a mask give what they give padded, and alone",
+        check=_check_packed,
+        needs=frozenset({"mask"}),
+        every_form=True,
+        fit=_one_sequence,
+        cases=tuple(replace(_TOKENS, mask="padding", q_len=length, k_len=length) for length in (2, 9, 100)),
+    ),
+    Law(
+        name="decode equals prefill",
+        says="one token at a time, on keys that grow in place, gives what all at once gives",
+        check=_check_decode,
+        fit=_all_tokens,
+        cases=(replace(_TOKENS, q_len=2, k_len=2), replace(_TOKENS, batch=2), replace(_TOKENS, q_len=18, k_len=18)),
+    ),
+    Law(
+        name="fixed cache",
+        says="one token at a time, from a cache of fixed room under a mask, gives what all at once gives",
+        check=_check_static_cache,
+        needs=frozenset({"mask"}),
+        fit=_all_tokens,
+        cases=(replace(_TOKENS, q_len=2, k_len=2), replace(_TOKENS, batch=2), replace(_TOKENS, q_len=18, k_len=18)),
+    ),
+    Law(
+        name="split and merged",
+        says="two halves of the keys, merged by their log-sum-exp, give the whole",
+        check=_check_split,
+        cases=(Case(q_len=2, k_len=2), replace(_TOKENS, batch=2), replace(_TOKENS, q_len=3, k_len=130)),
+    ),
+)
+"""Laws of sequences."""

@@ -1,0 +1,60 @@
+"""The formula in a few lines, written apart from every backend: in float64 the truth, in a call's own dtype the
+textbook that a budget is taken from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Attended", "attend", "slope"]
+
+
+@dataclass(frozen=True, eq=False)
+class Attended:
+    """Output ``[batch, heads, q_len, value_dim]``, weights, log-sum-exp, and the largest score in size."""
+
+    output: Tensor
+    weights: Tensor
+    lse: Tensor
+    largest_score: float
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, *, allowed: Tensor | None = None, scale: float | None = None,
+    bias: Tensor | None = None, keep: Tensor | None = None,
+) -> Attended:  # fmt: skip
+    """``softmax(scale * query @ key^T + bias, where allowed) * keep @ value``, every step in the tensors' dtype.
+
+    Args:
+        query: ``[batch, heads, q_len, head_dim]``.
+        key: ``[batch, kv_heads, k_len, head_dim]``; query head ``h`` reads key head ``h // (heads // kv_heads)``.
+        value: ``[batch, kv_heads, k_len, value_dim]``.
+        allowed: bool that broadcasts to the scores; True may attend. A row without one True gives 0.
+        scale: by default ``1 / sqrt(head_dim)``.
+        bias: is added to scaled scores.
+        keep: factor on each weight: 0 where it is dropped, ``1 / (1 - p)`` elsewhere.
+    """
+    of_head = torch.arange(query.shape[1], device=query.device) // (query.shape[1] // key.shape[1])
+    key, value = key[:, of_head], value[:, of_head]
+    scores = query @ key.mT * (query.shape[3] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        scores = scores + bias
+    largest = scores.detach().abs().max().item() if scores.numel() else 0.0
+    if allowed is not None:
+        scores = torch.where(allowed, scores, -torch.inf)
+    top = scores.detach().amax(dim=-1, keepdim=True)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    terms = torch.exp(scores - top)
+    total = terms.sum(dim=-1, keepdim=True)
+    weights = terms / torch.where(total == 0.0, 1.0, total)
+    lse = (top + torch.log(total))[..., 0]
+    output = (weights if keep is None else weights * keep) @ value
+    return Attended(output, weights, lse, largest)
+
+
+def slope(output: Tensor) -> Tensor:
+    """A gradient to hand to ``output``: differs from place to place, never 0 for long."""
+    steps = torch.arange(output.numel(), dtype=torch.float64, device=output.device)
+    return torch.cos(0.7 * steps + 0.3).to(output.dtype).view_as(output)

@@ -1,0 +1,132 @@
+"""What verify found: one finding a law, as a table in plain text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from clearhead.verify.case import Case
+
+__all__ = ["Finding", "Report", "Status"]
+
+Status = Literal["holds", "fails", "does not apply"]
+
+_MARKS = {"holds": "ok", "fails": "FAILS", "does not apply": "-"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What became of one law.
+
+    Attributes:
+        law: its name.
+        says: what holds where it holds.
+        status: "holds", "fails" or "does not apply".
+        detail: how it fails, why it does not apply, or what the function refused on the way.
+        example: the smallest failing case found.
+        cases: how many cases it was tried on.
+    """
+
+    law: str
+    says: str
+    status: Status
+    detail: str = ""
+    example: Case | None = None
+    cases: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        example = None if self.example is None else self.example.to_dict()
+        return {
+            "law": self.law, "says": self.says, "status": self.status, "detail": self.detail, "example": example,
+            "cases": self.cases,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All findings about one function; ``str`` is a table.
+
+    Attributes:
+        name: of the function.
+        signature: the convention it was called by.
+        dtype: the numbers it was tried on.
+        device: where they lay.
+        findings: one a law.
+        versions: of Python, torch and clearhead.
+        searched: whether Hypothesis looked for further and smaller examples.
+    """
+
+    name: str
+    signature: str
+    dtype: str
+    device: str
+    findings: tuple[Finding, ...]
+    versions: dict[str, str]
+    searched: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether no law fails and at least one holds."""
+        return not self.broken and any(finding.status == "holds" for finding in self.findings)
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """Names of the laws that fail."""
+        return tuple(finding.law for finding in self.findings if finding.status == "fails")
+
+    def __getitem__(self, law: str) -> Finding:
+        return next(finding for finding in self.findings if finding.law == law)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        counts = {status: sum(finding.status == status for finding in self.findings) for status in _MARKS}
+        if self.broken:
+            tried = counts["fails"] + counts["holds"]
+            return f"{counts['fails']} of {tried} laws that apply fail: {', '.join(self.broken)}."
+        if not self.ok:
+            return "no law could be tried."
+        return f"all {counts['holds']} laws that apply hold."
+
+    @property
+    def heading(self) -> str:
+        where = f"signature {self.signature}, {self.dtype} on {self.device}"
+        return f"{self.name}: {where}; {', '.join(f'{name} {version}' for name, version in self.versions.items())}"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader must know about how the report was made."""
+        without = (
+            "Only the fixed cases were tried, and failing examples are not made smaller (examples is 0, or Hypothesis "
+            "is not installed: install clearhead[verify])."
+        )
+        return () if self.searched else (without,)
+
+    def lines(self, width: int = 118) -> list[str]:
+        """The table, a finding a line and what went wrong below it."""
+        name = max((len(finding.law) for finding in self.findings), default=0)
+        found = [self.heading, *self.notes, ""]
+        for finding in self.findings:
+            lead = f"  {_MARKS[finding.status]:<5} {finding.law:<{name}}  "
+            text = finding.says if finding.status == "holds" else finding.detail
+            wrapped = textwrap.wrap(text, max(30, width - len(lead))) or [""]
+            found += [lead + wrapped[0], *(" " * len(lead) + line for line in wrapped[1:])]
+            if finding.example is not None:
+                found.append(f"{'':{len(lead)}}with {finding.example}")
+        return [*(line.rstrip() for line in found), "", self.verdict]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name, "signature": self.signature, "dtype": self.dtype, "device": self.device,
+            "versions": self.versions, "searched": self.searched, "ok": self.ok, "verdict": self.verdict,
+            "findings": [finding.to_dict() for finding in self.findings],
+        }  # fmt: skip
+
+    def to_json(self) -> str:
+        """Everything, as JSON."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)

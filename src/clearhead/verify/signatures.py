@@ -1,0 +1,280 @@
+"""How a function wants to be called, and what its arguments can say.
+
+A ``Call`` is a problem in neutral words; a signature hands it to a function and reads the answer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.errors import UnsupportedError
+from clearhead.masks import Dense
+from clearhead.scores import DenseBias
+from clearhead.verify.masks import Spoken
+
+__all__ = ["CARRIED", "SIGNATURES", "Answer", "Call", "Signature", "signature_of"]
+
+CARRIED: Final = {
+    "mask": "a mask of any pattern",
+    "causal flag": "a flag that means causal",
+    "score rules": "score rules",
+    "scale": "the factor on scores",
+    "grouped heads": "fewer key heads than query heads",
+    "value width": "values of another width than keys",
+    "dropout": "a probability of dropping weights",
+}
+"""What a signature may be able to say."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Call:
+    """One call in neutral words; tensors are ``[batch, heads, len, dim]``.
+
+    Attributes:
+        mask: what may be attended to; None for everything.
+        form: how the mask is handed over.
+        offset: absolute position of the first query.
+        scale: factor on scores; None for the default.
+        dropout: probability; acts only while ``training``.
+        training: whether a module is in training mode.
+        returned: ask for weights where the signature can.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Spoken | None = None
+    form: str = "none"
+    offset: int = 0
+    scale: float | None = None
+    dropout: float = 0.0
+    training: bool = False
+    returned: bool = False
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Answer:
+    """What came back: the output, and what else the function returned, per query head."""
+
+    output: Tensor
+    lse: Tensor | None = None
+    weights: Tensor | None = None
+    entropy: Tensor | None = None
+    received: Tensor | None = None
+
+
+class Signature(ABC):
+    """A convention of calling attention."""
+
+    name: str
+
+    @abstractmethod
+    def carries(self, fn: Callable[..., Any]) -> frozenset[str]:
+        """What ``fn`` can be told, of ``CARRIED``; read off its parameters where Python can see them."""
+
+    @abstractmethod
+    def forms(self, mask: str, carried: frozenset[str]) -> tuple[str, ...]:
+        """The forms in which a mask of this name can be handed to a function, the plainest first; none where in none.
+
+        ``carried`` is what ``carries`` says of the function.
+        """
+
+    @abstractmethod
+    def call(self, fn: Callable[..., Any], call: Call) -> Answer:
+        """Call ``fn`` and read what it returns."""
+
+
+class Sdpa(Signature):
+    """As ``torch.nn.functional.scaled_dot_product_attention``: bool masks in which True may attend, float masks that
+    are added, ``is_causal`` from the upper left corner. May return ``(output, lse)`` or ``(output, weights)``."""
+
+    name = "sdpa"
+
+    def carries(self, fn: Callable[..., Any]) -> frozenset[str]:
+        known = _parameters(fn)
+        words = {
+            "mask": "attn_mask", "causal flag": "is_causal", "scale": "scale", "grouped heads": "enable_gqa",
+            "dropout": "dropout_p",
+        }  # fmt: skip
+        return frozenset({"value width"} | {word for word, name in words.items() if known is None or name in known})
+
+    def forms(self, mask: str, carried: frozenset[str]) -> tuple[str, ...]:
+        flag = ("flag",) if mask == "causal" and "causal flag" in carried else ()
+        return (*flag, *(("bool", "float") if "mask" in carried else ()))
+
+    def call(self, fn: Callable[..., Any], call: Call) -> Answer:
+        options: dict[str, Any] = {}
+        if call.form == "flag":
+            options["is_causal"] = True
+        elif call.mask is not None:
+            options["attn_mask"] = call.mask.allowed if call.form == "bool" else _added(call)
+        if call.scale is not None:
+            options["scale"] = call.scale
+        if call.query.shape[1] != call.key.shape[1]:
+            options["enable_gqa"] = True
+        if call.dropout and call.training:
+            options["dropout_p"] = call.dropout
+        return read(fn(call.query, call.key, call.value, **options), call)
+
+
+class Clearhead(Signature):
+    """As ``clearhead.attention``: mask objects, score rules, absolute positions. May return an ``Observation``."""
+
+    name = "clearhead"
+
+    def carries(self, fn: Callable[..., Any]) -> frozenset[str]:
+        known = _parameters(fn)
+        words = {"mask": "mask", "score rules": "scores", "scale": "scale", "dropout": "dropout"}
+        found = {word for word, name in words.items() if known is None or name in known}
+        return frozenset({"grouped heads", "value width"} | found)
+
+    def forms(self, mask: str, carried: frozenset[str]) -> tuple[str, ...]:
+        if "mask" not in carried:
+            return ()
+        return ("object", "bool", *(("float",) if "score rules" in carried else ()))
+
+    def call(self, fn: Callable[..., Any], call: Call) -> Answer:
+        options: dict[str, Any] = {}
+        if call.mask is not None:
+            options["query_offset"] = call.offset
+            if call.form == "float":
+                options["scores"] = (DenseBias(_added(call)),)
+            else:
+                options["mask"] = Dense(call.mask.allowed) if call.form == "bool" else call.mask.ours
+        if call.scale is not None:
+            options["scale"] = call.scale
+        if call.dropout and call.training:
+            options["dropout"] = call.dropout
+        return read(fn(call.query, call.key, call.value, **options), call)
+
+
+class Mha(Signature):
+    """As ``torch.nn.MultiheadAttention``: a factory ``fn(embed_dim, num_heads, dropout=, batch_first=)`` of modules.
+
+    Its projections are set to permutations that differ, which are exact, so that heads can be compared. In its masks
+    True forbids.
+    """
+
+    name = "mha"
+
+    def carries(self, fn: Callable[..., Any]) -> frozenset[str]:
+        return frozenset({"mask", "dropout"})
+
+    def forms(self, mask: str, carried: frozenset[str]) -> tuple[str, ...]:
+        if mask in ("padding", "padding to nothing"):
+            return ("bool", "float", "padding")
+        return ("bool", "flag", "float") if mask == "causal" else ("bool", "float")
+
+    def call(self, fn: Callable[..., Any], call: Call) -> Answer:
+        batch, heads, _, head_dim = call.query.shape
+        width = heads * head_dim
+        module = fn(width, heads, dropout=call.dropout, batch_first=True)
+        module.to(device=call.query.device, dtype=call.query.dtype).train(call.training)
+        orders = [_order(width, turn, call.query.device) for turn in range(4)]
+        _permute(module, orders)
+        given = zip((call.query, call.key, call.value), orders[:3], strict=True)
+        inputs = [tensor.transpose(1, 2).flatten(2)[..., order.argsort()] for tensor, order in given]
+        options: dict[str, Any] = {"need_weights": call.returned}
+        if call.returned:
+            options["average_attn_weights"] = False
+        if call.mask is not None:
+            options |= self._masks(call, batch, heads)
+        output, weights = module(*inputs, **options)
+        output = output[..., orders[3].argsort()].unflatten(-1, (heads, head_dim)).transpose(1, 2)
+        return Answer(output=output, weights=weights)
+
+    def _masks(self, call: Call, batch: int, heads: int) -> dict[str, Any]:
+        assert call.mask is not None
+        forbidden = ~call.mask.allowed
+        if call.form == "padding":
+            return {"key_padding_mask": forbidden[:, 0, 0].expand(batch, -1)}
+        if call.form == "float":
+            forbidden = _added(call)
+        whole = forbidden.expand(batch, heads, *forbidden.shape[2:])
+        square = forbidden[0, 0] if forbidden.shape[:2] == (1, 1) else whole.flatten(0, 1)
+        return {"attn_mask": square, **({"is_causal": True} if call.form == "flag" else {})}
+
+
+def _order(width: int, turn: int, device: torch.device) -> Tensor:
+    """A permutation of channels for each projection, so that projections taken for one another are noticed."""
+    return torch.randperm(width, generator=torch.Generator().manual_seed(100 + turn)).to(device)
+
+
+def _permute(module: nn.Module, orders: list[Tensor]) -> None:
+    """Set the module's projections so that channel ``c`` of the result is channel ``order[c]`` of the input."""
+    width = orders[0].shape[0]
+    packed, last = getattr(module, "in_proj_weight", None), getattr(module, "out_proj", None)
+    if not isinstance(packed, Tensor) or tuple(packed.shape) != (3 * width, width) or not isinstance(last, nn.Linear):
+        raise UnsupportedError.about(
+            "verify", "fn", must="make a module with in_proj_weight [3 * embed_dim, embed_dim] and out_proj",
+            got=type(module).__name__, then="Wrap its heads in a function and use signature='sdpa'.",
+        )  # fmt: skip
+    with torch.no_grad():
+        eye = torch.eye(width, dtype=packed.dtype, device=packed.device)
+        packed.copy_(torch.cat([eye[order] for order in orders[:3]]))
+        last.weight.copy_(eye[orders[3]])
+        for bias in (getattr(module, "in_proj_bias", None), last.bias):
+            if bias is not None:
+                bias.zero_()
+
+
+def _added(call: Call) -> Tensor:
+    """The mask as a float that is added: 0 where a query may attend, -inf elsewhere."""
+    assert call.mask is not None
+    allowed = call.mask.allowed
+    return torch.zeros(allowed.shape, dtype=call.query.dtype, device=allowed.device).masked_fill(~allowed, -torch.inf)
+
+
+def _parameters(fn: Callable[..., Any]) -> frozenset[str] | None:
+    """Names of a function's parameters; None where they are unknown or anything goes."""
+    try:
+        found = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in found.values()):
+        return None
+    return frozenset(found)
+
+
+def read(result: Any, call: Call) -> Answer:
+    """An answer from what a function returned: a tensor, an ``Observation``, or a tuple told apart by shapes."""
+    if isinstance(result, Tensor):
+        return Answer(output=result)
+    if hasattr(result, "output"):
+        rows = getattr(result, "rows", None)
+        return Answer(
+            output=result.output, lse=getattr(result, "lse", None),
+            weights=rows if rows is not None and rows.shape[-2] == call.query.shape[2] else None,
+            entropy=getattr(result, "entropy", None), received=getattr(result, "received", None),
+        )  # fmt: skip
+    if isinstance(result, (tuple, list)) and result and isinstance(result[0], Tensor):
+        named = {
+            {3: "lse", 4: "weights"}.get(extra.ndim, ""): extra for extra in result[1:] if isinstance(extra, Tensor)
+        }
+        return Answer(output=result[0], lse=named.get("lse"), weights=named.get("weights"))
+    raise TypeError(f"returned {type(result).__name__}, not a tensor, an Observation or a tuple that begins with one")
+
+
+SIGNATURES: Final[dict[str, Signature]] = {known.name: known for known in (Sdpa(), Clearhead(), Mha())}
+"""The conventions that are known, by name."""
+
+
+def signature_of(name: str) -> Signature:
+    """The convention of that name.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    if name not in SIGNATURES:
+        raise UnsupportedError.about(
+            "verify", "signature", must=f"be one of {', '.join(map(repr, SIGNATURES))}", got=repr(name)[:80],
+            then="Wrap the function to have one of these.",
+        )  # fmt: skip
+    return SIGNATURES[name]

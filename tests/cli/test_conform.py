@@ -1,0 +1,88 @@
+"""clearhead conform: the exit code tells, the example is shown, and a wrong call is one line."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from clearhead.cli.app import app
+
+QUICK = ["--law", "output", "--law", "lengths", "--law", "mask polarity", "--examples", "5"]
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "my_attention.py"
+    path.write_text(
+        textwrap.dedent("""
+            import torch
+
+            def right(query, key, value, attn_mask=None):
+                return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask)
+
+            def inverted(query, key, value, attn_mask=None):
+                if attn_mask is not None and attn_mask.dtype == torch.bool:
+                    attn_mask = ~attn_mask
+                return right(query, key, value, attn_mask)
+
+            number = 3
+        """),
+        encoding="utf-8",
+    )
+    return path
+
+
+def test_a_right_function_leaves_with_0(mine: Path) -> None:
+    result = CliRunner().invoke(app, ["conform", f"{mine}:right", *QUICK])
+    assert result.exit_code == 0, result.output
+    assert "all 3 laws that apply hold." in result.stdout
+
+
+def test_a_wrong_function_leaves_with_1_and_shows_the_example(mine: Path) -> None:
+    result = CliRunner().invoke(app, ["conform", f"{mine}:inverted", *QUICK])
+    assert result.exit_code == 1
+    assert "FAILS mask polarity" in result.stdout
+    assert "True in its mask forbids" in result.stdout
+    assert "with batch=1 heads=1 q_len=1 k_len=1" in result.stdout
+
+
+def test_json(mine: Path) -> None:
+    result = CliRunner().invoke(app, ["conform", f"{mine}:inverted", *QUICK, "--json"])
+    assert result.exit_code == 1
+    read = json.loads(result.stdout)
+    assert not read["ok"]
+    assert {finding["law"]: finding["status"] for finding in read["findings"]} == {
+        "output": "holds", "lengths": "holds", "mask polarity": "fails",
+    }  # fmt: skip
+
+
+def test_a_module_by_name_and_another_signature() -> None:
+    arguments = ["torch.nn:MultiheadAttention", "--signature", "mha", "--law", "output", "--dtype", "float64"]
+    result = CliRunner().invoke(app, ["conform", *arguments, "--examples", "0"])
+    assert result.exit_code == 0, result.output
+    assert "signature mha, float64 on cpu" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing"], "target must be MODULE:FUNCTION; got 'nothing'."),
+        (["no_such_module:f"], "target must name a module that can be imported"),
+        (["no_such_file.py:f"], "target must name a module that can be imported"),
+        (["torch:no_such_name"], "target must name something in torch; got 'no_such_name'."),
+        (["torch:__version__"], "target must be callable"),
+        (["torch:add", "--dtype", "int8"], "--dtype must be one of"),
+        (["torch:add", "--device", "moon"], "--device must be a device"),
+        (["torch:add", "--signature", "onnx"], "signature must be one of"),
+        (["torch:add", "--law", "gravity"], "laws must be names of laws; got 'gravity'."),
+    ],
+)
+def test_a_wrong_call_is_one_line_and_exit_code_2(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(app, ["conform", *arguments])
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert len(result.stderr.splitlines()) == 1

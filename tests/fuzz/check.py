@@ -1,0 +1,148 @@
+"""One random problem on every backend of this machine, held against the formula in plain arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import clearhead as ch
+from clearhead.backends.dropout import keep_scale
+from clearhead.dispatch import BACKENDS
+from clearhead.verify.budget import excess, rounding
+from clearhead.verify.oracle import slope
+from tests.fuzz.problems import Meant
+
+__all__ = ["HERE", "Wrong", "check"]
+
+#: Backends that can run here at all.
+HERE = tuple(backend.name for backend in BACKENDS if backend.capability.requires() is None)
+
+
+class Wrong(AssertionError):
+    """A backend's number is out of its budget."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Formula:
+    output: Tensor
+    lse: Tensor
+    gradients: tuple[Tensor, ...]
+    largest_score: float
+
+
+def _index(meant: Meant) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    size = meant.drawn
+    return (
+        torch.arange(size.batch).view(-1, 1, 1, 1), torch.arange(size.heads).view(1, -1, 1, 1),
+        torch.arange(size.offset, size.offset + size.q_len).view(1, 1, -1, 1),
+        torch.arange(size.k_len).view(1, 1, 1, -1),
+    )  # fmt: skip
+
+
+def _formula(meant: Meant, tensors: tuple[Tensor, ...], allowed: Tensor, dtype: torch.dtype) -> _Formula:
+    """The formula with every step in ``dtype``."""
+    leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (*tensors, *meant.learned)]
+    query, key, value, *learned = leaves
+    size, index = meant.drawn, _index(meant)
+    of_head = torch.arange(size.heads) // size.group
+    scores = query @ key[:, of_head].mT * (size.head_dim**-0.5 if meant.scale is None else meant.scale)
+    for rule in meant.plain:
+        # In torch a float times a whole tensor is float32, and lifts a 16-bit score to it.
+        scores = rule(scores, *index, learned).to(dtype)
+    scores = torch.where(allowed, scores, -torch.inf)
+    if meant.sink is not None:
+        logits = learned[meant.sink].view(1, -1, 1, 1).expand(size.batch, -1, size.q_len, 1)
+        scores = torch.cat([scores, logits], dim=-1)
+    top = scores.detach().amax(dim=-1, keepdim=True)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    terms = torch.exp(scores - top)
+    total = terms.sum(dim=-1, keepdim=True)
+    weights = (terms / torch.where(total == 0.0, 1.0, total))[..., : size.k_len]
+    if meant.dropout:
+        # Which weights are dropped is stated by the seed alone; that the statement is Philox's has tests of its own.
+        weights = weights * keep_scale(size.seed, meant.dropout, index, dtype)
+    output = weights @ value[:, of_head]
+    found = torch.autograd.grad(output, leaves, slope(output), allow_unused=True)
+    gradients = tuple(torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, found, strict=True))
+    finite = scores.detach()[torch.isfinite(scores.detach())]
+    largest = finite.abs().max().item() if finite.numel() else 0.0
+    return _Formula(output.detach(), (top + torch.log(total))[..., 0].detach(), gradients, largest)
+
+
+def _poisoned(meant: Meant, allowed: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The tensors with poison where nobody may attend, and with 0 there; the same where there is no poison."""
+    if meant.poison is None:
+        return meant.tensors, meant.tensors
+    size = meant.drawn
+    query, key, value = meant.tensors
+    unseen = ~allowed.any(dim=2).unflatten(1, (size.kv_heads, size.group)).any(dim=2)[..., None]
+    bad, clean = (
+        (query, *(tensor.masked_fill(unseen, fill) for tensor in (key, value))) for fill in (meant.poison, 0.0)
+    )
+    return bad, clean
+
+
+def check(meant: Meant, backends: tuple[str, ...] = HERE) -> int:
+    """Raise ``Wrong`` for the first number out of budget; how many backends took the problem."""
+    size = meant.drawn
+    allowed = meant.allowed(*_index(meant)).expand(size.batch, size.heads, size.q_len, size.k_len)
+    given, clean = _poisoned(meant, allowed)
+    dtype = given[0].dtype
+    exact = _formula(meant, clean, allowed, torch.float64)
+    textbook = _formula(meant, clean, allowed, dtype) if dtype != torch.float64 else exact
+    kept = [tensor.detach().to(torch.float64 if dtype == torch.float64 else torch.float32) for tensor in meant.learned]
+    reasons = ch.explain_dispatch(
+        *(tensor.detach().requires_grad_() for tensor in given), **meant.options(kept)
+    ).reasons  # fmt: skip
+    ran = 0
+    for backend in backends:
+        if not reasons[backend]:
+            _check_backend(backend, meant, given, kept, exact, textbook)
+            ran += 1
+    return ran
+
+
+def _check_backend(
+    backend: str, meant: Meant, given: tuple[Tensor, ...], kept: list[Tensor], exact: _Formula, textbook: _Formula
+) -> None:
+    leaves = [tensor.detach().requires_grad_() for tensor in given]
+    learned = [tensor.detach().requires_grad_() for tensor in kept]
+    output = ch.attention(*leaves, backend=backend, **meant.options(learned))
+    _check_lse(backend, meant, given, kept, exact)
+    found = torch.autograd.grad(output, [*leaves, *learned], slope(output), allow_unused=True)
+    zeros = zip([*leaves, *learned], found, strict=True)
+    gradients = [torch.zeros_like(leaf) if one is None else one for leaf, one in zeros]
+    names = ["output", "dQ", "dK", "dV", *(f"gradient of learned tensor {place}" for place in range(len(learned)))]
+    size = meant.drawn
+    # A learned table's entry sums over many scores; a key's gradient over the queries of its group.
+    terms = [size.k_len, size.k_len, size.q_len * size.group, size.q_len * size.group]
+    terms += [size.batch * size.heads * size.q_len * size.k_len] * len(learned)
+    for place, (name, one) in enumerate(zip(names, [output.detach(), *gradients], strict=True)):
+        wanted = (exact.output, *exact.gradients)[place]
+        book = (textbook.output, *textbook.gradients)[place]
+        floor = rounding(wanted, terms[place], 4.0, dtype=given[0].dtype, largest_score=exact.largest_score)
+        wrong = excess(one, book, wanted, floor)
+        if wrong is not None:
+            raise Wrong(f"{backend}: {name} is {wrong} for {meant!r}")
+
+
+def _check_lse(backend: str, meant: Meant, given: tuple[Tensor, ...], kept: list[Tensor], exact: _Formula) -> None:
+    """The log-sum-exp where the backend gives it; asking for it takes another way through the kernels."""
+    want, options = ch.Want(lse=True), meant.options(kept)
+    query, key, value = given
+    if ch.explain_dispatch(query, key, value, want=want, **options).reasons[backend]:
+        return
+    seen = ch.observe_attention(query, key, value, want=want, backend=backend, **options)
+    assert seen.lse is not None
+    floor = rounding(
+        torch.zeros(1), meant.drawn.head_dim, 1.0, largest_score=2.0 * exact.largest_score,
+        dtype=torch.float64 if query.dtype == torch.float64 else torch.float32,
+    )  # fmt: skip
+    if query.dtype in (torch.float16, torch.bfloat16):
+        # Exponentials need some digits more than the 16 bits that weights are rounded to, not all of float32's.
+        floor += torch.finfo(query.dtype).eps / 64.0
+    wrong = excess(seen.lse, exact.lse, exact.lse, floor)
+    if wrong is not None:
+        raise Wrong(f"{backend}: lse is {wrong} for {meant!r}")

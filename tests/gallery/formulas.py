@@ -1,0 +1,179 @@
+"""Each variant of the gallery by its paper's formula: float64, dense, whole matrices of weights, nothing of clearhead.
+
+``formula(module, x, allowed)`` reads the module's parameters and gives what the module should.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Formula = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+def projected(heads: Any, x: Tensor) -> list[Tensor]:
+    """Queries, keys and values ``[batch, heads, len, head_dim]``."""
+    names = ("query_projection", "key_projection", "value_projection")
+    return [getattr(heads, name)(x).unflatten(-1, (-1, heads.head_dim)).transpose(1, 2) for name in names]
+
+
+def softmax(scores: Tensor, allowed: Tensor) -> Tensor:
+    numbers = scores.exp() * allowed
+    return numbers / numbers.sum(dim=-1, keepdim=True)
+
+
+def side_by_side(heads: Tensor) -> Tensor:
+    return torch.cat(list(heads.unbind(dim=1)), dim=-1)
+
+
+def turned(x: Tensor) -> Tensor:
+    """Rotary, pair by pair."""
+    half = x.shape[-1] // 2
+    out = torch.empty_like(x)
+    for place in range(x.shape[-2]):
+        for pair in range(half):
+            angle = place * 10000.0 ** (-pair / half)
+            left, right = x[..., place, pair], x[..., place, pair + half]
+            out[..., place, pair] = left * math.cos(angle) - right * math.sin(angle)
+            out[..., place, pair + half] = left * math.sin(angle) + right * math.cos(angle)
+    return out
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / x.square().sum(dim=-1, keepdim=True).sqrt()
+
+
+def query_key_norm(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
+    query, key, value = projected(module.heads, x)
+    weights = softmax(module.gain * (unit(query) @ unit(key).mT), allowed)
+    return module.heads.output_projection(side_by_side(weights @ value))
+
+
+def gated_attention(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
+    query, key, value = projected(module.heads, x)
+    joined = side_by_side(softmax(query @ key.mT / query.shape[-1] ** 0.5, allowed) @ value)
+    gate = 1 / (1 + torch.exp(-(x @ module.gate.weight.T + module.gate.bias)))
+    return module.heads.output_projection(joined * gate)
+
+
+def differential_attention(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
+    width = x.shape[-1] // module.num_heads
+    query, key, value = (x @ part.T for part in module.project.weight.chunk(3))
+    a1, b1, a2, b2 = module.rates
+    rate = (a1 * b1).sum().exp() - (a2 * b2).sum().exp() + module.lambda_init
+    heads = []
+    for head in range(module.num_heads):
+        own = slice(head * width, (head + 1) * width)
+        (q1, q2), (k1, k2) = (part[..., own].split(width // 2, dim=-1) for part in (query, key))
+        first, second = (softmax(q @ k.mT / (width // 2) ** 0.5, allowed[0, 0]) for q, k in ((q1, k1), (q2, k2)))
+        output = (first - rate * second) @ value[..., own]
+        scaled = output / (output.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * module.norm.weight
+        heads.append(scaled * (1 - module.lambda_init))
+    return torch.cat(heads, dim=-1) @ module.output.weight.T
+
+
+def latent_attention(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
+    """With every head's keys and values written out, as in the paper's equations 9 to 19."""
+    width, rotary_dim = module.sizes
+    latent_dim = module.up.shape[2]
+    compressed = x @ module.compress.weight.T
+    latent, shared = compressed[..., :latent_dim], turned(compressed[..., latent_dim:])
+    query = (x @ module.query.weight.T).unflatten(-1, (-1, width + rotary_dim))
+    heads = []
+    for head in range(query.shape[2]):
+        keys = torch.cat([latent @ module.up[0, head], shared], dim=-1)
+        own = torch.cat([query[:, :, head, :width], turned(query[:, :, head, width:])], dim=-1)
+        weights = softmax(own @ keys.mT / math.sqrt(width + rotary_dim), allowed[0, 0])
+        heads.append(weights @ (latent @ module.up[1, head]))
+    return torch.cat(heads, dim=-1) @ module.output.weight.T
+
+
+def cosine_attention(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
+    query, key, value = projected(module.heads, x)
+    temperature = torch.exp(-module.log_scale).clamp(min=0.01)
+    weights = softmax(unit(query) @ unit(key).mT / temperature, allowed)
+    return module.heads.output_projection(side_by_side(weights @ value))
+
+
+def talking_heads(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
+    query, key, value = projected(module.heads, x)
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    mixed = torch.einsum("bgij,gh->bhij", scores, module.mix_scores)
+    weights = torch.einsum("bgij,gh->bhij", softmax(mixed, allowed), module.mix_weights)
+    return module.heads.output_projection(side_by_side(weights @ value))
+
+
+def learned_sinks(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
+    query, key, value = projected(module.heads, x)
+    (logits,) = (parameter for name, parameter in module.named_parameters() if "logits" in name)
+    query, key = turned(query), turned(key)
+    numbers = (query @ key.mT / query.shape[-1] ** 0.5).exp() * allowed * torch.ones(x.shape[1], x.shape[1]).tril()
+    weights = numbers / (numbers.sum(dim=-1, keepdim=True) + logits.view(1, -1, 1, 1).exp())
+    return module.heads.output_projection(side_by_side(weights @ value))
+
+
+def t5_bucket(behind: int, num_buckets: int = 32, farthest: int = 128) -> int:
+    half = num_buckets // 2
+    start, size, single = half if behind < 0 else 0, abs(behind), half // 2
+    if size < single:
+        return start + size
+    far = single + int(math.log(size / single) / math.log(farthest / single) * (half - single))
+    return start + min(far, half - 1)
+
+
+def t5_attention(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
+    query, key, value = projected(module.heads, x)
+    length = range(x.shape[1])
+    places = torch.tensor([[t5_bucket(i - j) for j in length] for i in length])
+    weights = softmax(query @ key.mT + module.bias[:, places], allowed)
+    return module.heads.output_projection(side_by_side(weights @ value))
+
+
+def swin_windows(module: Any, image: Tensor) -> Tensor:
+    """Pixel by pixel: who shares a window of the shifted grid, without wrapping around."""
+    batch, height, width, _ = image.shape
+    side, shift = module.side, module.shift
+    places = [(row, column) for row in range(height) for column in range(width)]
+    group = [((row - shift) // side, (column - shift) // side) for row, column in places]
+    query, key, value = projected(module.heads, image.flatten(1, 2))
+    count = len(places)
+    allowed = torch.tensor([[group[i] == group[j] for j in range(count)] for i in range(count)])
+    bias = torch.zeros(module.bias.shape[0], count, count, dtype=image.dtype)
+    for i, (row, column) in enumerate(places):
+        for j, (other_row, other_column) in enumerate(places):
+            if allowed[i, j]:
+                bias[:, i, j] = module.bias[:, row - other_row + side - 1, column - other_column + side - 1]
+    weights = softmax(query @ key.mT / query.shape[-1] ** 0.5 + bias, allowed)
+    return module.heads.output_projection(side_by_side(weights @ value)).view(batch, height, width, -1)
+
+
+def perceiver_resampler(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
+    """``allowed [batch, len]``: which tokens are real."""
+
+    def norm(place: int, tokens: Tensor) -> Tensor:
+        own = module.norms[place]
+        middle = tokens - tokens.mean(dim=-1, keepdim=True)
+        return middle / (middle.square().mean(dim=-1, keepdim=True) + own.eps).sqrt() * own.weight + own.bias
+
+    heads = module.heads
+    read_by, read = norm(0, module.latents)[None], norm(1, x)
+    pairs = ((heads.query_projection, read_by), (heads.key_projection, read), (heads.value_projection, read))
+    query, key, value = (
+        layer(source).unflatten(-1, (-1, heads.head_dim)).transpose(1, 2) for layer, source in pairs
+    )  # fmt: skip
+    weights = softmax(query @ key.mT / query.shape[-1] ** 0.5, allowed[:, None, None])
+    read = module.latents + heads.output_projection(side_by_side(weights @ value))
+    return read + module.feedforward(norm(2, read))
+
+
+SEQUENCES: dict[str, Formula] = {
+    formula.__name__: formula
+    for formula in (
+        query_key_norm, gated_attention, differential_attention, latent_attention, cosine_attention, talking_heads,
+        learned_sinks, t5_attention,
+    )
+}  # fmt: skip

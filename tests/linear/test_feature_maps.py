@@ -1,0 +1,108 @@
+"""Feature maps: what they are, that their slopes are theirs, and that Performer's estimate is unbiased."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead.linear import PositiveRandomFeatures, linear_attention
+from clearhead.linear.feature_maps import FEATURE_MAPS
+
+
+@pytest.mark.parametrize("name", [name for name, found in FEATURE_MAPS.items() if found.slope is not None])
+def test_the_slope_is_the_derivative_and_absent_has_no_features(name: str) -> None:
+    found = FEATURE_MAPS[name]
+    x = torch.cat([torch.linspace(-30, 3, 200, dtype=torch.float64), torch.tensor([1e-9, -1e-9], dtype=torch.float64)])
+    x.requires_grad_()
+    features = found.key(x)
+    (derivative,) = torch.autograd.grad(features.sum(), x)
+    assert found.slope is not None
+    torch.testing.assert_close(found.slope(features.detach()) * torch.ones_like(x), derivative, rtol=1e-12, atol=0)
+    assert found.absent is not None
+    empty = torch.tensor([found.absent, 1.0], requires_grad=True)
+    taken = found.key(empty)
+    assert float(taken[0].detach()) == 0.0
+    assert bool(torch.autograd.grad(taken.sum(), empty)[0].isfinite().all())
+
+
+def test_elu_keeps_the_digits_of_small_features() -> None:
+    x = torch.tensor([-12.0, -0.5, 0.0, 2.0])
+    torch.testing.assert_close(
+        FEATURE_MAPS["elu"].key(x), torch.tensor([math.exp(-12), math.exp(-0.5), 1.0, 3.0]), rtol=1e-6, atol=0
+    )
+
+
+@pytest.mark.parametrize("orthogonal", [True, False])
+def test_performers_estimate_is_unbiased(orthogonal: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    dim, draws = 8, 1500
+    query, key = 0.5 * torch.randn(2, 5, dim, generator=generator, dtype=torch.float64)
+    wanted = torch.exp((query * key).sum(-1) / math.sqrt(dim))
+    found = torch.stack([
+        (features.features(query) * features.features(key)).sum(-1)
+        for features in (
+            PositiveRandomFeatures.draw(dim, 12, orthogonal=orthogonal, seed=seed) for seed in range(draws)
+        )
+    ])  # fmt: skip
+    # Means of many independent draws are nearly normal: five standard errors are passed once in some 1.7 million.
+    error = found.std(dim=0) / math.sqrt(draws)
+    assert bool(((found.mean(dim=0) - wanted).abs() < 5.0 * error).all())
+    # The test could tell a wrong factor of 10 % (Choromanski et al. 2021: without |x|^2 / 2 it is far more).
+    assert bool((5.0 * error < 0.1 * wanted).all())
+
+
+def test_a_single_estimates_variance_is_that_of_the_paper() -> None:
+    # Choromanski et al. 2021, lemma 2: one feature's variance is SM(x, y)^2 (exp(|x + y|^2) - 1) for independent rows.
+    x = torch.tensor([[0.3, -0.2, 0.4]], dtype=torch.float64)
+    y = torch.tensor([[0.1, 0.5, 0.2]], dtype=torch.float64)
+    features = PositiveRandomFeatures.draw(3, 200_000, orthogonal=False, scale=1.0)
+    one = 200_000 * (features.features(x) * features.features(y))[0]
+    expected = math.exp(2 * float((x * y).sum())) * (math.exp(float((x + y).square().sum())) - 1)
+    assert float(one.var()) == pytest.approx(expected, rel=0.1)
+
+
+def test_rows_are_orthogonal_in_blocks_and_as_long_as_normal_ones() -> None:
+    dim = 16
+    weights = PositiveRandomFeatures.draw(dim, 40).weights
+    assert weights.shape == (40, dim)
+    for block in weights.split(dim):
+        products = block @ block.mT
+        torch.testing.assert_close(products, torch.diag(products.diagonal()), rtol=0, atol=1e-12)
+    many = PositiveRandomFeatures.draw(dim, 4000, seed=5).weights
+    # Squared lengths are chi-square with dim degrees: mean dim, variance 2 dim.
+    squares = many.square().sum(-1)
+    assert abs(float(squares.mean()) - dim) < 5 * math.sqrt(2 * dim / 4000)
+    assert abs(float(many.mean())) < 5 / math.sqrt(4000 * dim)
+    lower = PositiveRandomFeatures.draw(dim, dim, orthogonal=False).weights
+    assert float((lower @ lower.mT).triu(1).abs().max()) > 0.1
+
+
+def test_the_draw_is_its_seeds() -> None:
+    first, again, other = (PositiveRandomFeatures.draw(4, seed=seed).weights for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_performer_comes_near_softmax_attention_with_many_features() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (0.5 * torch.randn(3, 1, 2, 30, 8, generator=generator, dtype=torch.float64)).unbind(0)
+    exact = ch.attention(query, key, value, mask=ch.Causal())
+    errors = []
+    for count in (16, 1024, 16384):
+        found, _ = linear_attention(
+            query, key, value, causal=True, feature_map=PositiveRandomFeatures.draw(8, count, seed=2)
+        )
+        errors.append(float((found - exact).square().mean().sqrt()))
+    # Errors fall with the square root of the number of features, here by 8 and by 4, give or take a factor.
+    assert errors[0] > 3 * errors[1] > 6 * errors[2]
+    assert errors[2] < 0.01
+
+
+def test_large_queries_do_not_overflow_performer() -> None:
+    query = torch.full((1, 1, 4, 8), 60.0)
+    key, value = torch.randn(2, 1, 1, 4, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
+    output, _ = linear_attention(query, key, value, causal=True, feature_map="performer")
+    assert bool(output.isfinite().all())

@@ -1,0 +1,242 @@
+"""ScoreFunction and MaskFunction: gradients of what a function closes over, and every way in which one can be wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead as ch
+
+BACKENDS = ["tiled", "reference"]
+GLOBAL_SLOPE = torch.tensor(0.3, requires_grad=True)
+
+
+def _inputs(length: int = 300, heads: int = 2, **options: Any) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(1, heads, length, 8, generator=generator, **options) for _ in range(3)]
+
+
+def _grads(rule: ch.ScoreRule, wanted: list[Tensor], backend: str, **options: Any) -> list[Tensor]:
+    output = ch.attention(*_inputs(), scores=rule, backend=backend, **options)
+    return list(torch.autograd.grad(output.square().sum(), wanted))
+
+
+def _helper(score: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score - GLOBAL_SLOPE * (i - j).abs()
+
+
+class Holder:
+    def __init__(self, slope: Tensor) -> None:
+        self.held = {"slopes": [slope]}
+
+    def rule(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score - self.held["slopes"][0] * (i - j).abs()
+
+    def __call__(self, *arguments: Tensor) -> Tensor:
+        return self.rule(*arguments)
+
+
+def _with(slope: Tensor) -> dict[str, Callable[..., Tensor]]:
+    layer = torch.nn.Module()
+    layer.register_parameter("slope", torch.nn.Parameter(slope.detach()))
+    held, made = {"inner": [slope]}, slope * 1.0
+
+    def inner(i: Tensor, j: Tensor) -> Tensor:
+        return slope * (i - j).abs()
+
+    def bound(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *, slope: Tensor) -> Tensor:
+        return score - slope * (i - j).abs()
+
+    return {
+        "closure": lambda s, b, h, i, j: s - slope * (i - j).abs(),
+        "not a leaf": lambda s, b, h, i, j: s - made * (i - j).abs(),
+        "collection": lambda s, b, h, i, j: s - held["inner"][0] * (i - j).abs(),
+        "function within": lambda s, b, h, i, j: s - inner(i, j),
+        "default": lambda s, b, h, i, j, slope=slope: s - slope * (i - j).abs(),
+        "partial": partial(bound, slope=slope),
+        "method": Holder(slope).rule,
+        "callable object": Holder(slope),
+    }
+
+
+@pytest.mark.parametrize("way", _with(torch.tensor(0.1)))
+def test_a_learned_tensor_is_found_however_it_is_held(way: str) -> None:
+    slope = torch.tensor(0.3, requires_grad=True)
+    rule = ch.ScoreFunction(_with(slope)[way])
+    (grad,) = _grads(rule, [slope], "tiled")
+    other = torch.tensor([0.3], dtype=torch.float64, requires_grad=True)
+    output = ch.attention(*(x.double() for x in _inputs()), scores=ch.Alibi(slopes=other), backend="reference")
+    (right,) = torch.autograd.grad(output.square().sum(), other)
+    torch.testing.assert_close(grad.double(), right[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_global_that_a_helper_names_is_found() -> None:
+    rule = ch.ScoreFunction(lambda s, b, h, i, j: _helper(s, i, j))
+    (grad,), (right,) = (_grads(rule, [GLOBAL_SLOPE], backend) for backend in BACKENDS)
+    torch.testing.assert_close(grad, right, rtol=1e-5, atol=1e-6)
+
+
+def test_a_learned_tensor_out_of_reach_is_refused_and_not_left_without_gradient() -> None:
+    hidden = [torch.tensor(0.3, requires_grad=True)] * 2000
+    inputs = [tensor.requires_grad_() for tensor in _inputs()]
+    rule = ch.ScoreFunction(lambda s, b, h, i, j: s - hidden[0] * (i - j).abs())
+    output = ch.attention(*inputs, scores=rule, backend="tiled")
+    with pytest.raises(ch.UnsupportedError, match="fn must name the learned tensors it reads; got one of shape"):
+        output.sum().backward()
+
+
+def _raises(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    if int(i.max()) >= 128:
+        raise LookupError("two\nlines")
+    return s
+
+
+def _writes(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return s.sub_(1.0)
+
+
+def _writes_a_part(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    s[..., 0] = 0.0
+    return s + 1.0
+
+
+def _writes_positions(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    i += 1
+    return s - (i - j)
+
+
+BAD: dict[str, tuple[Callable[..., Any], type[ch.ClearheadError], str]] = {
+    "shape": (lambda s, b, h, i, j: s.sum(-1), ch.ShapeError, "return float32 of the tile's shape"),
+    "less than the tile": (lambda s, b, h, i, j: (i - j).float(), ch.ShapeError, "return float32 of the tile's shape"),
+    "dtype": (lambda s, b, h, i, j: s.double(), ch.ShapeError, "got float64 of shape"),
+    "half": (lambda s, b, h, i, j: s.half(), ch.ShapeError, "got float16 of shape"),
+    "no tensor": (lambda s, b, h, i, j: None, ch.ShapeError, "return a tensor; got NoneType"),
+    "raises": (_raises, ch.ShapeError, "got LookupError: two lines from _raises on the tile batch 0, heads 0 to 1, q"),
+    "writes": (_writes, ch.UnsupportedError, "leave its arguments as they are; got one that _writes wrote into"),
+    "writes a part": (_writes_a_part, ch.UnsupportedError, "leave its arguments as they are"),
+    "writes positions": (_writes_positions, ch.UnsupportedError, "leave its arguments as they are"),
+}
+_LINE = r"^(Score|Mask)Function: fn must .+; got .+ on the tile batch \d.*, heads \d.*, queries \d.*, keys \d.*\. .+\.$"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+@pytest.mark.parametrize("name", BAD)
+def test_a_wrong_score_function_is_named(name: str, backend: str, inference: bool) -> None:
+    fn, error, words = BAD[name]
+    with torch.inference_mode(inference), pytest.raises(error) as caught:
+        ch.attention(*_inputs(), scores=ch.ScoreFunction(fn), backend=backend)
+    text = str(caught.value)
+    assert words in text
+    assert re.fullmatch(_LINE, text), text
+    assert getattr(fn, "__qualname__") in text  # noqa: B009
+    if name == "raises":
+        assert isinstance(caught.value.__cause__, LookupError)
+
+
+def test_the_tile_that_a_function_saw_is_the_one_that_failed() -> None:
+    with pytest.raises(ch.ShapeError, match="queries 128 to 255, keys 0 to 299"):
+        ch.attention(*_inputs(), scores=ch.ScoreFunction(_raises), backend="tiled")
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, score: Tensor) -> Tensor:
+        return score * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("no slope here")
+
+
+def _raises_with_gradients(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    if s.requires_grad:
+        raise LookupError("only now")
+    return s
+
+
+def _spoils_its_graph(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    result = torch.exp(s)
+    again = result * 1.0
+    result.add_(1.0)
+    return again
+
+
+@pytest.mark.parametrize(
+    ("fn", "error", "cause", "words"),
+    [
+        (_raises_with_gradients, ch.ShapeError, LookupError, "LookupError: only now from _raises_with_gradients"),
+        (lambda s, b, h, i, j: _NoBackward.apply(s), ch.UnsupportedError, ArithmeticError, "fn must have a derivative"),
+        (_spoils_its_graph, ch.UnsupportedError, RuntimeError, "fn must have a derivative; got RuntimeError: one of"),
+    ],
+    ids=["forward rerun", "backward", "graph"],
+)
+def test_what_goes_wrong_in_backward_is_named(
+    fn: Callable[..., Tensor], error: type[ch.ClearheadError], cause: type[Exception], words: str
+) -> None:
+    inputs = [tensor.requires_grad_() for tensor in _inputs()]
+    output = ch.attention(*inputs, scores=ch.ScoreFunction(fn), backend="tiled")
+    with pytest.raises(error) as caught:
+        output.sum().backward()
+    assert words in str(caught.value)
+    assert re.fullmatch(_LINE, str(caught.value)), str(caught.value)
+    assert isinstance(caught.value.__cause__, cause)
+
+
+def _mask_writes(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    j += 1
+    return i >= j
+
+
+def _mask_raises(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    raise LookupError("no such mask")
+
+
+BAD_MASKS: dict[str, tuple[Callable[..., Any], type[ch.ClearheadError], str]] = {
+    "shape": (lambda b, h, i, j: torch.ones(7, 5, dtype=torch.bool), ch.MaskError, "return bool that broadcasts to"),
+    "dtype": (lambda b, h, i, j: i - j, ch.MaskError, "return bool that broadcasts to"),
+    "no tensor": (lambda b, h, i, j: True, ch.MaskError, "return a tensor; got bool"),
+    "raises": (_mask_raises, ch.MaskError, "got LookupError: no such mask from _mask_raises"),
+    "writes": (_mask_writes, ch.UnsupportedError, "leave its arguments as they are; got one that _mask_writes"),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+@pytest.mark.parametrize("name", BAD_MASKS)
+def test_a_wrong_mask_function_is_named(name: str, inference: bool) -> None:
+    fn, error, words = BAD_MASKS[name]
+    with torch.inference_mode(inference), pytest.raises(error) as caught:
+        ch.attention(*_inputs(), mask=ch.MaskFunction(fn), backend="tiled")
+    assert words in str(caught.value)
+    assert re.fullmatch(_LINE, str(caught.value)), str(caught.value)
+    if name == "raises":
+        assert isinstance(caught.value.__cause__, LookupError)
+
+
+def test_a_tensor_that_a_function_keeps_stays_as_it_was() -> None:
+    kept = []
+
+    def keeping(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        kept.append((s, s.clone()))
+        return s
+
+    ch.attention(*_inputs(), scores=ch.ScoreFunction(keeping), backend="tiled")
+    assert len(kept) == 3
+    assert all(torch.equal(one, copy) for one, copy in kept)
+
+
+def test_what_a_function_returns_is_not_written_into() -> None:
+    bias = torch.randn(1, 2, 100, 100)
+    copy = bias.clone()
+    inputs = [tensor.requires_grad_() for tensor in _inputs(100)]
+    rule = ch.ScoreFunction(lambda s, b, h, i, j: bias)
+    ch.attention(*inputs, mask=ch.Causal(), scores=rule, backend="tiled").sum().backward()
+    assert torch.equal(bias, copy)
+    assert inputs[0].grad is not None
+    assert not inputs[0].grad.any()

@@ -1,0 +1,88 @@
+"""One right attention made of steps, each of which can be replaced by a wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "RIGHT",
+    "Steps",
+    "but",
+    "take_causal",
+    "take_drop",
+    "take_forbid",
+    "take_groups",
+    "take_scores",
+    "take_softmax",
+]
+
+
+def take_groups(tensor: Tensor, heads: int) -> Tensor:
+    return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
+
+
+def take_scores(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    return query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def take_causal(q_len: int, k_len: int) -> Tensor:
+    return torch.ones(q_len, k_len, dtype=torch.bool).tril()
+
+
+def take_forbid(scores: Tensor, mask: Tensor) -> Tensor:
+    return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+
+
+def take_softmax(scores: Tensor) -> Tensor:
+    empty = (scores == -torch.inf).all(dim=-1, keepdim=True)
+    return torch.softmax(scores.masked_fill(empty, 0.0), dim=-1).masked_fill(empty, 0.0)
+
+
+def take_drop(weights: Tensor, p: float) -> Tensor:
+    return weights * (torch.rand_like(weights) >= p) / (1.0 - p) if p else weights
+
+
+def take_clean(query: Tensor, tensor: Tensor, mask: Tensor | None) -> Tensor:
+    """Tokens that nobody may attend to hold nothing."""
+    if mask is None or mask.dtype != torch.bool:
+        return tensor
+    shape = (tensor.shape[0], query.shape[1], query.shape[2], tensor.shape[2])
+    seen = mask.expand(shape).any(dim=2).unflatten(1, (tensor.shape[1], -1)).any(dim=2)
+    return torch.where(seen[..., None], tensor, 0.0)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Attention in steps, called as torch's function is."""
+
+    groups: Callable[[Tensor, int], Tensor] = take_groups
+    scores: Callable[[Tensor, Tensor, Tensor, float | None], Tensor] = take_scores
+    causal: Callable[[int, int], Tensor] = take_causal
+    forbid: Callable[[Tensor, Tensor], Tensor] = take_forbid
+    softmax: Callable[[Tensor], Tensor] = take_softmax
+    drop: Callable[[Tensor, float], Tensor] = take_drop
+    clean: Callable[[Tensor, Tensor, Tensor | None], Tensor] = take_clean
+    mix: Callable[[Tensor, Tensor], Tensor] = torch.matmul
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        mask = self.causal(query.shape[2], key.shape[2]) if is_causal else attn_mask
+        key, value = self.clean(query, key, mask), self.clean(query, value, mask)
+        key, value = self.groups(key, query.shape[1]), self.groups(value, query.shape[1])
+        scores = self.scores(query, key, value, scale)
+        weights = self.softmax(scores if mask is None else self.forbid(scores, mask))
+        return self.mix(self.drop(weights, dropout_p), value)
+
+
+RIGHT = Steps()
+
+
+def but(**steps: Any) -> Callable[..., Any]:
+    return replace(RIGHT, **steps)

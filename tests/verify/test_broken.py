@@ -1,0 +1,83 @@
+"""The suite can fail: every broken attention is caught by the law it breaks, and the right one by none."""
+
+from __future__ import annotations
+
+import pytest
+
+import clearhead as ch
+from clearhead.verify import law_names
+from tests.verify.broken import BROKEN, Broken
+from tests.verify.steps import RIGHT
+
+WITHOUT_MEMORY = [name for name in law_names() if name != "memory"]
+
+#: Wrong in the smallest way; the rest of the attention is right, so these break what is named and nothing else.
+ALONE = {
+    "bottom-right for top-left": {"causal flag"},
+    "grouped heads repeated in the wrong order": {"grouped heads"},
+    "first head of a group takes all gradient": {"grouped heads"},
+    "scale ignored": {"scale", "scale under a mask"},
+    "values cut to the key's width": {"value width"},
+    "output in float64": {"shape and dtype"},
+    "NaN passes the mask": {"containment", "containment in gradients"},
+    "dropout alike in every head": {"dropout"},
+    "another dropout in backward": {"dropout in backward"},
+    "lse larger by ln 2": {"log-sum-exp"},
+    "weights averaged over heads": {"weights"},
+    "entropy in bits": {"entropy"},
+    "received as a mean": {"received"},
+}
+
+
+def test_there_are_many() -> None:
+    assert len(BROKEN) >= 30
+    assert len({broken.law for broken in BROKEN.values()}) >= 25
+
+
+def test_the_right_one_breaks_no_law() -> None:
+    report = ch.verify(RIGHT, laws=WITHOUT_MEMORY, examples=5)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
+def test_it_is_caught_by_the_law_it_breaks(broken: Broken) -> None:
+    report = ch.verify(broken.fn, signature=broken.signature, laws=[broken.law], examples=0)
+    assert not report.ok
+    assert report.broken == (broken.law,), report
+    finding = report[broken.law]
+    assert finding.example is not None
+    assert not finding.detail.startswith("raises"), "caught because it does not run"
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_is_wrong_in_one_way_breaks_that_law_alone(name: str) -> None:
+    broken = BROKEN[name]
+    report = ch.verify(broken.fn, signature=broken.signature, laws=WITHOUT_MEMORY, examples=0)
+    assert set(report.broken) == ALONE[name], report
+
+
+def test_memory_that_grows_with_the_square_is_caught_where_linear_is_claimed() -> None:
+    claimed = ch.verify(RIGHT, laws=["memory"], linear_memory=True, examples=0)
+    assert claimed.broken == ("memory",)
+    assert "grows as length **" in claimed["memory"].detail
+    measured = ch.verify(RIGHT, laws=["memory"], examples=0)["memory"]
+    assert measured.status == "does not apply"
+    assert measured.detail.startswith("measured: ")
+
+
+SMALLEST = {
+    "inverted polarity": ("mask polarity", "batch=1 heads=1 q_len=1 k_len=1"),
+    "leak only in gradients": ("no leak in gradients", "batch=1 heads=1 q_len=2 k_len=2"),
+    "softmax over queries": ("output", "batch=1 heads=1 q_len=1 k_len=2"),
+    "stale cache slot": ("decode equals prefill", "batch=1 heads=1 q_len=2 k_len=2"),
+    "NaN for empty rows": ("empty rows", "batch=1 heads=1 q_len=1 k_len=1"),
+    "leak only across tile borders": ("no leak from the future", "batch=1 heads=1 q_len=65 k_len=65"),
+}
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_the_failing_example_is_the_smallest(name: str) -> None:
+    law, example = SMALLEST[name]
+    report = ch.verify(BROKEN[name].fn, laws=[law])
+    assert report.searched
+    assert str(report[law].example).startswith(example), report

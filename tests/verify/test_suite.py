@@ -1,0 +1,211 @@
+"""verify as a call: what passes, what is told, what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import clearhead as ch
+from clearhead.backends import native_library
+from clearhead.errors import UnsupportedError
+from clearhead.verify import law_names, search
+from clearhead.verify.case import LAYOUTS, Case, laid_out
+from clearhead.verify.masks import KINDS, spoken
+from clearhead.verify.oracle import attend
+from tests import oracle
+from tests.verify.steps import RIGHT
+
+STATISTICS = {"native": True, "tiled": True, "reference": True, "sdpa": False, "auto": True}
+
+
+def through(backend: str) -> Callable[..., ch.Observation | Tensor]:
+    """Our call on one backend, with every statistic that the suite can check."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> ch.Observation | Tensor:
+        if not STATISTICS[backend]:
+            return ch.attention(query, key, value, backend=backend, **options)
+        want = ch.Want(lse=True, entropy=True, received=True, rows=range(query.shape[2]))
+        return ch.observe_attention(query, key, value, want=want, backend=backend, **options)
+
+    return attention
+
+
+@pytest.mark.parametrize("backend", STATISTICS)
+def test_our_backends_break_no_law(backend: str) -> None:
+    if backend == "native" and native_library.reason() is not None:
+        pytest.skip(str(native_library.reason()))
+    report = ch.verify(through(backend), signature="clearhead", examples=2)
+    assert report.ok, report
+    assert report["log-sum-exp"].status == ("holds" if STATISTICS[backend] else "does not apply")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_our_attention_in_other_precisions(dtype: torch.dtype) -> None:
+    report = ch.verify(ch.attention, signature="clearhead", dtype=dtype, examples=0)
+    assert report.ok, report
+
+
+def test_linear_memory_holds_for_the_kernels_and_the_tiles() -> None:
+    report = ch.verify(ch.attention, signature="clearhead", laws=["memory"], linear_memory=True)
+    assert report["memory"].status == "holds", report
+
+
+def test_torch_s_own_function_has_known_faults_and_no_other() -> None:
+    """It lets NaN through a mask; and its CPU kernel scales after it has masked, wrong for scales below 0."""
+    report = ch.verify(F.scaled_dot_product_attention, examples=0)
+    assert set(report.broken) <= {"containment", "containment in gradients", "scale under a mask"}, report
+
+
+def test_torch_s_module_by_its_own_convention() -> None:
+    laws = ["output", "gradients", "mask polarity", "masks", "dropout", "dropout off", "dropout in backward"]
+    report = ch.verify(torch.nn.MultiheadAttention, signature="mha", laws=laws, examples=0)
+    assert report.ok, report
+
+
+def test_half_precision_is_caught_where_float64_is_claimed() -> None:
+    def hidden(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return RIGHT(query.float(), key.float(), value.float()).double()
+
+    assert ch.verify(hidden, laws=["output"], examples=0).ok
+    assert not ch.verify(hidden, laws=["output"], dtype=torch.float64, examples=0).ok
+
+
+def test_what_a_function_cannot_be_told_does_not_apply() -> None:
+    def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return RIGHT(query, key, value)
+
+    report = ch.verify(plain, examples=0)
+    assert report.ok, report
+    for law in ("masks", "causal flag", "scale", "grouped heads", "dropout", "weights", "split and merged"):
+        assert report[law].status == "does not apply", law
+        assert report[law].detail
+
+
+def test_a_refusal_does_not_count_against_a_function_and_an_error_does() -> None:
+    def forward_only(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if query.requires_grad:
+            raise NotImplementedError("no backward here")
+        return RIGHT(query, key, value)
+
+    def untrained(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if query.requires_grad:
+            raise IndexError("no backward here")
+        return RIGHT(query, key, value)
+
+    refused = ch.verify(forward_only, examples=0)
+    assert refused.ok, refused
+    assert refused["gradients"].detail == "refused: no backward here"
+    failed = ch.verify(untrained, examples=0)
+    assert "gradients" in failed.broken
+    assert failed["gradients"].detail == "raises IndexError: no backward here"
+
+
+def test_a_function_that_refuses_everything_is_not_ok() -> None:
+    def nothing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        raise NotImplementedError("not yet")
+
+    report = ch.verify(nothing, examples=0)
+    assert not report.ok
+    assert report.verdict == "no law could be tried."
+
+
+def test_a_function_that_fails_now_and_then_is_reported() -> None:
+    calls = [0]
+
+    def moody(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        calls[0] += 1
+        return RIGHT(query, key, value) + (calls[0] % 5 == 0)
+
+    report = ch.verify(moody, laws=["output", "lengths"])
+    assert report.broken == ("output", "lengths"), report
+    assert report["output"].detail
+
+
+def test_a_flag_alone_is_enough_to_look_for_leaks() -> None:
+    def peeking(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
+        allowed = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(1)
+        return RIGHT(query, key, value, allowed if is_causal else None)
+
+    report = ch.verify(peeking)
+    assert {"causal flag", "no leak from the future", "no leak in gradients"} <= set(report.broken), report
+    assert report["masks"].status == "does not apply"
+
+
+def test_json_holds_what_the_table_shows() -> None:
+    report = ch.verify(lambda query, key, value: value * 0.0, laws=["output", "masks"], name="nothing")
+    read = json.loads(report.to_json())
+    assert read["ok"] is False
+    assert [finding["status"] for finding in read["findings"]] == ["fails", "does not apply"]
+    assert read["findings"][0]["example"]["heads"] == 1
+    assert read["versions"]["torch"] == torch.__version__
+    text = str(report)
+    for finding in read["findings"]:
+        assert finding["law"] in text
+    assert str(report["output"].example) in text
+
+
+def test_without_hypothesis_the_fixed_cases_run_and_the_report_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "find_spec", lambda name: None)
+    report = ch.verify(RIGHT, laws=["output", "lengths"])
+    assert report.ok
+    assert not report.searched
+    assert "failing examples are not made smaller" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"signature": "onnx"}, "verify: signature must be one of 'sdpa', 'clearhead', 'mha'; got 'onnx'."),
+        ({"laws": ["gravity"]}, "verify: laws must be names of laws; got 'gravity'."),
+        ({"dtype": torch.int64}, "verify: dtype must be floating point; got torch.int64."),
+        ({"fn": 3}, "verify: fn must be callable; got int."),
+    ],
+)
+def test_a_wrong_call_is_one_line(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedError) as raised:
+        ch.verify(**{"fn": RIGHT} | arguments)
+    assert str(raised.value).startswith(said)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_oracle_is_the_formula_in_loops() -> None:
+    case = Case(batch=2, kv_heads=2, group=2, q_len=5, k_len=7, mask="dense", value_dim=3)
+    query, key, value = case.draw(torch.float64, torch.device("cpu"))
+    mask = spoken(case)
+    assert mask is not None
+    allowed = mask.allowed.expand(2, 4, 5, 7)
+    done = attend(query, key, value, allowed=mask.allowed)
+    exact = oracle.attend(*(tensor.numpy() for tensor in (query, key, value)),
+                          allowed=lambda b, h, i, j: bool(allowed[b, h, i, j]))  # fmt: skip
+    for found, wanted in zip((done.output, done.weights, done.lse), exact, strict=True):
+        torch.testing.assert_close(found, torch.from_numpy(wanted), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("q_len", "k_len", "end"), [(9, 9, False), (5, 9, True)])
+def test_each_mask_and_its_plain_meaning_agree(kind: str, q_len: int, k_len: int, end: bool) -> None:
+    if KINDS[kind].square and q_len != k_len:
+        pytest.skip("documents have as many queries as keys")
+    case = Case(batch=3, kv_heads=2, q_len=q_len, k_len=k_len, mask=kind, end=end)
+    mask = spoken(case)
+    assert mask is not None
+    dense = mask.ours.dense(q_len, k_len, query_offset=case.offset, batch=3, num_heads=2)
+    assert torch.equal(dense.expand(3, 2, q_len, k_len), mask.allowed.expand(3, 2, q_len, k_len))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_changes_strides_and_no_number(layout: str) -> None:
+    tensor = torch.randn(3, 2, 5, 4)
+    laid = laid_out(tensor, layout)
+    assert torch.equal(laid, tensor[:1].expand_as(tensor) if layout == "expanded" else tensor)
+    assert (laid.stride() == tensor.stride()) == (layout == "plain")
+
+
+def test_law_names_are_distinct() -> None:
+    assert len(set(law_names())) == len(law_names())
