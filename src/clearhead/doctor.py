@@ -198,4 +198,5 @@ def _timed(calls: Mapping[str, Any]) -> dict[str, Timing]:
 
 
 def _gflops(operations: float, timing: Timing) -> float:
-    return round(operations / timing.median / 1e9, 1)
+    # Digits, not decimals: on a busy machine a slow backend's rate must not round to nothing.
+    return float(f"{operations / timing.median / 1e9:.4g}")
