@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from clearhead.cache import KVCache
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks import Mask
-from clearhead.nn.checks import check_tokens, positive, probability
+from clearhead.nn.checks import positive, probability, sources_of
 from clearhead.nn.linear import Linear
 from clearhead.nn.rules import RuleList
 from clearhead.nn.weights import HeadWeight, copy_into, side_by_side, torch_projections, weight_and_bias
@@ -171,29 +171,8 @@ class MultiHeadAttention(nn.Module):
         return (keys if self.rotary is None else self.rotary.rotate(keys, first)), values
 
     def _sources(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What keys and values are made from, after checking all three."""
-        if key is None:
-            if value is not None and value is not query:
-                raise ShapeError.about(
-                    _NAME, "key", must="be given with value", got="None", then="Pass query, key and value."
-                )
-            key = query
-        value = key if value is None else value
-        for name, tensor, width in (
-            ("query", query, self.embed_dim), ("key", key, self.key_dim), ("value", value, self.value_dim),
-        ):  # fmt: skip
-            check_tokens(_NAME, name, tensor, width, self.query_projection.weight)
-            if tensor.ndim != query.ndim or tensor.shape[:-2] != query.shape[:-2]:
-                raise ShapeError.about(
-                    _NAME, name, must=f"have query's batch, as in {tuple(query.shape)}",
-                    got=f"shape {tuple(tensor.shape)}", then="Give all three the same leading axes.",
-                )  # fmt: skip
-        if value.shape[-2] != key.shape[-2]:
-            raise ShapeError.about(
-                _NAME, "value", must=f"have key's length {key.shape[-2]}", got=f"shape {tuple(value.shape)}",
-                then="One value per key.",
-            )  # fmt: skip
-        return key, value
+        widths = (self.embed_dim, self.key_dim, self.value_dim)
+        return sources_of(_NAME, query, key, value, widths=widths, like=self.query_projection.weight)
 
     def _first_position(
         self, own: bool, cache: KVCache | None, query_offset: int | None, q_len: int, k_len: int

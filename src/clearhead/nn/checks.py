@@ -7,7 +7,7 @@ from torch import Tensor
 
 from clearhead.errors import ShapeError, UnsupportedError
 
-__all__ = ["check_tokens", "positive", "probability"]
+__all__ = ["check_tokens", "positive", "probability", "sources_of"]
 
 
 def positive(function: str, argument: str, value: int) -> int:
@@ -48,3 +48,32 @@ def check_tokens(function: str, argument: str, x: object, width: int, weight: Te
             function, argument, must=f"have the module's dtype {weight.dtype}", got=x.dtype,
             then="Convert with .to(dtype), or run under torch.autocast.",
         )  # fmt: skip
+
+
+def sources_of(
+    name: str, query: Tensor, key: Tensor | None, value: Tensor | None, *, widths: tuple[int, int, int], like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What an attention module makes keys and values from, by default what it makes queries from; all three checked.
+
+    ``widths`` are those of query, key and value; ``like`` is a weight whose dtype and device they must have.
+    """
+    if key is None:
+        if value is not None and value is not query:
+            raise ShapeError.about(
+                name, "key", must="be given with value", got="None", then="Pass query, key and value."
+            )
+        key = query
+    value = key if value is None else value
+    for role, tensor, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
+        check_tokens(name, role, tensor, width, like)
+        if tensor.ndim != query.ndim or tensor.shape[:-2] != query.shape[:-2]:
+            raise ShapeError.about(
+                name, role, must=f"have query's batch, as in {tuple(query.shape)}",
+                got=f"shape {tuple(tensor.shape)}", then="Give all three the same leading axes.",
+            )  # fmt: skip
+    if value.shape[-2] != key.shape[-2]:
+        raise ShapeError.about(
+            name, "value", must=f"have key's length {key.shape[-2]}", got=f"shape {tuple(value.shape)}",
+            then="One value per key.",
+        )  # fmt: skip
+    return key, value
