@@ -7,6 +7,7 @@ from clearhead.bridges import swap, unswap
 from clearhead.cache import KVCache
 from clearhead.errors import ClearheadError, DataError, MaskError, ShapeError, UnsupportedError
 from clearhead.functional import attention, explain_dispatch, observe_attention
+from clearhead.inspector import view
 from clearhead.linear import linear_attention
 from clearhead.masks import (
     Blocks,
@@ -76,6 +77,7 @@ __all__ = [
     "unpack",
     "unswap",
     "verify",
+    "view",
 ]
 
 __version__ = "0.1.0"

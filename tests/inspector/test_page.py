@@ -10,7 +10,7 @@ import pytest
 
 from clearhead.errors import DataError
 from clearhead.inspector import render, write_page
-from clearhead.inspector.page import _inert
+from clearhead.inspector.html import inert
 from tests.inspector.sample import sample
 
 
@@ -51,7 +51,7 @@ def test_hostile_text_stays_text() -> None:
 
 
 def test_inert_text_holds_no_markup() -> None:
-    assert not set("<>&\u2028\u2029") & set(_inert({"text": HOSTILE}))
+    assert not set("<>&\u2028\u2029") & set(inert({"text": HOSTILE}))
 
 
 def test_the_scripts_put_no_text_in_as_markup() -> None:

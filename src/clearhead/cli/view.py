@@ -1,0 +1,78 @@
+"""clearhead view: a model's attention on a text as one page that shows every weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from clearhead.errors import ClearheadError, DataError
+
+__all__ = ["command"]
+
+_FUNCTION = "view"
+
+
+def command(
+    model: Annotated[
+        Path,
+        typer.Argument(help="Run folder of clearhead train, or folder of a Hugging Face model with its tokenizer."),
+    ],
+    text: Annotated[str | None, typer.Option(help="The text to read.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A text file to read, UTF-8.")] = None,
+    out: Annotated[Path, typer.Option(help="The page to write, one HTML file.")] = Path("attention.html"),
+    layer: Annotated[
+        list[str] | None, typer.Option(help="Only this layer: number, name or glob such as '*.0.*'. Repeatable.")
+    ] = None,
+    head: Annotated[list[int] | None, typer.Option(help="Only this head of each layer. Repeatable.")] = None,
+    title: Annotated[str | None, typer.Option(help="The page's heading; by default the model and the text.")] = None,
+) -> None:
+    """Write a page that shows what each head of a trained model looks at, down to every single weight.
+
+    The page is one HTML file that needs nothing else: it opens without a network and can be sent to others. Of a text
+    that is longer than the model reads at once, the first part is shown, and a line says so. Nothing is downloaded.
+
+        clearhead train lm --data plays.txt --out runs/plays
+        clearhead view runs/plays --text "Enter the king" --out king.html
+        clearhead view runs/plays --file plays.txt --layer 0 --head 1
+    """
+    import torch
+
+    from clearhead.cli.observe import _layers, _reader, _text
+    from clearhead.inspector import view
+    from clearhead.observe import trace
+
+    if out.is_dir():
+        raise DataError.about(_FUNCTION, "--out", must="be a file", got=f"the folder {out}", then="Add a name.")
+    with _speaking():
+        written = _text(text, file)
+        reader = _reader(model)
+    ids = reader.encode(written)
+    if not ids:
+        raise DataError.about(_FUNCTION, "text", must="have at least one token", got="none", then="Give some words.")
+    part = reader.framed(ids[: reader.limit])
+    with torch.no_grad(), trace(reader.model, layers=_layers(layer)) as traced:
+        reader.run(torch.tensor([part]))
+    heading = title or f"{model.name or model}: {' '.join(written.split())[:60]}"
+    page = view(traced, tokens=reader.words(part), heads=head, title=heading)
+    try:
+        page.save(out)
+    except OSError as failure:
+        raise DataError.about(
+            _FUNCTION, str(out), must="be writable", got=failure.strerror, then="Name another file."
+        ) from failure
+    if len(ids) > reader.limit:
+        typer.echo(f"the first {reader.limit:,} of {len(ids):,} tokens, the most that the model reads", err=True)
+    typer.echo(f"wrote {out}: {len(part):,} tokens, {page!r}")
+
+
+@contextmanager
+def _speaking() -> Iterator[None]:
+    """What reading a model refuses, said by this verb."""
+    try:
+        yield
+    except ClearheadError as failure:
+        raise type(failure)(f"{_FUNCTION}:{str(failure).partition(':')[2]}") from failure

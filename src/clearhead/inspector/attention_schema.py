@@ -1,0 +1,203 @@
+"""The data of an attention page, format ``clearhead-view`` version 1, and its check.
+
+One JSON object. Arrays are those of ``inspector.arrays``. With ``Q`` queries, ``K`` keys and heads of width ``d``:
+
+==============================  ======================================================================
+``format``, ``version``         ``"clearhead-view"``, ``1``
+``title``, ``made_by``          text for people
+``texts``                       lists of token texts, which layers name by their place in this list
+``masks``                       masks, which heads name likewise: ``{"kind": "runs", "start", "stop"}`` with ``i32``
+                                ``[Q, runs]``, keys from ``start`` up to, not including, ``stop``; or ``{"kind":
+                                "table", "bits"}`` with ``u8`` ``[Q, ceil(K / 8)]``, the first key in the lowest bit
+``layers``                      one object for each layer:
+``.name``, ``.says``            text; texts that name the mask and the score rules
+``.queries``, ``.tokens``       places in ``texts``: of the queries, and of the keys
+``.first``                      position of the first query; keys count from 0
+``.q_len``, ``.k_len``          ``Q`` and ``K``
+``.head_dim``, ``.scale``       ``d``, and the factor on ``q . k``
+``.num_heads``                  how many heads the layer has, on the page or not
+``.keys``                       arrays ``[K, d]``, one for each key head
+``.heads``                      one object for each head on the page:
+``..head``, ``..key``           its number in the layer; place in ``keys``
+``..mask``                      place in ``masks``, or null: every key is allowed
+``..query``                     array ``[Q, d]``
+``..rules``                     what happens to scaled scores, in order: ``{"kind": "softcap", "cap"}`` or ``{"kind":
+                                "relative", "bias"}`` with ``f32`` ``[Q + K - 1]``, added at row ``q``, column ``k``
+                                from place ``q - k + K - 1``
+``..table``                     optional, ``f32`` ``[Q, K]``: scores after all rules, in their place
+``..lse``                       ``[Q]``: log-sum-exp of the row's scores, a sink's included, of the queries
+                                and keys as they are rounded here; -inf where a row is empty
+``..entropy``, ``..distance``   ``[Q]``; these and the next two only with an ``overview``: else read them from weights
+``..first``                     ``[Q]``: weight on the first key
+``..received``                  ``[K]``: attention received
+``..thumb``                     ``{side, cells}``: the largest weight of each block of ``side`` x ``side``, ``u8`` of
+                                255 times its square root; at most 32 x 32
+``..overview``                  optional, the same in smaller blocks
+``..scores``                    numbers that heads are sorted by: means over queries of entropy, distance and weight on
+                                the first key; ``previous``, ``following``, ``same`` by ``ch.observe.head_scores``
+``..error``                     ``{weight, score}``: how far this page can be from the library
+==============================  ======================================================================
+
+A weight is ``exp(score - lse)`` where the mask allows the key, else 0; a score is ``rules(scale * q . k)``.
+
+A reader refuses a format or version that it does not know. A field that is added raises nothing; a field whose meaning
+changes raises the version, and readers go on reading the older ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final, NoReturn
+
+from clearhead.errors import DataError
+from clearhead.inspector.arrays import TYPES, unpack
+
+__all__ = ["FORMAT", "VERSION", "validate"]
+
+FORMAT: Final = "clearhead-view"
+VERSION: Final = 1
+
+_WHOLE: Final = ("first", "q_len", "k_len", "head_dim", "num_heads")
+_STATISTICS: Final = ("entropy", "distance", "first")
+
+
+def validate(data: object, *, function: str) -> None:
+    """Raise ``DataError`` naming the first field that does not follow the format.
+
+    >>> validate({"format": "clearhead-view", "version": 2}, function="view")
+    Traceback (most recent call last):
+        ...
+    clearhead.errors.DataError: view: version must be 1; got 2. Make the page again.
+    """
+    _Check(function).page(data)
+
+
+class _Check:
+    """A walk along the format that stops at the first wrong field."""
+
+    def __init__(self, function: str) -> None:
+        self._function = function
+
+    def page(self, data: object) -> None:
+        page = self._object(data, "page")
+        for name, wanted in (("format", FORMAT), ("version", VERSION)):
+            if page.get(name) != wanted:
+                self._refuse(name, f"be {wanted!r}", page.get(name))
+        for name in ("title", "made_by"):
+            self._is(isinstance(page.get(name), str), name, "be text", page.get(name))
+        for name in ("texts", "masks", "layers"):
+            self._list(page.get(name), name)
+        for place, texts in enumerate(page["texts"]):
+            good = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+            self._is(good, f"texts[{place}]", "be a list of texts", texts)
+        self._is(bool(page["layers"]), "layers", "have at least one", 0)
+        for place, layer in enumerate(page["layers"]):
+            self._layer(layer, f"layers[{place}]", page)
+
+    def _layer(self, value: object, path: str, page: Mapping[str, Any]) -> None:
+        layer = self._object(value, path)
+        self._is(isinstance(layer.get("name"), str), f"{path}.name", "be text", layer.get("name"))
+        for name in _WHOLE:
+            self._is(_whole(layer.get(name)), f"{path}.{name}", "be a whole number", layer.get(name))
+        scale = layer.get("scale")
+        self._is(isinstance(scale, (int, float)) and math.isfinite(scale), f"{path}.scale", "be a number", scale)
+        for name, count in (("queries", layer["q_len"]), ("tokens", layer["k_len"])):
+            texts = self._place(layer.get(name), page["texts"], f"{path}.{name}")
+            self._is(len(texts) == count, f"{path}.{name}", f"name {count} texts", len(texts))
+        self._list(layer.get("keys"), f"{path}.keys")
+        for place, key in enumerate(layer["keys"]):
+            self._array(key, (layer["k_len"], layer["head_dim"]), f"{path}.keys[{place}]")
+        self._is(bool(self._list(layer.get("heads"), f"{path}.heads")), f"{path}.heads", "have at least one", 0)
+        for place, head in enumerate(layer["heads"]):
+            self._head(head, f"{path}.heads[{place}]", layer, page)
+
+    def _head(self, value: object, path: str, layer: Mapping[str, Any], page: Mapping[str, Any]) -> None:
+        head = self._object(value, path)
+        q_len, k_len = layer["q_len"], layer["k_len"]
+        self._is(_whole(head.get("head")), f"{path}.head", "be a whole number", head.get("head"))
+        self._place(head.get("key"), layer["keys"], f"{path}.key")
+        self._array(head.get("query"), (q_len, layer["head_dim"]), f"{path}.query")
+        self._array(head.get("lse"), (q_len,), f"{path}.lse")
+        self._blocks(head.get("thumb"), f"{path}.thumb", q_len, k_len)
+        if "table" in head:
+            self._array(head["table"], (q_len, k_len), f"{path}.table")
+        if "overview" in head:
+            self._blocks(head["overview"], f"{path}.overview", q_len, k_len)
+            for name in _STATISTICS:
+                self._array(head.get(name), (q_len,), f"{path}.{name}")
+            self._array(head.get("received"), (k_len,), f"{path}.received")
+        for place, rule in enumerate(self._list(head.get("rules"), f"{path}.rules")):
+            self._rule(rule, f"{path}.rules[{place}]", q_len + k_len - 1)
+        if head.get("mask") is not None:
+            mask = self._object(self._place(head["mask"], page["masks"], f"{path}.mask"), f"{path}.mask")
+            self._mask(mask, f"masks[{head['mask']}]", q_len, k_len)
+        for name in ("scores", "error"):
+            numbers = self._object(head.get(name), f"{path}.{name}")
+            good = all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers.values())
+            self._is(good, f"{path}.{name}", "hold numbers", numbers)
+
+    def _blocks(self, value: object, path: str, q_len: int, k_len: int) -> None:
+        blocks = self._object(value, path)
+        side = blocks.get("side")
+        if not isinstance(side, int) or side < 1:
+            self._refuse(f"{path}.side", "be a whole number above 0", side)
+        self._array(blocks.get("cells"), (-(-q_len // side), -(-k_len // side)), f"{path}.cells")
+
+    def _rule(self, value: object, path: str, distances: int) -> None:
+        rule = self._object(value, path)
+        if rule.get("kind") == "softcap":
+            self._is(isinstance(rule.get("cap"), (int, float)), f"{path}.cap", "be a number", rule.get("cap"))
+        elif rule.get("kind") == "relative":
+            self._array(rule.get("bias"), (distances,), f"{path}.bias")
+        else:
+            self._refuse(f"{path}.kind", "be softcap or relative", rule.get("kind"))
+
+    def _mask(self, mask: Mapping[str, Any], path: str, q_len: int, k_len: int) -> None:
+        if mask.get("kind") == "runs":
+            start, stop = (self._array(mask.get(name), None, f"{path}.{name}") for name in ("start", "stop"))
+            self._is(start == stop and start[0] == q_len, path, f"have {q_len} rows", start)
+        elif mask.get("kind") == "table":
+            self._array(mask.get("bits"), (q_len, -(-k_len // 8)), f"{path}.bits")
+        else:
+            self._refuse(f"{path}.kind", "be runs or table", mask.get("kind"))
+
+    def _array(self, value: object, shape: tuple[int, ...] | None, path: str) -> tuple[int, ...]:
+        array = self._object(value, path)
+        self._is(array.get("type") in TYPES, f"{path}.type", f"be one of {', '.join(TYPES)}", array.get("type"))
+        own = tuple(self._list(array.get("shape"), f"{path}.shape"))
+        self._is(shape is None or own == shape, f"{path}.shape", f"be {shape}", own)
+        self._is(isinstance(array.get("data"), str), f"{path}.data", "be text", array.get("data"))
+        if "steps" in array:
+            self._array(array["steps"], own[:1], f"{path}.steps")
+        try:
+            unpack(array)
+        except (ValueError, TypeError) as failure:
+            self._refuse(f"{path}.data", "be a whole array", str(failure))
+        return own
+
+    def _place(self, value: object, among: list[Any], path: str) -> Any:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(among):
+            self._refuse(path, f"be a whole number below {len(among)}", value)
+        return among[value]
+
+    def _object(self, value: object, path: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            self._refuse(path, "be an object", value)
+        return value
+
+    def _list(self, value: object, path: str) -> list[Any]:
+        if not isinstance(value, list):
+            self._refuse(path, "be a list", value)
+        return value
+
+    def _is(self, good: bool, path: str, must: str, got: object) -> None:
+        if not good:
+            self._refuse(path, must, got)
+
+    def _refuse(self, path: str, must: str, got: object) -> NoReturn:
+        raise DataError.about(self._function, path, must=must, got=repr(got)[:60], then="Make the page again.")
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,149 @@
+// The page's data: what must be there, and arrays out of their text. The format is told in attention_schema.py.
+
+export class Damaged extends Error {}
+
+const BYTES = {f32: 4, i32: 4, i16: 2, u16: 2, u8: 1};
+const ARRAYS = {f32: Float32Array, i32: Int32Array, i16: Int16Array, u16: Uint16Array, u8: Uint8Array};
+const LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%,()*+-;[=]?@^_`{|}~";
+const READERS = {1: checkVersion1};
+
+function must(good, what) {
+  if (!good) throw new Damaged(what);
+}
+
+const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+const isWhole = (value) => Number.isInteger(value) && value >= 0;
+
+// The data of a page, checked; throws Damaged with a plain sentence.
+export function checkPage(text) {
+  let page;
+  try {
+    page = JSON.parse(text);
+  } catch {
+    throw new Damaged("its data is not whole JSON");
+  }
+  must(isObject(page) && page.format === "clearhead-view", "its data is not of the format clearhead-view");
+  const reader = Object.hasOwn(READERS, page.version) ? READERS[page.version] : null;
+  must(reader, `its data has version ${JSON.stringify(page.version)?.slice(0, 20)}, and this page reads version 1`);
+  reader(page);
+  return page;
+}
+
+function checkVersion1(page) {
+  for (const name of ["title", "made_by"]) must(typeof page[name] === "string", `${name} is no text`);
+  for (const name of ["texts", "masks", "layers"]) must(Array.isArray(page[name]), `${name} is no list`);
+  page.texts.forEach((texts, at) => {
+    must(Array.isArray(texts) && texts.every((text) => typeof text === "string"), `texts[${at}] is no list of texts`);
+  });
+  must(page.layers.length > 0, "it holds no layer");
+  page.layers.forEach((layer, at) => checkLayer(layer, `layers[${at}]`, page));
+}
+
+function checkLayer(layer, path, page) {
+  must(isObject(layer) && typeof layer.name === "string", `${path} is no layer`);
+  for (const name of ["first", "q_len", "k_len", "head_dim", "num_heads"]) {
+    must(isWhole(layer[name]), `${path}.${name} is not a whole number`);
+  }
+  must(Number.isFinite(layer.scale), `${path}.scale is not a number`);
+  must(page.texts[layer.queries]?.length === layer.q_len, `${path}.queries does not name ${layer.q_len} texts`);
+  must(page.texts[layer.tokens]?.length === layer.k_len, `${path}.tokens does not name ${layer.k_len} texts`);
+  must(Array.isArray(layer.keys), `${path}.keys is no list`);
+  layer.keys.forEach((key, at) => checkArray(key, [layer.k_len, layer.head_dim], `${path}.keys[${at}]`));
+  must(Array.isArray(layer.heads) && layer.heads.length > 0, `${path} has no heads`);
+  layer.heads.forEach((head, at) => checkHead(head, `${path}.heads[${at}]`, layer, page));
+}
+
+function checkHead(head, path, layer, page) {
+  must(isObject(head) && isWhole(head.head), `${path} is no head`);
+  must(isWhole(head.key) && head.key < layer.keys.length, `${path}.key names no keys`);
+  checkArray(head.query, [layer.q_len, layer.head_dim], `${path}.query`);
+  checkArray(head.lse, [layer.q_len], `${path}.lse`);
+  checkBlocks(head.thumb, `${path}.thumb`, layer);
+  if (head.table) checkArray(head.table, [layer.q_len, layer.k_len], `${path}.table`);
+  if (head.overview) {
+    checkBlocks(head.overview, `${path}.overview`, layer);
+    for (const name of ["entropy", "distance", "first"]) checkArray(head[name], [layer.q_len], `${path}.${name}`);
+    checkArray(head.received, [layer.k_len], `${path}.received`);
+  }
+  must(Array.isArray(head.rules), `${path}.rules is no list`);
+  head.rules.forEach((rule, at) => {
+    must(isObject(rule) && ["softcap", "relative"].includes(rule.kind), `${path}.rules[${at}] is no rule`);
+    if (rule.kind === "relative") checkArray(rule.bias, [layer.q_len + layer.k_len - 1], `${path}.rules[${at}].bias`);
+    else must(Number.isFinite(rule.cap), `${path}.rules[${at}].cap is not a number`);
+  });
+  must(isObject(head.scores) && isObject(head.error), `${path} has no scores`);
+  if (head.mask === null) return;
+  const mask = page.masks[head.mask];
+  must(isObject(mask) && ["runs", "table"].includes(mask.kind), `${path}.mask names no mask`);
+  if (mask.kind === "table") checkArray(mask.bits, [layer.q_len, Math.ceil(layer.k_len / 8)], `masks[${head.mask}]`);
+  else for (const name of ["start", "stop"]) {
+    checkArray(mask[name], null, `masks[${head.mask}].${name}`);
+    must(mask[name].shape[0] === layer.q_len, `masks[${head.mask}] does not have ${layer.q_len} rows`);
+  }
+}
+
+function checkBlocks(blocks, path, layer) {
+  must(isObject(blocks) && isWhole(blocks.side) && blocks.side > 0, `${path}.side is not a whole number`);
+  checkArray(blocks.cells, [Math.ceil(layer.q_len / blocks.side), Math.ceil(layer.k_len / blocks.side)], path);
+}
+
+function checkArray(array, shape, path) {
+  must(isObject(array) && Object.hasOwn(BYTES, array.type) && typeof array.data === "string", `${path} is no array`);
+  must(Array.isArray(array.shape) && array.shape.every(isWhole), `${path} has no shape`);
+  must(!shape || shape.join() === array.shape.join(), `${path} does not have the shape ${shape?.join(" x ")}`);
+  if (array.steps) checkArray(array.steps, [array.shape[0]], `${path}.steps`);
+}
+
+// The numbers of an array, flat; units and steps of rows multiplied in.
+export async function readArray(array, path) {
+  const count = array.shape.reduce((product, size) => product * size, 1);
+  const bytes = await inflate(array.data, path);
+  const width = BYTES[array.type];
+  must(bytes.length === count * width, `${path} does not hold ${count} numbers`);
+  const joined = new Uint8Array(bytes.length);
+  for (let part = 0; part < width; part++) {
+    for (let at = 0, from = part * count; at < count; at++) joined[at * width + part] = bytes[from + at];
+  }
+  const numbers = new ARRAYS[array.type](joined.buffer);
+  if (array.unit !== undefined) return Float32Array.from(numbers, (number) => number * array.unit);
+  if (!array.steps) return numbers;
+  const steps = await readArray(array.steps, `${path}.steps`);
+  const columns = array.shape[1];
+  const scaled = new Float32Array(count);
+  for (let row = 0, at = 0; row < steps.length; row++) {
+    for (const end = at + columns; at < end; at++) scaled[at] = numbers[at] * steps[row];
+  }
+  return scaled;
+}
+
+async function inflate(text, path) {
+  const stream = new Blob([letters(text, path)]).stream().pipeThrough(new DecompressionStream("deflate"));
+  try {
+    return new Uint8Array(await new Response(stream).arrayBuffer());
+  } catch {
+    throw new Damaged(`${path} is not whole`);
+  }
+}
+
+const PLACES = new Uint8Array(256).fill(255);
+for (let at = 0; at < LETTERS.length; at++) PLACES[LETTERS.charCodeAt(at)] = at;
+
+// Base 85: five letters are four bytes, of which a last group of fewer letters gives one fewer.
+function letters(text, path) {
+  const padding = (5 - (text.length % 5)) % 5;
+  const read = new TextEncoder().encode(text + LETTERS[84].repeat(padding));
+  must(read.length === text.length + padding, `${path} holds a letter that is none of its own`);
+  const bytes = new Uint8Array((read.length / 5) * 4);
+  let worst = 0;
+  for (let at = 0, to = 0; at < read.length; at += 5, to += 4) {
+    const a = PLACES[read[at]], b = PLACES[read[at + 1]], c = PLACES[read[at + 2]], d = PLACES[read[at + 3]], e = PLACES[read[at + 4]];
+    worst = Math.max(worst, a, b, c, d, e);
+    const value = (((a * 85 + b) * 85 + c) * 85 + d) * 85 + e;
+    bytes[to] = value / 16777216;
+    bytes[to + 1] = value >>> 16;
+    bytes[to + 2] = value >>> 8;
+    bytes[to + 3] = value;
+  }
+  must(worst < 85, `${path} holds a letter that is none of its own`);
+  return bytes.subarray(0, bytes.length - padding);
+}

@@ -1,0 +1,80 @@
+// Elements and words. Text from the data only ever goes through textContent or a canvas.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function finish(made, properties, children) {
+  for (const [name, value] of Object.entries(properties)) {
+    if (name === "text") made.textContent = value;
+    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value === true ? "" : value);
+  }
+  made.append(...children);
+  return made;
+}
+
+export function element(tag, properties = {}, ...children) {
+  return finish(document.createElement(tag), properties, children);
+}
+
+export function drawn(tag, properties = {}, ...children) {
+  return finish(document.createElementNS(SVG, tag), properties, children);
+}
+
+export function byId(id) {
+  return document.getElementById(id);
+}
+
+const SPACES = {"\n": "↵", "\t": "⇥", " ": "␣", "": "∅"};
+
+// A token for reading: marks of subword vocabularies as the space they stand for, what cannot be seen by a sign.
+export function readable(text) {
+  const plain = text.replace(/^[Ġ▁]/u, " ").replace(/Ċ/gu, "\n");
+  if (plain.trim() === "") return plain === "" ? SPACES[""] : [...plain].map((each) => SPACES[each] ?? "␣").join("");
+  return plain.trim().replace(/[\u0000-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]/gu, "�");
+}
+
+// What stands between a token and the one before it in running text.
+export function gap(text) {
+  if (/^##/u.test(text)) return {joined: true, shown: text.slice(2)};
+  return {joined: false, shown: readable(text)};
+}
+
+export function shown(number, digits = 4) {
+  if (!Number.isFinite(number)) return Number.isNaN(number) ? "NaN" : number > 0 ? "∞" : "−∞";
+  const size = Math.abs(number);
+  const text = size === 0 ? "0" : size >= 1e-4 && size < 1e5 ? number.toFixed(digits) : number.toExponential(2);
+  return text.replace("-", "−");
+}
+
+// Arrow keys walk the elements of a group, of which one is in the tab order.
+export function walk(group, items, choose) {
+  group.addEventListener("keydown", (event) => {
+    const list = items();
+    const here = list.indexOf(event.target.closest("[data-place]"));
+    if (here < 0 || event.altKey || event.metaKey || event.ctrlKey) return;
+    const below = (sign) => nearestRow(list, here, sign);
+    const next = {
+      ArrowRight: () => here + 1, ArrowLeft: () => here - 1, ArrowDown: () => below(1), ArrowUp: () => below(-1),
+      Home: () => 0, End: () => list.length - 1,
+    }[event.key]?.();
+    if (next === undefined) return;
+    event.preventDefault();
+    if (next < 0 || next >= list.length) return;
+    choose(next);
+    items()[next]?.focus();
+  });
+}
+
+// The element of the next line that stands nearest below, or above.
+function nearestRow(list, here, sign) {
+  const from = list[here].getBoundingClientRect();
+  let best = -1, bestGap = Infinity;
+  list.forEach((each, at) => {
+    const box = each.getBoundingClientRect();
+    const down = sign * (box.top - from.top);
+    if (down < 4) return;
+    const far = down * 1000 + Math.abs(box.left - from.left);
+    if (far < bestGap) [best, bestGap] = [at, far];
+  });
+  return best;
+}

@@ -1,0 +1,161 @@
+// The page: data in, views linked with each other, keys and buttons.
+import {Damaged, checkPage} from "./check.js";
+import {css, inkOn, painterOf} from "./colours.js";
+import {CompareView} from "./compare.js";
+import {byId, element, gap, readable} from "./dom.js";
+import {csvOf, pngOf, saveBlob, saveText, svgText} from "./export.js";
+import {Grid} from "./grid.js";
+import {LinesView} from "./lines.js";
+import {MapView, describe} from "./map.js";
+import {Model} from "./model.js";
+import {ProfileView} from "./profile.js";
+import {change, onChange, startState, state} from "./state.js";
+import {TokenView} from "./token.js";
+
+const VIEWS = ["map", "lines", "token", "profile", "compare"];
+const AROUND = 150;
+
+class App {
+  constructor(page) {
+    this.page = page;
+    this.model = new Model(page);
+    const first = page.layers[0];
+    // The last token, and itself: a place that masks leave open more than others.
+    startState({query: first.q_len - 1, key: Math.min(first.first + first.q_len, first.k_len) - 1, scale: first.heads[0].overview ? "log" : "root"}, (wanted) => this.possible(wanted));
+    byId("title").textContent = page.title;
+    document.title = page.title;
+    this.grid = new Grid(this.model);
+    this.views = {
+      map: new MapView(), lines: new LinesView(), token: new TokenView(), profile: new ProfileView(),
+      compare: new CompareView(this.model),
+    };
+    byId("scale").addEventListener("change", (event) => change({scale: event.target.value}));
+    this.tabs();
+    this.buttons();
+    onChange((changed) => this.update(changed));
+    byId("main").hidden = false;
+  }
+
+  // What was asked for, as far as the page has it.
+  possible(wanted) {
+    const within = (value, count) => Math.min(Math.max(0, Math.round(value) || 0), count - 1);
+    const layer = within(wanted.layer, this.model.layers.length), record = this.model.layers[layer];
+    return {
+      ...wanted, layer, head: within(wanted.head, record.heads.length), query: within(wanted.query, record.q_len),
+      key: within(wanted.key, record.k_len), view: VIEWS.includes(wanted.view) ? wanted.view : "map",
+      scale: ["root", "linear", "log"].includes(wanted.scale) ? wanted.scale : "root",
+      sort: wanted.sort === "layer" || wanted.sort in record.heads[0].scores ? wanted.sort : "layer",
+      edges: within(wanted.edges - 1, 10) + 1, least: Math.max(0, wanted.least || 0),
+    };
+  }
+
+  tabs() {
+    const tabs = VIEWS.map((name) => byId(`tab-${name}`));
+    tabs.forEach((tab, at) => {
+      tab.addEventListener("click", () => change({view: VIEWS[at]}));
+      tab.addEventListener("keydown", (event) => {
+        const step = {ArrowRight: 1, ArrowLeft: -1}[event.key];
+        if (!step) return;
+        const next = (at + step + VIEWS.length) % VIEWS.length;
+        change({view: VIEWS[next]});
+        tabs[next].focus();
+      });
+    });
+  }
+
+  buttons() {
+    const name = (end) => `${this.page.title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40) || "attention"}-${state.view}.${end}`;
+    const view = () => this.views[state.view];
+    byId("save-csv").addEventListener("click", () => saveText(name("csv"), "text/csv", csvOf(view().csv())));
+    byId("save-svg").addEventListener("click", () => saveText(name("svg"), "image/svg+xml", svgText(view().svg())));
+    byId("save-png").addEventListener("click", async () => {
+      const picture = await (view().png ? view().png() : pngOf(view().svg()));
+      saveBlob(name("png"), picture);
+    });
+    byId("theme").addEventListener("click", () => {
+      const root = document.documentElement, next = {undefined: "light", light: "dark", dark: undefined}[root.dataset.theme];
+      if (next) root.dataset.theme = next;
+      else delete root.dataset.theme;
+      byId("theme").textContent = `Theme: ${next ?? "system"}`;
+      this.update(new Set(["theme"]));
+    });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.update(new Set(["theme"])));
+  }
+
+  async update(changed) {
+    try {
+      await this.shown(changed);
+    } catch (failure) {
+      if (!(failure instanceof Damaged)) throw failure;
+      say(failure);
+    }
+  }
+
+  // Of changes that come while a head is read, the last is shown.
+  async shown(changed) {
+    const {layer, head} = state;
+    const numbers = await this.model.head(layer, head);
+    if (layer !== state.layer || head !== state.head) return;
+    const texts = this.model.texts(layer);
+    this.numbers = numbers;
+    for (const view of VIEWS) {
+      const active = view === state.view;
+      byId(`panel-${view}`).hidden = !active;
+      byId(`tab-${view}`).setAttribute("aria-selected", String(active));
+      byId(`tab-${view}`).tabIndex = active ? 0 : -1;
+    }
+    byId("scale").value = state.scale;
+    this.grid.update(changed);
+    const record = this.model.layers[layer];
+    byId("head-title").textContent = `${record.name || `layer ${layer}`} · head ${numbers.number}`;
+    byId("head-facts").textContent = [`${numbers.rows} × ${numbers.columns}`, ...record.says].join(" · ");
+    await this.views[state.view].render({numbers, texts, layer: record}, changed);
+    byId("readout").textContent = `${describe(numbers, texts, state.query, state.key)}.`;
+    if (["layer", "head", "query", "key", "theme", "scale"].some((name) => changed.has(name))) this.reading(numbers, texts);
+    if (!byId("main").dataset.ready) performance.mark("ready");
+    byId("main").dataset.ready = "yes";
+  }
+
+  // The text as it reads, each token behind a colour: how much the chosen query looks at it.
+  reading(numbers, texts) {
+    const paint = painterOf(state.scale), list = texts.keys, made = [];
+    const from = Math.max(0, Math.min(state.key, list.length) - AROUND), to = Math.min(list.length, from + 2 * AROUND);
+    if (from > 0) made.push("… ");
+    for (let column = from; column < to; column++) {
+      const {joined, shown: text} = gap(list[column]);
+      if (!joined && column > from) made.push(" ");
+      const allowed = numbers.allowed(state.query, column), weight = numbers.weight(state.query, column);
+      const word = element("span", {class: `word${allowed ? "" : " forbidden"}${column === state.key ? " key" : ""}`, dir: "auto", "data-key": column, text});
+      if (allowed) {
+        word.style.background = css(paint(weight));
+        word.style.color = inkOn(paint(weight));
+      }
+      word.title = `${column}: ${readable(list[column])}`;
+      made.push(word);
+    }
+    if (to < list.length) made.push(" …");
+    byId("reading").replaceChildren(...made);
+    const same = texts.queries === texts.keys;
+    byId("reading-hint").textContent = `How much query ${state.query} “${readable(texts.queries[state.query])}” looks at each key.${same ? " Choose a token to make it the query." : ""}`;
+    byId("reading").onclick = (event) => {
+      const key = event.target.closest("[data-key]");
+      if (key) change(same ? {query: Number(key.dataset.key)} : {key: Number(key.dataset.key)});
+    };
+  }
+}
+
+function say(failure) {
+  const alert = byId("alert");
+  alert.textContent = `This page cannot be shown: ${failure.message}. Make it again with the command that wrote it.`;
+  alert.hidden = false;
+  byId("main").hidden = true;
+}
+
+try {
+  const app = new App(checkPage(byId("data").textContent));
+  globalThis.clearhead = {app, state, change, model: app.model};
+  app.update(new Set(["layer", "head", "query", "key"]));
+} catch (failure) {
+  if (!(failure instanceof Damaged)) throw failure;
+  say(failure);
+}

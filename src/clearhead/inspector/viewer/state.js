@@ -1,0 +1,58 @@
+// What is looked at, in one place: every view reads it and is told when it changes; the address's fragment holds it.
+
+export const state = {
+  view: "map", layer: 0, head: 0, query: 0, key: 0, other: "", sort: "layer", least: 0, scale: "root", edges: 3,
+  zoom: "",
+};
+const DEFAULTS = {...state};
+const NUMBERS = ["layer", "head", "query", "key", "least", "edges"];
+const listeners = [];
+let limit = (wanted) => wanted;
+
+export function onChange(listener) {
+  listeners.push(listener);
+}
+
+// Change some of it; those that ask are told what has changed.
+export function change(wanted) {
+  const next = limit({...state, ...wanted});
+  const changed = new Set(Object.keys(next).filter((name) => next[name] !== state[name]));
+  if (changed.size === 0) return;
+  Object.assign(state, next);
+  writeFragment();
+  for (const listener of listeners) listener(changed);
+}
+
+let waiting = 0;
+
+function writeFragment() {
+  // Browsers refuse to be told many times a second.
+  clearTimeout(waiting);
+  waiting = setTimeout(() => {
+    const parts = Object.entries(state).filter(([name, value]) => value !== DEFAULTS[name]);
+    const text = parts.map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join("&");
+    try {
+      history.replaceState(null, "", `#${text}`);
+    } catch {
+      // A frame without an address of its own.
+    }
+  }, 120);
+}
+
+function readFragment() {
+  const found = {...DEFAULTS};
+  for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
+    if (!Object.hasOwn(DEFAULTS, name)) continue;
+    if (!NUMBERS.includes(name)) found[name] = value;
+    else if (Number.isFinite(Number(value))) found[name] = Number(value);
+  }
+  return found;
+}
+
+// Begin from the fragment, what it leaves out from ``initial``; ``limits`` puts right what the page does not have.
+export function startState(initial, limits) {
+  limit = limits;
+  Object.assign(DEFAULTS, initial);
+  Object.assign(state, limit(readFragment()));
+  addEventListener("hashchange", () => change(readFragment()));
+}

@@ -1,0 +1,113 @@
+"""clearhead view from outside: the page it writes, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.inspector.attention_sample import TOLERANCE, page_weights
+from typer.testing import CliRunner
+
+import clearhead as ch
+from clearhead.cli.app import app
+from clearhead.inspector import Page
+from clearhead.train.saved import load_run
+
+SIZES = ["--embed-dim", "16", "--num-heads", "2", "--num-layers", "2"]
+TEXT = "Speak, speak.\nAll:"
+
+
+def called(*words: object) -> tuple[int, list[str], list[str]]:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout.splitlines(), result.stderr.splitlines()
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("play")
+    (folder / "play.txt").write_text("All:\nSpeak, speak.\n" * 40)
+    code, _, _ = called(
+        "train", "lm", "--data", folder / "play.txt", "--out", folder / "run", "--steps", 2, "--eval-every", 2,
+        "--context", 16, *SIZES,
+    )  # fmt: skip
+    assert code == 0
+    return folder / "run"
+
+
+def test_the_page_holds_what_the_model_does_on_the_text(speaker: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "page.html"
+    code, said, err = called("view", speaker, "--text", TEXT[:8], "--out", out, "--title", "A play")
+    assert (code, err) == (0, [])
+    assert said == [f"wrote {out}: 8 tokens, Page('A play', 2 layers, 4 heads)"]
+    data = dict(Page.open(out).data)
+    run = load_run(speaker)
+    ids = run.encode(TEXT[:8])
+    assert data["texts"] == [[run.tokenizer.decode([identity]) for identity in ids]]
+    with torch.no_grad(), ch.trace(run.model) as traced:
+        run.model(torch.tensor([ids]))
+    for layer, name in enumerate(traced):
+        assert data["layers"][layer]["name"] == name
+        for head in range(2):
+            gap = page_weights(data, layer, head) - traced[name].weights[0, head].numpy()
+            assert np.abs(gap).max() <= TOLERANCE
+
+
+def test_layers_and_heads_are_chosen_and_a_long_file_is_cut(speaker: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "long.txt", tmp_path / "page.html"
+    text.write_text(TEXT * 5)
+    code, said, err = called("view", speaker, "--file", text, "--layer", 1, "--head", 0, "--out", out)
+    assert code == 0
+    assert err == ["the first 16 of 90 tokens, the most that the model reads"]
+    assert said[0].endswith("1 layers, 1 heads)")
+    data = Page.open(out).data
+    assert data["title"] == "run: Speak, speak. All:Speak, speak. All:Speak, speak. All:Speak,"
+    assert [head["head"] for head in data["layers"][0]["heads"]] == [0]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "view: --text or --file must be given, one of the two; got neither."),
+        (["--text", ""], "encode: text must have at least one token"),
+        (["--text", "Speak", "--head", "5"], "view: heads must lie from 0 to 1; got 5."),
+        (["--text", "Speak", "--layer", "7"], "trace: layers must be one of 0"),
+        (["--file", "none.txt"], "view: none.txt must be a readable UTF-8 text file; got No such file or directory."),
+    ],
+)
+def test_what_it_refuses_is_one_line(speaker: Path, words: list[str], says: str) -> None:
+    code, out, err = called("view", speaker, *words)
+    assert (code, out, len(err)) == (2, [], 1)
+    assert err[0].startswith(says)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    code, _, err = called("view", tmp_path, "--text", "a")
+    assert code == 2
+    assert err[0].startswith("view: ")
+    assert called("view", tmp_path, "--text", "a", "--out", tmp_path)[2][0].startswith("view: --out must be a file")
+
+
+def test_a_hugging_face_folder_is_read(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="clearhead[hf] is not installed")
+    tokenizers = pytest.importorskip("tokenizers", reason="clearhead[hf] is not installed")
+    folder, words = tmp_path / "model", ["[UNK]", "a", "cold", "film"]
+    config = transformers.GPT2Config(vocab_size=4, n_embd=16, n_layer=2, n_head=2, n_positions=12)
+    torch.manual_seed(0)
+    transformers.GPT2Model(config).save_pretrained(folder)
+    level = tokenizers.models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(level)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
+    out = tmp_path / "page.html"
+    code, _, err = called("view", folder, "--text", "a cold film", "--out", out)
+    assert (code, err) == (0, [])
+    data = dict(Page.open(out).data)
+    assert data["texts"] == [["a", "cold", "film"]]
+    assert len(data["layers"]) == 2
+    weights = page_weights(data, 1, 1)
+    assert np.allclose(weights.sum(axis=1), 1, atol=1e-3)
+    assert np.allclose(np.triu(weights, 1), 0)
