@@ -7,43 +7,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clearhead.errors import ClearheadError, DataError, ShapeError
+from clearhead.cli.reading import Reader, layers_of, read_ids, read_text, reader_of
+from clearhead.errors import DataError, ShapeError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from clearhead.observe.summary import HeadSummary, Summary
 
 __all__ = ["command"]
 
 _FUNCTION = "observe"
-#: Tokens at once for a model that tells no limit.
-_NO_LIMIT = 4096
 _STDOUT = Path("-")
 _LINE_EVERY = 10.0
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """A model with the way a text goes into it.
-
-    ``encode`` gives the text's ids, ``framed`` what the model is given for some of them, ``words`` their texts.
-    ``limit`` is the most tokens of the text that it reads at once.
-    """
-
-    name: str
-    model: nn.Module
-    encode: Callable[[str], list[int]]
-    framed: Callable[[list[int]], list[int]]
-    words: Callable[[list[int]], list[str]]
-    limit: int
-    run: Callable[[Tensor], object]
 
 
 def command(
@@ -76,18 +55,16 @@ def command(
         clearhead observe runs/plays --file plays.txt
         clearhead observe runs/plays --text "Enter the king" --layer 0 --json heads.json
     """
-    written = _text(text, file)
+    written = read_text(_FUNCTION, text, file)
     if edges < 1:
         raise ShapeError.about(_FUNCTION, "--edges", must="be at least 1", got=edges, then="Leave it out for 3.")
     for option, path in (("--json", as_json), ("--safetensors", safetensors)):
         if path is not None and path.is_dir():
             raise DataError.about(_FUNCTION, option, must="be a file", got=f"the folder {path}", then="Add a name.")
-    reader = _reader(model)
-    ids = reader.encode(written)
-    if not ids:
-        raise DataError.about(_FUNCTION, "text", must="have at least one token", got="none", then="Give some words.")
+    reader = reader_of(_FUNCTION, model)
+    ids = read_ids(_FUNCTION, reader, written)
     size = _chunk(reader, chunk)
-    summary, tokens = _observed(reader, ids, size, _layers(layer), edges, safetensors is not None)
+    summary, tokens = _observed(reader, ids, size, layers_of(layer), edges, safetensors is not None)
     said = _said(reader, len(ids), size, chunk)
     if safetensors is not None:
         from clearhead.train.files import write_tensors
@@ -108,28 +85,7 @@ def command(
             typer.echo(f"wrote {path}", err=True)
 
 
-def _text(text: str | None, file: Path | None) -> str:
-    if (text is None) == (file is None):
-        must, then = "be given, one of the two", "Give --text or --file."
-        got = "neither" if text is None else "both"
-        raise ShapeError.about(_FUNCTION, "--text or --file", must=must, got=got, then=then)
-    if text is not None:
-        return text
-    assert file is not None
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as failure:
-        got = str(failure.strerror) if isinstance(failure, OSError) else f"a byte that is none at {failure.start}"
-        raise DataError.about(
-            _FUNCTION, str(file), must="be a readable UTF-8 text file", got=got, then="Name another file."
-        ) from failure
-
-
-def _layers(chosen: list[str] | None) -> list[int | str] | None:
-    return None if not chosen else [int(each) if each.isdecimal() else each for each in chosen]
-
-
-def _chunk(reader: _Reader, chunk: int | None) -> int:
+def _chunk(reader: Reader, chunk: int | None) -> int:
     if chunk is not None and not 1 <= chunk <= reader.limit:
         raise ShapeError.about(
             _FUNCTION, "--chunk", must=f"lie from 1 to {reader.limit}, the model's limit", got=chunk,
@@ -138,7 +94,7 @@ def _chunk(reader: _Reader, chunk: int | None) -> int:
     return reader.limit if chunk is None else chunk
 
 
-def _said(reader: _Reader, count: int, size: int, chunk: int | None) -> str:
+def _said(reader: Reader, count: int, size: int, chunk: int | None) -> str:
     """The model and how the text was read, in one line."""
     tokens = f"{count:,} token{'' if count == 1 else 's'}"
     if count <= size:
@@ -149,7 +105,7 @@ def _said(reader: _Reader, count: int, size: int, chunk: int | None) -> str:
 
 
 def _observed(
-    reader: _Reader, ids: list[int], size: int, layers: list[int | str] | None, edges: int, keep_tensors: bool
+    reader: Reader, ids: list[int], size: int, layers: list[int | str] | None, edges: int, keep_tensors: bool
 ) -> tuple[Summary, list[str]]:
     """What was seen of all parts, and every token that the model read."""
     import torch
@@ -219,86 +175,3 @@ def _print(heads: Sequence[HeadSummary], tokens: list[str]) -> None:
         numbers = [f"{head.entropy:.2f}", f"{head.distance:.1f}", f"{head.first:.2f}"]
         rows.append([head.layer or "attention", str(head.head), *numbers, edges])
     typer.echo(table(["layer", "head", "entropy", "distance", "first", "strongest edges"], rows, right={1, 2, 3, 4}))
-
-
-def _reader(folder: Path) -> _Reader:
-    """The model in a folder, by what its ``config.json`` says."""
-    config = folder / "config.json"
-    try:
-        read = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    except (OSError, ValueError):
-        read = {}
-    if isinstance(read, dict) and "model_type" in read and "task" not in read:
-        return _from_transformers(folder)
-    return _from_run(folder)
-
-
-def _from_run(folder: Path) -> _Reader:
-    from clearhead.train.saved import load_run
-
-    run = load_run(folder, function=_FUNCTION)
-
-    def encode(text: str) -> list[int]:
-        if run.task == "lm":
-            run.encode(text[:_NO_LIMIT])  # refuses characters that the tokenizer cannot write
-        return run.tokenizer.encode_long(text)
-
-    def words(ids: list[int]) -> list[str]:
-        return [run.tokenizer.decode([identity]) for identity in ids]
-
-    return _Reader(str(folder), run.model, encode, lambda ids: ids, words, run.max_len, run.model)
-
-
-def _from_transformers(folder: Path) -> _Reader:
-    """A model of Hugging Face transformers from its folder: safetensors only, no code of its own, nothing fetched."""
-    import transformers
-
-    import clearhead
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), **local)
-        model = transformers.AutoModel.from_pretrained(str(folder), use_safetensors=True, **local).eval()
-    except ClearheadError:
-        raise
-    except Exception as failure:
-        must, got = "hold a model and a tokenizer that transformers reads", str(failure)[:200]
-        raise DataError.about(_FUNCTION, str(folder), must=must, got=got, then="Name another folder.") from failure
-    config = model.config
-    if config.is_encoder_decoder:
-        model = model.get_encoder()
-    clearhead.swap(model)
-    before, after = _frame(tokenizer)
-    limit = max(1, _limit(config, tokenizer) - len(before) - len(after))
-    return _Reader(
-        name=str(folder), model=model, limit=limit, run=model,
-        encode=lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]),
-        framed=lambda ids: [*before, *ids, *after],
-        words=lambda ids: list(tokenizer.convert_ids_to_tokens(ids)),
-    )  # fmt: skip
-
-
-def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after the ids of a text."""
-    probe = "a"
-    bare = list(tokenizer(probe, add_special_tokens=False)["input_ids"])
-    framed = list(tokenizer(probe)["input_ids"])
-    for start in range(len(framed) - len(bare) + 1):
-        if framed[start : start + len(bare)] == bare:
-            return framed[:start], framed[start + len(bare) :]
-    return [], []
-
-
-def _limit(config: Any, tokenizer: Any) -> int:
-    """The most tokens at once, those that the tokenizer adds included."""
-    told = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
-    limits = [value for value in told if isinstance(value, int) and value > 0]
-    if limits and "roberta" in config.model_type:
-        # Its positions are counted from behind the padding's id.
-        limits = [limits[0] - (config.pad_token_id or 0) - 1]
-    # Tokenizers without a limit tell an enormous one.
-    if tokenizer.model_max_length < 10**9:
-        limits.append(int(tokenizer.model_max_length))
-    return min(limits, default=_NO_LIMIT)

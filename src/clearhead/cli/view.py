@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from clearhead.errors import ClearheadError, DataError
+from clearhead.cli.reading import layers_of, read_ids, read_text, reader_of
+from clearhead.errors import DataError
 
 __all__ = ["command"]
 
@@ -41,20 +40,16 @@ def command(
     """
     import torch
 
-    from clearhead.cli.observe import _layers, _reader, _text
     from clearhead.inspector import view
     from clearhead.observe import trace
 
     if out.is_dir():
         raise DataError.about(_FUNCTION, "--out", must="be a file", got=f"the folder {out}", then="Add a name.")
-    with _speaking():
-        written = _text(text, file)
-        reader = _reader(model)
-    ids = reader.encode(written)
-    if not ids:
-        raise DataError.about(_FUNCTION, "text", must="have at least one token", got="none", then="Give some words.")
+    written = read_text(_FUNCTION, text, file)
+    reader = reader_of(_FUNCTION, model)
+    ids = read_ids(_FUNCTION, reader, written)
     part = reader.framed(ids[: reader.limit])
-    with torch.no_grad(), trace(reader.model, layers=_layers(layer)) as traced:
+    with torch.no_grad(), trace(reader.model, layers=layers_of(layer)) as traced:
         reader.run(torch.tensor([part]))
     heading = title or f"{model.name or model}: {' '.join(written.split())[:60]}"
     page = view(traced, tokens=reader.words(part), heads=head, title=heading)
@@ -67,12 +62,3 @@ def command(
     if len(ids) > reader.limit:
         typer.echo(f"the first {reader.limit:,} of {len(ids):,} tokens, the most that the model reads", err=True)
     typer.echo(f"wrote {out}: {len(part):,} tokens, {page!r}")
-
-
-@contextmanager
-def _speaking() -> Iterator[None]:
-    """What reading a model refuses, said by this verb."""
-    try:
-        yield
-    except ClearheadError as failure:
-        raise type(failure)(f"{_FUNCTION}:{str(failure).partition(':')[2]}") from failure
