@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clearhead.cli.reading import Reader, layers_of, read_ids, read_text, reader_of
+from clearhead.cli.reading import layers_of, read_text
 from clearhead.errors import DataError, ShapeError
+from clearhead.readers import Reader, read_ids, reader_of
 
 if TYPE_CHECKING:
     from clearhead.observe.summary import HeadSummary, Summary

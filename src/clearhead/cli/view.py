@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from clearhead.cli.reading import layers_of, read_ids, read_text, reader_of
+from clearhead.cli.reading import layers_of, read_text
 from clearhead.errors import DataError
+from clearhead.readers import read_ids, reader_of
 
 __all__ = ["command"]
 

@@ -1,0 +1,1 @@
+"""The lab: a page of this machine to work with attention in."""
