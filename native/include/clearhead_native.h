@@ -1,4 +1,4 @@
-/* The plain C interface of the CPU kernels: one description, two calls.
+/* The plain C interface of the CPU kernels: one description and two calls, for attention and for its linear family.
  *
  * Nothing here knows torch. Whoever calls fills a `ch_attention`, with `size` set to `sizeof(ch_attention)` and
  * every field that is not used set to zero, and gets 0 back, or a code that `ch_message` puts into words. Sizes,
@@ -22,8 +22,8 @@
 extern "C" {
 #endif
 
-/* Raised whenever `ch_attention` or the meaning of a field changes. */
-#define CH_ABI 2
+/* Raised whenever `ch_attention`, `ch_linear` or the meaning of a field changes. */
+#define CH_ABI 3
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_RUNS 4
 #define CH_MAX_RULES 8
@@ -155,8 +155,60 @@ typedef struct ch_attention {
   const ch_statistics* statistics;
 } ch_attention;
 
+enum ch_feature_map {
+  CH_FEATURE_IDENTITY = 0,
+  CH_FEATURE_ELU = 1,  /* elu(x) + 1 */
+  CH_FEATURE_RELU = 2,
+};
+
+/* Features and value channels of states that lie between calls are padded to a multiple of this. */
+#define CH_LINEAR_PAD 16
+#define CH_MAX_CHUNK 256
+
+/* Causal linear attention in chunks: S = e^log_decay S + phi(k)^T v, output = scale phi(q) S, where a `normalizer`
+ * divides by scale phi(q) z, and where a `rate` writes rate (v - phi(k) S) in place of v.
+ * All float32; contiguous, unless it says otherwise. */
+typedef struct ch_linear {
+  uint32_t size;        /* sizeof(ch_linear)                                                                */
+  uint32_t abi;         /* CH_ABI                                                                           */
+  int32_t isa;          /* as in ch_attention                                                               */
+  int32_t threads;
+  int32_t feature_map;  /* ch_feature_map                                                                   */
+  int32_t reserved;
+  int64_t batch, heads, kv_heads, length, features, value_dim;
+  int64_t chunk;        /* tokens, 1 to CH_MAX_CHUNK                                                        */
+  int64_t gates;        /* of log_decay: 1, or `features`; 0 without                                        */
+  double scale;
+
+  ch_tensor query, key, value, output;
+  const float* log_decay;  /* [batch, kv_heads, length, gates], at most 0; null for none                    */
+  const float* rate;       /* [batch, kv_heads, length]; null for none                                      */
+  const float* state;      /* [batch, kv_heads, features, value_dim]; null for zeros                        */
+  const float* normalizer; /* [batch, kv_heads, features]; null for zeros                                   */
+  float* last_state;       /* as state, written                                                             */
+  float* last_normalizer;  /* as normalizer, written; null: outputs are not divided                         */
+  float* shares;           /* [batch, heads, length], written: one over a row's sum; null without           */
+  /* The state before each chunk, [batch, kv_heads, chunks, features, value_dim padded], and the sum of features,
+     [batch, kv_heads, chunks, features padded]: written by forward, where not null, and read by backward.  */
+  float* states;
+  float* sums;
+
+  /* Backward only; it reads output and shares as well.                                                     */
+  ch_tensor grad_output;
+  const float* grad_last_state;      /* null for zeros                                                      */
+  const float* grad_last_normalizer; /* null for zeros                                                      */
+  ch_tensor grad_query, grad_key, grad_value;
+  float* grad_state;       /* as state, written                                                             */
+  float* grad_normalizer;  /* as normalizer, written; null where outputs were not divided                   */
+  float* grad_decay;       /* as log_decay, written                                                         */
+  float* grad_rate;        /* as rate, written                                                              */
+  float* later;            /* room, as states and sums; without it chunks of one head stay with one thread  */
+  float* later_sums;
+} ch_linear;
+
 CH_EXPORT int ch_abi(void);
 CH_EXPORT int64_t ch_description_size(void);
+CH_EXPORT int64_t ch_linear_description_size(void);
 /* The instruction sets this library was built for, best first; null past the last. */
 CH_EXPORT const char* ch_isa_name(int index);
 /* Whether this processor can run it. */
@@ -166,6 +218,8 @@ CH_EXPORT int ch_isa_best(void);
 
 CH_EXPORT int ch_forward(const ch_attention* work);
 CH_EXPORT int ch_backward(const ch_attention* work);
+CH_EXPORT int ch_linear_forward(const ch_linear* work);
+CH_EXPORT int ch_linear_backward(const ch_linear* work);
 CH_EXPORT const char* ch_message(int code);
 /* Whether `count` floats are all finite: 1 or 0. */
 CH_EXPORT int ch_all_finite(const float* data, int64_t count);

@@ -10,6 +10,8 @@ namespace clearhead {
 struct Kernels {
   int (*forward)(const ch_attention* work);
   int (*backward)(const ch_attention* work);
+  int (*linear_forward)(const ch_linear* work);
+  int (*linear_backward)(const ch_linear* work);
 };
 
 // True in a process that was forked from one in which this library was loaded: the threads of the OpenMP pool

@@ -4,6 +4,7 @@
 // copy that the linker keeps for everybody.
 #include "backward.h"
 #include "forward.h"
+#include "linear.h"
 
 namespace CH_NS {
 namespace {
@@ -24,8 +25,11 @@ template <template <class, class> class Work> int run_dtype(const ch_attention* 
   }
 }
 
+template <class Way> int run_linear(const ch_linear* w) { return Way(*w).run(); }
+
 }  // namespace
 
-extern const clearhead::Kernels kernels = {run_dtype<Forward>, run_dtype<Backward>};
+extern const clearhead::Kernels kernels = {run_dtype<Forward>, run_dtype<Backward>, run_linear<LinearForward>,
+                                             run_linear<LinearBackward>};
 
 }  // namespace CH_NS

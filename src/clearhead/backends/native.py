@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
 from clearhead.backends.capability import SMALL_TRAINING, Backend, Capability, multiplications
@@ -24,9 +23,11 @@ from clearhead.backends.native_library import (
     RuleKind,
     Table,
     TensorView,
+    in_memory,
     library,
     message,
     reason,
+    room_like,
 )
 from clearhead.backends.native_replay import remember
 from clearhead.backends.native_statistics import DIFFERENTIABLE, Gathered, Grads, kernel_gives
@@ -49,7 +50,7 @@ _DTYPES: Final = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, 
 
 
 def _also(problem: Problem) -> list[str]:
-    if not all(map(_plain, (problem.query, problem.key, problem.value))):
+    if not all(map(in_memory, (problem.query, problem.key, problem.value))):
         return ["needs plain tensors, not subclasses, and not those of torch.func"]
     if torch._C._len_torch_dispatch_stack() > 0 or forward_ad._current_level >= 0:
         return ["is not seen by what traces operators or differentiates forward"]
@@ -69,15 +70,6 @@ def _also(problem: Problem) -> list[str]:
     if entries > _MAX_TABLE_ENTRIES:
         reasons.append(f"would need a table of {entries:,} entries (limit {_MAX_TABLE_ENTRIES:,})")
     return reasons
-
-
-def _plain(tensor: Tensor) -> bool:
-    """Whether a tensor's memory holds its numbers."""
-    return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and not (is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor())
-    )
 
 
 def _table_entries(problem: Problem) -> int:
@@ -201,14 +193,6 @@ def _strides(tensor: Tensor) -> tuple[int, int, int, int]:
     return batch, head, row, column
 
 
-def _like(tensor: Tensor, dim: int) -> Tensor:
-    """An empty ``[batch, heads, len, dim]`` whose heads lie as the tensor does: side by side, or in turn."""
-    batch, heads, length, _ = tensor.shape
-    if tensor.stride(1) < tensor.stride(2):
-        return tensor.new_empty(batch, length, heads, dim).transpose(1, 2)
-    return tensor.new_empty(batch, heads, length, dim)
-
-
 def _call(name: str, work: _Work) -> int:
     kernels = library()
     assert kernels is not None
@@ -232,7 +216,7 @@ class _Rows:
 def _forward(problem: Problem, want: Want) -> Observation:
     """Output, and the statistics that are wanted."""
     work = _Work(problem)
-    output = work.tensor("output", _like(problem.query, problem.value_dim))
+    output = work.tensor("output", room_like(problem.query, problem.value_dim))
     lse = work.result("lse") if want.lse else None
     gathered = work.gather(want, for_backward=False)
     _call("ch_forward", work)
@@ -262,7 +246,7 @@ def _square_causal(problem: Problem) -> bool:
 def _forward_for_backward(problem: Problem, want: Want) -> tuple[Tensor, _Rows, dict[str, Tensor]]:
     """Output, what backward needs besides, and the statistics that are wanted."""
     work = _Work(problem)
-    output = work.tensor("output", _like(problem.query, problem.value_dim))
+    output = work.tensor("output", room_like(problem.query, problem.value_dim))
     exact = output if output.dtype == torch.float32 else work.result("output32", problem.value_dim)
     rows = _Rows(exact, work.result("lse"), work.result("softmax", 2))
     gathered = work.gather(want, for_backward=True)
@@ -386,7 +370,7 @@ def _backward(problem: Problem, rows: _Rows, arrived: _Arrived) -> _Gradients | 
         description.grad_lse = work.keep(grad_lse.to(torch.float32)).data_ptr()
     delta = work.result("delta")
     tensors = [
-        work.tensor(f"grad_{name}", _like(tensor, tensor.shape[3]))
+        work.tensor(f"grad_{name}", room_like(tensor, tensor.shape[3]))
         for name, tensor in (("query", problem.query), ("key", problem.key), ("value", problem.value))
     ]
     rules: dict[int, Tensor] = {}

@@ -16,18 +16,22 @@ from typing import Final
 
 # Its OpenMP must be in the process before the kernels are: they bring none of their own.
 import torch as torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 __all__ = [
-    "ABI", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS", "UNBOUNDED", "Code", "Description", "Dtype", "Rule", "RuleKind",
-    "Statistics", "Table", "TensorView", "all_finite", "isa_index", "isa_name", "isa_names", "library", "message",
-    "reason",
+    "ABI", "LINEAR_PAD", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS", "UNBOUNDED", "Code", "Description",
+    "Dtype", "Feature", "LinearDescription", "Rule", "RuleKind", "Statistics", "Table", "TensorView", "all_finite",
+    "in_memory", "isa_index", "isa_name", "isa_names", "library", "message", "reason", "room_like",
 ]  # fmt: skip
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
-ABI: Final = 2
+ABI: Final = 3
 MAX_HEAD_DIM: Final = 256
 MAX_RUNS: Final = 4
 MAX_RULES: Final = 8
+MAX_CHUNK: Final = 256
+#: States of the linear family that lie between calls are padded to a multiple of this.
+LINEAR_PAD: Final = 16
 #: ``before`` and ``after`` of a description that bounds nothing on that side.
 UNBOUNDED: Final = 2**63 - 1
 
@@ -47,6 +51,14 @@ class RuleKind(IntEnum):
     RELATIVE = 2
     DENSE = 3
     SOFTCAP = 4
+
+
+class Feature(IntEnum):
+    """``ch_feature_map``."""
+
+    IDENTITY = 0
+    ELU = 1
+    RELU = 2
 
 
 class Code(IntEnum):
@@ -136,6 +148,30 @@ class Description(ctypes.Structure):
         )  # fmt: skip
 
 
+class LinearDescription(ctypes.Structure):
+    """``ch_linear``: one call of the linear family. Every field starts at zero; see ``Description.new``."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32), ("abi", ctypes.c_uint32), ("isa", _int32), ("threads", _int32),
+        ("feature_map", _int32), ("reserved", _int32),
+        ("batch", _int64), ("heads", _int64), ("kv_heads", _int64), ("length", _int64), ("features", _int64),
+        ("value_dim", _int64), ("chunk", _int64), ("gates", _int64), ("scale", ctypes.c_double),
+        ("query", TensorView), ("key", TensorView), ("value", TensorView), ("output", TensorView),
+        ("log_decay", _pointer), ("rate", _pointer), ("state", _pointer), ("normalizer", _pointer),
+        ("last_state", _pointer), ("last_normalizer", _pointer), ("shares", _pointer), ("states", _pointer),
+        ("sums", _pointer),
+        ("grad_output", TensorView), ("grad_last_state", _pointer), ("grad_last_normalizer", _pointer),
+        ("grad_query", TensorView), ("grad_key", TensorView), ("grad_value", TensorView),
+        ("grad_state", _pointer), ("grad_normalizer", _pointer), ("grad_decay", _pointer), ("grad_rate", _pointer),
+        ("later", _pointer), ("later_sums", _pointer),
+    )  # fmt: skip
+
+    @classmethod
+    def new(cls) -> LinearDescription:
+        """One thread and the instruction set that was chosen; sizes and tensors are the caller's."""
+        return cls(size=ctypes.sizeof(cls), abi=ABI, isa=isa_index(), threads=1)
+
+
 @dataclass(frozen=True)
 class _Loaded:
     """What looking for the library came to: it and the chosen set, or the reason against it."""
@@ -178,6 +214,23 @@ def all_finite(tensor: torch.Tensor) -> bool:
     return found is not None and bool(found.ch_all_finite(tensor.data_ptr(), tensor.numel()))
 
 
+def in_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory holds its numbers."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not (is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor())
+    )
+
+
+def room_like(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """An empty ``[batch, heads, len, dim]`` whose heads lie as the tensor does: side by side, or in turn."""
+    batch, heads, length, _ = tensor.shape
+    if tensor.stride(1) < tensor.stride(2):
+        return tensor.new_empty(batch, length, heads, dim).transpose(1, 2)
+    return tensor.new_empty(batch, heads, length, dim)
+
+
 def message(code: int) -> str:
     """A code that a kernel returned, in words."""
     found = library()
@@ -191,12 +244,16 @@ def _loaded() -> _Loaded:
     if not PATH.exists():
         return _Loaded(None, "is not built (it takes GCC or Clang: install again, or make native in a checkout)")
     try:
-        found = _declared(ctypes.CDLL(str(PATH)))
+        found = ctypes.CDLL(str(PATH))
+        # Another version may lack other functions, so this one is asked first.
+        if (theirs := found.ch_abi()) != ABI:
+            return _Loaded(None, f"is of another version of clearhead ({theirs} instead of {ABI}): install again")
+        _declare(found)
     except (OSError, AttributeError) as problem:
         return _Loaded(None, f"was built for another machine or another torch ({' '.join(str(problem).split())})")
-    theirs, ours = (found.ch_abi(), found.ch_description_size()), (ABI, ctypes.sizeof(Description))
-    if theirs != ours:
-        return _Loaded(None, f"is of another version of clearhead ({theirs} instead of {ours}): install again")
+    sizes = (found.ch_description_size(), found.ch_linear_description_size())
+    if sizes != (expected := (ctypes.sizeof(Description), ctypes.sizeof(LinearDescription))):
+        return _Loaded(None, f"is of another version of clearhead ({sizes} instead of {expected}): install again")
     return _chosen(found, os.environ.get("CLEARHEAD_ISA", "").strip())
 
 
@@ -214,20 +271,19 @@ def _chosen(found: ctypes.CDLL, asked: str) -> _Loaded:
     return _Loaded(found, None, usable, built.index(asked))
 
 
-def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
+def _declare(found: ctypes.CDLL) -> None:
     """Give the functions the types of the header."""
-    found.ch_abi.restype = ctypes.c_int
     found.ch_description_size.restype = ctypes.c_int64
+    found.ch_linear_description_size.restype = ctypes.c_int64
     found.ch_isa_best.restype = ctypes.c_int
-    # A library of another version may lack it; what its version is must still be read.
-    if hasattr(found, "ch_all_finite"):
-        found.ch_all_finite.argtypes, found.ch_all_finite.restype = [_pointer, _int64], ctypes.c_int
+    found.ch_all_finite.argtypes, found.ch_all_finite.restype = [_pointer, _int64], ctypes.c_int
     for function, argument, result in (
         (found.ch_isa_name, ctypes.c_int, ctypes.c_char_p),
         (found.ch_isa_usable, ctypes.c_int, ctypes.c_int),
         (found.ch_message, ctypes.c_int, ctypes.c_char_p),
         (found.ch_forward, ctypes.POINTER(Description), ctypes.c_int),
         (found.ch_backward, ctypes.POINTER(Description), ctypes.c_int),
+        (found.ch_linear_forward, ctypes.POINTER(LinearDescription), ctypes.c_int),
+        (found.ch_linear_backward, ctypes.POINTER(LinearDescription), ctypes.c_int),
     ):
         function.argtypes, function.restype = [argument], result
-    return found

@@ -21,6 +21,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
+from clearhead.linear import native
 from clearhead.linear.chunks import in_chunks, plain_chunks, takes
 from clearhead.linear.recurrence import Recurrence, quotient
 from clearhead.linear.state import LinearState
@@ -57,6 +58,13 @@ def recurrent(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor,
 
 def chunked(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, LinearState]:
     """Products within chunks of ``chunk`` tokens, and one state handed from each to the next."""
+    if native.takes(call, chunk):
+        return native.native_chunks(call, state, chunk, _chunked)
+    return _chunked(call, state, chunk)
+
+
+def _chunked(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, LinearState]:
+    """The same by operations of torch: any device, float64, chunks of any length."""
     call = call if takes(call) else call.featured()
     if takes(call):
         return plain_chunks(call, state, chunk)
@@ -86,7 +94,7 @@ def chunked(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, L
 
 def parallel(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, LinearState]:
     """All pairs of tokens at once, as attention does it."""
-    return chunked(call, state, _next_power(call.key.shape[2]))
+    return _chunked(call, state, _next_power(call.key.shape[2]))
 
 
 FORMS: Final[dict[str, Form]] = {"recurrent": recurrent, "chunked": chunked, "parallel": parallel}

@@ -1,0 +1,365 @@
+// The linear family, forward and backward: a state of fixed size handed from chunk to chunk.
+//
+// With phi(Q) times the scale, S and z the state before a chunk, and U the output's gradient over the row's sum:
+//
+//   P = tril(phi(Q) phi(K)^T e^(G_i - G_j))          D  = tril((U V^T + lower) e^(G_i - G_j))
+//   O = e^G phi(Q) S + P V                           dQ = e^G U S^T + D phi(K)                  (+ lower z)
+//   S = e^Gend S + (e^(Gend - G) phi(K))^T V         dK = e^(Gend - G) V dS^T + D^T phi(Q)      (+ dz)
+//   z = z + phi(K)^T 1                               dV = e^(Gend - G) phi(K) dS + P^T U
+//                                                    dS = e^Gend dS + (e^G phi(Q))^T U          (dz + phi(Q)^T lower)
+//
+// Under the delta rule V is what `correct` makes of it. There are two ways with the same sums: whole heads to a thread,
+// the state staying in its cache; or, for fewer heads than keep the threads busy, every chunk's own part of the state,
+// then their running sums, then the chunks, each to any thread.
+#pragma once
+
+#include "linear_chunk.h"
+
+namespace CH_NS {
+
+// Forward and Backward say what one chunk adds to the state, in which order states are handed on, and what follows.
+template <class Way> int hand_out(const Way& way, bool apart, int threads, int64_t units, int64_t chunks) {
+  Fault fault;
+  auto each = [&](int64_t count, auto&& body) {
+    parallel(threads, count, [&](int64_t task) {
+      Tiles t;
+      if (fault.get() != CH_OK) return;
+      if (!way.room(&t)) return fault.set(CH_NO_MEMORY);
+      body(t, task);
+    });
+  };
+  if (!apart) {
+    each(units, [&](Tiles& t, int64_t unit) { way.head(t, unit); });
+    return fault.get();
+  }
+  each(units * chunks, [&](Tiles& t, int64_t task) { way.part(t, task / chunks, task % chunks); });
+  if (fault.get() == CH_OK) each(units, [&](Tiles& t, int64_t unit) { way.sums(t, unit); });
+  if (fault.get() == CH_OK)
+    each(units * chunks, [&](Tiles& t, int64_t task) { way.rest(t, task / chunks, task % chunks); });
+  return fault.get();
+}
+
+class Running : protected Chunk {
+ protected:
+  using Chunk::Chunk;
+
+  // held = keep held + own
+  void add_own(const Tiles& t, bool sums) const {
+    for (int64_t f = 0; f < w.features; f++) {
+      const vf keep = all(decays ? t.keep[f] : 1.0f);
+      for (int64_t c = 0; c < D; c += VL) {
+        float* held = t.held + f * D + c;
+        store(held, load(held) * keep + load(t.own + f * D + c));
+      }
+    }
+    if (sums) add_row(t.sums, t.own_sums, 1.0f, F);
+  }
+
+  // A chunk's own part lies where the state is to lie.
+  void trade(Tiles& t, float* place, float* sums) const {
+    memcpy(t.own, place, (size_t)state * sizeof(float));
+    memcpy(place, t.held, (size_t)state * sizeof(float));
+    if (sums != nullptr) {
+      memcpy(t.own_sums, sums, (size_t)F * sizeof(float));
+      memcpy(sums, t.sums, (size_t)F * sizeof(float));
+    }
+    if (decays) load_gates(t);
+    add_own(t, sums != nullptr);
+  }
+
+  // The state [features, value_dim] of a unit, padded; zeros where there is none.
+  void begin(const Tiles& t, int64_t unit, const float* matrix, const float* normalizer) const {
+    clear(t.held, F * D);
+    clear(t.sums, F);
+    const float* from = matrix + unit * w.features * w.value_dim;
+    for (int64_t f = 0; matrix != nullptr && f < w.features; f++)
+      memcpy(t.held + f * D, from + f * w.value_dim, (size_t)w.value_dim * sizeof(float));
+    if (normalizer != nullptr)
+      memcpy(t.sums, normalizer + unit * w.features, (size_t)w.features * sizeof(float));
+  }
+
+  void finish(const Tiles& t, int64_t unit, float* matrix, float* normalizer) const {
+    float* to = matrix + unit * w.features * w.value_dim;
+    for (int64_t f = 0; f < w.features; f++)
+      memcpy(to + f * w.value_dim, t.held + f * D, (size_t)w.value_dim * sizeof(float));
+    if (normalizer != nullptr)
+      memcpy(normalizer + unit * w.features, t.sums, (size_t)w.features * sizeof(float));
+  }
+};
+
+class LinearForward : Running {
+ public:
+  explicit LinearForward(const ch_linear& work) : Running(work) {}
+
+  int run() { return hand_out(*this, apart(), threads, units, chunks); }
+
+  bool room(Tiles* t) const { return tiles(false, t); }
+
+  void head(Tiles& t, int64_t unit) const {
+    begin(t, unit, w.state, w.normalizer);
+    for (int64_t c = 0; c < chunks; c++) {
+      place(t, unit, c);
+      if (w.states != nullptr) memcpy(state_at(w.states, unit, c), t.held, (size_t)state * sizeof(float));
+      if (w.sums != nullptr) memcpy(sums_at(w.sums, unit, c), t.sums, (size_t)F * sizeof(float));
+      load_keys(t);
+      if (delta) turn_keys(t), correct(t, t.held);
+      outputs(t, t.held, t.sums);
+      own(t);
+      add_own(t, normalized());
+    }
+    finish(t, unit, w.last_state, w.last_normalizer);
+  }
+
+  void part(Tiles& t, int64_t unit, int64_t c) const {
+    place(t, unit, c);
+    load_keys(t);
+    t.own = state_at(w.states, unit, c);
+    if (normalized()) t.own_sums = sums_at(w.sums, unit, c);
+    own(t);
+  }
+
+  void sums(Tiles& t, int64_t unit) const {
+    begin(t, unit, w.state, w.normalizer);
+    for (int64_t c = 0; c < chunks; c++) {
+      place(t, unit, c);
+      trade(t, state_at(w.states, unit, c), sums_at(w.sums, unit, c));
+    }
+    finish(t, unit, w.last_state, w.last_normalizer);
+  }
+
+  void rest(Tiles& t, int64_t unit, int64_t c) const {
+    place(t, unit, c);
+    load_keys(t);
+    outputs(t, state_at(w.states, unit, c), sums_at(w.sums, unit, c));
+  }
+
+ private:
+  bool normalized() const { return w.last_normalizer != nullptr; }
+
+  void own(Tiles& t) const {
+    times<SET>(w.features, D, t.rows, turned(t.kf, F), t.v, D, t.own, D);
+    if (!normalized()) return;
+    clear(t.own_sums, F);
+    for (int64_t i = 0; i < t.rows; i++) add_row(t.own_sums, t.k + i * F, 1.0f, F);
+  }
+
+  void outputs(Tiles& t, const float* before, const float* sums) const {
+    if (!delta) turn_keys(t);
+    for (int64_t g = 0; g < group; g++) {
+      load_queries(t, g);
+      times<SET>(t.rows, D, w.features, plain(t.qf, F), before, D, t.o, D);
+      scores(t, t.q, t.p, false);
+      times<ADD, UP_TO>(t.rows, D, t.rows, plain(t.p, C), t.v, D, t.o, D, t.height);
+      const int64_t head = t.head * group + g;
+      if (normalized()) divide(t, head, sums);
+      put_rows(t, w.output, head, w.value_dim, t.o, D);
+    }
+  }
+
+  // By each row's sum of weights; a row without weight gives 0.
+  void divide(const Tiles& t, int64_t head, const float* sums) const {
+    float* shares = w.shares + (t.batch * w.heads + head) * w.length + t.first;
+    for (int64_t i = 0; i < t.rows; i++) {
+      float below = dot(t.q + i * F, sums, F);
+      vf more = (vf){};
+      for (int64_t j = 0; j <= i; j += VL) more += load(t.p + i * C + j);
+      below += sum_of(more);
+      shares[i] = __builtin_fabsf(below) < __FLT_MIN__ ? 0.0f : 1.0f / below;
+      // Not 0 times what may not be finite.
+      if (shares[i] == 0.0f) clear(t.o + i * D, D);
+      else scale_row(t.o + i * D, shares[i], D);
+    }
+  }
+};
+
+class LinearBackward : Running {
+ public:
+  explicit LinearBackward(const ch_linear& work) : Running(work) {}
+
+  int run() { return hand_out(*this, apart() && w.later != nullptr, threads, units, chunks); }
+
+  bool room(Tiles* t) const { return tiles(true, t); }
+
+  void head(Tiles& t, int64_t unit) const {
+    begin(t, unit, w.grad_last_state, w.grad_last_normalizer);
+    for (int64_t c = chunks; c-- > 0;) {
+      place(t, unit, c);
+      chunk(t, unit, c, t.held, t.sums, true);
+      add_own(t, normalized());
+    }
+    finish(t, unit, w.grad_state, w.grad_normalizer);
+  }
+
+  void part(Tiles& t, int64_t unit, int64_t c) const {
+    place(t, unit, c);
+    if (decays) load_decays(t);
+    t.own = state_at(w.later, unit, c);
+    if (normalized()) t.own_sums = sums_at(w.later_sums, unit, c);
+    for (int64_t g = 0; g < group; g++) {
+      load_queries(t, g);
+      load_upstream(t, g);
+      own(t, g);
+    }
+  }
+
+  void sums(Tiles& t, int64_t unit) const {
+    begin(t, unit, w.grad_last_state, w.grad_last_normalizer);
+    for (int64_t c = chunks; c-- > 0;) {
+      place(t, unit, c);
+      trade(t, state_at(w.later, unit, c), sums_at(w.later_sums, unit, c));
+    }
+    finish(t, unit, w.grad_state, w.grad_normalizer);
+  }
+
+  void rest(Tiles& t, int64_t unit, int64_t c) const {
+    place(t, unit, c);
+    chunk(t, unit, c, state_at(w.later, unit, c), sums_at(w.later_sums, unit, c), false);
+  }
+
+ private:
+  bool normalized() const { return w.grad_normalizer != nullptr; }
+
+  // The gradient of a head's output over its rows' sums, and that of these sums.
+  void load_upstream(Tiles& t, int64_t g) const {
+    const int64_t head = t.head * group + g;
+    get_rows(t, w.grad_output, head, w.value_dim, D, t.u);
+    if (!normalized()) return;
+    get_rows(t, w.output, head, w.value_dim, D, t.o);
+    const float* shares = w.shares + (t.batch * w.heads + head) * w.length + t.first;
+    for (int64_t i = 0; i < t.rows; i++) {
+      scale_row(t.u + i * D, shares[i], D);
+      t.lower[i] = -dot(t.u + i * D, t.o + i * D, D);
+    }
+  }
+
+  void own(Tiles& t, int64_t g) const {
+    if (g == 0) {
+      times<SET>(w.features, D, t.rows, turned(t.qf, F), t.u, D, t.own, D);
+    } else {
+      times<ADD>(w.features, D, t.rows, turned(t.qf, F), t.u, D, t.own, D);
+    }
+    if (!normalized()) return;
+    if (g == 0) clear(t.own_sums, F);
+    for (int64_t i = 0; i < t.rows; i++) add_row(t.own_sums, t.q + i * F, t.lower[i], F);
+  }
+
+  // `later` is the gradient of the state behind the chunk.
+  void chunk(Tiles& t, int64_t unit, int64_t c, const float* later, const float* later_sums, bool with_own) const {
+    const float* before = state_at(w.states, unit, c);
+    load_keys(t);
+    turn_keys(t);
+    if (delta) correct(t, before);
+    transpose(t.v, D, wide(t), D, t.vt, C);
+    turn_state(before, t.st);
+    turn_state(later, t.ht);
+    from_later(t, before, later, later_sums);
+    const int calm = t.height;
+    for (int64_t g = 0; g < group; g++) {
+      load_queries(t, g);
+      load_upstream(t, g);
+      t.height = calm == MR && finite_rows(t.q, t.rows, F) && finite_rows(t.u, t.rows, D) ? MR : 1;
+      one_head(t, sums_at(w.sums, unit, c));
+      if (with_own) own(t, g);
+      put_gradients(t, w.grad_query, t.head * group + g, t.q, t.dq, (float)w.scale);
+    }
+    if (delta) through_correction(t);
+    keys_and_gates(t);
+  }
+
+  // [features][D] to [channels][F]; what lies beyond the last feature is 0 there.
+  void turn_state(const float* from, float* to) const {
+    const int64_t whole = w.features / VL * VL;
+    transpose(from, D, whole, D, to, F);
+    for (int64_t d = 0; d < D; d++)
+      for (int64_t f = whole; f < F; f++) to[d * F + f] = f < w.features ? from[f * D + d] : 0.0f;
+  }
+
+  // What keys, values and the last decay get through the state behind the chunk.
+  void from_later(Tiles& t, const float* before, const float* later, const float* later_sums) const {
+    times<SET>(t.rows, D, w.features, plain(t.kf, F), later, D, t.dv, D);
+    times<SET>(t.rows, F, w.value_dim, plain(t.v, D), t.ht, F, t.dk, F);
+    if (decays) {
+      multiply(t.dk, t.dk, t.fade_k, t.rows * F);
+      clear(t.end, F);
+      for (int64_t f = 0; f < w.features; f++) t.end[f] = t.keep[f] * dot(before + f * D, later + f * D, D);
+      for (int64_t i = 0; i < t.rows; i++)
+        for (int64_t x = 0; x < F; x += VL)
+          store(t.end + x, load(t.end + x) + load(t.k + i * F + x) * load(t.dk + i * F + x));
+      clear(t.h, t.rows * F);
+    }
+    for (int64_t i = 0; normalized() && i < t.rows; i++) add_row(t.dk + i * F, later_sums, 1.0f, F);
+    if (delta) clear(t.read, t.rows * F);
+  }
+
+  void one_head(Tiles& t, const float* sums) const {
+    times<SET, LOWER>(t.rows, wide(t), w.value_dim, plain(t.u, D), t.vt, C, t.d, C, t.height);
+    shape(t, t.d, normalized() ? t.lower : nullptr, decays && !channels, false);
+    times<SET>(t.rows, F, w.value_dim, plain(t.u, D), t.st, F, t.dq, F);
+    if (decays) multiply(t.dq, t.dq, t.fade_q, t.rows * F);
+    for (int64_t i = 0; normalized() && i < t.rows; i++) add_row(t.dq + i * F, sums, t.lower[i], F);
+    scores_back(t, t.q, t.d, t.dq, t.dk);
+    scores(t, t.q, t.p, false);
+    times<ADD, FROM_ON>(t.rows, D, t.rows, turned(t.p, C), t.u, D, t.dv, D, t.height);
+    for (int64_t i = 0; decays && i < t.rows * F; i += VL)
+      store(t.h + i, load(t.h + i) + load(t.q + i) * load(t.dq + i));
+  }
+
+  // From what is written to values, rates, keys and the state.
+  void through_correction(Tiles& t) const {
+    correct_back(t, t.dv, w.grad_rate + (t.batch * w.kv_heads + t.head) * w.length + t.first);
+    times<SET, LOWER>(t.rows, wide(t), w.value_dim, plain(t.dv, D), t.vt, C, t.d, C, t.height);
+    for (int64_t i = 0; i < t.rows; i++) scale_row(t.d + i * C, -1.0f, wide(t));
+    shape(t, t.d, nullptr, decays && !channels, true);
+    times<SET>(t.rows, F, w.value_dim, plain(t.dv, D), t.st, F, t.read, F);
+    for (int64_t i = 0; i < t.rows * F; i += VL) store(t.read + i, -load(t.read + i));
+    if (decays) multiply(t.read, t.read, t.fade_q, t.rows * F);
+    scores_back(t, t.k, t.d, t.read, t.dk);
+    read_keys(t, t.q);
+    for (int64_t i = 0; i < t.rows * F; i += VL) store(t.q + i, -load(t.q + i));
+    times<ADD>(w.features, D, t.rows, turned(t.q, F), t.dv, D, t.own, D);
+  }
+
+  void keys_and_gates(Tiles& t) const {
+    if (decays) {
+      for (int64_t i = 0; i < t.rows * F; i += VL) {
+        vf moved = load(t.h + i) - load(t.k + i) * load(t.dk + i);
+        if (delta) moved += load(t.k + i) * load(t.read + i);
+        store(t.h + i, moved);
+      }
+      put_gates(t);
+    }
+    for (int64_t i = 0; delta && i < t.rows * F; i += VL) store(t.dk + i, load(t.dk + i) + load(t.read + i));
+    put_gradients(t, w.grad_key, t.head, t.k, t.dk, 1.0f);
+    put_rows(t, w.grad_value, t.head, w.value_dim, t.dv, D);
+  }
+
+  // A token's decay acts on every later G of the chunk.
+  void put_gates(Tiles& t) const {
+    float* to = w.grad_decay + ((t.batch * w.kv_heads + t.head) * w.length + t.first) * w.gates;
+    for (int64_t i = t.rows; i-- > 0;) {
+      add_row(t.end, t.h + i * F, 1.0f, F);
+      if (channels) put_row<Float32>(to + i * w.gates, (int)w.features, t.end, 1.0f);
+      else to[i] = total(t.end);
+    }
+  }
+
+  float total(const float* row) const {
+    vf sum = (vf){};
+    for (int64_t c = 0; c < F; c += VL) sum += load(row + c);
+    return sum_of(sum);
+  }
+
+  // Through the feature map, whose slope its features tell.
+  void put_gradients(const Tiles& t, const ch_tensor& to, int64_t head, const float* features, float* d,
+                     float scale) const {
+    const int map = w.feature_map;
+    if (map != CH_FEATURE_IDENTITY || scale != 1.0f) {
+      const vf factor = all(scale), back = all(scale == 0.0f ? 0.0f : 1.0f / scale);
+      for (int64_t i = 0; i < t.rows * F; i += VL)
+        store(d + i, load(d + i) * factor * slope_of(map, load(features + i) * back));
+    }
+    put_rows(t, to, head, w.features, d, F);
+  }
+};
+
+}  // namespace CH_NS

@@ -1,0 +1,463 @@
+// One chunk of the linear family: its tiles, its decays, and the products within it.
+//
+// G is the running sum of a chunk's log decays, [token] or [token][feature]. Every exponent that is taken is at most 0.
+#pragma once
+
+#include "work.h"
+
+namespace CH_NS {
+
+// Which part of a product is not zero: with rows as queries, and columns or steps as keys of the same chunk.
+enum Part {
+  ALL,      // everything
+  LOWER,    // columns up to the row's own
+  UP_TO,    // steps up to the row's own
+  FROM_ON,  // steps from the row's own on
+};
+
+struct Matrix {
+  const float* data;
+  int64_t row, step;
+};
+
+CH_INLINE Matrix plain(const float* data, int64_t ld) { return Matrix{data, ld, 1}; }
+CH_INLINE Matrix turned(const float* data, int64_t ld) { return Matrix{data, 1, ld}; }
+
+// C [rows x columns] from A [rows x steps] and B [steps x columns]; columns are a multiple of VL. `height` rows share
+// what a part leaves out, so zeros are multiplied between them: 1 where a number may not be finite.
+template <Into INTO, Part PART = ALL>
+void times(int64_t rows, int64_t columns, int64_t steps, Matrix a, const float* b, int64_t ldb, float* c, int64_t ldc,
+           int height = MR) {
+  for (int64_t p = 0; p < columns; p += PW) {
+    for (int64_t r = 0; r < rows; r += height) {
+      const int some = (int)least((int64_t)height, rows - r);
+      int64_t wide = least(columns - p, (int64_t)PW), first = 0, last = steps;
+      if constexpr (PART == LOWER) wide = least(wide, round_up(most(r + some - p, (int64_t)0), VL));
+      if constexpr (PART == UP_TO) last = least(steps, r + some);
+      if constexpr (PART == FROM_ON) first = r;
+      if (wide <= 0) continue;
+      product<Single, INTO>(some, (int)(wide / VL), last - first, a.data + r * a.row + first * a.step, a.row, a.step,
+                            b + first * ldb + p, ldb, c + r * ldc + p, ldc);
+    }
+  }
+}
+
+// [rows][ld] to [columns][to_ld] in whole blocks: both counts are rounded up, and both buffers have room for that.
+CH_INLINE void transpose(const float* from, int64_t ld, int64_t rows, int64_t columns, float* to, int64_t to_ld) {
+  for (int64_t r = 0; r < rows; r += VL)
+    for (int64_t c = 0; c < columns; c += VL)
+      transpose_block((const uint32_t*)(from + r * ld + c), ld, (uint32_t*)(to + c * to_ld + r), to_ld);
+}
+
+// e^x for x <= 0. A large x loses digits where it is multiplied by log2(e); the second term brings them back.
+CH_INLINE vf exp_below(vf x) {
+  const vf scaled = x * all(LOG2E);
+  const vf power = exp2_of<5>(scaled);
+#if defined(CH_AVX512)
+  vf lost = (vf)_mm512_fmsub_ps((__m512)x, (__m512)all(LOG2E), (__m512)scaled);
+#elif defined(CH_AVX2)
+  vf lost = (vf)_mm256_fmsub_ps((__m256)x, (__m256)all(LOG2E), (__m256)scaled);
+#else
+  vf lost = (vf){};
+#endif
+  // Of -inf nothing is lost, but the difference is no number.
+  lost = lost == lost ? lost : (vf){};
+  return power + power * (lost * all(LN2));
+}
+
+CH_INLINE float exp_below(float x) { return exp_below(all(x))[0]; }
+
+CH_INLINE vf feature_of(int map, vf x) {
+  const vf above = x < (vf){} ? (vf){} : x;  // NaN stays itself
+  if (map == CH_FEATURE_RELU) return above;
+  if (map != CH_FEATURE_ELU) return x;
+  return exp_below(x < (vf){} ? x : (vf){}) + above;
+}
+
+// The slope of a feature map, from the feature.
+CH_INLINE vf slope_of(int map, vf feature) {
+  if (map == CH_FEATURE_RELU) return feature > (vf){} ? all(1.0f) : (vf){};
+  if (map == CH_FEATURE_ELU) return feature > all(1.0f) ? all(1.0f) : feature;
+  return all(1.0f);
+}
+
+CH_INLINE bool finite_rows(const float* from, int64_t rows, int64_t ld) {
+  vf zero = (vf){};
+  for (int64_t i = 0; i < rows * ld; i += VL) zero += load(from + i) * (vf){};
+  return sum_of(zero) == 0.0f;
+}
+
+CH_INLINE float dot(const float* a, const float* b, int64_t ld) {
+  vf sum = (vf){};
+  for (int64_t c = 0; c < ld; c += VL) sum += load(a + c) * load(b + c);
+  return sum_of(sum);
+}
+
+// to += row * factor
+CH_INLINE void add_row(float* to, const float* row, float factor, int64_t ld) {
+  for (int64_t c = 0; c < ld; c += VL) store(to + c, load(to + c) + load(row + c) * all(factor));
+}
+
+CH_INLINE void scale_row(float* to, float factor, int64_t ld) {
+  for (int64_t c = 0; c < ld; c += VL) store(to + c, load(to + c) * all(factor));
+}
+
+// to = a * b, all three of `count` numbers
+CH_INLINE void multiply(float* to, const float* a, const float* b, int64_t count) {
+  for (int64_t i = 0; i < count; i += VL) store(to + i, load(a + i) * load(b + i));
+}
+
+CH_INLINE void clear(float* to, int64_t count) { memset(to, 0, (size_t)count * sizeof(float)); }
+
+// What work on one chunk of one head of keys holds. Rows are padded with zeros to F features, D channels, C tokens.
+struct Tiles {
+  int64_t batch, head, first, rows;  // which tokens
+  int height;                        // of products with a part, see `times`
+  float *k, *v, *kt;                 // features of keys, values, and the keys' transpose
+  float *q, *u, *o;                  // features of one head's queries, its output's gradient, its output
+  float *p, *d;                      // products within the chunk, and their gradients
+  float *held, *sums;                // state and sum of features, running
+  float *own, *own_sums;             // what this chunk adds to them
+  float *gates, *gates_t;            // G as [token][feature], and its transpose
+  float *decay;                      // e^(G_i - G_j), where it does not
+  float *fade_q, *fade_k, *keep;     // e^G, e^(Gend - G) as [token][feature], e^Gend as [feature]
+  float *kf, *qf;                    // keys and queries times these
+  float *left, *right, *met;         // blocks of queries and keys, decayed up to where they meet; a product of theirs
+  float *a, *r, *rate;               // delta rule: keys' products, what there is still to write, steps
+  float *vt, *st, *ht;               // transposes of values, state, and gradient of the state
+  float *dq, *dk, *dv, *read, *h;    // gradients; of keys as they are read; of G
+  float *lower, *end;                // gradient of row sums; of Gend
+};
+
+class Chunk {
+ protected:
+  static constexpr int64_t SUB = 16;  // tokens of a block within which decays are taken pair by pair
+
+  const ch_linear& w;
+  const int64_t F, D, C, chunks, units, group, state;
+  const bool decays, channels, delta;
+  const int threads;
+
+  explicit Chunk(const ch_linear& work)
+      : w(work),
+        F(round_up(w.features, CH_LINEAR_PAD)),
+        D(round_up(w.value_dim, CH_LINEAR_PAD)),
+        C(round_up(w.chunk, CH_LINEAR_PAD)),
+        chunks((w.length + w.chunk - 1) / w.chunk),
+        units(w.batch * w.kv_heads),
+        group(w.heads / w.kv_heads),
+        state(w.features * D),
+        decays(w.log_decay != nullptr),
+        channels(decays && w.gates > 1),
+        delta(w.rate != nullptr),
+        threads(clearhead::after_fork() ? 1 : w.threads) {}
+
+  // Chunks go to threads one by one where heads would not keep them busy and somebody kept room for their states;
+  // the delta rule's chunks depend on the state before.
+  bool apart() const {
+    return threads > 1 && !delta && chunks > 1 && w.states != nullptr && units < 2 * threads && units % threads != 0;
+  }
+
+  Tiles carve(char* from, bool back, size_t* bytes) const {
+    Carver take{from};
+    Tiles t{};
+    // Products write whole rows of VL numbers and read rows up to a multiple of MR.
+    const int64_t tall = C + VL, keys = tall * F, values = tall * D, square = tall * C, matrix = F * D;
+    auto some = [&](int64_t count) { return take.take<float>(count); };
+    t.k = some(keys), t.v = some(values), t.kt = some(F * C), t.q = some(keys), t.o = some(values);
+    t.p = some(square), t.held = some(matrix), t.sums = some(F), t.own = some(matrix), t.own_sums = some(F);
+    t.kf = t.k, t.qf = t.q;
+    if (decays) {
+      t.gates = some(keys), t.fade_q = some(keys), t.fade_k = some(keys), t.keep = some(F);
+      t.kf = some(keys), t.qf = some(keys);
+      t.gates_t = some(F * C);
+      if (channels) t.left = some(keys), t.right = some(most(keys, F * C)), t.met = some(keys);
+      if (!channels) t.decay = some(square);
+    }
+    if (delta) t.a = some(square), t.r = some(values), t.rate = some(C);
+    if (back) {
+      t.u = some(values), t.d = some(square), t.vt = some(D * C), t.st = some(matrix), t.ht = some(matrix);
+      t.dq = some(keys), t.dk = some(keys), t.dv = some(values), t.lower = some(C);
+      t.read = some(keys), t.h = some(keys), t.end = some(F);
+    }
+    *bytes = (size_t)(take.next - from);
+    return t;
+  }
+
+  bool tiles(bool back, Tiles* t) const {
+    size_t bytes;
+    carve(nullptr, back, &bytes);
+    char* memory = (char*)scratch(clearhead::SLOT_WORK, bytes);
+    if (memory == nullptr) return false;
+    *t = carve(memory, back, &bytes);
+    return true;
+  }
+
+  void place(Tiles& t, int64_t unit, int64_t c) const {
+    t.batch = unit / w.kv_heads, t.head = unit % w.kv_heads;
+    t.first = c * w.chunk, t.rows = least(w.chunk, w.length - t.first);
+  }
+
+  int64_t wide(const Tiles& t) const { return round_up(t.rows, VL); }
+
+  // Where chunk `c` of a unit keeps its state, or its sum of features.
+  float* state_at(float* all, int64_t unit, int64_t c) const {
+    return all == nullptr ? nullptr : all + (unit * chunks + c) * state;
+  }
+  float* sums_at(float* all, int64_t unit, int64_t c) const {
+    return all == nullptr ? nullptr : all + (unit * chunks + c) * F;
+  }
+
+  // ---- rows in and out --------------------------------------------------------------------------------------
+
+  void get_rows(const Tiles& t, const ch_tensor& from, int64_t head, int64_t dim, int64_t ld, float* to) const {
+    const float* row = at<Float32>(from, t.batch, head, t.first);
+    for (int64_t i = 0; i < t.rows; i++) get_row<Float32>(row + i * from.row, (int)dim, to + i * ld, (int)ld);
+    clear(to + t.rows * ld, (wide(t) - t.rows) * ld);  // whole blocks are transposed
+  }
+
+  void put_rows(const Tiles& t, const ch_tensor& to, int64_t head, int64_t dim, const float* from, int64_t ld) const {
+    float* row = at<Float32>(to, t.batch, head, t.first);
+    for (int64_t i = 0; i < t.rows; i++) put_row<Float32>(row + i * to.row, (int)dim, from + i * ld, 1.0f);
+  }
+
+  void take_features(const Tiles& t, float* tile, float scale) const {
+    const int map = w.feature_map;
+    if (map == CH_FEATURE_IDENTITY && scale == 1.0f) return;
+    for (int64_t i = 0; i < t.rows; i++) {
+      for (int64_t c = 0; c < w.features; c += VL) {
+        vf found = feature_of(map, load(tile + i * F + c)) * all(scale);
+        // Beyond the last channel there is no feature.
+        store(tile + i * F + c, c + VL > w.features ? first_of(found, w.features - c) : found);
+      }
+    }
+  }
+
+  void load_keys(Tiles& t) const {
+    get_rows(t, w.key, t.head, w.features, F, t.k);
+    get_rows(t, w.value, t.head, w.value_dim, D, t.v);
+    take_features(t, t.k, 1.0f);
+    t.height = finite_rows(t.k, t.rows, F) && finite_rows(t.v, t.rows, D) ? MR : 1;
+    if (decays) load_decays(t);
+  }
+
+  void turn_keys(const Tiles& t) const { transpose(t.k, F, wide(t), F, t.kt, C); }
+
+  void load_queries(Tiles& t, int64_t g) const {
+    get_rows(t, w.query, t.head * group + g, w.features, F, t.q);
+    take_features(t, t.q, (float)w.scale);
+    if (decays) multiply(t.qf, t.q, t.fade_q, t.rows * F);
+  }
+
+  // ---- decays -----------------------------------------------------------------------------------------------
+
+  void load_gates(Tiles& t) const {
+    const float* from = w.log_decay + ((t.batch * w.kv_heads + t.head) * w.length + t.first) * w.gates;
+    const float* before = nullptr;
+    for (int64_t i = 0; i < t.rows; i++, from += w.gates) {
+      float* row = t.gates + i * F;
+      if (channels) get_row<Float32>(from, (int)w.features, row, (int)F);
+      for (int64_t c = 0; c < F; c += VL) {
+        const vf here = channels ? load(row + c) : all(*from);
+        store(row + c, before == nullptr ? here : here + load(before + c));
+      }
+      before = row;
+    }
+    const float* last = t.gates + (t.rows - 1) * F;
+    for (int64_t c = 0; c < F; c += VL) store(t.keep + c, exp_below(load(last + c)));
+  }
+
+  void load_decays(Tiles& t) const {
+    load_gates(t);
+    const float* last = t.gates + (t.rows - 1) * F;
+    for (int64_t i = 0; i < t.rows; i++) {
+      const int64_t row = i * F;
+      if (channels) {
+        for (int64_t c = 0; c < F; c += VL) {
+          store(t.fade_q + row + c, exp_below(load(t.gates + row + c)));
+          store(t.fade_k + row + c, exp_below(load(last + c) - load(t.gates + row + c)));
+        }
+      } else {
+        const float forth = exp_below(t.gates[row]), back = exp_below(last[0] - t.gates[row]);
+        for (int64_t c = 0; c < F; c += VL) store(t.fade_q + row + c, all(forth)), store(t.fade_k + row + c, all(back));
+      }
+    }
+    multiply(t.kf, t.k, t.fade_k, t.rows * F);
+    clear(t.gates + t.rows * F, (wide(t) - t.rows) * F);
+    transpose(t.gates, F, wide(t), channels ? F : VL, t.gates_t, C);
+    if (channels) return;
+    for (int64_t i = 0; i < t.rows; i++) {
+      for (int64_t j = 0; j <= i; j += VL) {
+        const vf apart = all(t.gates[i * F]) - load(t.gates_t + j);
+        // Above the diagonal the difference is positive, and nobody reads it.
+        store(t.decay + i * C + j, exp_below(apart < (vf){} ? apart : (vf){}));
+      }
+    }
+  }
+
+  // ---- products within a chunk ------------------------------------------------------------------------------
+
+  // Decayed where decays are shared by features, and 0 above the diagonal, and on it where `strict`.
+  void shape(const Tiles& t, float* p, const float* lower, bool decayed, bool strict) const {
+    for (int64_t i = 0; i < t.rows; i++) {
+      float* row = p + i * C;
+      const int64_t count = strict ? i : i + 1;
+      for (int64_t j = 0; j < count; j += VL) {
+        vf x = load(row + j);
+        if (lower != nullptr) x += all(lower[i]);
+        if (decayed) x *= load(t.decay + i * C + j);
+        store(row + j, j + VL > count ? first_of(x, count - j) : x);
+      }
+      // Up to where a block of rows reads on.
+      const int64_t end = least(round_up(round_up(i + 1, MR), VL), C);
+      for (int64_t j = round_up(count, VL); j < end; j += VL) store(row + j, (vf){});
+    }
+  }
+
+  // p = tril(rows keys^T), decayed.
+  void scores(Tiles& t, const float* rows, float* p, bool strict) const {
+    if (channels) {
+      scores_by_channel(t, rows, p);
+    } else {
+      times<SET, LOWER>(t.rows, wide(t), F, plain(rows, F), t.kt, C, p, C, t.height);
+    }
+    shape(t, p, nullptr, decays && !channels, strict);
+  }
+
+  // Rows from `first` on, decayed since the token before it.
+  void fade_left(const Tiles& t, const float* rows, int64_t first, int64_t count) const {
+    const float* middle = t.gates + (first - 1) * F;
+    for (int64_t i = first; i < first + count; i++)
+      for (int64_t c = 0; c < F; c += VL)
+        store(t.left + i * F + c, load(rows + i * F + c) * exp_below(load(t.gates + i * F + c) - load(middle + c)));
+  }
+
+  // Blocks of SUB rows meet the keys before them at the token between; within a block, pairs.
+  void scores_by_channel(Tiles& t, const float* rows, float* p) const {
+    for (int64_t b = 0; b < t.rows; b += SUB) {
+      const int64_t count = least(SUB, t.rows - b);
+      if (b > 0) {
+        fade_left(t, rows, b, count);
+        for (int64_t f = 0; f < w.features; f++) {
+          const vf middle = all(t.gates[(b - 1) * F + f]);
+          for (int64_t j = 0; j < b; j += VL)
+            store(t.right + f * C + j, load(t.kt + f * C + j) * exp_below(middle - load(t.gates_t + f * C + j)));
+        }
+        times<SET>(count, b, w.features, plain(t.left + b * F, F), t.right, C, p + b * C, C);
+      }
+      for (int64_t i = b; i < b + count; i++)
+        for (int64_t j = b; j <= i; j++) p[i * C + j] = pair(t, rows + i * F, i, j);
+    }
+  }
+
+  float pair(const Tiles& t, const float* row, int64_t i, int64_t j) const {
+    vf sum = (vf){};
+    for (int64_t c = 0; c < F; c += VL)
+      sum += load(row + c) * load(t.k + j * F + c) * exp_below(load(t.gates + i * F + c) - load(t.gates + j * F + c));
+    return sum_of(sum);
+  }
+
+  // From the gradient d of p (0 above the diagonal): that of the rows and of the keys, added.
+  void scores_back(Tiles& t, const float* rows, const float* d, float* d_rows, float* d_keys) const {
+    if (channels) return back_by_channel(t, rows, d, d_rows, d_keys);
+    times<ADD, UP_TO>(t.rows, F, t.rows, plain(d, C), t.k, F, d_rows, F, t.height);
+    times<ADD, FROM_ON>(t.rows, F, t.rows, turned(d, C), rows, F, d_keys, F, t.height);
+  }
+
+  void back_by_channel(Tiles& t, const float* rows, const float* d, float* d_rows, float* d_keys) const {
+    for (int64_t b = 0; b < t.rows; b += SUB) {
+      const int64_t count = least(SUB, t.rows - b);
+      if (b > 0) meet_back(t, rows, d, d_rows, d_keys, b, count);
+      for (int64_t i = b; i < b + count; i++) {
+        for (int64_t j = b; j <= i; j++) {
+          const vf both = all(d[i * C + j]);
+          for (int64_t c = 0; c < F; c += VL) {
+            const vf e = both * exp_below(load(t.gates + i * F + c) - load(t.gates + j * F + c));
+            store(d_rows + i * F + c, load(d_rows + i * F + c) + e * load(t.k + j * F + c));
+            store(d_keys + j * F + c, load(d_keys + j * F + c) + e * load(rows + i * F + c));
+          }
+        }
+      }
+    }
+  }
+
+  void meet_back(Tiles& t, const float* rows, const float* d, float* d_rows, float* d_keys, int64_t b,
+                 int64_t count) const {
+    const float* middle = t.gates + (b - 1) * F;
+    fade_left(t, rows, b, count);
+    for (int64_t j = 0; j < b; j++)
+      for (int64_t c = 0; c < F; c += VL)
+        store(t.right + j * F + c, load(t.k + j * F + c) * exp_below(load(middle + c) - load(t.gates + j * F + c)));
+    times<SET>(count, F, b, plain(d + b * C, C), t.right, F, t.met, F);
+    for (int64_t i = 0; i < count; i++) {
+      for (int64_t c = 0; c < F; c += VL) {
+        const int64_t at = (b + i) * F + c;
+        const vf fade = exp_below(load(t.gates + at) - load(middle + c));
+        store(d_rows + at, load(d_rows + at) + load(t.met + i * F + c) * fade);
+      }
+    }
+    times<SET>(b, F, count, turned(d + b * C, C), t.left + b * F, F, t.met, F);
+    for (int64_t j = 0; j < b; j++) {
+      for (int64_t c = 0; c < F; c += VL) {
+        const int64_t at = j * F + c;
+        const vf fade = exp_below(load(middle + c) - load(t.gates + at));
+        store(d_keys + at, load(d_keys + at) + load(t.met + at) * fade);
+      }
+    }
+  }
+
+  // ---- the delta rule ---------------------------------------------------------------------------------------
+
+  // What each token writes: v becomes the solution of (I + diag(rate) tril(K K^T, -1)) v = rate (V - e^G K S).
+  void correct(Tiles& t, const float* before) const {
+    const float* from = w.rate + (t.batch * w.kv_heads + t.head) * w.length + t.first;
+    for (int64_t i = 0; i < t.rows; i++) t.rate[i] = from[i];
+    read_keys(t, t.q);
+    times<SET>(t.rows, D, w.features, plain(t.q, F), before, D, t.r, D);
+    for (int64_t i = 0; i < t.rows * D; i += VL) store(t.r + i, load(t.v + i) - load(t.r + i));
+    scores(t, t.k, t.a, true);
+    for (int64_t b = 0; b < t.rows; b += MR) {
+      const int64_t end = least(b + MR, t.rows);
+      if (b > 0) times<SET>(end - b, D, b, plain(t.a + b * C, C), t.v, D, t.o, D);
+      for (int64_t i = b; i < end; i++) {
+        float* row = t.v + i * D;
+        for (int64_t c = 0; c < D; c += VL) {
+          vf left = load(t.r + i * D + c);
+          if (b > 0) left -= load(t.o + (i - b) * D + c);
+          for (int64_t j = b; j < i; j++) left -= all(t.a[i * C + j]) * load(t.v + j * D + c);
+          store(t.r + i * D + c, left);
+          store(row + c, left * all(t.rate[i]));
+        }
+      }
+    }
+  }
+
+  // Keys as the rule reads the state with them.
+  void read_keys(const Tiles& t, float* to) const {
+    if (decays) return multiply(to, t.k, t.fade_q, t.rows * F);
+    memcpy(to, t.k, (size_t)(t.rows * F) * sizeof(float));
+  }
+
+  // The transposed system, in place: from the gradient of what is written to rate times its solution, which is the
+  // gradient of V - e^G K S. Also that of the rates.
+  void correct_back(const Tiles& t, float* x, float* d_rate) const {
+    for (int64_t b = (t.rows - 1) / MR * MR; b >= 0; b -= MR) {
+      const int64_t end = least(b + MR, t.rows);
+      if (end < t.rows)
+        times<SET>(end - b, D, t.rows - end, turned(t.a + end * C + b, C), x + end * D, D, t.o, D);
+      for (int64_t i = end - 1; i >= b; i--) {
+        vf moved = (vf){};
+        for (int64_t c = 0; c < D; c += VL) {
+          vf left = load(x + i * D + c);
+          if (end < t.rows) left -= load(t.o + (i - b) * D + c);
+          for (int64_t j = i + 1; j < end; j++) left -= all(t.a[j * C + i]) * load(x + j * D + c);
+          moved += left * load(t.r + i * D + c);
+          store(x + i * D + c, left * all(t.rate[i]));
+        }
+        d_rate[i] = sum_of(moved);
+      }
+    }
+  }
+};
+
+}  // namespace CH_NS

@@ -1,0 +1,257 @@
+"""Chunks by the CPU kernels: features, decays, corrections, products and division in one pass, with their backward.
+
+What is kept for backward is the inputs, the output, one state per chunk and one number per token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._C._functorch import maybe_current_level
+from torch.autograd import forward_ad
+
+from clearhead.backends.native_library import (
+    LINEAR_PAD,
+    MAX_CHUNK,
+    MAX_HEAD_DIM,
+    Code,
+    Feature,
+    LinearDescription,
+    TensorView,
+    in_memory,
+    library,
+    message,
+    room_like,
+)  # fmt: skip
+from clearhead.linear.feature_maps import FEATURE_MAPS, FeatureMap
+from clearhead.linear.recurrence import Recurrence
+from clearhead.linear.state import LinearState
+
+__all__ = ["native_chunks", "takes"]
+
+_FEATURES: Final = {"identity": Feature.IDENTITY, "elu": Feature.ELU, "relu": Feature.RELU}
+_MOST_THREADS: Final = 4096
+#: Heads per thread from which each keeps its state to itself; with fewer, chunks are handed out one by one.
+_ENOUGH: Final = 2
+#: The same chunks by operations that autograd records.
+Again: TypeAlias = Callable[[Recurrence, LinearState, int], tuple[Tensor, LinearState]]
+
+
+def takes(call: Recurrence, chunk: int) -> bool:
+    """Whether the kernels can compute a call: float32 in this machine's memory, sizes that fit, nobody watching."""
+    # In this order: what is traced must not look for a library.
+    if torch.compiler.is_compiling() or library() is None or _watched():
+        return False
+    if call.normalized and (call.log_decay is not None or call.rate is not None):
+        return False
+    features, value_dim = call.feature_map.features(call.key.shape[-1]), call.value.shape[-1]
+    fits = chunk <= MAX_CHUNK and 0 < features <= MAX_HEAD_DIM and 0 < value_dim <= MAX_HEAD_DIM
+    parts = (call.query, call.key, call.value, call.log_decay, call.rate)
+    given = [part for part in parts if part is not None]
+    return fits and all(part.is_cpu and part.dtype is torch.float32 and in_memory(part) for part in given)
+
+
+def _watched() -> bool:
+    """Whether somebody transforms operators, or looks at them."""
+    levels = maybe_current_level() is not None or forward_ad._current_level >= 0
+    return levels or torch._C._len_torch_dispatch_stack() > 0
+
+
+def native_chunks(call: Recurrence, state: LinearState, chunk: int, again: Again) -> tuple[Tensor, LinearState]:
+    """As ``chunked`` of the forms; ``again`` is that form without kernels, for second derivatives."""
+    if FEATURE_MAPS.get(call.feature_map.name) is not call.feature_map or call.feature_map.name not in _FEATURES:
+        call = call.featured()
+    setting = _Setting(call.feature_map, call.scale, call.normalized, chunk, again)
+    inputs = (call.query, call.key, call.value, call.log_decay, call.rate, state.matrix, state.normalizer)
+    output, matrix, normalizer = _Native.apply(setting, *inputs)  # type: ignore[no-untyped-call]
+    return output, LinearState(matrix=matrix, normalizer=normalizer)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What of a call is not a tensor."""
+
+    feature_map: FeatureMap
+    scale: float
+    normalized: bool
+    chunk: int
+    again: Again
+
+
+class _Work:
+    """A description together with the tensors that it points into."""
+
+    def __init__(self, setting: _Setting, inputs: tuple[Tensor | None, ...]) -> None:
+        query, key, value, log_decay, rate, matrix, normalizer = inputs
+        assert query is not None
+        assert key is not None
+        assert value is not None
+        self.held: list[Tensor] = []
+        self.query, self.value = query, value
+        own = self.description = LinearDescription.new()
+        own.threads = min(torch.get_num_threads(), _MOST_THREADS)
+        own.feature_map, own.scale, own.chunk = _FEATURES[setting.feature_map.name], setting.scale, setting.chunk
+        own.batch, own.kv_heads, own.length, own.features = key.shape
+        own.heads, own.value_dim = query.shape[1], value.shape[3]
+        own.gates = 0 if log_decay is None else log_decay.shape[-1]
+        for name, part in (("query", query), ("key", key), ("value", value)):
+            self.rows(name, part)
+        for name, plain in (
+            ("log_decay", log_decay), ("rate", rate), ("state", matrix), ("normalizer", normalizer),
+        ):  # fmt: skip
+            self.read(name, plain)
+
+    @property
+    def chunks(self) -> int:
+        return -(-int(self.description.length) // int(self.description.chunk))
+
+    @property
+    def few(self) -> bool:
+        """Whether there are too few heads for each thread to have its own."""
+        own = self.description
+        return own.threads > 1 and not own.rate and own.batch * own.kv_heads < _ENOUGH * own.threads
+
+    def rows(self, name: str, part: Tensor) -> Tensor:
+        """Point a field at ``[batch, heads, len, dim]``, its last axis made contiguous where it is not."""
+        part = part.detach().resolve_neg()
+        if part.stride(3) != 1 and part.shape[3] > 1:
+            part = part.contiguous()
+        self.held.append(part)
+        setattr(self.description, name, TensorView(part.data_ptr(), *part.stride()[:3]))
+        return part
+
+    def read(self, name: str, part: Tensor | None) -> None:
+        """Point a field at a tensor without strides of its own."""
+        if part is None:
+            return
+        self.held.append(part := part.detach().resolve_neg().contiguous())
+        setattr(self.description, name, part.data_ptr())
+
+    def written(self, name: str, *shape: int) -> Tensor:
+        """A new tensor that the kernel writes."""
+        found = self.value.new_empty(shape)
+        self.held.append(found)
+        setattr(self.description, name, found.data_ptr())
+        return found
+
+    def between(self, states: str, sums: str, *, normalized: bool) -> tuple[Tensor, Tensor | None]:
+        """Room for a state per chunk."""
+        own = self.description
+        leading = (own.batch, own.kv_heads, self.chunks)
+        found = self.written(states, *leading, own.features, _padded(own.value_dim))
+        return found, self.written(sums, *leading, _padded(own.features)) if normalized else None
+
+    def run(self, name: str) -> None:
+        kernels = library()
+        assert kernels is not None
+        code = int(getattr(kernels, name)(ctypes.byref(self.description)))
+        if code == Code.NO_MEMORY:
+            raise MemoryError(f"{name}: {message(code)}")
+        # What the verbs let through, the kernels take: any other code is a mistake of ours.
+        assert code == Code.OK, f"{name}: {message(code)}"
+
+
+def _padded(count: int) -> int:
+    return -(-count // LINEAR_PAD) * LINEAR_PAD
+
+
+class _Native(torch.autograd.Function):
+    """Queries, keys, values, decays, rates and the first state in; the output and the last state out."""
+
+    @staticmethod
+    def forward(ctx: Any, setting: _Setting, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        work = _Work(setting, inputs)
+        own = work.description
+        heads = (own.batch, own.kv_heads)
+        output = work.rows("output", room_like(work.query, own.value_dim))
+        last = work.written("last_state", *heads, own.features, own.value_dim)
+        shares = normalizer = states = sums = None
+        if setting.normalized:
+            normalizer = work.written("last_normalizer", *heads, own.features)
+            shares = work.written("shares", own.batch, own.heads, own.length)
+        training = any(ctx.needs_input_grad)
+        if training or work.few:
+            states, sums = work.between("states", "sums", normalized=setting.normalized)
+        work.run("ch_linear_forward")
+        if training:
+            ctx.setting = setting
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(*inputs, output, shares, states, sums)
+        return output, last, normalizer
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors[:7]
+        if torch.is_grad_enabled():
+            return None, *_recorded(ctx.setting, inputs, grads)
+        return None, *_gradients(ctx.setting, inputs, ctx.saved_tensors[7:], grads)
+
+
+def _gradients(
+    setting: _Setting, inputs: tuple[Tensor | None, ...], kept: tuple[Tensor | None, ...],
+    grads: tuple[Tensor | None, ...],
+) -> list[Tensor | None]:  # fmt: skip
+    """Of every input, from those of the output and the last state."""
+    query, key, value, log_decay, rate, matrix, normalizer = inputs
+    output, shares, states, sums = kept
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    assert output is not None
+    assert matrix is not None
+    work = _Work(setting, inputs)
+    work.rows("output", output)
+    for name, part in (("shares", shares), ("states", states), ("sums", sums)):
+        work.read(name, part)
+    work.rows("grad_output", torch.zeros_like(output) if grads[0] is None else grads[0])
+    work.read("grad_last_state", grads[1])
+    found = [
+        work.rows(f"grad_{name}", room_like(part, part.shape[-1]))
+        for name, part in (("query", query), ("key", key), ("value", value))
+    ]
+    decays = None if log_decay is None else work.written("grad_decay", *log_decay.shape)
+    rates = None if rate is None else work.written("grad_rate", *rate.shape)
+    first, first_sums = work.written("grad_state", *matrix.shape), None
+    if setting.normalized:
+        # Forward's own is written no more; that it is there tells the kernel what outputs were.
+        work.description.last_normalizer = first.data_ptr()
+        work.read("grad_last_normalizer", grads[2])
+        assert normalizer is not None
+        first_sums = work.written("grad_normalizer", *normalizer.shape)
+    if work.few:
+        work.between("later", "later_sums", normalized=setting.normalized)
+    work.run("ch_linear_backward")
+    return [*found, decays, rates, first, first_sums]
+
+
+def _recorded(
+    setting: _Setting, inputs: tuple[Tensor | None, ...], grads: tuple[Tensor | None, ...]
+) -> list[Tensor | None]:
+    """The same gradients by operations that autograd records, for those who differentiate once more."""
+    query, key, value, log_decay, rate, matrix, normalizer = inputs
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    assert matrix is not None
+    call = Recurrence(
+        query=query, key=key, value=value, feature_map=setting.feature_map, scale=setting.scale,
+        log_decay=log_decay, rate=rate, normalized=setting.normalized,
+    )  # fmt: skip
+    output, after = setting.again(call, LinearState(matrix=matrix, normalizer=normalizer), setting.chunk)
+    results = [
+        (part, grad)
+        for part, grad in zip((output, after.matrix, after.normalizer), grads, strict=True)
+        if part is not None and grad is not None
+    ]
+    asked = [part for part in inputs if part is not None and part.requires_grad]
+    found = iter(
+        torch.autograd.grad(
+            [part for part, _ in results], asked, [grad for _, grad in results], create_graph=True, allow_unused=True
+        )
+    )
+    return [next(found) if part is not None and part.requires_grad else None for part in inputs]
