@@ -164,9 +164,10 @@ class LinearForward : Running {
       vf more = (vf){};
       for (int64_t j = 0; j <= i; j += VL) more += load(t.p + i * C + j);
       below += sum_of(more);
-      shares[i] = __builtin_fabsf(below) < __FLT_MIN__ ? 0.0f : 1.0f / below;
+      const bool none = __builtin_fabsf(below) < __FLT_MIN__;
+      shares[i] = none ? 0.0f : 1.0f / below;
       // Not 0 times what may not be finite.
-      if (shares[i] == 0.0f) clear(t.o + i * D, D);
+      if (none) clear(t.o + i * D, D);
       else scale_row(t.o + i * D, shares[i], D);
     }
   }

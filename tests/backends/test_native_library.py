@@ -88,14 +88,20 @@ def a_library(folder: Path, source: str) -> Path:
 FAKE = """
 int ch_abi(void) { return %d; }
 long long ch_description_size(void) { return %d; }
+long long ch_linear_description_size(void) { return %d; }
 const char* ch_isa_name(int index) { return index == 0 ? "modern" : index == 1 ? "plain" : 0; }
 int ch_isa_usable(int index) { return index == 1; }
 int ch_isa_best(void) { return 1; }
 int ch_forward(void* work) { return 0; }
 int ch_backward(void* work) { return 0; }
+int ch_linear_forward(void* work) { return 0; }
+int ch_linear_backward(void* work) { return 0; }
+int ch_all_finite(const float* data, long long count) { return 1; }
 const char* ch_message(int code) { return "words"; }
 """
 SIZE = ctypes.sizeof(native_library.Description)
+LINEAR_SIZE = ctypes.sizeof(native_library.LinearDescription)
+GOOD = FAKE % (native_library.ABI, SIZE, LINEAR_SIZE)
 
 # Large enough a call that two threads share it.
 FORK = """
@@ -125,6 +131,7 @@ class TestMirror:
             ("ch_table", native_library.Table),
             ("ch_rule", native_library.Rule),
             ("ch_attention", native_library.Description),
+            ("ch_linear", native_library.LinearDescription),
         ],
     )
     def test_fields(self, struct: str, mirror: type[ctypes.Structure]) -> None:
@@ -134,6 +141,7 @@ class TestMirror:
         ("prefix", "mirror"),
         [
             ("CH_RULE_", native_library.RuleKind),
+            ("CH_FEATURE_", native_library.Feature),
             ("CH_", native_library.Code),
             ("CH_", native_library.Dtype),
         ],
@@ -143,7 +151,9 @@ class TestMirror:
         assert {prefix + one.name: str(one.value) for one in mirror}.items() <= declared.items()
 
     def test_every_number_is_mirrored(self) -> None:
-        mirrors = [*native_library.RuleKind, *native_library.Code, *native_library.Dtype]
+        mirrors = [
+            *native_library.RuleKind, *native_library.Code, *native_library.Dtype, *native_library.Feature,
+        ]  # fmt: skip
         assert len(re.findall(r"CH_\w+ = \d+", header())) == len(mirrors)
 
     @pytest.mark.parametrize("name", ["ABI", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS"])
@@ -244,28 +254,35 @@ class TestRefused:
         assert "\n" not in said
 
     def test_functions_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path = a_library(tmp_path, "int ch_abi(void) { return 1; }")
+        path = a_library(tmp_path, f"int ch_abi(void) {{ return {native_library.ABI}; }}")
         monkeypatch.setattr(native_library, "PATH", path)
         assert "ch_description_size" in (native_library.reason() or "")
 
-    @pytest.mark.parametrize(("abi", "size"), [(native_library.ABI + 1, SIZE), (native_library.ABI, SIZE - 8)])
-    def test_another_version(self, abi: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native_library, "PATH", a_library(tmp_path, FAKE % (abi, size)))
+    def test_another_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        abi = native_library.ABI + 1
+        monkeypatch.setattr(native_library, "PATH", a_library(tmp_path, f"int ch_abi(void) {{ return {abi}; }}"))
         assert native_library.library() is None
-        assert native_library.reason() == (
-            f"is of another version of clearhead (({abi}, {size}) instead of ({native_library.ABI}, {SIZE})): "
-            "install again"
-        )
+        expected = f"is of another version of clearhead ({abi} instead of {native_library.ABI}): install again"
+        assert native_library.reason() == expected
+
+    @pytest.mark.parametrize("sizes", [(SIZE - 8, LINEAR_SIZE), (SIZE, LINEAR_SIZE + 8)])
+    def test_descriptions_of_another_size(
+        self, sizes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(native_library, "PATH", a_library(tmp_path, FAKE % (native_library.ABI, *sizes)))
+        assert native_library.library() is None
+        expected = f"is of another version of clearhead ({sizes} instead of {(SIZE, LINEAR_SIZE)}): install again"
+        assert native_library.reason() == expected
 
     def test_a_processor_that_lacks_a_set(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native_library, "PATH", a_library(tmp_path, FAKE % (native_library.ABI, SIZE)))
+        monkeypatch.setattr(native_library, "PATH", a_library(tmp_path, GOOD))
         monkeypatch.setenv("CLEARHEAD_ISA", "modern")
         assert native_library.reason() == (
             "cannot run: CLEARHEAD_ISA='modern' names a set that this processor lacks; here there are plain"
         )
 
     def test_indices_are_those_of_the_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native_library, "PATH", a_library(tmp_path, FAKE % (native_library.ABI, SIZE)))
+        monkeypatch.setattr(native_library, "PATH", a_library(tmp_path, GOOD))
         assert native_library.isa_names() == ["plain"]
         assert (native_library.isa_index(), native_library.isa_name()) == (1, "plain")
         assert native_library.Description.new().isa == 1

@@ -27,8 +27,8 @@ CHUNK: Final = 64
 
 def linear_attention(
     query: Float[Tensor, "*leading q_len head_dim"],
-    key: Float[Tensor, "*leading k_len head_dim"],
-    value: Float[Tensor, "*leading k_len value_dim"],
+    key: Float[Tensor, "*kv_leading k_len head_dim"],
+    value: Float[Tensor, "*kv_leading k_len value_dim"],
     *,
     feature_map: str | FeatureMap | PositiveRandomFeatures = "elu",
     causal: bool = False,
@@ -46,8 +46,9 @@ def linear_attention(
 
     Args:
         query: ``[batch, heads, q_len, head_dim]``; leading axes may be missing and then count as 1.
-        key: ``[batch, heads, k_len, head_dim]``; causal calls have ``k_len == q_len``.
-        value: ``[batch, heads, k_len, value_dim]``.
+        key: ``[batch, kv_heads, k_len, head_dim]``; causal calls have ``k_len == q_len``. Fewer heads than query's are
+            shared: head ``h`` of queries reads ``h // (heads // kv_heads)``, and states have ``kv_heads``.
+        value: ``[batch, kv_heads, k_len, value_dim]``.
         feature_map: ``"elu"``, ``"relu"``, ``"identity"``, ``"unit"``, ``"performer"``, or one of your own.
         causal: whether a query sees keys up to its own place only.
         state: what an earlier call gave back; its tokens stand before this call's.
@@ -95,8 +96,8 @@ def linear_attention(
 
 def retention(
     query: Float[Tensor, "*leading len head_dim"],
-    key: Float[Tensor, "*leading len head_dim"],
-    value: Float[Tensor, "*leading len value_dim"],
+    key: Float[Tensor, "*kv_leading len head_dim"],
+    value: Float[Tensor, "*kv_leading len value_dim"],
     *,
     decay: Sequence[float] | Float[Tensor, " heads"] | None = None,
     state: LinearState | None = None,
@@ -114,7 +115,7 @@ def retention(
         query: as in ``linear_attention``, and so are the other arguments.
         key: as in ``linear_attention``.
         value: as in ``linear_attention``.
-        decay: ``[heads]``, above 0 and at most 1; by default ``1 - 2^(-5 - head)``.
+        decay: ``[kv_heads]``, above 0 and at most 1; by default ``1 - 2^(-5 - head)``.
         state: as in ``linear_attention``.
         mask: as in ``linear_attention``; a key that is left out does not let the state decay.
         feature_map: as in ``linear_attention``.
@@ -137,7 +138,7 @@ def retention(
     """
     name = "retention"
     check_tensors(name, query, key, value)
-    heads = query.shape[-3] if query.ndim > 2 else 1
+    heads = key.shape[-3] if key.ndim > 2 else 1
     found = check_decay(name, default_decay(heads) if decay is None else decay, heads)
     member = Member(
         function=name, feature_map=as_feature_map(name, feature_map, query.shape[-1]), normalized=False,
@@ -148,10 +149,10 @@ def retention(
 
 def gated_linear_attention(
     query: Float[Tensor, "*leading len head_dim"],
-    key: Float[Tensor, "*leading len head_dim"],
-    value: Float[Tensor, "*leading len value_dim"],
+    key: Float[Tensor, "*kv_leading len head_dim"],
+    value: Float[Tensor, "*kv_leading len value_dim"],
     *,
-    log_gate: Float[Tensor, "*leading len gates"],
+    log_gate: Float[Tensor, "*kv_leading len gates"],
     state: LinearState | None = None,
     mask: Mask | None = None,
     feature_map: str | FeatureMap = "identity",
@@ -167,7 +168,8 @@ def gated_linear_attention(
         query: as in ``linear_attention``, and so are the other arguments.
         key: as in ``linear_attention``.
         value: as in ``linear_attention``.
-        log_gate: finite and at most 0, one per feature or one for all: ``[batch, heads, len, features | 1]``.
+        log_gate: finite and at most 0, one per feature or one for all: ``[batch, kv_heads, len,
+            features | 1]``.
         state: as in ``linear_attention``.
         mask: as in ``linear_attention``; a key that is left out does not let the state decay.
         feature_map: as in ``linear_attention``.
@@ -198,11 +200,11 @@ def gated_linear_attention(
 
 def delta_attention(
     query: Float[Tensor, "*leading len head_dim"],
-    key: Float[Tensor, "*leading len head_dim"],
-    value: Float[Tensor, "*leading len value_dim"],
+    key: Float[Tensor, "*kv_leading len head_dim"],
+    value: Float[Tensor, "*kv_leading len value_dim"],
     *,
-    rate: Float[Tensor, "*leading len"],
-    log_gate: Float[Tensor, "*leading len gates"] | None = None,
+    rate: Float[Tensor, "*kv_leading len"],
+    log_gate: Float[Tensor, "*kv_leading len gates"] | None = None,
     state: LinearState | None = None,
     mask: Mask | None = None,
     feature_map: str | FeatureMap = "unit",
@@ -219,7 +221,7 @@ def delta_attention(
         query: as in ``linear_attention``, and so are the other arguments.
         key: as in ``linear_attention``.
         value: as in ``linear_attention``.
-        rate: ``[batch, heads, len]``: how far what is held moves to the value; 1 replaces it where keys are units.
+        rate: ``[batch, kv_heads, len]``: how far what is held moves to the value; 1 replaces it where keys are units.
         log_gate: as in ``gated_linear_attention``; None forgets nothing.
         state: as in ``linear_attention``.
         mask: as in ``linear_attention``.

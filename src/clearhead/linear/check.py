@@ -39,11 +39,16 @@ def check_tensors(function: str, query: object, key: object, value: object) -> N
                 function, name, must=f"have query's dtype and device, {query.dtype} on {query.device}",
                 got=f"{part.dtype} on {part.device}", then="Convert one of them with .to().",
             )  # fmt: skip
-        if part.shape[:-2] != query.shape[:-2]:
+        if part.ndim != query.ndim or part.shape[:-3] != query.shape[:-3] or part.shape[:-2] != key.shape[:-2]:
             raise ShapeError.about(
-                function, name, must=f"have query's batch and heads, as in {tuple(query.shape)}", got=_seen(part),
-                then="Grouped heads: repeat keys and values with repeat_interleave along the heads.",
+                function, name, must=f"have {'query' if part is key else 'key'}'s batch and heads, as in "
+                f"{tuple((query if part is key else key).shape)}", got=_seen(part), then="Split both alike.",
             )  # fmt: skip
+    if key.ndim > 2 and (query.shape[-3] % key.shape[-3] if key.shape[-3] else query.shape[-3]):
+        raise ShapeError.about(
+            function, "key", must=f"have a number of heads that divides query's {query.shape[-3]}", got=_seen(key),
+            then="Grouped heads: each head of keys serves as many heads of queries.",
+        )  # fmt: skip
     if key.shape[-1] != query.shape[-1]:
         raise ShapeError.about(
             function, "key", must=f"have query's {query.shape[-1]} channels", got=_seen(key), then="Project key."

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead.linear.feature_maps import FeatureMap
-from clearhead.linear.recurrence import Recurrence, quotient, weightless
+from clearhead.linear.recurrence import Recurrence, quotient, transformed, weightless
 from clearhead.linear.state import LinearState
 
 __all__ = ["in_chunks", "plain_chunks", "takes"]
@@ -28,7 +28,7 @@ _MATRICES: Final = 4
 def takes(call: Recurrence) -> bool:
     """Whether a call has neither decay nor correction, and features whose slope is known."""
     plain = call.log_decay is None and call.rate is None and call.scale == 1.0
-    return plain and call.feature_map.slope is not None and not torch.compiler.is_compiling()
+    return plain and call.feature_map.slope is not None and not (torch.compiler.is_compiling() or transformed())
 
 
 def in_chunks(part: Tensor, chunk: int, fill: float = 0.0) -> Tensor:

@@ -16,6 +16,7 @@ linear transformers with the delta rule", section 3 (the triangular system).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Final, TypeAlias
 
 import torch
@@ -32,6 +33,21 @@ __all__ = ["FORMS", "Form", "whole"]
 Form: TypeAlias = Callable[[Recurrence, LinearState, int], tuple[Tensor, LinearState]]
 
 
+def _ungrouped(form: Form) -> Form:
+    """A form of equal heads for grouped ones: each head of queries gets its own copy of keys and state."""
+
+    @wraps(form)
+    def run(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, LinearState]:
+        group = call.group
+        if group == 1:
+            return form(call, state, chunk)
+        output, after = form(call.ungrouped(), state.mapped(lambda part: part.repeat_interleave(group, dim=1)), chunk)
+        return output, after.mapped(lambda part: part[:, ::group])
+
+    return run
+
+
+@_ungrouped
 def recurrent(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, LinearState]:
     """One token after the other: constant memory besides the outputs, and the order in which tokens are decoded."""
     call = call.featured()
@@ -63,6 +79,7 @@ def chunked(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, L
     return _chunked(call, state, chunk)
 
 
+@_ungrouped
 def _chunked(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, LinearState]:
     """The same by operations of torch: any device, float64, chunks of any length."""
     call = call if takes(call) else call.featured()
@@ -104,6 +121,8 @@ FORMS: Final[dict[str, Form]] = {"recurrent": recurrent, "chunked": chunked, "pa
 def whole(call: Recurrence, state: LinearState, form: str) -> tuple[Tensor, LinearState]:
     """Every query over every key and the state: without an order among keys there is one sum for all queries."""
     call = call.featured()
+    # What reads one state are queries of one head.
+    query = call.query.unflatten(1, (-1, call.group)).flatten(2, 3)
     normalizer = None if state.normalizer is None else state.normalizer + call.key.sum(dim=2)
     matrix = state.matrix
     if form == "recurrent":
@@ -111,12 +130,12 @@ def whole(call: Recurrence, state: LinearState, form: str) -> tuple[Tensor, Line
             matrix = matrix + call.key[:, :, place, :, None] * call.value[:, :, place, None, :]
     else:
         matrix = matrix + call.key.mT @ call.value
-    if form == "parallel":
-        output = (call.query @ call.key.mT) @ call.value + call.query @ state.matrix
-    else:
-        output = call.query @ matrix
+    # All pairs of tokens, or the sum over keys once.
+    pairs = form == "parallel"
+    output = (query @ call.key.mT) @ call.value + query @ state.matrix if pairs else query @ matrix
     if normalizer is not None:
-        output = quotient(output, (call.query @ normalizer[..., None])[..., 0])
+        output = quotient(output, (query @ normalizer[..., None])[..., 0])
+    output = output.unflatten(2, (call.group, -1)).flatten(1, 2)
     return output, LinearState(matrix=matrix, normalizer=normalizer)
 
 

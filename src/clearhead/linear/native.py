@@ -12,8 +12,6 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level
-from torch.autograd import forward_ad
 
 from clearhead.backends.native_library import (
     LINEAR_PAD,
@@ -29,7 +27,7 @@ from clearhead.backends.native_library import (
     room_like,
 )  # fmt: skip
 from clearhead.linear.feature_maps import FEATURE_MAPS, FeatureMap
-from clearhead.linear.recurrence import Recurrence
+from clearhead.linear.recurrence import Recurrence, transformed
 from clearhead.linear.state import LinearState
 
 __all__ = ["native_chunks", "takes"]
@@ -45,7 +43,7 @@ Again: TypeAlias = Callable[[Recurrence, LinearState, int], tuple[Tensor, Linear
 def takes(call: Recurrence, chunk: int) -> bool:
     """Whether the kernels can compute a call: float32 in this machine's memory, sizes that fit, nobody watching."""
     # In this order: what is traced must not look for a library.
-    if torch.compiler.is_compiling() or library() is None or _watched():
+    if torch.compiler.is_compiling() or library() is None or transformed() or torch._C._len_torch_dispatch_stack():
         return False
     if call.normalized and (call.log_decay is not None or call.rate is not None):
         return False
@@ -54,12 +52,6 @@ def takes(call: Recurrence, chunk: int) -> bool:
     parts = (call.query, call.key, call.value, call.log_decay, call.rate)
     given = [part for part in parts if part is not None]
     return fits and all(part.is_cpu and part.dtype is torch.float32 and in_memory(part) for part in given)
-
-
-def _watched() -> bool:
-    """Whether somebody transforms operators, or looks at them."""
-    levels = maybe_current_level() is not None or forward_ad._current_level >= 0
-    return levels or torch._C._len_torch_dispatch_stack() > 0
 
 
 def native_chunks(call: Recurrence, state: LinearState, chunk: int, again: Again) -> tuple[Tensor, LinearState]:

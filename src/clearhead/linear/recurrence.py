@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
+from torch.autograd import forward_ad
 
 from clearhead.linear.feature_maps import FEATURE_MAPS, FeatureMap
 from clearhead.linear.state import LinearState
 from clearhead.shapes import Float
 
-__all__ = ["Recurrence", "quotient", "weightless"]
+__all__ = ["Recurrence", "quotient", "transformed", "weightless"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -20,24 +22,42 @@ class Recurrence:
 
     Attributes:
         query: ``[batch, heads, q_len, head_dim]``.
-        key: ``[batch, heads, len, head_dim]``.
-        value: ``[batch, heads, len, value_dim]``.
+        key: ``[batch, kv_heads, len, head_dim]``; head ``h`` of queries reads the state of ``h // group``.
+        value: ``[batch, kv_heads, len, value_dim]``.
         feature_map: still to be applied to queries and keys.
         scale: factor on queries' features, still to be applied.
         log_decay: logarithm of what the state is multiplied by before a token is added, at most 0:
-            ``[batch, heads, len, 1]`` for a head's whole state, or ``[.., features]`` for each of its rows; None: 1.
-        rate: the delta rule's step, ``[batch, heads, len, 1]``; None where there is no such rule.
+            ``[batch, kv_heads, len, 1]`` for a head's whole state, or ``[.., features]`` for each of its rows; None: 1.
+        rate: the delta rule's step, ``[batch, kv_heads, len, 1]``; None where there is no such rule.
         normalized: whether outputs are divided by ``phi(q) z``.
     """
 
     query: Float[Tensor, "batch heads q_len head_dim"]
-    key: Float[Tensor, "batch heads len head_dim"]
-    value: Float[Tensor, "batch heads len value_dim"]
+    key: Float[Tensor, "batch kv_heads len head_dim"]
+    value: Float[Tensor, "batch kv_heads len value_dim"]
     feature_map: FeatureMap
     scale: float = 1.0
     log_decay: Tensor | None = None
     rate: Tensor | None = None
     normalized: bool = False
+
+    @property
+    def group(self) -> int:
+        """Heads of queries that share a head of keys."""
+        heads, kv_heads = self.query.shape[1], self.key.shape[1]
+        return heads // kv_heads if kv_heads else 1
+
+    def ungrouped(self) -> Recurrence:
+        """The same call with a head of keys for each head of queries."""
+
+        def repeated(part: Tensor) -> Tensor:
+            return part.repeat_interleave(self.group, dim=1)
+
+        return replace(
+            self, key=repeated(self.key), value=repeated(self.value),
+            log_decay=None if self.log_decay is None else repeated(self.log_decay),
+            rate=None if self.rate is None else repeated(self.rate),
+        )  # fmt: skip
 
     def featured(self) -> Recurrence:
         """The same call with its features taken."""
@@ -72,6 +92,11 @@ class Recurrence:
             matrix=self.key.new_zeros((*leading, features, self.value.shape[-1])),
             normalizer=self.key.new_zeros((*leading, features)) if self.normalized else None,
         )
+
+
+def transformed() -> bool:
+    """Whether somebody differentiates forward or maps over operators, which passes of our own do not know how to."""
+    return maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def weightless(denominator: Tensor) -> Tensor:
