@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from clearhead import linear
+from clearhead.backends import native_library
 from clearhead.backends.native_library import library, reason
 from clearhead.linear import LinearState, native
 from tests.linear.members import MEMBERS, Inputs, Member
@@ -106,8 +107,19 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@pytest.fixture(params=native_library.isa_names())
+def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every set that this processor has."""
+    found = library()
+    assert found is not None
+    index = next(place for place in range(99) if found.ch_isa_name(place) == request.param.encode())
+    monkeypatch.setattr(native_library, "isa_index", lambda: index)
+    assert native_library.LinearDescription.new().isa == index
+
+
 @every_member
 @every_shape
+@pytest.mark.usefixtures("instruction_set")
 def test_outputs_states_and_gradients_are_those_of_float64(
     name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

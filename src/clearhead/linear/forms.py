@@ -22,7 +22,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from clearhead.linear import native
+from clearhead.linear import fla, native
 from clearhead.linear.chunks import in_chunks, plain_chunks, takes
 from clearhead.linear.recurrence import Recurrence, quotient
 from clearhead.linear.state import LinearState
@@ -76,7 +76,12 @@ def chunked(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, L
     """Products within chunks of ``chunk`` tokens, and one state handed from each to the next."""
     if native.takes(call, chunk):
         return native.native_chunks(call, state, chunk, _chunked)
-    return _chunked(call, state, chunk)
+    return (_by_fla if fla.takes(call) else _chunked)(call, state, chunk)
+
+
+@_ungrouped
+def _by_fla(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, LinearState]:
+    return fla.fla_chunks(call, state)
 
 
 @_ungrouped

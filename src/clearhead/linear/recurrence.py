@@ -30,6 +30,7 @@ class Recurrence:
             ``[batch, kv_heads, len, 1]`` for a head's whole state, or ``[.., features]`` for each of its rows; None: 1.
         rate: the delta rule's step, ``[batch, kv_heads, len, 1]``; None where there is no such rule.
         normalized: whether outputs are divided by ``phi(q) z``.
+        given: the dtype of the caller's tensors, which products may be taken in where sums are not.
     """
 
     query: Float[Tensor, "batch heads q_len head_dim"]
@@ -40,6 +41,7 @@ class Recurrence:
     log_decay: Tensor | None = None
     rate: Tensor | None = None
     normalized: bool = False
+    given: torch.dtype = torch.float32
 
     @property
     def group(self) -> int:

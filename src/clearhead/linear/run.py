@@ -98,6 +98,7 @@ def _recurrence(member: Member, query: Tensor, key: Tensor, value: Tensor, real:
     call = Recurrence(
         query=query.to(dtype), key=key.to(dtype), value=value.to(dtype), feature_map=member.feature_map,
         scale=member.scale, log_decay=log_decay, rate=rate, normalized=member.normalized,
+        given=query.dtype,
     )  # fmt: skip
     return call if real is None else call.without(~real[:, None, :, None])
 
