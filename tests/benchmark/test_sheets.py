@@ -8,7 +8,10 @@ from pathlib import Path
 from clearhead.benchmark import Journal, Point
 from clearhead.benchmark.peers import SDPA
 from clearhead.benchmark.product import PRODUCT
-from clearhead.benchmark.sheets import block, grid_sheet, suite_sheet, write_block
+from clearhead.benchmark.report import block, write_block
+from clearhead.benchmark.sheets import grid_sheet, suite_sheet
+from clearhead.benchmark.sparse_rows import FULL, SparsePoint
+from clearhead.benchmark.timing import Timing
 from tests.benchmark.test_lines import line
 
 FORWARD = "1x12x8192x64 full forward float32"
@@ -58,8 +61,13 @@ def test_the_block_holds_every_suite_of_the_folder_and_replaces_the_old_one(tmp_
             one.to_dict()
         )
     Journal(tmp_path / "grid.json", command="clearhead bench --grid", load_before=0.1).add(POINT.to_dict())
+    timings = {FULL: Timing.of((0.004, 0.004)), "window": Timing.of((0.001, 0.001))}
+    sparse = SparsePoint(title="s", mode="forward", length=1024, timings=timings, errors=dict.fromkeys(timings, 1e-7))
+    Journal(tmp_path / "sparse.json", command="clearhead bench --sparse", load_before=0.1).add(sparse.to_dict())
     text = block(tmp_path)
-    assert text.index("### decode") < text.index("### window") < text.index("### grid")
+    places = [text.index(f"### {name}") for name in ("decode", "window", "sparse", "grid")]
+    assert places == sorted(places)
+    assert "| window, forward | 1 (0.25x) | from 1024 |" in text
     assert "`clearhead bench --suite decode`" in text
     assert "| d (native) | 1 [1, 1] | 2 (2.00x) [2, 2] |" in text
     results = tmp_path / "RESULTS.md"

@@ -1,13 +1,11 @@
-"""Suites and the grid as sheets: one table with notes, shown in a terminal or written as Markdown."""
+"""Suites and the grid as sheets: one table with notes, for a terminal or as Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from clearhead.benchmark.journal import Journal
 from clearhead.benchmark.lines import Line, product_rates, unjudged, verdicts
 from clearhead.benchmark.peers import OURS, short_name
 from clearhead.benchmark.product import PRODUCT
@@ -19,10 +17,9 @@ from clearhead.benchmark.timing import Timing, geometric_mean
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["GRID", "Sheet", "block", "grid_sheet", "suite_sheet", "write_block"]
+__all__ = ["GRID", "Sheet", "grid_sheet", "suite_sheet"]
 
 GRID = "grid"
-_BEGIN, _END = "<!-- bench: begin -->", "<!-- bench: end -->"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,46 +161,3 @@ def _grid_means(points: Sequence[Point]) -> list[str]:
 
 def _microseconds(seconds: float) -> str:
     return f"{1e6 * seconds:.3g}" if seconds < 1e-3 else f"{1e6 * seconds:.0f}"
-
-
-def block(folder: Path) -> str:
-    """Everything measured in ``folder`` as one Markdown block between its markers."""
-    sections = ["## Speed", "", _HOW, ""]
-    for name in (*SUITES, GRID):
-        path = folder / f"{name}.json"
-        if not path.exists():
-            continue
-        found = Journal.read(path)
-        if name == GRID:
-            sheet = grid_sheet([Point.from_dict(row) for row in found["rows"]])
-        else:
-            sheet = suite_sheet(
-                name, [Line.from_dict(row) for row in found["rows"]], judged=not found["head"].get("small")
-            )
-        sections += [sheet.markdown(), f"{_source(found['head'])}", ""]
-    return "\n".join([_BEGIN, *sections, _END])
-
-
-_HOW = (
-    "Medians in milliseconds with quartiles in square brackets, and in round brackets how many times clearhead's\n"
-    "median that is. All contenders of a row gave the same numbers first, and ran in turns."
-)
-
-
-def _source(head: Mapping[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items() if name != "clearhead")
-    machine = head["machine"]
-    return (
-        f"`{head['command']}`, {head['taken']}: {head['threads']['intra_op']} threads, {machine['cores']} cores "
-        f"{machine['processor']} ({', '.join(machine['instructions'])}), load before {head['load_before']}; {versions}."
-    )
-
-
-def write_block(path: Path, text: str) -> None:
-    """Put a block into a Markdown file, in place of the one that is there or at its end."""
-    from clearhead.train.files import write_bytes
-
-    old = path.read_text(encoding="utf-8") if path.exists() else "# Results\n"
-    before, found, rest = old.partition(_BEGIN)
-    after = rest.partition(_END)[2] if found else "\n"
-    write_bytes(path, f"{before.rstrip()}\n\n{text}{after}".encode())

@@ -1,0 +1,72 @@
+"""Everything that was measured into a folder as one Markdown block, and the block in its place in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from clearhead.benchmark.journal import Journal
+from clearhead.benchmark.lines import Line
+from clearhead.benchmark.sheets import GRID, Sheet, grid_sheet, suite_sheet
+from clearhead.benchmark.sparse_rows import SPARSE, SparsePoint, sparse_sheet
+from clearhead.benchmark.suites import SUITES
+from clearhead.benchmark.sweep import Point
+
+__all__ = ["block", "write_block"]
+
+_BEGIN, _END = "<!-- bench: begin -->", "<!-- bench: end -->"
+
+
+def _suite(name: str, found: Mapping[str, Any]) -> Sheet:
+    return suite_sheet(name, [Line.from_dict(row) for row in found["rows"]], judged=not found["head"].get("small"))
+
+
+def _grid(name: str, found: Mapping[str, Any]) -> Sheet:
+    return grid_sheet([Point.from_dict(row) for row in found["rows"]])
+
+
+def _sparse(name: str, found: Mapping[str, Any]) -> Sheet:
+    return sparse_sheet([SparsePoint.from_dict(row) for row in found["rows"]])
+
+
+#: What each measured file is shown as, in the order of the block.
+_SHEETS: Final[Mapping[str, Callable[[str, Mapping[str, Any]], Sheet]]] = {
+    **dict.fromkeys(SUITES, _suite), SPARSE: _sparse, GRID: _grid,
+}  # fmt: skip
+
+
+def block(folder: Path) -> str:
+    """Everything measured in ``folder`` as one Markdown block between its markers."""
+    sections = ["## Speed", "", _HOW, ""]
+    for name, sheet in _SHEETS.items():
+        path = folder / f"{name}.json"
+        if path.exists():
+            found = Journal.read(path)
+            sections += [sheet(name, found).markdown(), f"{_source(found['head'])}", ""]
+    return "\n".join([_BEGIN, *sections, _END])
+
+
+_HOW = (
+    "Medians in milliseconds with quartiles in square brackets, and in round brackets how many times clearhead's\n"
+    "median that is. All contenders of a row gave the same numbers first, and ran in turns."
+)
+
+
+def _source(head: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items() if name != "clearhead")
+    machine = head["machine"]
+    return (
+        f"`{head['command']}`, {head['taken']}: {head['threads']['intra_op']} threads, {machine['cores']} cores "
+        f"{machine['processor']} ({', '.join(machine['instructions'])}), load before {head['load_before']}; {versions}."
+    )
+
+
+def write_block(path: Path, text: str) -> None:
+    """Put a block into a Markdown file, in place of the one that is there or at its end."""
+    from clearhead.train.files import write_bytes
+
+    old = path.read_text(encoding="utf-8") if path.exists() else "# Results\n"
+    before, found, rest = old.partition(_BEGIN)
+    after = rest.partition(_END)[2] if found else "\n"
+    write_bytes(path, f"{before.rstrip()}\n\n{text}{after}".encode())
