@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -101,11 +103,47 @@ def test_a_small_step_is_torchs_own() -> None:
         assert ch.attention(query, key, value).dtype == torch.float32
 
 
-def test_a_small_causal_step_spreads_no_nan() -> None:
-    inputs = [tensor.requires_grad_() for tensor in _tensors(2, 3, 17, 8)]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 8, 8), (2, 2, 8, 8), (1, 1, 32, 2), (2, 4, 32, 16), (1, 1, 45, 1)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_small_step_in_16_bits_is_as_exact_as_any(
+    shape: tuple[int, ...], dtype: torch.dtype, causal: bool
+) -> None:  # fmt: skip
+    """Gradients included: within twice the error of the formula computed in the same dtype."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(shape, generator=generator).to(dtype) for _ in range(4)]
+
+    def step(call: Callable[..., Tensor | None], dtype: torch.dtype) -> list[Tensor]:
+        inputs = [part.to(dtype).requires_grad_() for part in drawn[:3]]
+        output = call(*inputs)
+        assert output is not None
+        return [output.detach(), *torch.autograd.grad(output, inputs, drawn[3].to(dtype))]
+
+    mask = ch.Causal() if causal else None
+    exact = step(lambda *given: ch.attention(*given, mask=mask, backend="reference"), torch.float64)
+    ours = step(lambda *given: sdpa.small_step(*given, causal=causal), dtype)
+    plain = step(lambda query, key, value: _textbook(query, key, value, causal), dtype)
+    for own, textbook, true in zip(ours, plain, exact, strict=True):
+        assert own.dtype == dtype
+        size = float(true.abs().max())
+        allowed = 2 * float((textbook.double() - true).abs().max()) + torch.finfo(dtype).eps * size
+        assert float((own.double() - true).abs().max()) <= allowed
+
+
+def _textbook(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+    return scores.softmax(dim=-1) @ value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_small_causal_step_spreads_no_nan(dtype: torch.dtype) -> None:
+    inputs = [tensor.to(dtype).requires_grad_() for tensor in _tensors(2, 3, 17, 8)]
     output = sdpa.small_step(*inputs, causal=True)
     assert output is not None
-    torch.testing.assert_close(output, ch.attention(*inputs, mask=ch.Causal(), backend="native"), rtol=0, atol=2e-6)
+    other = ch.attention(*inputs, mask=ch.Causal(), backend="native")
+    torch.testing.assert_close(output, other, rtol=0, atol=2e-6 if dtype == torch.float32 else 2**-7)
     with torch.no_grad():
         inputs[2][0, 0, 16, 3] = torch.nan
     assert sdpa.small_step(*inputs, causal=True) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -18,8 +19,9 @@ ALL_STATISTICS = frozenset(
     {"lse", "max_score", "entropy", "top_k", "received", "row_weights", "heatmap", "sink", "distance", "rows"}
 )
 
-#: Multiplications up to which a plain training call is torch's. Measured: at 1x8x64x64 (2**22) both take the same.
-SMALL_TRAINING = 2**22
+#: Multiplications up to which a plain training call is torch's. Measured: at 1x8x64x64 (2**22) both take the same in
+#: float32; in 16 bits, which torch is handed as float32, they do at 16x4x32x16 (2**21).
+SMALL_TRAINING: Final = {torch.float32: 2**22, torch.bfloat16: 2**20, torch.float16: 2**20}
 
 
 def multiplications(problem: Problem) -> int:

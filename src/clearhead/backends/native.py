@@ -424,7 +424,7 @@ def run(problem: Problem, want: Want) -> Observation:
 def _yields(problem: Problem) -> str | None:
     """A training step this small is over in torch before autograd has called back into Python."""
     plain = not problem.scores and (problem.mask is None or isinstance(problem.mask, Causal))
-    small = problem.query.dtype == torch.float32 and multiplications(problem) <= SMALL_TRAINING
+    small = multiplications(problem) <= SMALL_TRAINING.get(problem.query.dtype, 0)
     return "sdpa" if plain and small and problem.needs_gradient else None
 
 
