@@ -163,3 +163,31 @@ def test_bad_input_is_told_in_one_line(call: str) -> None:
     assert "\n" not in said
     assert " must " in said
     assert "; got " in said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grouped_heads_share_keys_values_and_state(kind: str) -> None:
+    torch.manual_seed(0)
+    attention, x, cache = LinearAttention(12, 6, kind=kind, num_kv_heads=2).double(), tokens(2, 9, 12), LinearCache()
+    whole = attention(x, mask=ch.Causal())
+    near(torch.cat([attention(part, mask=ch.Causal(), cache=cache) for part in x.split([4, 5], dim=1)], dim=1), whole)
+    assert cache.state is not None
+    assert cache.state.matrix.shape == (2, 2, 2, 2)
+    assert "num_kv_heads=2" in repr(attention)
+
+    equal = LinearAttention(12, 6, kind=kind).double()
+    own = attention.state_dict()
+    for name, part in own.items():
+        if part.shape != equal.state_dict()[name].shape:
+            # A head of keys for each head of queries: the rows of a shared head three times.
+            per_head = part.shape[0] // 2
+            own[name] = part.unflatten(0, (2, per_head)).repeat_interleave(3, 0).flatten(0, 1)
+    equal.load_state_dict(own)
+    if kind == "retention":
+        return  # its decays differ by head of keys, of which there are more now
+    near(equal(x, mask=ch.Causal()), whole)
+
+
+def test_heads_that_do_not_divide() -> None:
+    with pytest.raises(ShapeError, match="num_kv_heads must divide num_heads 3"):
+        LinearAttention(12, 3, num_kv_heads=2)

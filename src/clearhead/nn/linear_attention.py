@@ -69,6 +69,7 @@ class LinearAttention(nn.Module):
         kind: ``"linear"``, ``"retention"``, ``"gated"`` (log gates from ``logsigmoid`` of a projection of rank 16,
             divided by 16) or ``"delta"`` (rates from ``sigmoid`` of a projection).
         feature_map: as in ``linear_attention``; by default the kind's own. Random features are saved with the module.
+        num_kv_heads: heads of keys and values, shared by as many heads of queries each; by default ``num_heads``.
         head_dim: width of a head; by default ``embed_dim / num_heads``.
         key_dim: width of what keys are made from; by default ``embed_dim``.
         value_dim: width of what values are made from; by default ``embed_dim``.
@@ -91,8 +92,8 @@ class LinearAttention(nn.Module):
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, kind: str = "linear",
-        feature_map: str | FeatureMap | PositiveRandomFeatures | None = None, head_dim: int | None = None,
-        key_dim: int | None = None, value_dim: int | None = None, bias: bool = True, output_projection: bool = True,
+        feature_map: str | FeatureMap | PositiveRandomFeatures | None = None, num_kv_heads: int | None = None,
+        head_dim: int | None = None, key_dim: int | None = None, value_dim: int | None = None, bias: bool = True, output_projection: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         if kind not in _KINDS:
@@ -102,6 +103,12 @@ class LinearAttention(nn.Module):
         self.kind = kind
         self.embed_dim = positive(_NAME, "embed_dim", embed_dim)
         self.num_heads = positive(_NAME, "num_heads", num_heads)
+        self.num_kv_heads = positive(_NAME, "num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
+        if self.num_heads % self.num_kv_heads:
+            raise ShapeError.about(
+                _NAME, "num_kv_heads", must=f"divide num_heads {num_heads}", got=num_kv_heads,
+                then="Each head of keys serves as many heads of queries.",
+            )  # fmt: skip
         if head_dim is None and embed_dim % num_heads:
             raise ShapeError.about(
                 _NAME, "embed_dim", must=f"be a multiple of num_heads {num_heads}", got=embed_dim,
@@ -110,12 +117,12 @@ class LinearAttention(nn.Module):
         self.head_dim = positive(_NAME, "head_dim", embed_dim // num_heads if head_dim is None else head_dim)
         self.key_dim = positive(_NAME, "key_dim", embed_dim if key_dim is None else key_dim)
         self.value_dim = positive(_NAME, "value_dim", embed_dim if value_dim is None else value_dim)
-        width = self.num_heads * self.head_dim
+        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.query_projection = Linear(self.embed_dim, width, bias=bias)
-        self.key_projection = Linear(self.key_dim, width, bias=bias)
-        self.value_projection = Linear(self.value_dim, width, bias=bias)
+        self.key_projection = Linear(self.key_dim, kv_width, bias=bias)
+        self.value_projection = Linear(self.value_dim, kv_width, bias=bias)
         self.output_projection = Linear(width, self.embed_dim, bias=bias) if output_projection else None
-        self.extra_projection = self._extra_projection(width)
+        self.extra_projection = self._extra_projection(kv_width)
         self.feature_map = _KINDS[kind].feature_map if feature_map is None else feature_map
         if self.feature_map == "performer":
             self.feature_map = PositiveRandomFeatures.draw(self.head_dim)
@@ -192,7 +199,7 @@ class LinearAttention(nn.Module):
             case "log_gate":
                 return nn.Sequential(Linear(self.key_dim, _GATE_RANK, bias=False), Linear(_GATE_RANK, width))
             case "rate":
-                return Linear(self.key_dim, self.num_heads)
+                return Linear(self.key_dim, self.num_kv_heads)
         return None
 
     def _extra(self, key: Tensor) -> dict[str, Tensor]:
@@ -212,7 +219,7 @@ class LinearAttention(nn.Module):
         return self.feature_map
 
     def _heads(self, x: Tensor) -> Tensor:
-        heads: Tensor = x.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
         return heads
 
     def _check_order(self, mask: Mask | None) -> bool:
@@ -231,7 +238,8 @@ class LinearAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """The sizes, for printing."""
-        return f"{self.embed_dim}, num_heads={self.num_heads}, head_dim={self.head_dim}, kind={self.kind!r}"
+        shared = "" if self.num_kv_heads == self.num_heads else f", num_kv_heads={self.num_kv_heads}"
+        return f"{self.embed_dim}, num_heads={self.num_heads}{shared}, head_dim={self.head_dim}, kind={self.kind!r}"
 
 
 def _behind(mask: Mask | None, held: int, length: int) -> Mask | None:
