@@ -93,7 +93,8 @@ class LinearAttention(nn.Module):
     def __init__(
         self, embed_dim: int, num_heads: int, *, kind: str = "linear",
         feature_map: str | FeatureMap | PositiveRandomFeatures | None = None, num_kv_heads: int | None = None,
-        head_dim: int | None = None, key_dim: int | None = None, value_dim: int | None = None, bias: bool = True, output_projection: bool = True,
+        head_dim: int | None = None, key_dim: int | None = None, value_dim: int | None = None, bias: bool = True,
+        output_projection: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         if kind not in _KINDS:
