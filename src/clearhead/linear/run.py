@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from clearhead.backends.documents import Group
+from clearhead.linear import native
 from clearhead.linear.check import check_form, check_lengths, check_state
 from clearhead.linear.feature_maps import FeatureMap
 from clearhead.linear.forms import FORMS, whole
@@ -19,7 +20,7 @@ from clearhead.masks import Mask
 
 __all__ = ["Member", "run"]
 
-#: Tokens up to which one after the other is faster than a chunk.
+#: Tokens up to which one after the other is faster than a chunk of torch's operations.
 _ONE_BY_ONE: Final = 4
 
 
@@ -52,10 +53,11 @@ class _Way:
             return whole(call, start, form)
         if length == 0:
             return call.value.new_zeros((*call.query.shape[:3], call.value.shape[-1])), start
-        if form == "auto":
-            form = "recurrent" if length <= _ONE_BY_ONE else "chunked"
         # A chunk longer than the sequence would be padding.
-        return FORMS[form](call, start, min(self.chunk, 1 << (length - 1).bit_length()))
+        chunk = min(self.chunk, 1 << (length - 1).bit_length())
+        if form == "auto":
+            form = "recurrent" if length <= _ONE_BY_ONE and not native.takes(call, chunk) else "chunked"
+        return FORMS[form](call, start, chunk)
 
 
 def run(
