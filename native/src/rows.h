@@ -71,6 +71,12 @@ struct Span {
   int low, high;  // empty when high <= low
 };
 
+CH_INLINE bool none_of_eight(const uint8_t* from) {
+  uint64_t eight;
+  memcpy(&eight, from, 8);
+  return eight == 0;
+}
+
 // The part of the keys [first, last) that a row reaches, seen from the tables too.
 inline Span reach(const ch_attention& w, const Row& row, int64_t first, int64_t last) {
   int64_t low = most((int64_t)row.low, first), high = least((int64_t)row.high, last);
@@ -94,7 +100,11 @@ inline Span reach(const ch_attention& w, const Row& row, int64_t first, int64_t 
       high = (high - 1) / w.block_size * (int64_t)w.block_size;
   }
   if (row.allowed != nullptr) {
+    // Eight keys at a time: under a window that was written out, most of a row is looked through here.
+    const bool dense = w.allowed.column == 1;
+    while (dense && low + 8 <= high && none_of_eight(row.allowed + low)) low += 8;
     while (low < high && !row.allowed[low * w.allowed.column]) low++;
+    while (dense && low + 8 <= high && none_of_eight(row.allowed + high - 8)) high -= 8;
     while (low < high && !row.allowed[(high - 1) * w.allowed.column]) high--;
   }
   return Span{(int)low, (int)(high > low ? high : low)};

@@ -8,7 +8,6 @@ from typing import Final
 
 import torch
 
-from clearhead.masks import Mask, MaskFunction
 from clearhead.problem import DTYPES, Problem
 from clearhead.scores import ScoreRule
 from clearhead.statistics import Observation, Want
@@ -38,7 +37,6 @@ class Capability:
         devices: device types it runs on.
         dtypes: dtypes of query, key and value.
         rules: kinds of score rules.
-        mask_functions: whether a user's predicate can be a mask.
         statistics: names of the statistics it can give.
         dropout: whether it drops weights reproducibly from one seed.
         max_head_dim: largest head size.
@@ -52,7 +50,6 @@ class Capability:
     devices: frozenset[str] | None = None
     dtypes: frozenset[torch.dtype] = frozenset(DTYPES)
     rules: tuple[type[ScoreRule], ...] = (ScoreRule,)
-    mask_functions: bool = True
     statistics: frozenset[str] = ALL_STATISTICS
     dropout: bool = True
     max_head_dim: int | None = None
@@ -79,8 +76,6 @@ class Capability:
         for rule in problem.scores:
             if not isinstance(rule, self.rules):
                 reasons.append(f"cannot apply {type(rule).__name__} to scores")
-        if not self.mask_functions and problem.mask is not None and _has_function(problem.mask):
-            reasons.append("cannot call a MaskFunction")
         if problem.dropout > 0.0 and not self.dropout:
             reasons.append("cannot reproduce dropout from a seed")
         if self.max_head_dim is not None and max(problem.head_dim, problem.value_dim) > self.max_head_dim:
@@ -105,7 +100,6 @@ class Capability:
             "devices": _listed(self.devices) if self.devices is not None else "any",
             "dtypes": ", ".join(str(dtype)[6:] for dtype in DTYPES if dtype in self.dtypes),
             "score rules": "all" if ScoreRule in self.rules else ", ".join(rule.__name__ for rule in self.rules),
-            "mask functions": "yes" if self.mask_functions else "no",
             "dropout": "yes" if self.dropout else "no",
             "gradient": "yes" if self.gradient else "no",
             "statistics": "all" if self.statistics == ALL_STATISTICS else ", ".join(sorted(self.statistics)) or "none",
@@ -114,13 +108,6 @@ class Capability:
 
 def _listed(names: frozenset[str]) -> str:
     return ", ".join(sorted(names))
-
-
-def _has_function(mask: Mask) -> bool:
-    if isinstance(mask, MaskFunction):
-        return True
-    parts = (getattr(mask, name) for name in mask.fields)
-    return any(_has_function(part) for part in parts if isinstance(part, Mask))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,6 @@ from clearhead.backends.native_replay import remember
 from clearhead.backends.native_statistics import DIFFERENTIABLE, Gathered, Grads, kernel_gives
 from clearhead.backends.once import once
 from clearhead.masks import Causal
-from clearhead.masks.base import carried_sizes
 from clearhead.masks.parts import Parts
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
@@ -77,9 +76,15 @@ def _table_entries(problem: Problem) -> int:
     rest = problem.mask_parts.rest if problem.mask is not None else ()
     if not rest:
         return 0
-    batch, heads = (max(sizes) for sizes in zip(*(carried_sizes(part) for part in rest), strict=True))
-    entries: int = batch * heads * problem.q_len * problem.k_len
-    return entries
+    places = problem.q_len * problem.k_len
+    most = problem.batch * problem.num_heads * places
+    if most <= _MAX_TABLE_ENTRIES:
+        return most
+    # One place tells whether batch entries and heads differ; a user's function does not say it otherwise.
+    batch, head, q_pos, k_pos = problem.indices()
+    sizes = [part.allows(batch, head, q_pos[:, :, :1], k_pos[..., :1]).shape[:2] for part in rest]
+    batches, heads = (max(own) for own in zip(*sizes, strict=True))
+    return int(batches * heads * places)
 
 
 class _Work:
@@ -435,7 +440,6 @@ BACKEND = Backend(
         devices=frozenset({"cpu"}),
         dtypes=frozenset(_DTYPES),
         rules=(Alibi, RelativeBias, DenseBias, SoftCap, Sink),
-        mask_functions=False,
         max_head_dim=MAX_HEAD_DIM,
         learned_row_weights=False,
         requires=reason,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
+import torch
 from torch import Tensor
 
 from clearhead.masks.base import Mask, conjuncts, index_tensors
@@ -13,6 +15,9 @@ from clearhead.masks.tables import Blocks, Dense
 from clearhead.shapes import Bool
 
 __all__ = ["Parts", "take_apart"]
+
+#: Places of a mask that are asked at once.
+_STRIP: Final = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +44,22 @@ class Parts:
         """``dense`` and ``rest`` as one table, None where there are neither; axes of 1 where all are alike."""
         allowed = None if self.dense is None else self.dense.allowed
         for part in self.rest:
-            own = part.allows(*index)
-            own = own.expand(*own.shape[:2], index[2].shape[2], index[3].shape[3])
+            own = _asked(part, index)
             allowed = own if allowed is None else allowed & own
         return allowed
+
+
+def _asked(part: Mask, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Bool[Tensor, "batch heads q_len k_len"]:
+    """A mask place by place, some rows at a time: positions take eight times the answer's room."""
+    batch, head, q_pos, k_pos = index
+    k_len = k_pos.shape[3]
+    rows = max(1, _STRIP // max(1, batch.shape[0] * head.shape[1] * k_len))
+    strips = [part.allows(batch, head, strip, k_pos) for strip in q_pos.split(rows, dim=2)]
+    whole = [
+        strip.expand(*strip.shape[:2], positions.shape[2], k_len)
+        for strip, positions in zip(strips, q_pos.split(rows, dim=2), strict=True)
+    ]
+    return whole[0] if len(whole) == 1 else torch.cat(whole, dim=2)
 
 
 def take_apart(mask: Mask | None, size: tuple[int, int, int, int], query_offset: int) -> Parts:
