@@ -49,20 +49,38 @@ CH_INLINE void transpose(const float* from, int64_t ld, int64_t rows, int64_t co
       transpose_block((const uint32_t*)(from + r * ld + c), ld, (uint32_t*)(to + c * to_ld + r), to_ld);
 }
 
-// e^x for x <= 0. A large x loses digits where it is multiplied by log2(e); the second term brings them back.
+// e^x for x <= 0, to an ulp or so, and exactly 1 for 0: a decay of 1 must not fade over hundreds of chunks.
+//
+// x = n ln 2 + r with |r| <= ln(2) / 2, where seven terms of the series are enough.
 CH_INLINE vf exp_below(vf x) {
-  const vf scaled = x * all(LOG2E);
-  const vf power = exp2_of<5>(scaled);
 #if defined(CH_AVX512)
-  vf lost = (vf)_mm512_fmsub_ps((__m512)x, (__m512)all(LOG2E), (__m512)scaled);
-#elif defined(CH_AVX2)
-  vf lost = (vf)_mm256_fmsub_ps((__m256)x, (__m256)all(LOG2E), (__m256)scaled);
+  const vf low = all(-104.0f);  // half of the least number there is
 #else
-  vf lost = (vf){};
+  const vf low = all(-87.0f);  // powers of two are made by their bits, which ends at normal numbers
 #endif
-  // Of -inf nothing is lost, but the difference is no number.
-  lost = lost == lost ? lost : (vf){};
-  return power + power * (lost * all(LN2));
+  const vf bounded = x < low ? low : x;  // NaN stays
+#if defined(CH_AVX512)
+  const vf n = (vf)_mm512_roundscale_ps((__m512)(bounded * all(LOG2E)), 0x08);
+#else
+  const vf magic = all(12582912.0f);  // 1.5 * 2**23: what is added to it is rounded to a whole number
+  const vf n = (bounded * all(LOG2E) + magic) - magic;
+#endif
+  const vf r = (bounded - n * all(0.693359375f)) + n * all(2.12194440e-4f);  // ln 2 in two parts
+  vf p = all(1.0f / 5040.0f);
+  p = p * r + all(1.0f / 720.0f);
+  p = p * r + all(1.0f / 120.0f);
+  p = p * r + all(1.0f / 24.0f);
+  p = p * r + all(1.0f / 6.0f);
+  p = p * r + all(0.5f);
+  p = p * r + all(1.0f);
+  p = p * r + all(1.0f);
+#if defined(CH_AVX512)
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  const vi whole = __builtin_convertvector(bounded == bounded ? n : (vf){}, vi);
+  const vf power = p * (vf)((whole + 127) << 23);
+  return x < low ? (vf){} : power;
+#endif
 }
 
 CH_INLINE float exp_below(float x) { return exp_below(all(x))[0]; }

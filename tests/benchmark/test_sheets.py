@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from clearhead.benchmark import Journal, Point
+from clearhead.benchmark.block import block, write_block
 from clearhead.benchmark.peers import SDPA
 from clearhead.benchmark.product import PRODUCT
-from clearhead.benchmark.report import block, write_block
 from clearhead.benchmark.sheets import grid_sheet, suite_sheet
 from clearhead.benchmark.sparse_rows import FULL, SparsePoint
 from clearhead.benchmark.timing import Timing

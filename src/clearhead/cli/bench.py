@@ -139,7 +139,7 @@ class _Taking:
     def all(self, names: Sequence[str], *, with_grid: bool, with_sparse: bool, results: Path | None) -> None:
         """Check the backends, measure, show, and put the Markdown block where it was asked for."""
         from clearhead.benchmark import check_backends, load
-        from clearhead.benchmark.report import block, write_block
+        from clearhead.benchmark.block import block, write_block
 
         before = load()
         for backend, calls in check_backends().items():
