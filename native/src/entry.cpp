@@ -419,8 +419,7 @@ int check_sizes(const ch_linear& work) {
   if (work.chunk < 1 || work.chunk > CH_MAX_CHUNK) return CH_BAD_SHAPE;
   if (work.kv_heads == 0 ? work.heads != 0 : work.heads % work.kv_heads != 0) return CH_BAD_SHAPE;
   if (work.log_decay == nullptr ? work.gates != 0 : work.gates != 1 && work.gates != work.features) return CH_BAD_SHAPE;
-  const bool fits = countable(work.batch, work.heads, work.length, CH_MAX_HEAD_DIM * int64_t{CH_MAX_HEAD_DIM});
-  return fits ? CH_OK : CH_BAD_SHAPE;
+  return countable(work.batch, work.heads, work.length, CH_MAX_HEAD_DIM) ? CH_OK : CH_BAD_SHAPE;
 }
 
 // [batch, heads, rows, last] of which only the last axis must be contiguous.
@@ -578,7 +577,7 @@ const char* ch_message(int code) {
     case CH_BAD_RULE: return "no such score rule, or its numbers do not fit the call";
     case CH_BAD_OPTION: return "scale, dropout or threads are out of range";
     case CH_BAD_ISA: return "the processor lacks the instruction set asked for";
-    case CH_NO_MEMORY: return "scratch memory could not be had; nothing was written";
+    case CH_NO_MEMORY: return "scratch memory could not be had; what was written is of no use";
     case CH_NOT_FINITE: return "NaN or inf in query, key or value under a mask; no gradient was written";
     case CH_BAD_STATISTIC: return "a statistic's size or count does not fit the call";
     default: return "no such code";

@@ -71,9 +71,8 @@ class Running : protected Chunk {
   void begin(const Tiles& t, int64_t unit, const float* matrix, const float* normalizer) const {
     clear(t.held, F * D);
     clear(t.sums, F);
-    const float* from = matrix + unit * w.features * w.value_dim;
     for (int64_t f = 0; matrix != nullptr && f < w.features; f++)
-      memcpy(t.held + f * D, from + f * w.value_dim, (size_t)w.value_dim * sizeof(float));
+      memcpy(t.held + f * D, matrix + (unit * w.features + f) * w.value_dim, (size_t)w.value_dim * sizeof(float));
     if (normalizer != nullptr)
       memcpy(t.sums, normalizer + unit * w.features, (size_t)w.features * sizeof(float));
   }
@@ -105,7 +104,7 @@ class LinearForward : Running {
       if (delta) turn_keys(t), correct(t, t.held);
       outputs(t, t.held, t.sums);
       own(t);
-      add_own(t, normalized());
+      add_own(t, normalized);
     }
     finish(t, unit, w.last_state, w.last_normalizer);
   }
@@ -114,7 +113,7 @@ class LinearForward : Running {
     place(t, unit, c);
     load_keys(t);
     t.own = state_at(w.states, unit, c);
-    if (normalized()) t.own_sums = sums_at(w.sums, unit, c);
+    if (normalized) t.own_sums = sums_at(w.sums, unit, c);
     own(t);
   }
 
@@ -134,11 +133,9 @@ class LinearForward : Running {
   }
 
  private:
-  bool normalized() const { return w.last_normalizer != nullptr; }
-
   void own(Tiles& t) const {
     times<SET>(w.features, D, t.rows, turned(t.kf, F), t.v, D, t.own, D);
-    if (!normalized()) return;
+    if (!normalized) return;
     clear(t.own_sums, F);
     for (int64_t i = 0; i < t.rows; i++) add_row(t.own_sums, t.k + i * F, 1.0f, F);
   }
@@ -151,7 +148,7 @@ class LinearForward : Running {
       scores(t, t.q, t.p, false);
       times<ADD, UP_TO>(t.rows, D, t.rows, plain(t.p, C), t.v, D, t.o, D, t.height);
       const int64_t head = t.head * group + g;
-      if (normalized()) divide(t, head, sums);
+      if (normalized) divide(t, head, sums);
       put_rows(t, w.output, head, w.value_dim, t.o, D);
     }
   }
@@ -186,16 +183,16 @@ class LinearBackward : Running {
     for (int64_t c = chunks; c-- > 0;) {
       place(t, unit, c);
       chunk(t, unit, c, t.held, t.sums, true);
-      add_own(t, normalized());
+      add_own(t, normalized);
     }
     finish(t, unit, w.grad_state, w.grad_normalizer);
   }
 
   void part(Tiles& t, int64_t unit, int64_t c) const {
     place(t, unit, c);
-    if (decays) load_decays(t);
+    if (decays) load_fades(t);
     t.own = state_at(w.later, unit, c);
-    if (normalized()) t.own_sums = sums_at(w.later_sums, unit, c);
+    if (normalized) t.own_sums = sums_at(w.later_sums, unit, c);
     for (int64_t g = 0; g < group; g++) {
       load_queries(t, g);
       load_upstream(t, g);
@@ -218,17 +215,17 @@ class LinearBackward : Running {
   }
 
  private:
-  bool normalized() const { return w.grad_normalizer != nullptr; }
-
   // The gradient of a head's output over its rows' sums, and that of these sums.
   void load_upstream(Tiles& t, int64_t g) const {
     const int64_t head = t.head * group + g;
     get_rows(t, w.grad_output, head, w.value_dim, D, t.u);
-    if (!normalized()) return;
+    if (!normalized) return;
     get_rows(t, w.output, head, w.value_dim, D, t.o);
     const float* shares = w.shares + (t.batch * w.heads + head) * w.length + t.first;
     for (int64_t i = 0; i < t.rows; i++) {
-      scale_row(t.u + i * D, shares[i], D);
+      // A row without weight gave 0, whatever comes back.
+      if (shares[i] == 0.0f) clear(t.u + i * D, D);
+      else scale_row(t.u + i * D, shares[i], D);
       t.lower[i] = -dot(t.u + i * D, t.o + i * D, D);
     }
   }
@@ -239,7 +236,7 @@ class LinearBackward : Running {
     } else {
       times<ADD>(w.features, D, t.rows, turned(t.qf, F), t.u, D, t.own, D);
     }
-    if (!normalized()) return;
+    if (!normalized) return;
     if (g == 0) clear(t.own_sums, F);
     for (int64_t i = 0; i < t.rows; i++) add_row(t.own_sums, t.q + i * F, t.lower[i], F);
   }
@@ -288,16 +285,16 @@ class LinearBackward : Running {
           store(t.end + x, load(t.end + x) + load(t.k + i * F + x) * load(t.dk + i * F + x));
       clear(t.h, t.rows * F);
     }
-    for (int64_t i = 0; normalized() && i < t.rows; i++) add_row(t.dk + i * F, later_sums, 1.0f, F);
+    for (int64_t i = 0; normalized && i < t.rows; i++) add_row(t.dk + i * F, later_sums, 1.0f, F);
     if (delta) clear(t.read, t.rows * F);
   }
 
   void one_head(Tiles& t, const float* sums) const {
     times<SET, LOWER>(t.rows, wide(t), w.value_dim, plain(t.u, D), t.vt, C, t.d, C, t.height);
-    shape(t, t.d, normalized() ? t.lower : nullptr, decays && !channels, false);
+    shape(t, t.d, normalized ? t.lower : nullptr, decays && !channels, false);
     times<SET>(t.rows, F, w.value_dim, plain(t.u, D), t.st, F, t.dq, F);
     if (decays) multiply(t.dq, t.dq, t.fade_q, t.rows * F);
-    for (int64_t i = 0; normalized() && i < t.rows; i++) add_row(t.dq + i * F, sums, t.lower[i], F);
+    for (int64_t i = 0; normalized && i < t.rows; i++) add_row(t.dq + i * F, sums, t.lower[i], F);
     scores_back(t, t.q, t.d, t.dq, t.dk);
     scores(t, t.q, t.p, false);
     times<ADD, FROM_ON>(t.rows, D, t.rows, turned(t.p, C), t.u, D, t.dv, D, t.height);

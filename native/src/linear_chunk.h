@@ -94,7 +94,7 @@ CH_INLINE vf feature_of(int map, vf x) {
 
 // The slope of a feature map, from the feature.
 CH_INLINE vf slope_of(int map, vf feature) {
-  if (map == CH_FEATURE_RELU) return feature > (vf){} ? all(1.0f) : (vf){};
+  if (map == CH_FEATURE_RELU) return feature > (vf){} ? all(1.0f) : feature == feature ? (vf){} : feature;
   if (map == CH_FEATURE_ELU) return feature > all(1.0f) ? all(1.0f) : feature;
   return all(1.0f);
 }
@@ -153,7 +153,7 @@ class Chunk {
 
   const ch_linear& w;
   const int64_t F, D, C, chunks, units, group, state;
-  const bool decays, channels, delta;
+  const bool decays, channels, delta, normalized;
   const int threads;
 
   explicit Chunk(const ch_linear& work)
@@ -168,6 +168,7 @@ class Chunk {
         decays(w.log_decay != nullptr),
         channels(decays && w.gates > 1),
         delta(w.rate != nullptr),
+        normalized(w.last_normalizer != nullptr),
         threads(clearhead::after_fork() ? 1 : w.threads) {}
 
   // Chunks go to threads one by one where heads would not keep them busy and somebody kept room for their states;
@@ -223,7 +224,7 @@ class Chunk {
     return all == nullptr ? nullptr : all + (unit * chunks + c) * state;
   }
   float* sums_at(float* all, int64_t unit, int64_t c) const {
-    return all == nullptr ? nullptr : all + (unit * chunks + c) * F;
+    return all == nullptr || !normalized ? nullptr : all + (unit * chunks + c) * F;
   }
 
   // ---- rows in and out --------------------------------------------------------------------------------------
@@ -276,7 +277,9 @@ class Chunk {
       float* row = t.gates + i * F;
       if (channels) get_row<Float32>(from, (int)w.features, row, (int)F);
       for (int64_t c = 0; c < F; c += VL) {
-        const vf here = channels ? load(row + c) : all(*from);
+        vf here = channels ? load(row + c) : all(*from);
+        // Its power is 0 in float32; a larger sum would leave no digits for the tokens behind it.
+        here = here < all(-104.0f) ? all(-104.0f) : here;
         store(row + c, before == nullptr ? here : here + load(before + c));
       }
       before = row;
@@ -285,7 +288,7 @@ class Chunk {
     for (int64_t c = 0; c < F; c += VL) store(t.keep + c, exp_below(load(last + c)));
   }
 
-  void load_decays(Tiles& t) const {
+  void load_fades(Tiles& t) const {
     load_gates(t);
     const float* last = t.gates + (t.rows - 1) * F;
     for (int64_t i = 0; i < t.rows; i++) {
@@ -300,6 +303,10 @@ class Chunk {
         for (int64_t c = 0; c < F; c += VL) store(t.fade_q + row + c, all(forth)), store(t.fade_k + row + c, all(back));
       }
     }
+  }
+
+  void load_decays(Tiles& t) const {
+    load_fades(t);
     multiply(t.kf, t.k, t.fade_k, t.rows * F);
     clear(t.gates + t.rows * F, (wide(t) - t.rows) * F);
     transpose(t.gates, F, wide(t), channels ? F : VL, t.gates_t, C);
@@ -448,6 +455,8 @@ class Chunk {
         }
       }
     }
+    // A rate, a decay or an overflow may have brought in what keys and values did not have.
+    if (!finite_rows(t.v, t.rows, D)) t.height = 1;
   }
 
   // Keys as the rule reads the state with them.

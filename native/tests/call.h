@@ -1,25 +1,10 @@
 // A Case laid out in guarded memory, described to the library, run, and compared.
 #pragma once
 
-#include <cstdio>
-#include <string>
-
 #include "guarded.h"
 #include "reference.h"
 
 namespace test {
-
-inline int failures = 0;
-inline double fullest = 0;  // largest share of a bound that any result used
-
-inline void fail(const std::string& line) {
-  // A handful says enough.
-  if (++failures <= 20) std::fprintf(stderr, "FAILED %s\n", line.c_str());
-}
-
-inline void check(bool holds, const std::string& line) {
-  if (!holds) fail(line);
-}
 
 inline ch_table table_of(const Guarded& from, const int64_t size[4]) {
   const int64_t columns = size[3] > 1 ? 1 : 0;
@@ -112,27 +97,6 @@ class Call {
   void margins(const std::vector<Guarded*>& written, const std::string& name) {
     for (const Guarded* one : written) check(one->margins_intact(), name + ": wrote outside a tensor");
     for (const Guarded* one : inputs()) check(one->unchanged(), name + ": wrote to what is only read");
-  }
-
-  static void compare(const Guarded& got, const Result& right, const std::string& name) {
-    size_t at = 0;
-    for (int64_t b = 0; b < got.count[0]; ++b)
-      for (int64_t h = 0; h < got.count[1]; ++h)
-        for (int64_t i = 0; i < got.count[2]; ++i)
-          for (int64_t x = 0; x < got.last; ++x, ++at) {
-            const double seen = got.get(b, h, i, x), number = right.number[at], bound = right.bound[at];
-            const double error = seen == number ? 0.0 : std::fabs(seen - number);
-            if (error <= bound) {
-              if (bound > 0 && bound > 1e-25) fullest = std::fmax(fullest, error / bound);
-              continue;
-            }
-            char line[256];
-            std::snprintf(line, sizeof(line), "%s [%lld, %lld, %lld, %lld] is %.9g, not %.9g (off by %.2g of %.2g)",
-                          name.c_str(), static_cast<long long>(b), static_cast<long long>(h),
-                          static_cast<long long>(i), static_cast<long long>(x), seen, number, error, bound);
-            fail(line);
-            return;
-          }
   }
 
   const Case& c;

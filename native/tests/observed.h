@@ -40,7 +40,7 @@ class Observed {
     check(call.output.copy() == plain, name + ": statistics changed the output");
     call.margins(written(), name + " with statistics");
     if (c.q_len == 0 || c.k_len == 0) return;
-    Call::compare(rows, turned(right.weights), name + " rows");
+    compare(rows, turned(right.weights), name + " rows");
     for (int64_t b = 0; b < c.batch; ++b)
       for (int64_t h = 0; h < c.heads; ++h) check_head(b, h, name);
   }

@@ -10,11 +10,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "clearhead_native.h"
+#include "result.h"
 
 namespace test {
-
-using Numbers = std::vector<double>;
 
 struct RuleCase {
   int kind = 0;
@@ -88,15 +86,6 @@ inline uint32_t philox_word(uint64_t seed, uint32_t batch, uint32_t head, uint32
   }
   return c[k_pos % 4];
 }
-
-// A result and how far from it one may be.
-struct Result {
-  Numbers number, bound;
-  void size(int64_t n) {
-    number.assign(static_cast<size_t>(n), 0.0);
-    bound.assign(static_cast<size_t>(n), 0.0);
-  }
-};
 
 struct Expected {
   Result output, output32, lse, weights, delta, grad_query, grad_key, grad_value;

@@ -14,14 +14,6 @@ int entry_tests();
 
 namespace {
 
-std::vector<int> usable_sets() {
-  std::vector<int> sets;
-  for (int index = 0; ch_isa_name(index) != nullptr; ++index) {
-    if (ch_isa_usable(index)) sets.push_back(index);
-  }
-  return sets;
-}
-
 std::string describe(uint64_t number, const Case& c) {
   char line[256];
   std::snprintf(line, sizeof(line), "case %llu (dtype %d, %lldx%lld/%lldx%lldx%lld, %lld and %lld wide, %d rules)",

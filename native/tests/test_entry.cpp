@@ -193,10 +193,6 @@ Case everything() {
   return c;
 }
 
-void expect(int seen, int wanted, const std::string& name) {
-  if (seen != wanted) fail(name + " gave \"" + ch_message(seen) + "\", not \"" + ch_message(wanted) + "\"");
-}
-
 void answers() {
   check(ch_abi() == CH_ABI, "ch_abi");
   check(ch_description_size() == static_cast<int64_t>(sizeof(ch_attention)), "ch_description_size");

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.inspector.attention_sample import TOLERANCE, page_weights
+from tests.inspector.sample import TOLERANCE, page_weights
 from typer.testing import CliRunner
 
 import clearhead as ch

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
-from clearhead.demo.contents import page_data, pick
+from clearhead.demo.contents import LOST, page_of, pick
 from clearhead.demo.digits import Digits
+from clearhead.demo.inside import influence, layers_on, most_telling
 from clearhead.demo.training import Recipe, log_probabilities, new_model
 from clearhead.demo.words import beside, blocks
-from clearhead.inspector import unpack_floats, validate
-from clearhead.inspector.schema import STEPS
+from clearhead.inspector import validate
+from clearhead.inspector.arrays import unpack
 from clearhead.nn import SequenceClassifier
 from clearhead.observe.explain import explain
+from tests.inspector.sample import TOLERANCE, page_weights
 
 
 @pytest.fixture(scope="module")
@@ -28,22 +32,42 @@ def digits() -> Digits:
     return Digits(ids, torch.arange(40) % 10, torch.arange(100, 140))
 
 
-def test_the_data_follows_the_format_and_gives_back_the_weights(model: SequenceClassifier, digits: Digits) -> None:
+def test_the_page_follows_the_format_and_gives_back_the_weights(model: SequenceClassifier, digits: Digits) -> None:
     shown = digits.taken(torch.tensor([3, 8]))
-    data = page_data(model, shown, [{"label": "a", "value": "b", "note": "c"}])
+    facts = [{"label": "a", "value": "b", "note": "c"}]
+    data = json.loads(json.dumps(page_of(model, shown, facts).data))
     validate(data)
-    example = data["examples"][1]
-    assert (example["name"], example["truth"]) == ("Digit 108", 8)
-    assert sum(example["probabilities"]) == pytest.approx(1)
-    packed = example["layers"][1]
-    query, key = (unpack_floats(packed[name]).reshape(2, 64, 8).astype(np.float64) for name in ("query", "key"))
+    assert data["facts"] == facts
+    run, layer = data["runs"][1], data["layers"][3]
+    assert run["name"].startswith("digit 108")
+    assert sum(bar["value"] for bar in run["bars"]) == pytest.approx(1)
+    assert (layer["run"], layer["image"]) == (1, 1)
+    assert layer["name"] == data["layers"][1]["name"] == "encoder.blocks.1.attention"
+    weights, head = page_weights(data, 3, 1), layer["heads"][1]
     seen = explain(model, shown.ids[1:], layer=1, head=1, token=9)
-    scores = data["attention"]["scale"] * key[1] @ query[1, 9]
-    weights = np.exp(scores - unpack_floats(packed["lse"]).reshape(2, 64)[1, 9])
-    assert np.abs(weights - seen.weights.numpy()).max() < 1e-6
-    differences = unpack_floats(packed["differences"]).reshape(len(STEPS), 2, 64)
-    assert float(differences.max()) < 1e-5
-    assert float(differences.max()) > 0
+    assert np.abs(weights[9] - seen.weights.numpy()).max() <= TOLERANCE
+    step = seen.step("weighted sum")
+    assert step is not None
+    output = weights[9] @ unpack(layer["values"][head["key"]]) + unpack(head["rest"])[9]
+    assert np.abs(output - step.exact.numpy()).max() <= TOLERANCE
+    pixels = unpack(data["images"][1]["pixels"])[..., 0]
+    assert np.array_equal(pixels.reshape(-1), np.rint(shown.ids[1].numpy() * 255 / 16))
+
+
+def test_each_digit_begins_with_the_head_that_is_needed_most(model: SequenceClassifier, digits: Digits) -> None:
+    shown = digits.taken(torch.tensor([3, 8, 21]))
+    data = page_of(model, shown, []).data
+    chances = log_probabilities(model, shown.ids)
+    for place, run in enumerate(data["runs"]):
+        predicted = int(chances[place].argmax())
+        lost = influence(model, shown.ids[place], predicted)
+        own = [layer for layer in data["layers"] if layer["run"] == place]
+        assert [[head["scores"][LOST] for head in layer["heads"]] for layer in own] == lost
+        telling = most_telling(layers_on(model, shown.ids), lost, place)
+        assert data["layers"][run["start"]["layer"]] is own[telling.layer]
+        assert (run["start"]["head"], run["start"]["query"]) == (telling.head, telling.token)
+        assert f"The model says {predicted} " in run["says"]
+        assert run["name"].endswith("✗") == (predicted != int(shown.labels[place]))
 
 
 def test_ten_classes_are_shown_and_then_the_surest_mistakes(model: SequenceClassifier, digits: Digits) -> None:

@@ -1,62 +1,100 @@
-"""A small page made of random attention, and the library's own weights to hold it against."""
+"""Attentions for the tests of ``view``, and a page's weights as its format defines them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.inspector import FORMAT, VERSION, pack_floats
+from clearhead.inspector.arrays import unpack
 
-ROWS, COLUMNS, LAYERS, HEADS, WIDTH, EMBED = 3, 4, 2, 3, 5, 7
-TOKENS = ROWS * COLUMNS
-SCALE = 0.4
+#: What the library's own weights may be apart from a page's.
+TOLERANCE = 1e-4
 
-
-@dataclass(frozen=True)
-class Sample:
-    """A page's data, and the library's weights ``[example, layer, head, query, key]``."""
-
-    data: dict[str, Any]
-    weights: Tensor
+Floats = NDArray[np.float64]
 
 
-def sample(examples: int = 3, seed: int = 0) -> Sample:
-    """Random sequences; the first one is predicted wrongly."""
-    generator = torch.Generator().manual_seed(seed)
+@dataclass
+class Case:
+    """A call of ``view`` on tensors, and the same call of the library."""
 
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+    query: Tensor
+    key: Tensor
+    options: dict[str, Any] = field(default_factory=dict)
 
-    weights = torch.zeros(examples, LAYERS, HEADS, TOKENS, TOKENS)
-    made = []
-    for place in range(examples):
-        layers = []
-        for layer in range(LAYERS):
-            query, key, value = (2 * random(HEADS, TOKENS, WIDTH) for _ in range(3))
-            seen = ch.observe_attention(query, key, value, want=ch.Want(lse=True, rows=range(TOKENS)), scale=SCALE)
-            assert seen.rows is not None
-            weights[place, layer] = seen.rows
-            parts = {"query": query, "key": key, "value": value, "lse": seen.lse, "output": seen.output}
-            packed = {name: pack_floats(part) for name, part in parts.items()}
-            layers.append({**packed, "differences": pack_floats(np.full((5, HEADS, TOKENS), 1e-7 * (layer + 1)))})
-        made.append({
-            "name": f"Sequence {place}", "truth": 1 if place else 0, "predicted": 1, "probabilities": [0.25, 0.75],
-            "values": [(token + place) % 5 for token in range(TOKENS)],
-            "telling": {"layer": 1, "head": 2, "token": 3 + place},
-            "influence": [[0.1 * head - 0.05 for head in range(HEADS)] for _ in range(LAYERS)], "layers": layers,
-        })  # fmt: skip
-    data = {
-        "format": FORMAT, "version": VERSION, "title": "A sample", "made_by": "made by a test",
-        "facts": [{"label": "Test accuracy", "value": "98.1%", "note": "352 of 359"}], "classes": ["no", "yes"],
-        "grid": {"rows": ROWS, "columns": COLUMNS, "max_value": 4},
-        "attention": {
-            "num_layers": LAYERS, "num_heads": HEADS, "head_dim": WIDTH, "embed_dim": EMBED, "scale": SCALE,
-        },
-        "output_weights": [pack_floats(random(EMBED, HEADS * WIDTH)) for _ in range(LAYERS)], "examples": made,
-    }  # fmt: skip
-    return Sample(data, weights)
+    def weights(self) -> Floats:
+        """The library's weights, ``[batch, heads, q_len, k_len]``."""
+        want = ch.Want(rows=range(self.query.shape[-2]))
+        rows = ch.observe_attention(self.query, self.key, self.key, want=want, **self.options).rows
+        assert rows is not None
+        return rows.double().numpy()
+
+
+def _case(q_shape: tuple[int, ...], k_shape: tuple[int, ...] | None = None, sharp: float = 1.0, **options: Any) -> Case:
+    generator = torch.Generator().manual_seed(7)
+    query = sharp * torch.randn(q_shape, generator=generator)
+    return Case(query, torch.randn(k_shape or q_shape, generator=generator), options)
+
+
+def cases() -> dict[str, Case]:
+    """One of each mask and rule that a page carries in a way of its own."""
+    table = torch.rand(1, 1, 20, 20, generator=torch.Generator().manual_seed(1)) > 0.5
+    bias = torch.randn(20, 20, generator=torch.Generator().manual_seed(2))
+    small = (1, 2, 20, 8)
+    return {
+        "plain": _case(small),
+        "causal": _case(small, mask=ch.Causal()),
+        "peaked": _case((1, 1, 60, 64), sharp=8.0),
+        "window": _case(small, mask=ch.Causal() & ch.Window(4)),
+        "table": _case(small, mask=ch.Dense(table[0, 0])),
+        "empty rows": _case(small, mask=~ch.Window(30)),
+        "batch": _case((3, 2, 20, 8), mask=ch.Padding([20, 9, 4])),
+        "grouped": _case((1, 4, 20, 8), (1, 2, 20, 8), mask=ch.Causal()),
+        "offset": _case((1, 2, 5, 8), (1, 2, 20, 8), mask=ch.Causal(), scores=ch.Alibi(2), query_offset=15),
+        "soft cap and distances": _case(
+            small, sharp=3.0, scores=[ch.SoftCap(2.0), ch.RelativeBias(torch.linspace(-1, 1, 14).reshape(2, 7))]
+        ),
+        "sink": _case(small, mask=ch.Causal(), scores=ch.Sink([0.0, 1.5])),
+        "bias": _case(small, scores=[ch.DenseBias(bias), ch.SoftCap(5.0)]),
+        "function": _case(small, scores=ch.ScoreFunction(lambda s, b, h, q, k: s - 0.1 * (q - k).abs())),
+        "scale": _case(small, scale=1.3),
+        "long rows": _case((1, 1, 40, 16), (1, 1, 900, 16), sharp=2.0),
+    }
+
+
+def page_weights(data: dict[str, Any], layer: int, place: int) -> Floats:
+    """The weights of one head on a page, by the formula of its format."""
+    record = data["layers"][layer]
+    head = record["heads"][place]
+    q_len, k_len = record["q_len"], record["k_len"]
+    scores = unpack(head["query"]).astype(np.float64) @ unpack(record["keys"][head["key"]]).astype(np.float64).T
+    scores = scores * record["scale"]
+    distance = np.arange(q_len)[:, None] - np.arange(k_len) + k_len - 1
+    for rule in head["rules"]:
+        if rule["kind"] == "softcap":
+            scores = rule["cap"] * np.tanh(scores / rule["cap"])
+        else:
+            scores = scores + unpack(rule["bias"])[distance]
+    if "table" in head:
+        scores = unpack(head["table"]).astype(np.float64)
+    allowed = np.ones((q_len, k_len), dtype=bool)
+    if head["mask"] is not None:
+        mask = data["masks"][head["mask"]]
+        if mask["kind"] == "table":
+            allowed = np.unpackbits(unpack(mask["bits"]), axis=1, bitorder="little")[:, :k_len].astype(bool)
+        else:
+            start, stop = (unpack(mask[name])[:, :, None] for name in ("start", "stop"))
+            allowed = ((np.arange(k_len) >= start) & (np.arange(k_len) < stop)).any(axis=1)
+    lse = unpack(head["lse"]).astype(np.float64)[:, None]
+    open_rows = allowed & np.isfinite(lse)
+    weights = np.exp(np.where(open_rows, scores - np.where(np.isfinite(lse), lse, 0.0), -np.inf))
+    if "near" in head:
+        near = {name: unpack(part) for name, part in head["near"].items()}
+        weights[np.repeat(np.arange(q_len), near["counts"]), near["places"].astype(int)] += near["fix"]
+        return np.maximum(weights, 0.0)
+    return np.maximum(weights + np.where(open_rows, unpack(head["fix"]), 0.0), 0.0) if "fix" in head else weights

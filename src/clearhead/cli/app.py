@@ -16,7 +16,7 @@ from clearhead.errors import ClearheadError, UnsupportedError
 
 __all__ = ["EXTRAS", "VERBS", "app", "main"]
 
-VERBS = ("demo", "explain", "observe", "view", "train", "predict", "generate", "bench", "conform", "doctor")
+VERBS = ("demo", "explain", "observe", "view", "lab", "train", "predict", "generate", "bench", "conform", "doctor")
 """Each verb is the file of that name beside this one: a function ``command``, or a Typer ``app``."""
 
 EXTRAS = {

@@ -28,6 +28,10 @@ def command(
         list[str] | None, typer.Option(help="Only this layer: number, name or glob such as '*.0.*'. Repeatable.")
     ] = None,
     head: Annotated[list[int] | None, typer.Option(help="Only this head of each layer. Repeatable.")] = None,
+    values: Annotated[
+        bool | None,
+        typer.Option(help="Carry each value, for weighted values and their sum; by default where they are few."),
+    ] = None,
     title: Annotated[str | None, typer.Option(help="The page's heading; by default the model and the text.")] = None,
 ) -> None:
     """Write a page that shows what each head of a trained model looks at, down to every single weight.
@@ -53,7 +57,7 @@ def command(
     with torch.no_grad(), trace(reader.model, layers=layers_of(layer)) as traced:
         reader.run(torch.tensor([part]))
     heading = title or f"{model.name or model}: {' '.join(written.split())[:60]}"
-    page = view(traced, tokens=reader.words(part), heads=head, title=heading)
+    page = view(traced, tokens=reader.words(part), heads=head, values=values, title=heading)
     try:
         page.save(out)
     except OSError as failure:

@@ -1,4 +1,4 @@
-"""What goes on the demo's page: examples with everything the browser needs to recompute their attention."""
+"""What goes on the demo's page: digits as runs of the model, each with its picture, and the results above them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 from torch import nn
 
 from clearhead.benchmark.machine import versions
-from clearhead.demo.digits import CLASSES, INTENSITIES, SIDE, Digits
-from clearhead.demo.exact import exact
-from clearhead.demo.inside import Layer, influence, layers_on, most_telling
+from clearhead.demo.digits import CLASSES, INTENSITIES, SIDE, TOKENS, Digits, token_name
+from clearhead.demo.inside import influence, layers_on, most_telling
 from clearhead.demo.training import log_probabilities
-from clearhead.functional import observe_attention
-from clearhead.inspector.schema import FORMAT, VERSION, pack_floats
-from clearhead.statistics import Want
+from clearhead.inspector import Page, view
+from clearhead.observe.trace import Trace, trace
 
-__all__ = ["page_data", "pick"]
+__all__ = ["LOST", "page_of", "pick"]
+
+#: The score of a head that only the demo knows.
+LOST = "log-probability lost without it"
 
 
 def pick(model: nn.Module, digits: Digits, *, mistakes: int) -> list[int]:
@@ -34,84 +35,55 @@ def pick(model: nn.Module, digits: Digits, *, mistakes: int) -> list[int]:
     return places + wrong[:mistakes]
 
 
-def page_data(model: nn.Module, shown: Digits, facts: list[dict[str, str]]) -> dict[str, Any]:
-    """The page's data for these digits, by ``inspector.schema``."""
-    layers = layers_on(model, shown.ids)
-    module = layers[0].module
+def page_of(model: nn.Module, shown: Digits, facts: list[dict[str, str]]) -> Page:
+    """The page for these digits: every head on each of them, and above all what the job has found."""
     chances = log_probabilities(model, shown.ids)
+    wrong = (chances.argmax(dim=-1) != shown.labels).tolist()
+    names = [f"digit {number}{' ✗' * bad}" for number, bad in zip(shown.numbers.tolist(), wrong, strict=True)]
+    kept = {name: _traced(model, ids[None]) for name, ids in zip(names, shown.ids, strict=True)}
+    pictures = {name: _picture(ids) for name, ids in zip(names, shown.ids, strict=True)}
+    page = view(
+        kept, tokens=[token_name(token) for token in range(TOKENS)], image=pictures, grid=(SIDE, SIDE),
+        title="What a digit classifier looks at",
+    )  # fmt: skip
     known = versions()
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "title": "What a digit classifier looks at",
-        "made_by": f"clearhead {known['clearhead']}, torch {known['torch']}, Python {known['python']}. "
-        "Digits: Alpaydin and Kaynak 1998, UCI machine learning repository, as carried by scikit-learn.",
-        "facts": facts,
-        "classes": [str(label) for label in range(CLASSES)],
-        "grid": {"rows": SIDE, "columns": SIDE, "max_value": INTENSITIES - 1},
-        "attention": {
-            "num_layers": len(layers), "num_heads": module.num_heads, "head_dim": module.head_dim,
-            "embed_dim": module.embed_dim, "scale": layers[0].scale,
-        },
-        "output_weights": [pack_floats(_output_weight(layer)) for layer in layers],
-        "examples": [_example(model, shown, place, layers, chances[place]) for place in range(len(shown))],
-    }  # fmt: skip
-
-
-def _example(model: nn.Module, shown: Digits, place: int, layers: list[Layer], chances: torch.Tensor) -> dict[str, Any]:
-    predicted = int(chances.argmax())
-    lost = influence(model, shown.ids[place], predicted)
-    telling = most_telling(layers, lost, place)
-    return {
-        "name": f"Digit {int(shown.numbers[place])}",
-        "truth": int(shown.labels[place]),
-        "predicted": predicted,
-        "probabilities": [min(1.0, float(chance)) for chance in chances.double().exp()],
-        "values": shown.ids[place].tolist(),
-        "telling": {"layer": telling.layer, "head": telling.head, "token": telling.token},
-        "influence": lost,
-        "layers": [_layer(layer, place) for layer in layers],
-    }
-
-
-def _layer(layer: Layer, place: int) -> dict[str, str]:
-    query, key, value, heads = (
-        part[place : place + 1].detach() for part in (layer.query, layer.key, layer.value, layer.heads)
+    made_by = (
+        f"clearhead {known['clearhead']}, torch {known['torch']}, Python {known['python']}. "
+        "Digits: Alpaydin and Kaynak 1998, UCI machine learning repository, as carried by scikit-learn."
     )
-    with torch.no_grad():
-        want = Want(lse=True, rows=range(query.shape[2]))
-        seen = observe_attention(query, key, value, want=want, scale=layer.scale)
-    assert seen.lse is not None
-    assert seen.rows is not None
-    return {
-        "query": pack_floats(query[0]),
-        "key": pack_floats(key[0]),
-        "value": pack_floats(value[0]),
-        "lse": pack_floats(seen.lse[0]),
-        "output": pack_floats(heads[0]),
-        "differences": pack_floats(_differences(layer, query, key, value, heads, seen.rows)),
-    }
+    data = dict(page.data) | {"facts": facts, "made_by": made_by}
+    layers = layers_on(model, shown.ids)
+    for place, run in enumerate(data["runs"]):
+        own = [at for at, layer in enumerate(data["layers"]) if layer["run"] == place]
+        predicted = int(chances[place].argmax())
+        lost = influence(model, shown.ids[place], predicted)
+        for at, row in zip(own, lost, strict=True):
+            # The run's name stands above; the layer's is enough.
+            data["layers"][at]["name"] = data["layers"][at]["name"].partition(": ")[2]
+            for head in data["layers"][at]["heads"]:
+                head["scores"][LOST] = row[head["head"]]
+        telling = most_telling(layers, lost, place)
+        run["start"] = {"layer": own[telling.layer], "head": telling.head, "query": telling.token}
+        run["bars"] = [
+            {"label": str(label), "value": min(1.0, float(chance))}
+            for label, chance in enumerate(chances[place].double().exp())
+        ]
+        run["says"] = _says(int(shown.labels[place]), predicted, run["bars"][predicted]["value"])
+    return Page(data)
 
 
-def _differences(
-    layer: Layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: torch.Tensor,
-    weights: torch.Tensor,
-) -> np.ndarray[Any, Any]:  # fmt: skip
-    """Largest difference from float64 of each step, for each head and token, in the order of ``schema.STEPS``."""
-    sure = exact(query, key, value, layer.scale)
-    scores = query @ key.transpose(-2, -1)
-    # The last projection by head: [heads, head_dim, embed_dim].
-    project = _output_weight(layer).T.unflatten(0, (layer.module.num_heads, layer.module.head_dim))
-    pairs = (
-        (scores, sure.scores),
-        (scores * layer.scale, sure.scaled),
-        (weights, sure.weights),
-        (heads, sure.output),
-        (heads @ project, sure.output @ project.double().numpy()),
-    )
-    return np.stack([np.abs(ours.double().numpy() - theirs)[0].max(axis=-1) for ours, theirs in pairs])
+def _traced(model: nn.Module, ids: torch.Tensor) -> Trace:
+    with torch.no_grad(), trace(model) as traced:
+        model(ids)
+    return traced
 
 
-def _output_weight(layer: Layer) -> torch.Tensor:
-    assert layer.module.output_projection is not None
-    return layer.module.output_projection.weight.detach()
+def _picture(ids: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    intensities = ids.view(SIDE, SIDE).numpy().astype(np.float64)
+    picture: np.ndarray[Any, np.dtype[np.uint8]] = np.rint(intensities * 255 / (INTENSITIES - 1)).astype(np.uint8)
+    return picture
+
+
+def _says(truth: int, predicted: int, chance: float) -> str:
+    verdict = "which is right" if truth == predicted else f"but it is a {truth}"
+    return f"A held-out digit. The model says {predicted} with probability {chance:.3f}, {verdict}."

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from clearhead.demo import words
-from clearhead.demo.contents import page_data, pick
+from clearhead.demo.contents import page_of, pick
 from clearhead.demo.digits import CLASSES, TOKENS, Digits, load, token_name
 from clearhead.demo.exact import Agreement, compare
 from clearhead.demo.inside import Layer, influence, layers_on, most_telling
@@ -21,7 +21,7 @@ from clearhead.demo.threads import threads
 from clearhead.demo.training import Recipe, log_probabilities, new_model, train
 from clearhead.errors import DataError, ShapeError
 from clearhead.functional import observe_attention
-from clearhead.inspector.page import write_page
+from clearhead.inspector import Page
 from clearhead.nn import SequenceClassifier
 from clearhead.observe.explain import explain
 from clearhead.statistics import Want
@@ -115,14 +115,14 @@ def _run(settings: Settings, say: _Say, watcher: Watcher, usual_threads: int) ->
         accuracy=accuracy, correct=correct, agreement=agreement, speed=speed, page=settings.out / PAGE,
         metrics=settings.out / METRICS,
     )  # fmt: skip
-    data = page_data(model, shown, _facts(result, len(held_out)))
+    page = page_of(model, shown, _facts(result, len(held_out)))
     metrics = {
         "format": "clearhead-demo", "version": 1, "seed": settings.seed, "recipe": asdict(recipe),
         "test_accuracy": accuracy, "test_correct": correct, "test_digits": len(held_out), "train_digits": len(digits),
         "train_seconds": round(outcome.seconds, 3), "seconds": round(time.monotonic() - started, 3),
         "explained": explained, "float64": agreement.to_dict(), "speed": speed.to_dict(), "page": PAGE,
     }  # fmt: skip
-    _write(result, data, metrics)
+    _write(result, page, metrics)
     _section(say, "Page", [
         f"{result.page.resolve()}  ({result.page.stat().st_size / 2**20:.1f} MB, opens offline in any browser)",
         f"{result.metrics.resolve()}  (the numbers above)",
@@ -131,9 +131,9 @@ def _run(settings: Settings, say: _Say, watcher: Watcher, usual_threads: int) ->
     return result
 
 
-def _write(result: Result, data: dict[str, Any], metrics: dict[str, Any]) -> None:
+def _write(result: Result, page: Page, metrics: dict[str, Any]) -> None:
     try:
-        write_page(data, result.page)
+        page.save(result.page)
         write_json(result.metrics, metrics)
     except OSError as error:
         raise _no_folder(f"{error.strerror or error}") from error

@@ -2,7 +2,7 @@
 
 An array is ``{"type", "shape", "data"}`` with the type ``f32``, ``i32``, ``i16``, ``u16`` or ``u8``, little-endian. The
 bytes of a number stand apart, all first bytes before all second ones, which deflates better. An ``"unit"`` multiplies
-each number; ``"steps"``, an array itself, multiplies each row by a number of its own.
+each number; ``"steps"``, an array itself, multiplies each row by a number of its own, rounded to 32 bits.
 
 The text is RFC 1924's base 85, 4 bytes in 5 letters, which is a sixteenth shorter than base 64; three of its letters
 would need escapes within a page, so ``&<>`` are written ``,[]``.
@@ -37,22 +37,21 @@ _READ: Final = str.maketrans(",[]", "&<>")
 Floats = NDArray[np.float64]
 
 
-def pack(numbers: ArrayLike, kind: str, *, unit: float | None = None) -> dict[str, Any]:
-    """An array as an object of JSON.
+def pack(numbers: ArrayLike, kind: str, *, unit: float | None = None, alike: bool = True) -> dict[str, Any]:
+    """An array as an object of JSON; ``alike`` says whether numbers repeat, and looking for that is worth its time.
 
     >>> unpack(pack([[1.0, -0.5]], "f32")).tolist()
     [[1.0, -0.5]]
     """
     array = np.ascontiguousarray(numbers, dtype=TYPES[kind])
     planes = array.reshape(-1).view(np.uint8).reshape(-1, array.itemsize).T
-    data = base64.b85encode(_deflated(planes, kind)).decode("ascii")
+    data = base64.b85encode(_deflated(planes, alike)).decode("ascii")
     packed: dict[str, Any] = {"type": kind, "shape": list(np.shape(numbers)), "data": data.translate(_WRITTEN)}
     return packed if unit is None else packed | {"unit": unit}
 
 
-def _deflated(planes: NDArray[np.uint8], kind: str) -> bytes:
-    # Queries and keys hold no repetitions, and looking for them takes the time.
-    strategy = zlib.Z_HUFFMAN_ONLY if kind == "i16" else zlib.Z_DEFAULT_STRATEGY
+def _deflated(planes: NDArray[np.uint8], alike: bool) -> bytes:
+    strategy = zlib.Z_DEFAULT_STRATEGY if alike else zlib.Z_HUFFMAN_ONLY
     packer = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS, 9, strategy)
     # A flush between planes gives each a code of its own: high bytes are few different ones, low bytes all.
     packed = [packer.compress(plane.tobytes()) + packer.flush(zlib.Z_SYNC_FLUSH) for plane in planes]
@@ -79,10 +78,19 @@ class Rows:
         """Rows rounded to steps as near to ``steps`` as 16 bits and a least fineness allow."""
         largest = np.abs(rows).max(axis=1, initial=0.0)
         used = np.clip(steps, largest / _MOST * 2 ** (1 / _OCTAVE), largest / _LEAST)
-        used[used == 0] = 1.0
-        used = 2.0 ** (np.floor(np.log2(used) * _OCTAVE) / _OCTAVE)
-        used = used.astype(np.float32).astype(np.float64)
-        return cls(np.rint(rows / used[:, None]), used)
+        return cls._by(rows, used)
+
+    @classmethod
+    def in_levels(cls, rows: Floats, levels: int) -> Rows:
+        """Rows rounded so that each one's largest number becomes ``levels``, or a fifth more."""
+        return cls._by(rows, np.abs(rows).max(axis=1, initial=0.0) / levels)
+
+    @classmethod
+    def _by(cls, rows: Floats, steps: Floats) -> Rows:
+        steps = np.where(steps == 0, 1.0, steps)
+        steps = 2.0 ** (np.floor(np.log2(steps) * _OCTAVE) / _OCTAVE)
+        steps = steps.astype(np.float32).astype(np.float64)
+        return cls(np.rint(rows / steps[:, None]), steps)
 
     @classmethod
     def exactly(cls, rows: Floats) -> Rows:
@@ -91,14 +99,16 @@ class Rows:
 
     @property
     def values(self) -> Floats:
-        """The numbers that a reader of the page has."""
-        return self.numbers if self.steps is None else self.numbers * self.steps[:, None]
+        """The numbers that a reader of the page has: multiplied out in 32 bits."""
+        if self.steps is None:
+            return self.numbers
+        return (self.numbers * self.steps[:, None]).astype(np.float32).astype(np.float64)
 
     def packed(self) -> dict[str, Any]:
         """Their array."""
         if self.steps is None:
             return pack(self.numbers, "f32")
-        return pack(self.numbers, "i16") | {"steps": pack(self.steps, "f32")}
+        return pack(self.numbers, "i16", alike=False) | {"steps": pack(self.steps, "f32")}
 
 
 def unpack(packed: Mapping[str, Any]) -> NDArray[Any]:
@@ -117,5 +127,5 @@ def unpack(packed: Mapping[str, Any]) -> NDArray[Any]:
         return array * float(packed["unit"])
     if "steps" in packed:
         scaled: NDArray[Any] = array * unpack(packed["steps"]).astype(np.float64)[:, None]
-        return scaled
+        return scaled.astype(np.float32)
     return array

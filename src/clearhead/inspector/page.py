@@ -1,55 +1,357 @@
-"""From a page's data to one HTML file that needs nothing else."""
+"""``view``: any attention as one page that shows every weight, in a file or in a notebook."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeGuard
 
-from clearhead.inspector.html import fill, inert, policy, read
-from clearhead.inspector.schema import validate
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor, nn
 
-__all__ = ["render", "write_page"]
+from clearhead.errors import DataError, ShapeError, UnsupportedError
+from clearhead.functional import attention
+from clearhead.inspector.carried import FUNCTION
+from clearhead.inspector.heads import Shared, layer_of
+from clearhead.inspector.html import bundle, fill, inert, policy, read
+from clearhead.inspector.pictures import check_grid, picture
+from clearhead.inspector.schema import FORMAT, VERSION, validate
+from clearhead.inspector.values import AT_MOST
+from clearhead.masks import Mask
+from clearhead.observe.layers import Kept, Layers, choose_heads
+from clearhead.observe.observe import Seen
+from clearhead.observe.points import Points
+from clearhead.observe.trace import Trace, trace
+from clearhead.problem import Problem
+from clearhead.scores import ScoreRule
 
-_FILES = "files"
-_SCRIPTS = ("data.js", "maths.js", "draw.js", "steps.js", "page.js")
+__all__ = ["Page", "view"]
+
+_FILES: Final = "viewer"
+#: In an order in which each comes after those that it imports.
+_MODULES: Final = (
+    "check", "colours", "dom", "model", "difference", "state", "export", "axes", "painter", "grid", "map", "compare",
+    "lines", "token", "profile", "picture", "runs", "main",
+)  # fmt: skip
+_DATA: Final = re.compile(r'<script type="application/json" id="data">(.*?)</script>')
+#: A page of more queries and keys than this, in numbers, is not written without choosing.
+_MOST_NUMBERS: Final = 2**27
 
 
-def render(data: Mapping[str, Any]) -> str:
-    """The page for ``data`` as text: style, script and data inlined.
+@dataclass(frozen=True, eq=False)
+class Page:
+    """One page: ``save`` writes it as a file that needs nothing else, a notebook shows it in a frame of its own.
 
-    The data stands in a script element that is not run, with every ``<`` escaped, and the page's own policy allows
-    exactly the one style and the one script that are written here and no request at all: a text inside the data
-    can be shown, but it cannot become markup and it cannot run.
+    Attributes:
+        data: what it shows, an object of ``inspector.schema``.
+    """
+
+    data: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def html(self) -> str:
+        """The page as text: style, script and data inlined under a policy that allows no request."""
+        style, script = read(_FILES, "view.css"), bundle(_FILES, _MODULES)
+        parts = {
+            "policy": policy(style, script), "title": html.escape(self.data["title"]), "style": style,
+            "script": script, "data": inert(self.data),
+        }  # fmt: skip
+        return fill(read(_FILES, "view.html"), parts)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the page, whole or not at all, and give its path back."""
+        # Not at the top: training is much to import for whoever writes no page.
+        from clearhead.train.files import write_bytes
+
+        write_bytes(Path(path), self.html.encode("utf-8"))
+        return Path(path)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Page:
+        """The page of a file that ``save`` has written, with the viewer of this version.
+
+        Raises:
+            DataError: the file cannot be read, or holds no page that this version knows.
+        """
+        try:
+            found = _DATA.search(Path(path).read_text("utf-8"))
+            data: Any = json.loads(found[1]) if found else None
+        except (OSError, ValueError) as failure:
+            raise DataError.about(
+                "Page.open", str(path), must="be a page of ch.view", got=str(failure)[:80], then="Name another file."
+            ) from failure
+        validate(data, function="Page.open")
+        return cls(data)
+
+    def _repr_html_(self) -> str:
+        """The page in a sandboxed frame: its script reaches nothing of the notebook."""
+        return (
+            '<iframe sandbox="allow-scripts allow-downloads" style="width:100%;height:860px;border:0" '
+            f'title="clearhead view" srcdoc="{html.escape(self.html)}"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        layers = self.data["layers"]
+        heads = sum(len(layer["heads"]) for layer in layers)
+        return f"Page({self.data['title']!r}, {len(layers)} layers, {heads} heads)"
+
+
+def view(
+    subject: nn.Module | Trace | Points | Mapping[str, Trace | Points] | Tensor,
+    *inputs: Any,
+    tokens: Sequence[str] | None = None,
+    key_tokens: Sequence[str] | None = None,
+    layers: Layers = None,
+    heads: int | Sequence[int] | None = None,
+    batch: int = 0,
+    mask: Mask | Mapping[str, Mask | None] | None = None,
+    scores: ScoreRule | Iterable[ScoreRule] = (),
+    scale: float | None = None,
+    query_offset: int | None = None,
+    values: bool | None = None,
+    image: Tensor | ArrayLike | Mapping[str, Any] | None = None,
+    grid: tuple[int, int] | None = None,
+    grid_first: int = 0,
+    title: str | None = None,
+) -> Page:
+    """One page that shows an attention exactly: every head, down to every single weight, however long the text.
+
+    ``view(model, ids)`` runs a model once and shows its layers; ``view(traced)`` shows what ``ch.trace`` has kept;
+    ``view(query, key, value)`` shows the attention of plain tensors; ``view({"before": traced, "after": other})``
+    shows several runs, and ``view(query, key, mask={"all": None, "near": ch.Window(9)})`` several masks, whose heads
+    the page compares. The page holds queries and keys and computes weights itself, so its size grows with the length
+    and not with its square.
 
     Args:
-        data: an object that follows ``inspector.schema``.
+        subject: a model; a ``Trace`` or one of its ``Points``, or several by name; or query ``[batch, heads, q_len,
+            head_dim]``, leading axes optional.
+        inputs: what the model is called with; or key, shaped as in ``attention``, and perhaps value.
+        tokens: text of each query, and of each key where the lengths agree; numbers by default.
+        key_tokens: text of each key, where keys are other tokens.
+        layers: of a model or a trace, which attention layers, as in ``ch.trace``; by default all.
+        heads: which query heads; by default all.
+        batch: which sequence.
+        mask: as in ``attention``, for tensors, or several by name; so are ``scores``, ``scale`` and ``query_offset``.
+        scores: score rules.
+        scale: factor on ``query @ key^T``.
+        query_offset: position of the first query.
+        values: whether the page carries each value, and so shows weighted values and their sum; by default where all
+            of them are at most 524,288 numbers. Their norms are always there.
+        image: what the keys are patches or pixels of: ``[height, width]`` or ``[height, width, 3]``, bytes or any
+            numbers; of several runs, one each by name.
+        grid: rows and columns of patches; of the image's own size by default, a key for each pixel.
+        grid_first: which key is the first patch: 1 behind a class token.
+        title: the page's heading.
+
+    Returns:
+        A ``Page``: ``save(path)`` writes one HTML file, a notebook shows it in a sandboxed frame.
 
     Raises:
-        DataError: the data does not follow the format; names the field.
+        ShapeError: no such layer, head or sequence, or texts, or patches, that do not fit.
+        UnsupportedError: a mask or score rule whose numbers a page cannot carry at this length; a trace with edited
+            scores or weights; more numbers than a page should hold.
+
+    Cost: two passes of statistics a layer. About ``3 * length * head_dim`` bytes a head, deflated, a quarter more as
+    text; every weight of the page is within 1e-4 of the library's.
+
+    >>> import torch, clearhead as ch
+    >>> ch.view(torch.eye(3), torch.eye(3), mask=ch.Causal(), tokens=["a", "b", "c"], title="Three tokens")
+    Page('Three tokens', 1 layers, 1 heads)
     """
-    validate(data, function="render")
-    style = read(_FILES, "page.css")
-    script = "\n".join(['(() => {"use strict";', *(read(_FILES, name) for name in _SCRIPTS), "})();"])
-    parts = {
-        "policy": policy(style, script),
-        "title": html.escape(str(data["title"])),
-        "style": style,
-        "script": script,
-        "data": inert(data),
+    plain = isinstance(subject, Tensor)
+    own = {"mask": mask, "scores": scores, "scale": scale, "query_offset": query_offset}
+    for name, value in own.items():
+        if not plain and value not in (None, ()):
+            raise UnsupportedError.about(
+                FUNCTION, name, must="be left to the model", got="another", then="Only plain tensors take one."
+            )
+    runs = _runs(subject, inputs, layers, own)
+    kept = [points for run in runs.values() for points in run]
+    _check(kept, batch)
+    wanted = not (plain and len(inputs) < 2) and values is not False
+    shared = Shared(numbers=_numbers(kept, heads), values=wanted and (values is True or _few_values(kept, heads)))
+    images = _images(image, grid, grid_first, list(runs))
+    records = []
+    for place, (name, run) in enumerate(runs.items()):
+        for points in run:
+            problem = points.padded
+            queries, keys = _texts(problem, tokens, key_tokens)
+            chosen = choose_heads(FUNCTION, heads, problem.num_heads)
+            record = layer_of(points, batch, chosen, shared, None if tokens is None else _period(queries))
+            shown = images.get(name)
+            if shown is not None:
+                check_grid(shown, problem.k_len)
+            records.append(record | {
+                "queries": shared.place(queries), "tokens": shared.place(keys), "run": place,
+                "image": None if shown is None else shared.image(shown),
+            })  # fmt: skip
+    return Page({
+        "format": FORMAT, "version": VERSION, "title": title or "Attention", "made_by": "clearhead",
+        "texts": shared.texts, "masks": shared.masks, "images": shared.images, "facts": [],
+        "runs": [{"name": name, "says": ""} for name in runs], "layers": records,
+    })  # fmt: skip
+
+
+def _runs(subject: object, inputs: tuple[Any, ...], layers: Layers, own: Mapping[str, Any]) -> dict[str, list[Points]]:
+    """The calls to show by the name of their run, in the model's order."""
+    if isinstance(subject, Tensor) and isinstance(own["mask"], Mapping) and own["mask"]:
+        masks = own["mask"].items()
+        several = {name: [_plain((subject, *inputs), {**own, "mask": mask})] for name, mask in masks}
+    elif _is_several(subject):
+        several = {str(name): _points(one, (), layers, own) for name, one in subject.items()}
+    else:
+        return {"": _points(subject, inputs, layers, own)}
+    return {name: [replace(points, layer=f"{name}: {points.layer}") for points in run] for name, run in several.items()}
+
+
+def _is_several(subject: object) -> TypeGuard[Mapping[str, Trace | Points]]:
+    """Whether it is runs by name; a trace, by layer, is none."""
+    if not isinstance(subject, Mapping) or isinstance(subject, Kept) or not subject:
+        return False
+    return all(isinstance(one, (Trace, Points)) for one in subject.values())
+
+
+def _points(subject: object, inputs: tuple[Any, ...], layers: Layers, own: Mapping[str, Any]) -> list[Points]:
+    """The calls of one run."""
+    if isinstance(subject, Tensor):
+        return [_plain((subject, *inputs), own)]
+    if isinstance(subject, Points):
+        return [subject]
+    if isinstance(subject, nn.Module):
+        training = subject.training
+        with torch.no_grad(), trace(subject, layers=layers) as traced:
+            subject.eval()
+            try:
+                subject(*inputs)
+            finally:
+                subject.train(training)
+        return [traced[name] for name in traced]
+    if isinstance(subject, Trace):
+        names = list(subject) if layers is None else [name for name in subject if name in _meant(subject, layers)]
+        return [subject[name] for name in names]
+    kind = "what ch.observe has seen, statistics alone" if isinstance(subject, Seen) else type(subject).__name__
+    raise UnsupportedError.about(
+        FUNCTION, "subject", must="be a model, a ch.trace, several by name, or tensors", got=kind,
+        then="Run the model within ch.trace(model), or pass it here with its inputs.",
+    )  # fmt: skip
+
+
+def _numbers(kept: Sequence[Points], heads: int | Sequence[int] | None) -> int:
+    """How many numbers the queries and keys on the page are."""
+    return sum(
+        points.padded.head_dim * (queries * points.padded.q_len + keys * points.padded.k_len)
+        for points in kept for queries, keys in [_counts(points.padded, heads)]
+    )  # fmt: skip
+
+
+def _few_values(kept: Sequence[Points], heads: int | Sequence[int] | None) -> bool:
+    numbers = (_counts(each.padded, heads)[1] * each.padded.k_len * each.padded.value_dim for each in kept)
+    return sum(numbers) <= AT_MOST
+
+
+def _counts(problem: Problem, heads: int | Sequence[int] | None) -> tuple[int, int]:
+    """How many query heads and key heads are chosen."""
+    chosen = choose_heads(FUNCTION, heads, problem.num_heads)
+    return len(chosen), len({head * problem.num_kv_heads // problem.num_heads for head in chosen})
+
+
+def _images(image: Any, grid: tuple[int, int] | None, first: int, runs: list[str]) -> dict[str, dict[str, Any]]:
+    """The picture of each run that has one."""
+    if image is None:
+        if grid is not None:
+            raise ShapeError.about(FUNCTION, "grid", must="go with an image", got=repr(grid)[:80], then="Pass image=.")
+        return {}
+    by_name = dict(image) if isinstance(image, Mapping) else dict.fromkeys(runs, image)
+    unknown = sorted(set(by_name) - set(runs))
+    if unknown:
+        raise ShapeError.about(
+            FUNCTION, "image", must=f"be one picture, or name runs of {', '.join(runs)[:80]}", got=unknown[0][:80],
+            then="Name them as the runs are named.",
+        )  # fmt: skip
+    return {
+        name: picture(one, tuple(np.shape(one)[:2]) if grid is None else grid, first) for name, one in by_name.items()
     }
-    return fill(read(_FILES, "template.html"), parts)
 
 
-def write_page(data: Mapping[str, Any], path: Path) -> Path:
-    """Write the page for ``data`` to ``path``, whole or not at all, and give the path back.
+def _period(texts: Sequence[str]) -> int | None:
+    """After how many tokens a text repeats itself to its end, at least once in full; None where it does not."""
+    # The longest beginning that is also an end, of each beginning: what Knuth, Morris and Pratt search with.
+    ends = [0] * len(texts)
+    for place in range(1, len(texts)):
+        length = ends[place - 1]
+        while length and texts[place] != texts[length]:
+            length = ends[length - 1]
+        ends[place] = length + (texts[place] == texts[length])
+    period = len(texts) - ends[-1]
+    return period if 1 < period <= len(texts) // 2 else None
 
-    Raises:
-        DataError: the data does not follow the format; names the field.
-    """
-    # Not at the top: training is much to import for whoever writes no page.
-    from clearhead.train.files import write_bytes
 
-    write_bytes(path, render(data).encode("utf-8"))
-    return path
+def _meant(traced: Trace, layers: Layers) -> set[str]:
+    from clearhead.observe.layers import meant
+
+    return set(meant(FUNCTION, list(traced), list(traced), layers))
+
+
+def _plain(tensors: tuple[Any, ...], own: Mapping[str, Any]) -> Points:
+    if len(tensors) not in (2, 3):
+        raise ShapeError.about(
+            FUNCTION, "inputs", must="be key, and perhaps value, behind query", got=f"{len(tensors) - 1} tensors",
+            then="Pass view(query, key).",
+        )  # fmt: skip
+    query, key, value = tensors if len(tensors) == 3 else (*tensors, tensors[1])
+    problem = Problem.of(FUNCTION, query, key, value, **own)
+    with torch.no_grad():
+        output = attention(query, key, value, **own)
+    output = output.reshape((1,) * (4 - output.ndim) + output.shape)
+    return Points(layer="attention", problem=problem, head_outputs=output, output=None, inputs=(), options={})
+
+
+def _check(kept: Sequence[Points], batch: int) -> None:
+    """Refuse what no page could carry, before anything is computed."""
+    numbers = 0
+    for points in kept:
+        problem = points.padded
+        numbers += problem.head_dim * (problem.num_heads * problem.q_len + problem.num_kv_heads * problem.k_len)
+        if isinstance(batch, bool) or not isinstance(batch, int) or not 0 <= batch < problem.batch:
+            raise ShapeError.about(
+                FUNCTION, "batch", must=f"be a whole number from 0 to {problem.batch - 1}", got=repr(batch)[:80],
+                then="It says which sequence to show.",
+            )  # fmt: skip
+        if problem.q_len == 0 or problem.k_len == 0:
+            got = f"{problem.q_len} queries and {problem.k_len} keys"
+            raise ShapeError.about(FUNCTION, "tokens", must="be at least one", got=got, then="Give a text.")
+        changed = sorted(set(points.edited) & {"scores", "scaled", "masked", "weights"})
+        if changed:
+            raise UnsupportedError.about(
+                FUNCTION, "trace", must="leave scores and weights to the formula", got=f"edited {', '.join(changed)}",
+                then="Edit queries or keys, or take temperature, or view the model without the edit.",
+            )  # fmt: skip
+    if numbers > _MOST_NUMBERS:
+        raise UnsupportedError.about(
+            FUNCTION, "layers", must=f"hold at most {_MOST_NUMBERS:,} numbers in queries and keys", got=f"{numbers:,}",
+            then="Choose layers= or heads= to look at.",
+        )  # fmt: skip
+
+
+def _texts(
+    problem: Problem, tokens: Sequence[str] | None, key_tokens: Sequence[str] | None
+) -> tuple[list[str], list[str]]:
+    if key_tokens is None and problem.q_len == problem.k_len:
+        key_tokens = tokens
+    texts = []
+    for name, given, count, first in (
+        ("tokens", tokens, problem.q_len, problem.query_offset), ("key_tokens", key_tokens, problem.k_len, 0),
+    ):  # fmt: skip
+        if given is not None and len(given) != count:
+            raise ShapeError.about(
+                FUNCTION, name, must=f"have one text for each of {count} tokens", got=len(given),
+                then="Leave it out to see positions.",
+            )  # fmt: skip
+        texts.append([str(each) for each in given] if given is not None else [str(first + at) for at in range(count)])
+    return texts[0], texts[1]

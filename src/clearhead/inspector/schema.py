@@ -1,226 +1,289 @@
-"""The data of a page, format ``clearhead-page`` version 1: what it holds, stated as data, and its check.
+"""The data of an attention page, format ``clearhead-view`` version 2, and its check.
 
-A page's data is one JSON object; the table ``FIELDS`` below names every field with its rule. Arrays of numbers
-are base64 of little-endian float32, row by row, because the browser recomputes attention from them and a decimal
-text would cost three times the space. With ``T`` tokens, ``L`` layers, ``H`` heads of width ``d`` and a model of
-width ``E``:
+One JSON object. Arrays are those of ``inspector.arrays``. With ``Q`` queries, ``K`` keys and heads of width ``d``:
 
-======================================  ==============================================================
-``format``, ``version``                 ``"clearhead-page"``, ``1``
-``title``, ``made_by``                  text for people: the heading, and what made the page
-``facts``                               ``[{label, value, note}]``: texts, shown in order
-``classes``                             the name of each class
-``grid``                                ``{rows, columns, max_value}``: ``T = rows * columns`` tokens
-``attention``                           ``{num_layers L, num_heads H, head_dim d, embed_dim E, scale}``
-``output_weights``                      ``L`` arrays ``[E, H * d]``: what turns heads into the module's output
-``examples``                            one object for each sequence that can be picked:
-``.name``, ``.truth``, ``.predicted``   text; index of a class or null; index of a class
-``.probabilities``                      one number from 0 to 1 for each class
-``.values``                             ``T`` whole numbers from 0 to ``max_value``: the tokens
-``.telling``                            ``{layer, head, token}``: the view shown first
-``.influence``                          ``L`` lists of ``H`` numbers: log-probability lost without each head
-``.layers``                             ``L`` objects of arrays:
-``.layers.query``, ``key``, ``value``   ``[H, T, d]``
-``.layers.lse``                         ``[H, T]``: the library's log-sum-exp of each row of scores
-``.layers.output``                      ``[H, T, d]``: the library's output of each head
-``.layers.differences``                 ``[len(STEPS), H, T]``: largest ``|library - float64|`` of each step
-======================================  ==============================================================
+==============================  ======================================================================
+``format``, ``version``         ``"clearhead-view"``, ``2``
+``title``, ``made_by``          text for people
+``texts``                       lists of token texts, which layers name by their place in this list
+``masks``                       masks, which heads name likewise: ``{"kind": "runs", "start", "stop"}`` with ``i32``
+                                ``[Q, runs]``, keys from ``start`` up to, not including, ``stop``; or ``{"kind":
+                                "table", "bits"}`` with ``u8`` ``[Q, ceil(K / 8)]``, the first key in the lowest bit
+``images``                      pictures, which layers name likewise: ``{"pixels"}`` ``u8`` ``[height, width, 1 or 3]``,
+                                and ``rows``, ``columns``, ``first``: key ``first`` is the patch at the upper left, the
+                                others follow row by row; so are queries where they are the same tokens
+``facts``                       results to show above all: ``[{"label", "value", "note"}]``, texts
+``runs``                        one object for each run of which layers are shown:
+``.name``, ``.says``            text; what there is to say of it
+``.bars``                       optional, ``[{"label", "value"}]``: numbers from 0 to 1, such as probabilities
+``.start``                      optional, ``{"layer", "head", "query"}``: what to show of it first, the layer by its
+                                place in ``layers``, the head by its place in the layer
+``layers``                      one object for each layer:
+``.run``, ``.image``            place in ``runs``; place in ``images`` or null
+``.name``, ``.says``            text; texts that name the mask and the score rules
+``.queries``, ``.tokens``       places in ``texts``: of the queries, and of the keys
+``.first``                      position of the first query; keys count from 0
+``.q_len``, ``.k_len``          ``Q`` and ``K``
+``.head_dim``, ``.value_dim``   ``d``, and the width ``V`` of values
+``.scale``                      the factor on ``q . k``
+``.num_heads``                  how many heads the layer has, on the page or not
+``.keys``, ``.norms``           for each key head an array ``[K, d]``, and ``[K]``: the length of each value
+``.values``                     likewise ``[K, V]``; or none, where values are not carried
+``.heads``                      one object for each head on the page:
+``..head``, ``..key``           its number in the layer; place in ``keys``
+``..mask``                      place in ``masks``, or null: every key is allowed
+``..query``                     array ``[Q, d]``
+``..rules``                     what happens to scaled scores, in order: ``{"kind": "softcap", "cap"}`` or ``{"kind":
+                                "relative", "bias"}`` with ``f32`` ``[Q + K - 1]``, added at row ``q``, column ``k``
+                                from place ``q - k + K - 1``
+``..table``                     optional, ``[Q, K]``: scores after all rules, in their place
+``..lse``                       ``[Q]``: log-sum-exp of the row's scores, a sink's included, of the queries
+                                and keys as they are rounded here; -inf where a row is empty
+``..fix``                       optional, ``[Q, K]``: what to add to each weight that the mask allows
+``..near``                      optional, some of these for long rows: ``counts`` ``u8`` ``[Q]``, how many each row
+                                has, and of each its key in ``places`` and what to add in ``fix``
+``..rest``                      with ``values``, ``[Q, V]``: what to add to the sum of weighted values
+``..entropy``, ``..distance``   ``[Q]``; these and the next two only with an ``overview``: else read them from weights
+``..first``                     ``[Q]``: weight on the first key
+``..received``                  ``[K]``: attention received
+``..thumb``                     ``{side, cells}``: the largest weight of each block of ``side`` x ``side``, ``u8`` of
+                                255 times its square root; at most 32 x 32
+``..overview``                  optional, the same in smaller blocks
+``..scores``                    numbers that heads are sorted by: means over queries of entropy, distance and weight on
+                                the first key; ``previous``, ``following``, ``same``, and ``induction`` where the
+                                text repeats itself, by ``ch.observe.head_scores``;
+                                others by whoever made the page
+``..error``                     ``{weight, score}``: how far this page can be from the library
+==============================  ======================================================================
 
-A reader refuses a format or a version that it does not know. A field that is added raises nothing; a field whose
-meaning changes raises the version.
+A weight is ``max(0, exp(score - lse) + fix)`` where the mask allows the key, else 0; a score is
+``rules(scale * q . k)``; the output is ``sum_j weight_j value_j + rest``.
+
+Version 1 had no ``images``, ``facts``, ``runs``, and what is named ``run``, ``image``, ``value_dim``, ``norms``,
+``values``, ``fix``, ``near`` and ``rest`` above.
+
+A reader refuses a format or version that it does not know. A field that is added raises nothing; a field whose meaning
+changes raises the version, and readers go on reading the older ones.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
-
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from collections.abc import Mapping
+from typing import Any, Final, NoReturn
 
 from clearhead.errors import DataError
+from clearhead.inspector.arrays import TYPES, unpack
 
-__all__ = ["FIELDS", "FORMAT", "STEPS", "VERSION", "pack_floats", "unpack_floats", "validate"]
+__all__ = ["FORMAT", "VERSION", "validate"]
 
-FORMAT = "clearhead-page"
-VERSION = 1
+FORMAT: Final = "clearhead-view"
+VERSION: Final = 2
+_READ: Final = (1, 2)
 
-STEPS = ("scores", "scaled", "weights", "output", "part")
-"""The steps whose difference from float64 a page carries, in the order of ``differences``."""
-
-
-def pack_floats(numbers: ArrayLike) -> str:
-    """Numbers as base64 of little-endian float32.
-
-    >>> unpack_floats(pack_floats([1.0, -0.5])).tolist()
-    [1.0, -0.5]
-    """
-    return base64.b64encode(np.ascontiguousarray(numbers, dtype="<f4").tobytes()).decode("ascii")
-
-
-def unpack_floats(text: str) -> NDArray[np.float32]:
-    """The numbers of ``pack_floats``, flat; raises ``ValueError`` where the text is not such an array."""
-    return np.frombuffer(base64.b64decode(text, validate=True), dtype="<f4")
-
-
-Sizes = Mapping[str, int]
-Rule = Callable[[Any, Sizes], str | None]
-"""Says what a value must be where it is not, given the sizes that the page declares."""
-
-
-def _text(value: Any, sizes: Sizes) -> str | None:
-    return None if isinstance(value, str) else "be text"
-
-
-def _exactly(wanted: object) -> Rule:
-    return lambda value, sizes: None if type(value) is type(wanted) and value == wanted else f"be {wanted!r}"
-
-
-def _index(size: str, *, optional: bool = False) -> Rule:
-    def rule(value: Any, sizes: Sizes) -> str | None:
-        if optional and value is None:
-            return None
-        inside = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < sizes[size]
-        return None if inside else f"be a whole number from 0 to {sizes[size] - 1}"
-
-    return rule
-
-
-def _size(value: Any, sizes: Sizes) -> str | None:
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    return None if whole else "be a whole number of at least 1"
-
-
-def _number(value: Any, sizes: Sizes) -> str | None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return None if good else "be a finite number"
-
-
-def _part(value: Any, sizes: Sizes) -> str | None:
-    return None if _number(value, sizes) is None and 0 <= value <= 1 else "be a number from 0 to 1"
-
-
-def _list_of(rule: Rule, size: str | None = None) -> Rule:
-    def check(value: Any, sizes: Sizes) -> str | None:
-        if not isinstance(value, list) or (size is not None and len(value) != sizes[size]):
-            return f"be a list of {sizes[size] if size else 'entries'}"
-        return next((problem for entry in value if (problem := rule(entry, sizes))), None)
-
-    return check
-
-
-def _floats(*axes: str) -> Rule:
-    def check(value: Any, sizes: Sizes) -> str | None:
-        shape = [sizes[axis] for axis in axes]
-        must = f"be base64 of {' x '.join(map(str, shape))} finite float32 numbers"
-        try:
-            numbers = unpack_floats(value)
-        except (TypeError, ValueError, binascii.Error):
-            return must
-        return None if numbers.size == math.prod(shape) and bool(np.isfinite(numbers).all()) else must
-
-    return check
-
-
-Fields = Mapping[str, Any]
-"""Each field's rule, or the fields of an object, or a list of one such for a list of objects."""
-
-_LAYER: Fields = {
-    "query": _floats("heads", "tokens", "head_dim"),
-    "key": _floats("heads", "tokens", "head_dim"),
-    "value": _floats("heads", "tokens", "head_dim"),
-    "lse": _floats("heads", "tokens"),
-    "output": _floats("heads", "tokens", "head_dim"),
-    "differences": _floats("steps", "heads", "tokens"),
-}
-
-_EXAMPLE: Fields = {
-    "name": _text,
-    "truth": _index("classes", optional=True),
-    "predicted": _index("classes"),
-    "probabilities": _list_of(_part, "classes"),
-    "values": _list_of(_index("values"), "tokens"),
-    "telling": {"layer": _index("layers"), "head": _index("heads"), "token": _index("tokens")},
-    "influence": _list_of(_list_of(_number, "heads"), "layers"),
-    "layers": [_LAYER],
-}
-
-FIELDS: Fields = {
-    "format": _exactly(FORMAT),
-    "version": _exactly(VERSION),
-    "title": _text,
-    "made_by": _text,
-    "facts": [{"label": _text, "value": _text, "note": _text}],
-    "classes": _list_of(_text),
-    "grid": {"rows": _size, "columns": _size, "max_value": _size},
-    "attention": {"num_layers": _size, "num_heads": _size, "head_dim": _size, "embed_dim": _size, "scale": _number},
-    "output_weights": _list_of(_floats("embed_dim", "all_heads"), "layers"),
-    "examples": [_EXAMPLE],
-}
-
-# The fields that the sizes of the others are read from; they are checked first.
-_DECLARING = ("format", "version", "classes", "grid", "attention")
+_WHOLE: Final = ("first", "q_len", "k_len", "head_dim", "num_heads")
+_PICTURE: Final = ("rows", "columns", "first")
+_STATISTICS: Final = ("entropy", "distance", "first")
 
 
 def validate(data: object, *, function: str = "inspector.validate") -> None:
-    """Raise ``DataError`` naming the first field of a page's data that does not follow the format.
+    """Raise ``DataError`` naming the first field that does not follow the format.
 
-    >>> validate({"format": "clearhead-page", "version": 2})
+    >>> validate({"format": "clearhead-view", "version": 3}, function="view")
     Traceback (most recent call last):
         ...
-    clearhead.errors.DataError: inspector.validate: version must be 1; got 2. Make the page again.
+    clearhead.errors.DataError: view: version must be 1 or 2; got 3. Make the page again.
     """
-    _check(data, {name: FIELDS[name] for name in _DECLARING}, "", {}, function)
-    assert isinstance(data, dict)
-    sizes = _sizes(data)
-    if sizes["classes"] < 2:
-        _refuse(function, "classes", "have at least 2", sizes["classes"])
-    _check(data, FIELDS, "", sizes, function)
-    if not data["examples"]:
-        _refuse(function, "examples", "have at least 1", 0)
-    for number, example in enumerate(data["examples"]):
-        if len(example["layers"]) != sizes["layers"]:
-            _refuse(function, f"examples[{number}].layers", f"have {sizes['layers']} entries", len(example["layers"]))
+    _Check(function).page(data)
 
 
-def _sizes(data: Mapping[str, Any]) -> dict[str, int]:
-    grid, attention = data["grid"], data["attention"]
-    return {
-        "tokens": grid["rows"] * grid["columns"],
-        "values": grid["max_value"] + 1,
-        "classes": len(data["classes"]),
-        "layers": attention["num_layers"],
-        "heads": attention["num_heads"],
-        "head_dim": attention["head_dim"],
-        "all_heads": attention["num_heads"] * attention["head_dim"],
-        "embed_dim": attention["embed_dim"],
-        "steps": len(STEPS),
-    }
+class _Check:
+    """A walk along the format that stops at the first wrong field."""
 
+    def __init__(self, function: str) -> None:
+        self._function = function
+        self._since_2 = True
 
-def _check(value: Any, shape: Any, path: str, sizes: Sizes, function: str) -> None:
-    """Walk ``value`` along the shape that the format gives it."""
-    if isinstance(shape, Mapping):
+    def page(self, data: object) -> None:
+        page = self._object(data, "page")
+        self._is(page.get("format") == FORMAT, "format", f"be {FORMAT!r}", page.get("format"))
+        version = page.get("version")
+        self._is(_whole(version) and version in _READ, "version", f"be {' or '.join(map(str, _READ))}", version)
+        self._since_2 = version != 1
+        for name in ("title", "made_by"):
+            self._is(isinstance(page.get(name), str), name, "be text", page.get(name))
+        for name in ("texts", "masks", "layers"):
+            self._list(page.get(name), name)
+        for place, texts in enumerate(page["texts"]):
+            good = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+            self._is(good, f"texts[{place}]", "be a list of texts", texts)
+        self._is(bool(page["layers"]), "layers", "have at least one", 0)
+        if self._since_2:
+            self._around(page)
+        for place, layer in enumerate(page["layers"]):
+            self._layer(layer, f"layers[{place}]", page)
+
+    def _around(self, page: Mapping[str, Any]) -> None:
+        """What stands around the layers."""
+        for place, image in enumerate(self._list(page.get("images"), "images")):
+            self._image(image, f"images[{place}]")
+        for place, fact in enumerate(self._list(page.get("facts"), "facts")):
+            self._named(fact, f"facts[{place}]", ("label", "value", "note"))
+        self._is(bool(self._list(page.get("runs"), "runs")), "runs", "have at least one", 0)
+        for place, run in enumerate(page["runs"]):
+            path = f"runs[{place}]"
+            self._named(run, path, ("name", "says"))
+            for at, bar in enumerate(self._list(run.get("bars", []), f"{path}.bars")):
+                self._named(bar, f"{path}.bars[{at}]", ("label",))
+                value = bar.get("value")
+                good = isinstance(value, (int, float)) and 0 <= value <= 1
+                self._is(good, f"{path}.bars[{at}].value", "be a number from 0 to 1", value)
+            if "start" in run:
+                start = self._object(run["start"], f"{path}.start")
+                layer = self._object(self._place(start.get("layer"), page["layers"], f"{path}.start.layer"), "layers")
+                self._place(start.get("head"), self._list(layer.get("heads"), "heads"), f"{path}.start.head")
+                self._is(_whole(start.get("query")), f"{path}.start.query", "be a whole number", start.get("query"))
+
+    def _named(self, value: object, path: str, names: tuple[str, ...]) -> None:
+        one = self._object(value, path)
+        for name in names:
+            self._is(isinstance(one.get(name), str), f"{path}.{name}", "be text", one.get(name))
+
+    def _image(self, value: object, path: str) -> None:
+        image = self._object(value, path)
+        shape = self._array(image.get("pixels"), None, f"{path}.pixels")
+        self._is(len(shape) == 3 and shape[2] in (1, 3), f"{path}.pixels.shape", "be [height, width, 1 or 3]", shape)
+        for name in _PICTURE:
+            self._is(_whole(image.get(name)), f"{path}.{name}", "be a whole number", image.get(name))
+
+    def _layer(self, value: object, path: str, page: Mapping[str, Any]) -> None:
+        layer = self._object(value, path)
+        self._is(isinstance(layer.get("name"), str), f"{path}.name", "be text", layer.get("name"))
+        for name in _WHOLE:
+            self._is(_whole(layer.get(name)), f"{path}.{name}", "be a whole number", layer.get(name))
+        scale = layer.get("scale")
+        self._is(isinstance(scale, (int, float)) and math.isfinite(scale), f"{path}.scale", "be a number", scale)
+        for name, count in (("queries", layer["q_len"]), ("tokens", layer["k_len"])):
+            texts = self._place(layer.get(name), page["texts"], f"{path}.{name}")
+            self._is(len(texts) == count, f"{path}.{name}", f"name {count} texts", len(texts))
+        self._list(layer.get("keys"), f"{path}.keys")
+        for place, key in enumerate(layer["keys"]):
+            self._array(key, (layer["k_len"], layer["head_dim"]), f"{path}.keys[{place}]")
+        if self._since_2:
+            self._values(layer, path, page)
+        self._is(bool(self._list(layer.get("heads"), f"{path}.heads")), f"{path}.heads", "have at least one", 0)
+        for place, head in enumerate(layer["heads"]):
+            self._head(head, f"{path}.heads[{place}]", layer, page)
+
+    def _values(self, layer: Mapping[str, Any], path: str, page: Mapping[str, Any]) -> None:
+        self._place(layer.get("run"), page["runs"], f"{path}.run")
+        self._is(_whole(layer.get("value_dim")), f"{path}.value_dim", "be a whole number", layer.get("value_dim"))
+        if layer.get("image") is not None:
+            image = self._place(layer["image"], page["images"], f"{path}.image")
+            last = image["first"] + image["rows"] * image["columns"]
+            self._is(last <= layer["k_len"], f"{path}.image", f"have patches within {layer['k_len']} keys", last)
+        k_len, keys = layer["k_len"], len(layer["keys"])
+        for name, shape, least in (("norms", (k_len,), keys), ("values", (k_len, layer["value_dim"]), 0)):
+            listed = self._list(layer.get(name), f"{path}.{name}")
+            self._is(len(listed) in (least, keys), f"{path}.{name}", f"have {keys} entries", len(listed))
+            for place, array in enumerate(listed):
+                self._array(array, shape, f"{path}.{name}[{place}]")
+
+    def _head(self, value: object, path: str, layer: Mapping[str, Any], page: Mapping[str, Any]) -> None:
+        head = self._object(value, path)
+        q_len, k_len = layer["q_len"], layer["k_len"]
+        self._is(_whole(head.get("head")), f"{path}.head", "be a whole number", head.get("head"))
+        self._place(head.get("key"), layer["keys"], f"{path}.key")
+        self._array(head.get("query"), (q_len, layer["head_dim"]), f"{path}.query")
+        self._array(head.get("lse"), (q_len,), f"{path}.lse")
+        self._blocks(head.get("thumb"), f"{path}.thumb", q_len, k_len)
+        for name in ("table", "fix"):
+            if name in head:
+                self._array(head[name], (q_len, k_len), f"{path}.{name}")
+        if "near" in head:
+            near = self._object(head["near"], f"{path}.near")
+            self._array(near.get("counts"), (q_len,), f"{path}.near.counts")
+            counts, places = unpack(near["counts"]), self._array(near.get("places"), None, f"{path}.near.places")
+            self._is(places == (int(counts.sum()),), f"{path}.near.places", f"be {int(counts.sum())}", places)
+            self._array(near.get("fix"), places, f"{path}.near.fix")
+        if layer.get("values"):
+            self._array(head.get("rest"), (q_len, layer["value_dim"]), f"{path}.rest")
+        if "overview" in head:
+            self._blocks(head["overview"], f"{path}.overview", q_len, k_len)
+            for name in _STATISTICS:
+                self._array(head.get(name), (q_len,), f"{path}.{name}")
+            self._array(head.get("received"), (k_len,), f"{path}.received")
+        for place, rule in enumerate(self._list(head.get("rules"), f"{path}.rules")):
+            self._rule(rule, f"{path}.rules[{place}]", q_len + k_len - 1)
+        if head.get("mask") is not None:
+            mask = self._object(self._place(head["mask"], page["masks"], f"{path}.mask"), f"{path}.mask")
+            self._mask(mask, f"masks[{head['mask']}]", q_len, k_len)
+        for name in ("scores", "error"):
+            numbers = self._object(head.get(name), f"{path}.{name}")
+            good = all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers.values())
+            self._is(good, f"{path}.{name}", "hold numbers", numbers)
+
+    def _blocks(self, value: object, path: str, q_len: int, k_len: int) -> None:
+        blocks = self._object(value, path)
+        side = blocks.get("side")
+        if not isinstance(side, int) or side < 1:
+            self._refuse(f"{path}.side", "be a whole number above 0", side)
+        self._array(blocks.get("cells"), (-(-q_len // side), -(-k_len // side)), f"{path}.cells")
+
+    def _rule(self, value: object, path: str, distances: int) -> None:
+        rule = self._object(value, path)
+        if rule.get("kind") == "softcap":
+            self._is(isinstance(rule.get("cap"), (int, float)), f"{path}.cap", "be a number", rule.get("cap"))
+        elif rule.get("kind") == "relative":
+            self._array(rule.get("bias"), (distances,), f"{path}.bias")
+        else:
+            self._refuse(f"{path}.kind", "be softcap or relative", rule.get("kind"))
+
+    def _mask(self, mask: Mapping[str, Any], path: str, q_len: int, k_len: int) -> None:
+        if mask.get("kind") == "runs":
+            start, stop = (self._array(mask.get(name), None, f"{path}.{name}") for name in ("start", "stop"))
+            self._is(start == stop and start[0] == q_len, path, f"have {q_len} rows", start)
+        elif mask.get("kind") == "table":
+            self._array(mask.get("bits"), (q_len, -(-k_len // 8)), f"{path}.bits")
+        else:
+            self._refuse(f"{path}.kind", "be runs or table", mask.get("kind"))
+
+    def _array(self, value: object, shape: tuple[int, ...] | None, path: str) -> tuple[int, ...]:
+        array = self._object(value, path)
+        self._is(array.get("type") in TYPES, f"{path}.type", f"be one of {', '.join(TYPES)}", array.get("type"))
+        own = tuple(self._list(array.get("shape"), f"{path}.shape"))
+        self._is(shape is None or own == shape, f"{path}.shape", f"be {shape}", own)
+        self._is(isinstance(array.get("data"), str), f"{path}.data", "be text", array.get("data"))
+        if "steps" in array:
+            self._array(array["steps"], own[:1], f"{path}.steps")
+        try:
+            unpack(array)
+        except (ValueError, TypeError) as failure:
+            self._refuse(f"{path}.data", "be a whole array", str(failure))
+        return own
+
+    def _place(self, value: object, among: list[Any], path: str) -> Any:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(among):
+            self._refuse(path, f"be a whole number below {len(among)}", value)
+        return among[value]
+
+    def _object(self, value: object, path: str) -> dict[str, Any]:
         if not isinstance(value, dict):
-            _refuse(function, path or "page", "be an object", value)
-        for name, inner in shape.items():
-            here = f"{path}.{name}" if path else name
-            if name not in value:
-                _refuse(function, here, "be there", "nothing")
-            _check(value[name], inner, here, sizes, function)
-    elif isinstance(shape, list):
+            self._refuse(path, "be an object", value)
+        return value
+
+    def _list(self, value: object, path: str) -> list[Any]:
         if not isinstance(value, list):
-            _refuse(function, path, "be a list", value)
-        for number, entry in enumerate(value):
-            _check(entry, shape[0], f"{path}[{number}]", sizes, function)
-    elif problem := shape(value, sizes):
-        _refuse(function, path, problem, value)
+            self._refuse(path, "be a list", value)
+        return value
+
+    def _is(self, good: bool, path: str, must: str, got: object) -> None:
+        if not good:
+            self._refuse(path, must, got)
+
+    def _refuse(self, path: str, must: str, got: object) -> NoReturn:
+        raise DataError.about(self._function, path, must=must, got=repr(got)[:60], then="Make the page again.")
 
 
-def _refuse(function: str, path: str, must: str, got: object) -> None:
-    shown = repr(got) if not isinstance(got, str) or got != "nothing" else got
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    raise DataError.about(function, path, must=must, got=shown, then="Make the page again.")
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

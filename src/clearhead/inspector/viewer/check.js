@@ -1,11 +1,11 @@
-// The page's data: what must be there, and arrays out of their text. The format is told in attention_schema.py.
+// The page's data: what must be there, and arrays out of their text. The format is told in schema.py.
 
 export class Damaged extends Error {}
 
 const BYTES = {f32: 4, i32: 4, i16: 2, u16: 2, u8: 1};
 const ARRAYS = {f32: Float32Array, i32: Int32Array, i16: Int16Array, u16: Uint16Array, u8: Uint8Array};
 const LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%,()*+-;[=]?@^_`{|}~";
-const READERS = {1: checkVersion1};
+const READERS = {1: checkVersion1, 2: checkVersion2};
 
 function must(good, what) {
   if (!good) throw new Damaged(what);
@@ -24,31 +24,82 @@ export function checkPage(text) {
   }
   must(isObject(page) && page.format === "clearhead-view", "its data is not of the format clearhead-view");
   const reader = Object.hasOwn(READERS, page.version) ? READERS[page.version] : null;
-  must(reader, `its data has version ${JSON.stringify(page.version)?.slice(0, 20)}, and this page reads version 1`);
+  must(reader, `its data has version ${JSON.stringify(page.version)?.slice(0, 20)}, and this page reads versions 1 and 2`);
   reader(page);
   return page;
 }
 
+// Version 1 as version 2: one run, nothing around it, no values.
 function checkVersion1(page) {
+  must(Array.isArray(page.layers), "layers is no list");
+  Object.assign(page, {images: [], facts: [], runs: [{name: "", says: ""}]});
+  for (const layer of page.layers) {
+    must(isObject(layer), "layers holds no layer");
+    Object.assign(layer, {run: 0, image: null, value_dim: 0, norms: [], values: []});
+  }
+  checkVersion2(page);
+}
+
+function checkVersion2(page) {
   for (const name of ["title", "made_by"]) must(typeof page[name] === "string", `${name} is no text`);
-  for (const name of ["texts", "masks", "layers"]) must(Array.isArray(page[name]), `${name} is no list`);
+  for (const name of ["texts", "masks", "layers", "images", "facts", "runs"]) {
+    must(Array.isArray(page[name]), `${name} is no list`);
+  }
   page.texts.forEach((texts, at) => {
     must(Array.isArray(texts) && texts.every((text) => typeof text === "string"), `texts[${at}] is no list of texts`);
   });
   must(page.layers.length > 0, "it holds no layer");
+  must(page.runs.length > 0, "it holds no run");
+  page.images.forEach((image, at) => checkImage(image, `images[${at}]`));
+  page.facts.forEach((fact, at) => checkTexts(fact, ["label", "value", "note"], `facts[${at}]`));
   page.layers.forEach((layer, at) => checkLayer(layer, `layers[${at}]`, page));
+  page.runs.forEach((run, at) => checkRun(run, `runs[${at}]`, page));
+}
+
+function checkTexts(one, names, path) {
+  must(isObject(one) && names.every((name) => typeof one[name] === "string"), `${path} lacks a text`);
+}
+
+function checkRun(run, path, page) {
+  checkTexts(run, ["name", "says"], path);
+  must(page.layers.some((layer) => layer.run === page.runs.indexOf(run)), `${path} has no layer`);
+  const {bars = [], start} = run;
+  must(Array.isArray(bars), `${path}.bars is no list`);
+  bars.forEach((bar, at) => {
+    checkTexts(bar, ["label"], `${path}.bars[${at}]`);
+    must(bar.value >= 0 && bar.value <= 1, `${path}.bars[${at}].value is not a number from 0 to 1`);
+  });
+  if (start === undefined) return;
+  must(isObject(start) && isWhole(start.query) && isObject(page.layers[start.layer]?.heads[start.head]), `${path}.start names no view`);
+}
+
+function checkImage(image, path) {
+  must(isObject(image) && ["rows", "columns", "first"].every((name) => isWhole(image[name])), `${path} is no picture`);
+  checkArray(image.pixels, null, `${path}.pixels`);
+  const {shape} = image.pixels;
+  must(shape.length === 3 && [1, 3].includes(shape[2]), `${path}.pixels is not height x width x 1 or 3`);
 }
 
 function checkLayer(layer, path, page) {
   must(isObject(layer) && typeof layer.name === "string", `${path} is no layer`);
-  for (const name of ["first", "q_len", "k_len", "head_dim", "num_heads"]) {
+  for (const name of ["first", "q_len", "k_len", "head_dim", "value_dim", "num_heads", "run"]) {
     must(isWhole(layer[name]), `${path}.${name} is not a whole number`);
   }
   must(Number.isFinite(layer.scale), `${path}.scale is not a number`);
+  must(layer.run < page.runs.length, `${path}.run names no run`);
   must(page.texts[layer.queries]?.length === layer.q_len, `${path}.queries does not name ${layer.q_len} texts`);
   must(page.texts[layer.tokens]?.length === layer.k_len, `${path}.tokens does not name ${layer.k_len} texts`);
+  if (layer.image !== null) {
+    const image = page.images[layer.image];
+    must(isObject(image), `${path}.image names no picture`);
+    must(image.first + image.rows * image.columns <= layer.k_len, `${path}.image has patches that are no keys`);
+  }
   must(Array.isArray(layer.keys), `${path}.keys is no list`);
   layer.keys.forEach((key, at) => checkArray(key, [layer.k_len, layer.head_dim], `${path}.keys[${at}]`));
+  for (const [name, shape] of [["norms", [layer.k_len]], ["values", [layer.k_len, layer.value_dim]]]) {
+    must(Array.isArray(layer[name]) && [0, layer.keys.length].includes(layer[name].length), `${path}.${name} does not fit its keys`);
+    layer[name].forEach((array, at) => checkArray(array, shape, `${path}.${name}[${at}]`));
+  }
   must(Array.isArray(layer.heads) && layer.heads.length > 0, `${path} has no heads`);
   layer.heads.forEach((head, at) => checkHead(head, `${path}.heads[${at}]`, layer, page));
 }
@@ -59,7 +110,14 @@ function checkHead(head, path, layer, page) {
   checkArray(head.query, [layer.q_len, layer.head_dim], `${path}.query`);
   checkArray(head.lse, [layer.q_len], `${path}.lse`);
   checkBlocks(head.thumb, `${path}.thumb`, layer);
-  if (head.table) checkArray(head.table, [layer.q_len, layer.k_len], `${path}.table`);
+  for (const name of ["table", "fix"]) if (head[name]) checkArray(head[name], [layer.q_len, layer.k_len], `${path}.${name}`);
+  if (head.near) {
+    must(isObject(head.near), `${path}.near names no weights`);
+    checkArray(head.near.counts, [layer.q_len], `${path}.near.counts`);
+    checkArray(head.near.places, null, `${path}.near.places`);
+    checkArray(head.near.fix, head.near.places.shape, `${path}.near.fix`);
+  }
+  if (layer.values.length > 0) checkArray(head.rest, [layer.q_len, layer.value_dim], `${path}.rest`);
   if (head.overview) {
     checkBlocks(head.overview, `${path}.overview`, layer);
     for (const name of ["entropy", "distance", "first"]) checkArray(head[name], [layer.q_len], `${path}.${name}`);

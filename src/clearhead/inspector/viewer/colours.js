@@ -5,9 +5,13 @@ const STOPS = [
   [40, 11, 84], [51, 42, 116], [50, 71, 134], [43, 99, 140], [35, 127, 140], [37, 154, 131], [72, 180, 111],
   [128, 203, 80], [192, 220, 52], [249, 232, 74],
 ];
+// On paper more weight is more ink.
+const INK = [[255, 255, 252], [205, 212, 205], [140, 158, 165], [70, 92, 120], [8, 12, 40]];
 // Blue for less, orange for more, both darker or both lighter than the middle.
 const BOTH = {
   light: [[5, 60, 120], [60, 120, 185], [150, 190, 225], [246, 246, 244], [240, 190, 130], [205, 115, 40], [130, 55, 5]],
+  // On paper without colours lightness has to tell less from more.
+  print: [[0, 20, 60], [50, 80, 120], [105, 125, 145], [160, 160, 160], [200, 180, 150], [232, 212, 175], [255, 246, 225]],
   dark: [[150, 205, 255], [80, 150, 215], [35, 80, 130], [24, 28, 34], [115, 65, 20], [205, 120, 45], [255, 200, 140]],
 };
 const LEVELS = 256;
@@ -36,11 +40,16 @@ function table(stops) {
   return made;
 }
 
-const WEIGHTS = table(STOPS);
-const SIGNED = {light: table(BOTH.light), dark: table(BOTH.dark)};
-const FORBIDDEN = {light: [226, 229, 234], dark: [44, 50, 59]};
+const WEIGHTS = {light: table(STOPS), print: table(INK), dark: table(STOPS)};
+const SIGNED = {light: table(BOTH.light), print: table(BOTH.print), dark: table(BOTH.dark)};
+const FORBIDDEN = {light: [226, 229, 234], print: [255, 255, 255], dark: [44, 50, 59]};
+
+export function printing() {
+  return document.documentElement.hasAttribute("data-print");
+}
 
 export function theme() {
+  if (printing()) return "print";
   const chosen = document.documentElement.dataset.theme;
   return chosen || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 }
@@ -51,7 +60,8 @@ export function painterOf(scale, signed = false) {
   const bytes = new Uint8ClampedArray([...FORBIDDEN[theme()], 255]);
   const forbidden = new Uint32Array(bytes.buffer)[0];
   const level = (part) => Math.min(LEVELS - 1, Math.max(0, Math.round(part * (LEVELS - 1))));
-  if (!signed) return (weight) => (Number.isNaN(weight) ? forbidden : WEIGHTS[level(place(Math.max(weight, 0)))]);
+  const weights = WEIGHTS[theme()];
+  if (!signed) return (weight) => (Number.isNaN(weight) ? forbidden : weights[level(place(Math.max(weight, 0)))]);
   const both = SIGNED[theme()];
   return (weight) => Number.isNaN(weight) ? forbidden
     : both[level(0.5 + 0.5 * Math.sign(weight) * place(Math.abs(weight)))];

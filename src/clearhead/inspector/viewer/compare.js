@@ -1,7 +1,8 @@
-// Two heads as the difference of their weights.
+// Two heads, of one run or of two, as the difference of their weights and of what their masks allow.
+import {printing} from "./colours.js";
+import {Difference} from "./difference.js";
 import {byId, element, readable, shown} from "./dom.js";
 import {legend} from "./map.js";
-import {Difference} from "./model.js";
 import {Matrix} from "./painter.js";
 import {change, state} from "./state.js";
 
@@ -13,16 +14,26 @@ export class CompareView {
     });
     byId("other").addEventListener("change", (event) => change({other: event.target.value}));
     byId("other").append(...model.layers.flatMap((layer, at) => layer.heads.map((head, place) => element("option", {
-      value: `${at}.${place}`, text: `${layer.name || `layer ${at}`}, head ${head.head}`,
+      value: `${at}.${place}`, text: `${this.runName(layer)}${model.nameOf(at)}, head ${head.head}`,
     }))));
   }
 
-  // The head to compare with: the one asked for, else the next one of the same sizes.
+  // The name of a layer's run, where its own does not say it.
+  runName(layer) {
+    const {name} = this.model.page.runs[layer.run];
+    return name && !layer.name.startsWith(name) ? `${name}: ` : "";
+  }
+
+  // The head to compare with: the one asked for, else the same one of the next run, else the next one.
   get other() {
-    const all = this.model.layers.flatMap((layer, at) => layer.heads.map((_, place) => `${at}.${place}`));
-    if (all.includes(state.other)) return state.other;
-    const here = all.indexOf(`${state.layer}.${state.head}`);
-    return all[(here + 1) % all.length];
+    const {layers, page} = this.model;
+    const [layer, head] = state.other.split(".").map(Number);
+    if (layers[layer]?.heads[head]) return state.other;
+    const own = this.model.layersOf(layers[state.layer].run), its = this.model.layersOf((layers[state.layer].run + 1) % page.runs.length);
+    const same = its[own.indexOf(state.layer)];
+    if (page.runs.length > 1 && layers[same]?.heads[state.head]) return `${same}.${state.head}`;
+    const all = layers.flatMap((each, at) => each.heads.map((_, place) => `${at}.${place}`));
+    return all[(all.indexOf(`${state.layer}.${state.head}`) + 1) % all.length];
   }
 
   async render({numbers, texts}, changed) {
@@ -31,6 +42,7 @@ export class CompareView {
     const other = await this.model.head(layer, head);
     const fits = other.rows === numbers.rows && other.columns === numbers.columns;
     byId("difference").hidden = !fits;
+    byId("compare-masks").textContent = "";
     if (!fits) {
       byId("compare-note").textContent = "These two heads have other numbers of tokens: choose another.";
       return;
@@ -42,28 +54,36 @@ export class CompareView {
       legend(byId("difference-legend"), byId("difference-ticks"), state.scale, true);
     }
     this.matrix.choose(state.query, state.key);
-    byId("compare-note").textContent = `This head’s weight less the other’s. ${this.says(state.query, state.key)}`;
+    byId("compare-note").textContent = this.says(state.query, state.key);
+    byId("compare-masks").textContent = this.masks();
+  }
+
+  masks() {
+    if (!this.source.masks) return "";
+    const [here, there] = this.source.counts;
+    return `╱ only this head’s mask allows it (${here.toLocaleString("en")} places) · ╲ only the other’s (${there.toLocaleString("en")}) · ${printing() ? "checked" : "grey"}: neither`;
   }
 
   says(row, column) {
     const {one, other} = this.source;
     const [first, second] = [one.weight(row, column), other.weight(row, column)];
-    return `Query ${row} “${readable(this.texts.queries[row])}” → key ${column} “${readable(this.texts.keys[column])}”: ${shown(first, 5)} − ${shown(second, 5)} = ${shown(first - second, 5)}`;
+    const allowed = this.source.masks ? ["", ", only here allowed", ", only there allowed"][this.source.only(row, column)] : "";
+    return `Query ${row} “${readable(this.texts.queries[row])}” → key ${column} “${readable(this.texts.keys[column])}”${allowed}: ${shown(first, 5)} − ${shown(second, 5)} = ${shown(first - second, 5)}`;
   }
 
   hover(place) {
-    if (place) byId("compare-note").textContent = `This head’s weight less the other’s. ${this.says(place.row, place.column)}`;
+    if (place) byId("compare-note").textContent = this.says(place.row, place.column);
   }
 
   svg() { return this.matrix.svg(); }
   png() { return this.matrix.png(); }
 
   csv() {
-    const rows = [["query", "query token", "key", "key token", "this head", "other head", "difference"]];
+    const rows = [["query", "query token", "key", "key token", "this head", "other head", "difference", "allowed here", "allowed there"]];
     const {one, other} = this.source;
     for (const {row, column} of this.matrix.cells()) {
       const [first, second] = [one.weight(row, column), other.weight(row, column)];
-      rows.push([row, this.texts.queries[row], column, this.texts.keys[column], first, second, first - second]);
+      rows.push([row, this.texts.queries[row], column, this.texts.keys[column], first, second, first - second, one.allowed(row, column), other.allowed(row, column)]);
     }
     return rows;
   }

@@ -33,17 +33,55 @@ export function readable(text) {
   return plain.trim().replace(/[\u0000-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]/gu, "�");
 }
 
-// What stands between a token and the one before it in running text.
-export function gap(text) {
-  if (/^##/u.test(text)) return {joined: true, shown: text.slice(2)};
-  return {joined: false, shown: readable(text)};
+const SPECIAL = /^(<.*>|\[.*\])$/u;
+
+// How tokens of a list stand in running text: joined to the one before, or behind a space. Vocabularies of words mark
+// what goes on (##), those of pieces and of bytes what begins a word (▁, Ġ, a space); letters all stand side by side.
+export function joiner(texts) {
+  const letters = texts.includes(" ") && texts.every((text) => [...text].length <= 1);
+  const begins = texts.some((text) => /^[▁Ġ ]./u.test(text));
+  return (text) => {
+    if (letters) return {joined: true, shown: text === " " ? "\u00a0" : readable(text)};
+    if (/^##./u.test(text)) return {joined: true, shown: text.slice(2)};
+    return {joined: begins && !/^[▁ĠĊ\s]/u.test(text) && !SPECIAL.test(text), shown: readable(text)};
+  };
+}
+
+// The direction that a text reads in: that of its first letter which has one.
+export function direction(texts) {
+  const first = texts.find((text) => /\p{L}/u.test(text) && !SPECIAL.test(text)) ?? "";
+  return /^\P{L}*[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/u.test(first) ? "rtl" : "ltr";
+}
+
+// GPT-2 writes each byte as a letter: those that can be seen as themselves, the others from U+0100 on, in order.
+const BYTES = new Map();
+for (let byte = 0, others = 0; byte < 256; byte++) {
+  const itself = (byte > 32 && byte < 127) || (byte > 160 && byte !== 173);
+  BYTES.set(String.fromCodePoint(itself ? byte : 256 + others++), byte);
+}
+
+// Tokens of a vocabulary of bytes as the text they stand for, but for the sign that a word begins.
+export function decoded(texts) {
+  const ofBytes = texts.some((text) => /^[ĠĊ]/u.test(text)) && texts.every((text) => SPECIAL.test(text) || [...text].every((letter) => BYTES.has(letter)));
+  if (!ofBytes) return texts;
+  const reader = new TextDecoder("utf-8", {fatal: true});
+  return texts.map((text) => {
+    if (SPECIAL.test(text)) return text;
+    const begins = text.startsWith("Ġ") && text.length > 1, bytes = Uint8Array.from([...text.slice(begins ? 1 : 0)], (letter) => BYTES.get(letter));
+    try {
+      return `${begins ? "Ġ" : ""}${reader.decode(bytes)}`;
+    } catch {
+      // A part of a letter.
+      return `${begins ? "Ġ" : ""}⟨${Array.from(bytes, (byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" ")}⟩`;
+    }
+  });
 }
 
 export function shown(number, digits = 4) {
   if (!Number.isFinite(number)) return Number.isNaN(number) ? "NaN" : number > 0 ? "∞" : "−∞";
   const size = Math.abs(number);
   const text = size === 0 ? "0" : size >= 1e-4 && size < 1e5 ? number.toFixed(digits) : number.toExponential(2);
-  return text.replace("-", "−");
+  return text.replaceAll("-", "−");
 }
 
 // Arrow keys walk the elements of a group, of which one is in the tab order.

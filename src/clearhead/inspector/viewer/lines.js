@@ -92,10 +92,6 @@ export class LinesView {
     byId("lines").querySelector("[tabindex='0']")?.focus();
   }
 
-  export() {
-    return this.svg();
-  }
-
   csv() {
     const rows = [["query", "query token", "key", "key token", "weight"]];
     for (const {row, column, weight} of this.edges) rows.push([row, this.texts.queries[row], column, this.texts.keys[column], weight]);

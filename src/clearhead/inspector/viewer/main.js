@@ -2,32 +2,34 @@
 import {Damaged, checkPage} from "./check.js";
 import {css, inkOn, painterOf} from "./colours.js";
 import {CompareView} from "./compare.js";
-import {byId, element, gap, readable} from "./dom.js";
+import {byId, direction, element, joiner, readable} from "./dom.js";
 import {csvOf, pngOf, saveBlob, saveText, svgText} from "./export.js";
 import {Grid} from "./grid.js";
 import {LinesView} from "./lines.js";
 import {MapView, describe} from "./map.js";
 import {Model} from "./model.js";
+import {PictureView} from "./picture.js";
 import {ProfileView} from "./profile.js";
+import {RunsView} from "./runs.js";
 import {change, onChange, startState, state} from "./state.js";
 import {TokenView} from "./token.js";
 
-const VIEWS = ["map", "lines", "token", "profile", "compare"];
+const VIEWS = ["map", "lines", "token", "profile", "compare", "picture"];
 const AROUND = 150;
 
 class App {
   constructor(page) {
     this.page = page;
     this.model = new Model(page);
-    const first = page.layers[0];
-    // The last token, and itself: a place that masks leave open more than others.
-    startState({query: first.q_len - 1, key: Math.min(first.first + first.q_len, first.k_len) - 1, scale: first.heads[0].overview ? "log" : "root"}, (wanted) => this.possible(wanted));
+    startState(beginning(page), (wanted) => this.possible(wanted));
     byId("title").textContent = page.title;
     document.title = page.title;
+    byId("made").textContent = `Made by ${page.made_by}`;
     this.grid = new Grid(this.model);
+    this.runs = new RunsView(this.model);
     this.views = {
       map: new MapView(), lines: new LinesView(), token: new TokenView(), profile: new ProfileView(),
-      compare: new CompareView(this.model),
+      compare: new CompareView(this.model), picture: new PictureView(this.model),
     };
     byId("scale").addEventListener("change", (event) => change({scale: event.target.value}));
     this.tabs();
@@ -40,12 +42,14 @@ class App {
   possible(wanted) {
     const within = (value, count) => Math.min(Math.max(0, Math.round(value) || 0), count - 1);
     const layer = within(wanted.layer, this.model.layers.length), record = this.model.layers[layer];
+    const view = VIEWS.includes(wanted.view) && (wanted.view !== "picture" || record.image !== null) ? wanted.view : "map";
     return {
       ...wanted, layer, head: within(wanted.head, record.heads.length), query: within(wanted.query, record.q_len),
-      key: within(wanted.key, record.k_len), view: VIEWS.includes(wanted.view) ? wanted.view : "map",
+      key: within(wanted.key, record.k_len), view,
       scale: ["root", "linear", "log"].includes(wanted.scale) ? wanted.scale : "root",
       sort: wanted.sort === "layer" || wanted.sort in record.heads[0].scores ? wanted.sort : "layer",
-      edges: within(wanted.edges - 1, 10) + 1, least: Math.max(0, wanted.least || 0),
+      edges: within(wanted.edges - 1, 10) + 1, least: Number.isFinite(wanted.least) ? wanted.least : -1e9,
+      cover: within(wanted.cover, 101), find: String(wanted.find).slice(0, 80),
     };
   }
 
@@ -56,7 +60,8 @@ class App {
       tab.addEventListener("keydown", (event) => {
         const step = {ArrowRight: 1, ArrowLeft: -1}[event.key];
         if (!step) return;
-        const next = (at + step + VIEWS.length) % VIEWS.length;
+        let next = at;
+        do next = (next + step + VIEWS.length) % VIEWS.length; while (tabs[next].hidden);
         change({view: VIEWS[next]});
         tabs[next].focus();
       });
@@ -64,14 +69,9 @@ class App {
   }
 
   buttons() {
-    const name = (end) => `${this.page.title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40) || "attention"}-${state.view}.${end}`;
-    const view = () => this.views[state.view];
-    byId("save-csv").addEventListener("click", () => saveText(name("csv"), "text/csv", csvOf(view().csv())));
-    byId("save-svg").addEventListener("click", () => saveText(name("svg"), "image/svg+xml", svgText(view().svg())));
-    byId("save-png").addEventListener("click", async () => {
-      const picture = await (view().png ? view().png() : pngOf(view().svg()));
-      saveBlob(name("png"), picture);
-    });
+    const start = this.page.title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40) || "attention";
+    saveButtons("save", () => `${start}-${state.view}`, () => this.views[state.view]);
+    saveButtons("grid", () => `${start}-heads`, () => this.grid);
     byId("theme").addEventListener("click", () => {
       const root = document.documentElement, next = {undefined: "light", light: "dark", dark: undefined}[root.dataset.theme];
       if (next) root.dataset.theme = next;
@@ -79,6 +79,12 @@ class App {
       byId("theme").textContent = `Theme: ${next ?? "system"}`;
       this.update(new Set(["theme"]));
     });
+    for (const [moment, print] of [["beforeprint", true], ["afterprint", false]]) {
+      addEventListener(moment, () => {
+        document.documentElement.toggleAttribute("data-print", print);
+        this.update(new Set(["theme"]));
+      });
+    }
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.update(new Set(["theme"])));
   }
 
@@ -98,6 +104,8 @@ class App {
     if (layer !== state.layer || head !== state.head) return;
     const texts = this.model.texts(layer);
     this.numbers = numbers;
+    byId("text-card").hidden = byId("readout").hidden = state.view === "picture";
+    byId("tab-picture").hidden = this.model.layers[layer].image === null;
     for (const view of VIEWS) {
       const active = view === state.view;
       byId(`panel-${view}`).hidden = !active;
@@ -105,6 +113,7 @@ class App {
       byId(`tab-${view}`).tabIndex = active ? 0 : -1;
     }
     byId("scale").value = state.scale;
+    this.runs.update();
     this.grid.update(changed);
     const record = this.model.layers[layer];
     byId("head-title").textContent = `${record.name || `layer ${layer}`} · head ${numbers.number}`;
@@ -121,8 +130,10 @@ class App {
     const paint = painterOf(state.scale), list = texts.keys, made = [];
     const from = Math.max(0, Math.min(state.key, list.length) - AROUND), to = Math.min(list.length, from + 2 * AROUND);
     if (from > 0) made.push("… ");
+    if (this.joined?.list !== list) this.joined = {list, at: joiner(list)};
+    byId("reading").dir = direction(list);
     for (let column = from; column < to; column++) {
-      const {joined, shown: text} = gap(list[column]);
+      const {joined, shown: text} = this.joined.at(list[column]);
       if (!joined && column > from) made.push(" ");
       const allowed = numbers.allowed(state.query, column), weight = numbers.weight(state.query, column);
       const word = element("span", {class: `word${allowed ? "" : " forbidden"}${column === state.key ? " key" : ""}`, dir: "auto", "data-key": column, text});
@@ -142,6 +153,25 @@ class App {
       if (key) change(same ? {query: Number(key.dataset.key)} : {key: Number(key.dataset.key)});
     };
   }
+}
+
+// Where the first run says to begin; else the last token and itself, a place that masks leave open more than others.
+function beginning(page) {
+  const {start} = page.runs[0], layer = start?.layer ?? page.layers.findIndex((each) => each.run === 0), record = page.layers[layer];
+  const query = start?.query ?? record.q_len - 1;
+  return {
+    layer, head: start?.head ?? 0, query, key: Math.min(record.first + query, record.k_len - 1),
+    view: start && record.image !== null ? "picture" : "map", scale: record.heads[0].overview ? "log" : "root",
+  };
+}
+
+function saveButtons(group, name, view) {
+  byId(`${group}-csv`).addEventListener("click", () => saveText(`${name()}.csv`, "text/csv", csvOf(view().csv())));
+  byId(`${group}-svg`).addEventListener("click", () => saveText(`${name()}.svg`, "image/svg+xml", svgText(view().svg())));
+  byId(`${group}-png`).addEventListener("click", async () => {
+    const picture = await (view().png ? view().png() : pngOf(view().svg()));
+    saveBlob(`${name()}.png`, picture);
+  });
 }
 
 function say(failure) {

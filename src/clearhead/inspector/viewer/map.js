@@ -1,5 +1,5 @@
 // One head as a matrix: overview, zoom and pan down to single weights.
-import {SCALES, css, painterOf} from "./colours.js";
+import {SCALES, css, painterOf, printing} from "./colours.js";
 import {byId, readable, shown} from "./dom.js";
 import {Matrix} from "./painter.js";
 import {change, state} from "./state.js";
@@ -41,7 +41,7 @@ export class MapView {
     const {error} = matrix.source;
     const what = matrix.exact ? "Every cell is one weight, computed in this page"
       : `Each cell is the largest weight of ${matrix.source.overview.side} × ${matrix.source.overview.side}; zoom in for single weights`;
-    byId("map-note").textContent = `${what}. Weights are within ${shown(error.weight, 5)} and scores within ${shown(error.score, 3)} of the library’s. Grey: the mask forbids it.`;
+    byId("map-note").textContent = `${what}. Weights are within ${shown(error.weight, 5)} and scores within ${shown(error.score, 3)} of the library’s. ${printing() ? "Checked" : "Grey"}: the mask forbids it.`;
   }
 
   hover(place) {

@@ -1,5 +1,6 @@
 // The numbers behind every view: weights computed again from queries and keys, exp(score - lse) under the mask.
 import {readArray} from "./check.js";
+import {decoded} from "./dom.js";
 
 const KEPT_BYTES = 2 ** 28;
 
@@ -12,9 +13,46 @@ export class Model {
     this.masks = new Map();
   }
 
+  // The places of a run's layers.
+  layersOf(run) {
+    return [...this.layers.keys()].filter((layer) => this.layers[layer].run === run);
+  }
+
+  nameOf(layer) {
+    return this.layers[layer].name || `layer ${layer}`;
+  }
+
+  // A picture as a canvas of its own size, with its grid of patches.
+  picture(place) {
+    this.pictures ??= new Map();
+    if (!this.pictures.has(place)) this.pictures.set(place, this.readPicture(place));
+    return this.pictures.get(place);
+  }
+
+  async readPicture(place) {
+    const {pixels, rows, columns, first} = this.page.images[place], [height, width, channels] = pixels.shape;
+    const bytes = await readArray(pixels, `images[${place}].pixels`), image = new ImageData(width, height);
+    for (let at = 0; at < width * height; at++) {
+      for (let channel = 0; channel < 3; channel++) image.data[at * 4 + channel] = bytes[at * channels + (channel % channels)];
+      image.data[at * 4 + 3] = 255;
+    }
+    const canvas = canvasOf(image);
+    for (let at = 0; at < image.data.length; at += 4) {
+      const [red, green, blue] = image.data.subarray(at, at + 3);
+      image.data.fill(0.2126 * red + 0.7152 * green + 0.0722 * blue, at, at + 3);
+    }
+    return {canvas, grey: canvasOf(image), rows, columns, first};
+  }
+
   texts(layer) {
-    const record = this.layers[layer];
-    return {queries: this.page.texts[record.queries], keys: this.page.texts[record.tokens]};
+    const {queries, tokens} = this.layers[layer];
+    return {queries: this.text(queries), keys: this.text(tokens)};
+  }
+
+  text(place) {
+    this.spelled ??= new Map();
+    if (!this.spelled.has(place)) this.spelled.set(place, decoded(this.page.texts[place]));
+    return this.spelled.get(place);
   }
 
   // A head's numbers, read when they are first asked for; the oldest are let go of when there are many.
@@ -29,16 +67,21 @@ export class Model {
 
   async read(layer, at) {
     const record = this.layers[layer], head = record.heads[at], path = `layers[${layer}].heads[${at}]`;
-    this.sizes.set(`${layer}.${at}`, 4 * record.head_dim * (record.q_len + record.k_len));
+    const numbers = record.head_dim * (record.q_len + record.k_len) + (head.fix ? record.q_len * record.k_len : 0);
+    this.sizes.set(`${layer}.${at}`, 4 * numbers);
     this.forget();
-    const [query, key, lse, mask, table, rules] = await Promise.all([
+    const [query, key, lse, mask, table, fix, near, norms, rules] = await Promise.all([
       readArray(head.query, `${path}.query`), readArray(record.keys[head.key], `layers[${layer}].keys[${head.key}]`),
       readArray(head.lse, `${path}.lse`), this.mask(head.mask),
       head.table ? readArray(head.table, `${path}.table`) : null,
+      head.fix ? readArray(head.fix, `${path}.fix`) : null,
+      head.near ? readNear(head.near, `${path}.near`) : null,
+      record.norms.length > 0 ? readArray(record.norms[head.key], `layers[${layer}].norms[${head.key}]`) : null,
       Promise.all(head.rules.map(async (rule, place) => rule.kind === "relative"
         ? {kind: rule.kind, bias: await readArray(rule.bias, `${path}.rules[${place}]`)} : rule)),
     ]);
-    const made = new HeadNumbers(record, head, {query, key, lse, mask, table, rules});
+    const made = new HeadNumbers(record, head, {query, key, lse, mask, table, fix, near, norms, rules});
+    made.values = async () => made.carried ??= await this.values(layer, at);
     if (head.overview) {
       made.overview = blocksOf(made, head.overview.side, await readArray(head.overview.cells, `${path}.overview`));
       const [entropy, distance, first, received] = await Promise.all(
@@ -46,6 +89,16 @@ export class Model {
       made.known = {entropy, distance, first, received};
     }
     return made;
+  }
+
+  // Each key's value, and what the sum of weighted values is off by; null where the page does not carry them.
+  async values(layer, at) {
+    const record = this.layers[layer], {key, rest} = record.heads[at];
+    if (record.values.length === 0) return null;
+    const [values, off] = await Promise.all([
+      readArray(record.values[key], `layers[${layer}].values[${key}]`), readArray(rest, `layers[${layer}].heads[${at}].rest`),
+    ]);
+    return {values, rest: off, width: record.value_dim};
   }
 
   forget() {
@@ -77,6 +130,20 @@ export class Model {
     const cells = await readArray(head.thumb.cells, `layers[${layer}].heads[${at}].thumb`);
     return blocksOf({rows, columns, mask: await this.mask(head.mask)}, head.thumb.side, cells);
   }
+}
+
+async function readNear(near, path) {
+  const [counts, places, fix] = await Promise.all(["counts", "places", "fix"].map((name) => readArray(near[name], `${path}.${name}`)));
+  const starts = new Int32Array(counts.length + 1);
+  for (let row = 0; row < counts.length; row++) starts[row + 1] = starts[row] + counts[row];
+  return {starts, places, fix};
+}
+
+function canvasOf(image) {
+  const canvas = document.createElement("canvas");
+  Object.assign(canvas, {width: image.width, height: image.height});
+  canvas.getContext("2d").putImageData(image, 0, 0);
+  return canvas;
 }
 
 // The largest weight of each block of side x side, NaN where the mask forbids all of it.
@@ -138,6 +205,24 @@ class HeadNumbers {
     return false;
   }
 
+  // The runs of keys, [start, stop), that a row may look at.
+  open(row) {
+    if (this.mask === null) return [[0, this.columns]];
+    const made = [];
+    if (this.mask.kind === "runs") {
+      for (let run = row * this.mask.runs, end = run + this.mask.runs; run < end; run++) {
+        if (this.mask.stop[run] > this.mask.start[run]) made.push([this.mask.start[run], this.mask.stop[run]]);
+      }
+      return made;
+    }
+    for (let column = 0; column < this.columns; column++) {
+      if (!this.allowed(row, column)) continue;
+      if (made.length > 0 && made.at(-1)[1] === column) made.at(-1)[1]++;
+      else made.push([column, column + 1]);
+    }
+    return made;
+  }
+
   raw(row, column) {
     let sum = 0;
     for (let i = row * this.width, j = column * this.width, end = i + this.width; i < end; i++, j++) {
@@ -159,7 +244,16 @@ class HeadNumbers {
 
   weight(row, column) {
     if (this.lse[row] === -Infinity || !this.allowed(row, column)) return 0;
-    return Math.exp(this.score(row, column) - this.lse[row]);
+    const weight = Math.exp(this.score(row, column) - this.lse[row]);
+    if (this.near !== null) return Math.max(0, weight + this.named(row, column));
+    return this.fix === null ? weight : Math.max(0, weight + this.fix[row * this.columns + column]);
+  }
+
+  // What a large weight of a long row is off by.
+  named(row, column) {
+    const {starts, places, fix} = this.near;
+    for (let at = starts[row], end = starts[row + 1]; at < end; at++) if (places[at] === column) return fix[at];
+    return 0;
   }
 
   // Weights of a rectangle, row by row; NaN where the mask forbids, so that its shape can be drawn.
@@ -176,6 +270,17 @@ class HeadNumbers {
 
   row(row) {
     return Float32Array.from({length: this.columns}, (_, column) => this.weight(row, column));
+  }
+
+  // A row's output: the sum of weighted values, put right for the roundings of this page.
+  output(row, carried) {
+    const {values, rest, width} = carried, sum = Float64Array.from(rest.subarray(row * width, (row + 1) * width));
+    for (let column = 0; column < this.columns; column++) {
+      const weight = this.weight(row, column);
+      if (weight === 0) continue;
+      for (let channel = 0, at = column * width; channel < width; channel++, at++) sum[channel] += weight * values[at];
+    }
+    return sum;
   }
 
   // The columns of a row's largest weights, ties to the lower column.
@@ -217,30 +322,4 @@ class HeadNumbers {
     }
     return made;
   }
-}
-
-// Two heads' numbers as one: the first's weight less the second's.
-export class Difference {
-  constructor(one, other) {
-    Object.assign(this, {one, other, rows: one.rows, columns: one.columns, overview: null});
-    if (one.overview && other.overview) {
-      this.overview = {...one.overview, values: less(one.overview.values, other.overview.values)};
-    }
-  }
-
-  allowed(row, column) {
-    return this.one.allowed(row, column) || this.other.allowed(row, column);
-  }
-
-  weight(row, column) {
-    return this.one.weight(row, column) - this.other.weight(row, column);
-  }
-
-  tile(top, bottom, left, right) {
-    return less(this.one.tile(top, bottom, left, right), this.other.tile(top, bottom, left, right));
-  }
-}
-
-function less(one, other) {
-  return one.map((weight, at) => (Number.isNaN(weight) && Number.isNaN(other[at]) ? NaN : (weight || 0) - (other[at] || 0)));
 }

@@ -1,14 +1,16 @@
 // A matrix of weights on a canvas: from the overview down to single weights, computed tile by tile when they are seen.
-import {css, inkOn, painterOf, themed} from "./colours.js";
-import {drawn, readable} from "./dom.js";
+import {PLACE, drawAxes, matrixSvg} from "./axes.js";
+import {inkOn, painterOf, printing, themed} from "./colours.js";
 
 const TILE = 64;
 const MOST_TILES = 900;
 const SLICE_MS = 9;
-const LEFT = 132, TOP = 104, EDGE = 8;
+const {left: LEFT, top: TOP, edge: EDGE} = PLACE;
 const LARGEST = 72;
-const LABEL_FROM = 11, NUMBER_FROM = 44;
-const MOST_RECTS = 20000;
+const NUMBER_FROM = 44;
+// From this size on, places that only one of two masks allows are hatched; below, every fourth cell is inked.
+const HATCH_FROM = 6;
+const CHECK = 0xffdedede;
 
 export class Matrix {
   constructor(canvas, {signed = false, onSelect, onHover, onMove = () => {}}) {
@@ -37,14 +39,20 @@ export class Matrix {
   }
 
   repaint(scale) {
+    this.resized();
     this.paint = painterOf(scale, this.signed);
     this.tiles.clear();
     this.overview = this.source?.overview ? this.overviewCanvas() : null;
     this.draw();
   }
 
+  // On paper dots are finer than on a screen.
+  get ratio() {
+    return printing() ? 3 : devicePixelRatio || 1;
+  }
+
   resized() {
-    const ratio = devicePixelRatio || 1;
+    const {ratio} = this;
     const width = Math.round(this.canvas.clientWidth * ratio), height = Math.round(this.canvas.clientHeight * ratio);
     if (width === 0 || (this.canvas.width === width && this.canvas.height === height)) return;
     const first = !this.sized;
@@ -68,10 +76,11 @@ export class Matrix {
   }
 
   moved() {
-    const {look, source} = this;
+    const {look, source} = this, hatched = this.hatched;
     look.size = Math.min(LARGEST, Math.max(this.smallest, look.size));
     look.left = Math.max(0, Math.min(look.left, source.columns - this.width / look.size));
     look.top = Math.max(0, Math.min(look.top, source.rows - this.height / look.size));
+    if (source.only && hatched !== this.hatched) this.tiles.clear();
     this.onMove(`${look.left.toFixed(1)},${look.top.toFixed(1)},${look.size.toFixed(3)}`);
     this.draw();
   }
@@ -184,22 +193,42 @@ export class Matrix {
     action();
   }
 
-  overviewCanvas() {
-    const {down, across, values} = this.source.overview;
-    return this.pixels(across, down, values);
+  get hatched() {
+    return this.look.size >= HATCH_FROM;
   }
 
-  pixels(width, height, values) {
+  overviewCanvas() {
+    const {down, across, values, only} = this.source.overview;
+    return this.pixels(across, down, values, only && ((row, column) => only[row * across + column]));
+  }
+
+  // ``only`` says of a place which one of two masks allows it, 1 or 2, or 0: lines from below left, or from above left.
+  pixels(width, height, values, only = null) {
     const canvas = document.createElement("canvas");
     Object.assign(canvas, {width, height});
     const image = new ImageData(width, height), pixels = new Uint32Array(image.data.buffer);
     for (let at = 0; at < values.length; at++) pixels[at] = this.paint(values[at]);
+    // A mask's shape without colours: white, checked.
+    for (let at = 0; printing() && at < values.length; at++) {
+      if (Number.isNaN(values[at]) && (at + (width % 2 === 0 ? Math.floor(at / width) : 0)) % 2) pixels[at] = CHECK;
+    }
+    if (only) {
+      const ink = pixelOf(themed("--text"));
+      for (let row = 0, at = 0; row < height; row++) {
+        for (let column = 0; column < width; column++, at++) {
+          const kind = only(row, column);
+          if (kind && (kind === 1 ? row + column : row - column + width * 4) % 4 === 0) pixels[at] = ink;
+        }
+      }
+    }
     canvas.getContext("2d").putImageData(image, 0, 0);
     return canvas;
   }
 
   draw() {
-    if (!this.frame) this.frame = requestAnimationFrame(() => this.now());
+    // No frame comes while a page is printed.
+    if (printing()) this.now();
+    else if (!this.frame) this.frame = requestAnimationFrame(() => this.now());
   }
 
   // Whether every weight in view is the exact one.
@@ -216,7 +245,7 @@ export class Matrix {
     this.frame = 0;
     if (!this.source || !this.sized) return;
     this.wanted = [];
-    const {context} = this, ratio = devicePixelRatio || 1;
+    const {context, ratio} = this;
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.fillStyle = themed("--card");
     context.fillRect(0, 0, this.canvas.clientWidth, this.canvas.clientHeight);
@@ -227,10 +256,11 @@ export class Matrix {
     context.imageSmoothingEnabled = false;
     if (this.overview) this.drawOverview();
     if (this.exact) this.drawTiles(began);
+    if (this.source.only && this.exact && this.hatched) this.drawHatches();
     if (this.look.size >= NUMBER_FROM) this.drawNumbers();
     this.drawChosen();
     context.restore();
-    this.drawAxes();
+    drawAxes(this);
     this.longest = Math.max(this.longest, performance.now() - began);
     if (this.wanted.length > 0) this.draw();
   }
@@ -263,14 +293,15 @@ export class Matrix {
       this.tiles.set(name, tile);
       return tile;
     }
-    if (performance.now() - began > SLICE_MS) {
+    if (!printing() && performance.now() - began > SLICE_MS) {
       this.wanted.push(name);
       return null;
     }
     const {rows, columns} = this.source;
     const bottom = Math.min(rows, (down + 1) * TILE), right = Math.min(columns, (across + 1) * TILE);
     const values = this.source.tile(down * TILE, bottom, across * TILE, right);
-    tile = this.pixels(right - across * TILE, bottom - down * TILE, values);
+    const only = this.source.only && !this.hatched ? (row, column) => this.source.only(row + down * TILE, column + across * TILE) : null;
+    tile = this.pixels(right - across * TILE, bottom - down * TILE, values, only);
     this.tiles.set(name, tile);
     if (this.tiles.size > MOST_TILES) this.tiles.delete(this.tiles.keys().next().value);
     return tile;
@@ -283,6 +314,28 @@ export class Matrix {
       for (let column = Math.floor(left); column < right; column++) {
         yield {row, column, x: LEFT + (column - left) * size, y: TOP + (row - top) * size};
       }
+    }
+  }
+
+  drawHatches() {
+    const {context} = this;
+    context.beginPath();
+    for (const {x, y, to} of this.hatches()) {
+      context.moveTo(x, to.y);
+      context.lineTo(to.x, y);
+    }
+    context.strokeStyle = themed("--text");
+    context.lineWidth = 1;
+    context.stroke();
+  }
+
+  // A line across each cell that only one of two masks allows.
+  *hatches() {
+    const {size} = this.look, gap = size / 5;
+    for (const {row, column, x, y} of this.cells()) {
+      const kind = this.source.only(row, column);
+      if (kind === 1) yield {x: x + gap, y: y + gap, to: {x: x + size - gap, y: y + size - gap}};
+      if (kind === 2) yield {x: x + size - gap, y: y + gap, to: {x: x + gap, y: y + size - gap}};
     }
   }
 
@@ -313,102 +366,22 @@ export class Matrix {
     context.strokeRect(x - 1, y - 1, wide + 2, wide + 2);
   }
 
-  drawAxes() {
-    const {context} = this, {left, top, size} = this.look, {rows, columns} = this.source;
-    context.textBaseline = "middle";
-    context.font = "12px system-ui, sans-serif";
-    context.fillStyle = themed("--soft");
-    context.textAlign = "left";
-    context.fillText("queries ↓", 6, TOP - 10);
-    context.textAlign = "right";
-    context.fillText("keys →", LEFT - 8, 12);
-    const step = size >= LABEL_FROM ? 1 : niceStep(64 / size);
-    for (let row = Math.ceil(top / step) * step; row < Math.min(rows, top + this.height / size); row += step) {
-      this.label(row, "queries", LEFT - 6, TOP + (row - top + (step === 1 ? 0.5 : 0)) * size, 0, row === this.chosen.row, step);
-    }
-    for (let column = Math.ceil(left / step) * step; column < Math.min(columns, left + this.width / size); column += step) {
-      this.label(column, "keys", LEFT + (column - left + (step === 1 ? 0.5 : 0)) * size, TOP - 6, -Math.PI / 2, column === this.chosen.column, step);
-    }
-    if (step > 1) {
-      this.label(this.chosen.row, "queries", LEFT - 6, TOP + (this.chosen.row - top) * size, 0, true, 1);
-      this.label(this.chosen.column, "keys", LEFT + (this.chosen.column - left) * size, TOP - 6, -Math.PI / 2, true, 1);
-    }
-  }
-
-  // One token on an axis, or its number where there is no room for all.
-  label(place, axis, x, y, turn, chosen, step) {
-    const along = turn ? x - LEFT : y - TOP;
-    if (along < -1 || along > (turn ? this.width : this.height) + 1) return;
-    const {context} = this, room = (turn ? TOP : LEFT) - 16;
-    const text = step === 1 ? fitted(context, readable(this.texts[axis][place]), room) : String(place);
-    context.save();
-    context.translate(x, y);
-    context.rotate(turn);
-    context.textAlign = turn ? "left" : "right";
-    context.font = `${chosen ? "600 " : ""}12px system-ui, sans-serif`;
-    if (chosen) {
-      const width = context.measureText(text).width + 8;
-      context.fillStyle = themed("--mark");
-      context.fillRect(turn ? -4 : 4 - width, -8, width, 16);
-    }
-    context.fillStyle = chosen ? themed("--card") : themed("--text");
-    context.fillText(text, 0, 0.5);
-    context.restore();
-  }
-
-  // The view as a drawing: each weight a rectangle, or the picture where there are too many.
-  svg() {
-    const {size} = this.look, width = this.canvas.clientWidth, height = this.canvas.clientHeight;
-    const made = drawn("svg", {xmlns: "http://www.w3.org/2000/svg", width, height, viewBox: `0 0 ${width} ${height}`});
-    const cells = (this.width / size) * (this.height / size);
-    if (!this.exact || cells > MOST_RECTS) {
-      made.append(drawn("image", {href: this.canvas.toDataURL("image/png"), width, height}));
-      return made;
-    }
-    made.append(drawn("rect", {width, height, fill: themed("--card")}));
-    const rows = new Set(), columns = new Set();
-    for (const {row, column, x, y} of this.cells()) {
-      const weight = this.source.allowed(row, column) ? this.source.weight(row, column) : NaN;
-      const box = drawn("rect", {x: x.toFixed(2), y: y.toFixed(2), width: size.toFixed(2), height: size.toFixed(2), fill: css(this.paint(weight))});
-      if (!Number.isNaN(weight)) box.append(drawn("title", {text: `${row} → ${column}: ${weight}`}));
-      made.append(box);
-      rows.add(row);
-      columns.add(column);
-    }
-    if (size < LABEL_FROM) return made;
-    const style = {"font-size": 12, "font-family": "sans-serif", fill: themed("--text"), "dominant-baseline": "middle"};
-    for (const row of rows) {
-      const y = TOP + (row - this.look.top + 0.5) * size;
-      made.append(drawn("text", {...style, x: LEFT - 6, y, "text-anchor": "end", text: readable(this.texts.queries[row])}));
-    }
-    for (const column of columns) {
-      const x = LEFT + (column - this.look.left + 0.5) * size;
-      made.append(drawn("text", {...style, transform: `translate(${x} ${TOP - 6}) rotate(-90)`, text: readable(this.texts.keys[column])}));
-    }
-    return made;
-  }
+  svg() { return matrixSvg(this); }
 
   png() {
     return new Promise((resolve) => this.canvas.toBlob(resolve, "image/png"));
   }
 }
 
+// A style sheet's colour as a pixel.
+function pixelOf(colour) {
+  const bytes = new Uint8ClampedArray([...[1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16)), 255]);
+  return new Uint32Array(bytes.buffer)[0];
+}
+
 // A weight in the room of a cell.
 function brief(weight) {
   const size = Math.abs(weight);
   const text = size === 0 ? "0" : size >= 0.001 ? weight.toFixed(3) : weight.toExponential(1);
-  return text.replace("-", "−");
-}
-
-function niceStep(least) {
-  const power = 10 ** Math.floor(Math.log10(least));
-  return [1, 2, 5, 10].map((part) => part * power).find((step) => step >= Math.max(least, 2)) ?? Math.ceil(least);
-}
-
-// As much of a text as there is room for, never cutting a letter from its marks.
-export function fitted(context, text, room) {
-  if (context.measureText(text).width <= room) return text;
-  const letters = [...new Intl.Segmenter().segment(text)].map((each) => each.segment);
-  while (letters.length > 1 && context.measureText(`${letters.join("")}…`).width > room) letters.pop();
-  return `${letters.join("")}…`;
+  return text.replaceAll("-", "−");
 }

@@ -1,11 +1,11 @@
 // What is looked at, in one place: every view reads it and is told when it changes; the address's fragment holds it.
 
 export const state = {
-  view: "map", layer: 0, head: 0, query: 0, key: 0, other: "", sort: "layer", least: 0, scale: "root", edges: 3,
-  zoom: "",
+  view: "map", layer: 0, head: 0, query: 0, key: 0, other: "", sort: "layer", least: -1e9, scale: "root", edges: 3,
+  zoom: "", cover: 75, find: "",
 };
 const DEFAULTS = {...state};
-const NUMBERS = ["layer", "head", "query", "key", "least", "edges"];
+const NUMBERS = ["layer", "head", "query", "key", "least", "edges", "cover"];
 const listeners = [];
 let limit = (wanted) => wanted;
 

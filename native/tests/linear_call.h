@@ -1,0 +1,171 @@
+// A LinearCase laid out in guarded memory, described to the library, run, and compared.
+#pragma once
+
+#include "linear_reference.h"
+
+namespace test {
+
+class LinearCall {
+ public:
+  LinearCall(const LinearCase& of, Random& random) : c(of) {
+    const bool tight = random.one_in(3);
+    const int64_t T = c.length, F = c.features, D = c.value_dim, C = c.chunks();
+    const int64_t f = padded(F), d = padded(D);
+    query = room(random, c.heads, T, F, tight), key = room(random, c.kv_heads, T, F, tight);
+    value = room(random, c.kv_heads, T, D, tight), grad_output = room(random, c.heads, T, D, tight);
+    output = room(random, c.heads, T, D, tight), grad_query = room(random, c.heads, T, F, tight);
+    grad_key = room(random, c.kv_heads, T, F, tight), grad_value = room(random, c.kv_heads, T, D, tight);
+    last_state = room(random, c.kv_heads, F, D), grad_state = room(random, c.kv_heads, F, D);
+    states = room(random, c.kv_heads, C, F * d), later = room(random, c.kv_heads, C, F * d);
+    if (c.normalized) {
+      shares = room(random, c.heads, T, 1);
+      last_normalizer = room(random, c.kv_heads, 1, F), grad_normalizer = room(random, c.kv_heads, 1, F);
+      sums = room(random, c.kv_heads, C, f), later_sums = room(random, c.kv_heads, C, f);
+    }
+    for (Guarded* one : {&log_decay, &grad_decay})
+      if (c.gates > 0) *one = room(random, c.kv_heads, T, c.gates);
+    if (c.delta()) rate = room(random, c.kv_heads, T, 1), grad_rate = room(random, c.kv_heads, T, 1);
+    if (!c.state.empty()) state = room(random, c.kv_heads, F, D);
+    if (!c.normalizer.empty()) normalizer = room(random, c.kv_heads, 1, F);
+    if (!c.grad_last_state.empty()) grad_last_state = room(random, c.kv_heads, F, D);
+    if (!c.grad_last_normalizer.empty()) grad_last_normalizer = room(random, c.kv_heads, 1, F);
+    put(query, c.query), put(key, c.key), put(value, c.value), put(grad_output, c.grad_output);
+    put(log_decay, c.log_decay), put(rate, c.rate), put(state, c.state), put(normalizer, c.normalizer);
+    put(grad_last_state, c.grad_last_state), put(grad_last_normalizer, c.grad_last_normalizer);
+    describe();
+    for (Guarded* one : inputs()) one->keep();
+  }
+
+  // Without `between` no state is kept for backward, and a head's chunks stay with one thread.
+  int forward(int isa, int threads, bool between = true) {
+    for (Guarded* one : written_forward()) one->clear();
+    ch_linear call = work;
+    call.isa = isa, call.threads = threads;
+    if (!between) call.states = call.sums = nullptr;
+    return ch_linear_forward(&call);
+  }
+
+  // After a forward with `between`; without it here, there is no room to hand chunks out.
+  int backward(int isa, int threads, bool between = true) {
+    for (Guarded* one : written_backward()) one->clear();
+    for (Guarded* one : kept()) one->keep();
+    ch_linear call = work;
+    call.isa = isa, call.threads = threads;
+    if (!between) call.later = call.later_sums = nullptr;
+    const int code = ch_linear_backward(&call);
+    for (Guarded* one : kept()) check(one->unchanged(), "backward wrote to what forward left");
+    return code;
+  }
+
+  void compare_forward(const LinearExpected& right, const std::string& name) const {
+    compare(output, right.output, name + " output");
+    compare(last_state, right.last_state, name + " last_state");
+    if (!c.normalized) return;
+    compare(last_normalizer, right.last_normalizer, name + " last_normalizer");
+    compare(shares, right.shares, name + " shares");
+  }
+
+  void compare_backward(const LinearExpected& right, const std::string& name) const {
+    compare(grad_query, right.grad_query, name + " grad_query");
+    compare(grad_key, right.grad_key, name + " grad_key");
+    compare(grad_value, right.grad_value, name + " grad_value");
+    compare(grad_state, right.grad_state, name + " grad_state");
+    if (c.gates > 0) compare(grad_decay, right.grad_decay, name + " grad_decay");
+    if (c.delta()) compare(grad_rate, right.grad_rate, name + " grad_rate");
+    if (c.normalized) compare(grad_normalizer, right.grad_normalizer, name + " grad_normalizer");
+  }
+
+  // Bit for bit; `between` too where it was kept.
+  std::vector<std::vector<uint8_t>> forward_bits(bool between) { return bits(written_forward(), between); }
+  std::vector<std::vector<uint8_t>> backward_bits() { return bits(written_backward(), false); }
+
+  // Nothing was written outside what is written, and nothing to what is read.
+  void margins(const std::string& name) {
+    for (const std::vector<Guarded*>& all : {written_forward(), written_backward()})
+      for (const Guarded* one : all) check(one->margins_intact(), name + ": wrote outside a tensor");
+    for (const Guarded* one : inputs()) check(one->unchanged(), name + ": wrote to what is only read");
+  }
+
+  void clear() {
+    for (Guarded* one : written_forward()) one->clear();
+    for (Guarded* one : written_backward()) one->clear();
+  }
+  bool untouched() {
+    bool all = true;
+    for (const Guarded* one : written_forward()) all = all && one->untouched();
+    for (const Guarded* one : written_backward()) all = all && one->untouched();
+    return all;
+  }
+
+  const LinearCase& c;
+  ch_linear work{};
+  Guarded query, key, value, output, log_decay, rate, state, normalizer, last_state, last_normalizer, shares;
+  Guarded states, sums, grad_output, grad_last_state, grad_last_normalizer, grad_query, grad_key, grad_value;
+  Guarded grad_state, grad_normalizer, grad_decay, grad_rate, later, later_sums;
+
+ private:
+  static int64_t padded(int64_t count) { return (count + CH_LINEAR_PAD - 1) / CH_LINEAR_PAD * CH_LINEAR_PAD; }
+
+  Guarded room(Random& random, int64_t heads, int64_t rows, int64_t last, bool tight = true) const {
+    return Guarded::make(random, CH_FLOAT32, 4, c.batch, heads, rows, last, tight);
+  }
+
+  static void put(Guarded& to, const Numbers& from) {
+    size_t at = 0;
+    for (int64_t b = 0; b < to.count[0]; ++b)
+      for (int64_t h = 0; h < to.count[1]; ++h)
+        for (int64_t r = 0; r < to.count[2]; ++r)
+          for (int64_t x = 0; x < to.last && at < from.size(); ++x) encode(to.dtype, from[at++], to.at(b, h, r, x));
+  }
+
+  static float* floats(const Guarded& of) { return static_cast<float*>(of.data()); }
+
+  void describe() {
+    work.size = sizeof(ch_linear), work.abi = CH_ABI, work.isa = -1, work.threads = 1, work.feature_map = c.map;
+    work.batch = c.batch, work.heads = c.heads, work.kv_heads = c.kv_heads, work.length = c.length;
+    work.features = c.features, work.value_dim = c.value_dim, work.chunk = c.chunk, work.gates = c.gates;
+    work.scale = c.scale;
+    work.query = query.view(), work.key = key.view(), work.value = value.view(), work.output = output.view();
+    work.log_decay = floats(log_decay), work.rate = floats(rate);
+    work.state = floats(state), work.normalizer = floats(normalizer);
+    work.last_state = floats(last_state), work.last_normalizer = floats(last_normalizer);
+    work.shares = floats(shares), work.states = floats(states), work.sums = floats(sums);
+    work.grad_output = grad_output.view();
+    work.grad_last_state = floats(grad_last_state), work.grad_last_normalizer = floats(grad_last_normalizer);
+    work.grad_query = grad_query.view(), work.grad_key = grad_key.view(), work.grad_value = grad_value.view();
+    work.grad_state = floats(grad_state), work.grad_normalizer = floats(grad_normalizer);
+    work.grad_decay = floats(grad_decay), work.grad_rate = floats(grad_rate);
+    work.later = floats(later), work.later_sums = floats(later_sums);
+  }
+
+  static std::vector<Guarded*> laid(const std::vector<Guarded*>& all) {
+    std::vector<Guarded*> found;
+    for (Guarded* one : all) {
+      if (one->data() != nullptr) found.push_back(one);
+    }
+    return found;
+  }
+  std::vector<Guarded*> inputs() {
+    return laid({&query, &key, &value, &log_decay, &rate, &state, &normalizer, &grad_output, &grad_last_state,
+                 &grad_last_normalizer});
+  }
+  std::vector<Guarded*> kept() { return laid({&states, &sums, &output, &shares}); }
+  // What lies between calls comes last.
+  std::vector<Guarded*> written_forward() {
+    return laid({&output, &last_state, &last_normalizer, &shares, &states, &sums});
+  }
+  std::vector<Guarded*> written_backward() {
+    return laid({&grad_query, &grad_key, &grad_value, &grad_state, &grad_normalizer, &grad_decay, &grad_rate, &later,
+                 &later_sums});
+  }
+  std::vector<std::vector<uint8_t>> bits(const std::vector<Guarded*>& all, bool between) const {
+    std::vector<std::vector<uint8_t>> found;
+    for (const Guarded* one : all) {
+      const bool lies_between = one == &states || one == &sums || one == &later || one == &later_sums;
+      if (between || !lies_between) found.push_back(one->copy());
+    }
+    return found;
+  }
+};
+
+}  // namespace test

@@ -1,0 +1,280 @@
+// The linear family and its gradients in double, one token after the other; and how far float32 may be from it.
+//
+// How far is measured (Monte Carlo arithmetic; Parker 1997, "Monte Carlo arithmetic: exploiting randomness in
+// floating-point arithmetic", section 3): the same recurrence runs again with every product and sum moved by one
+// rounding of float32, up or down at random. Where the kernels go another way, so do the roundings: a decay is moved by
+// one of the running sum of its chunk, from which it is taken, and what tokens of a chunk do to each other by one of
+// each term of the chunk's products. What that does to the results near a number is what rounding does to this
+// number, to within a small factor. Nothing in it was fitted to a result.
+#pragma once
+
+#include "linear_case.h"
+
+namespace test {
+
+struct LinearResults {
+  Numbers output, shares, last_state, last_normalizer;
+  Numbers grad_query, grad_key, grad_value, grad_decay, grad_rate, grad_state, grad_normalizer;
+  // The kernels add up gradients of decays from these, [batch, kv_heads, length, features]: of a chunk's running sums
+  // of log decays; and [batch, kv_heads, chunks, features], of its last.
+  Numbers moved, ends;
+};
+
+// The recurrence of one call, every operation moved by `unit` of its result.
+class Recurrence {
+ public:
+  Recurrence(const LinearCase& of, double unit, uint64_t seed) : c(of), u(unit), seed(seed), random(seed) {
+    F = c.features, D = c.value_dim, T = c.length;
+    const size_t heads = static_cast<size_t>(c.batch * c.heads * T), keys = static_cast<size_t>(c.units() * T);
+    const size_t rows = static_cast<size_t>(c.units() * F), f = static_cast<size_t>(F), d = static_cast<size_t>(D);
+    r.output.resize(heads * d), r.shares.resize(heads), r.last_state.resize(rows * d), r.last_normalizer.resize(rows);
+    r.grad_query.resize(heads * f), r.grad_key.resize(keys * f), r.grad_value.resize(keys * d);
+    r.grad_decay.resize(keys * static_cast<size_t>(c.gates)), r.grad_rate.resize(keys);
+    r.grad_state.resize(rows * d), r.grad_normalizer.resize(rows);
+    r.moved.resize(keys * f), r.ends.resize(static_cast<size_t>(c.units() * c.chunks()) * f);
+    const size_t tokens = static_cast<size_t>(T), group = static_cast<size_t>(c.group());
+    states.resize((tokens + 1) * f * d), faded.resize(tokens * f * d), sums.resize((tokens + 1) * f);
+    keep.resize(tokens * f), k.resize(tokens * f), q.resize(group * tokens * f);
+    written.resize(tokens * d), missing.resize(tokens * d), ups.resize(group * tokens * d);
+    for (int64_t unit_at = 0; unit_at < c.units(); ++unit_at) {
+      start(unit_at);
+      for (int64_t t = 0; t < T; ++t) step(t);
+      finish();
+      for (int64_t t = T; t-- > 0;) back(t);
+      for (int64_t i = 0; i < F * D; ++i) r.grad_state[static_cast<size_t>(unit_at * F * D + i)] = ds[i];
+      for (int64_t i = 0; i < F; ++i) r.grad_normalizer[static_cast<size_t>(unit_at * F + i)] = dz[i];
+    }
+  }
+
+  LinearResults r;
+
+ private:
+  double moved(double x, double by) {
+    if (u == 0) return x;
+    random = random * 6364136223846793005u + 1442695040888963407u;
+    return random >> 63 ? x + by : x - by;
+  }
+  double rounded(double x) { return moved(x, x * u); }
+  // One pass moves all decays one way: a few of them could cancel by chance, and with them all that they act on.
+  bool together() const { return seed == 1; }
+  // sum += a b
+  void add(double& sum, double a, double b) { sum = rounded(sum + rounded(a * b)); }
+
+  int64_t head_of(int64_t g) const { return unit / c.kv_heads * c.heads + unit % c.kv_heads * c.group() + g; }
+
+  void start(int64_t unit_at) {
+    unit = unit_at;
+    for (int64_t i = 0; i < F * D; ++i) states[i] = c.state.empty() ? 0 : c.state[unit * F * D + i];
+    for (int64_t i = 0; i < F; ++i) sums[i] = c.normalizer.empty() ? 0 : c.normalizer[unit * F + i];
+    for (int64_t i = 0; i < T * F; ++i) k[i] = rounded(rounded(feature(c.map, c.key[unit * T * F + i])));
+    for (int64_t g = 0; g < c.group(); ++g)
+      for (int64_t i = 0; i < T * F; ++i) {
+        const double x = rounded(rounded(feature(c.map, c.query[head_of(g) * T * F + i])));
+        q[g * T * F + i] = rounded(x * static_cast<float>(c.scale));
+      }
+    for (int64_t f = 0; f < F; ++f) {
+      double sum = 0;
+      for (int64_t t = 0; t < T; ++t) {
+        const double here = c.gates == 0 ? 0 : c.log_decay[(unit * T + t) * c.gates + (c.gates > 1 ? f : 0)];
+        sum = (t % c.chunk == 0 ? 0 : sum) + here;
+        keep[t * F + f] = c.gates == 0 ? 1 : rounded(std::exp(together() ? here + sum * u : moved(here, sum * u)));
+      }
+    }
+  }
+
+  bool ends_chunk(int64_t t) const { return t == T - 1 || (t + 1) % c.chunk == 0; }
+
+  // The state behind a chunk, by each term that the chunk adds to it.
+  void move_state(int64_t t, double* state) {
+    earlier(t, t, [&](int64_t j, const double* fade) {
+      for (int64_t f = 0; f < F; ++f)
+        for (int64_t d = 0; d < D; ++d)
+          state[f * D + d] = moved(state[f * D + d], k[j * F + f] * fade[f] * written[j * D + d] * u);
+    });
+  }
+
+  // The gradient of the state before a chunk, likewise.
+  void move_state_back(int64_t first) {
+    Numbers fade(static_cast<size_t>(F), 1.0);
+    for (int64_t i = first; i < T && (i == first || i % c.chunk != 0) && u > 0; ++i) {
+      for (int64_t f = 0; f < F; ++f) fade[f] *= keep[i * F + f];
+      for (int64_t g = 0; g < c.group() + c.delta(); ++g) {
+        const double* row = g < c.group() ? &q[(g * T + i) * F] : &k[i * F];
+        const double* found = g < c.group() ? &ups[(g * T + i) * D] : &r.grad_value[(unit * T + i) * D];
+        for (int64_t f = 0; f < F; ++f)
+          for (int64_t d = 0; d < D; ++d) ds[f * D + d] = moved(ds[f * D + d], row[f] * fade[f] * found[d] * u);
+      }
+    }
+  }
+
+  // Calls `use(j, fade)` for the tokens up to `last` of a token's chunk with their decay until then.
+  template <class Use> void earlier(int64_t t, int64_t last, const Use& use) {
+    if (u == 0) return;
+    const int64_t first = t / c.chunk * c.chunk;
+    Numbers fades(static_cast<size_t>((t - first + 1) * F), 1.0);
+    for (int64_t i = (t - first) * F; i-- > 0;) fades[i] = fades[i + F] * keep[first * F + i + F];
+    for (int64_t j = first; j <= last; ++j) use(j, &fades[(j - first) * F]);
+  }
+
+  // Moves `x` by a rounding of one more term of a sum, and by one of the sum.
+  void move_term(double& x, double& sum, double term) {
+    sum += term;
+    x = moved(moved(x, term * u), sum * u);
+  }
+
+  // Moves what a row reads of the chunk's tokens.
+  void move_read(int64_t t, int64_t last, const double* row, Numbers& found) {
+    Numbers sum(static_cast<size_t>(D), 0.0);
+    earlier(t, last, [&](int64_t j, const double* fade) {
+      double p = 0;
+      for (int64_t f = 0; f < F; ++f) p += row[f] * fade[f] * k[j * F + f];
+      for (int64_t d = 0; d < D; ++d) move_term(found[d], sum[d], p * written[j * D + d]);
+    });
+  }
+
+  // Moves gradients of a row and of the tokens that it reads, from that of what it found.
+  void move_back(int64_t t, int64_t last, const double* row, const double* found, Numbers& d_row) {
+    Numbers sum(static_cast<size_t>(F), 0.0);
+    earlier(t, last, [&](int64_t j, const double* fade) {
+      double p = 0, e = 0;
+      for (int64_t f = 0; f < F; ++f) p += row[f] * fade[f] * k[j * F + f];
+      for (int64_t d = 0; d < D; ++d) {
+        e += found[d] * written[j * D + d];
+        move_term(late_value[j * D + d], value_sums[j * D + d], p * found[d]);
+      }
+      for (int64_t f = 0; f < F; ++f) {
+        move_term(late_key[j * F + f], key_sums[j * F + f], e * row[f] * fade[f]);
+        move_term(d_row[f], sum[f], e * k[j * F + f] * fade[f]);
+      }
+    });
+  }
+
+  void step(int64_t t) {
+    const double *from = &states[t * F * D], *key = &k[t * F], *value = &c.value[(unit * T + t) * D];
+    double *decayed = &faded[t * F * D], *to = &states[(t + 1) * F * D], *write = &written[t * D];
+    Numbers found(static_cast<size_t>(D), 0.0);
+    for (int64_t f = 0; f < F; ++f)
+      for (int64_t d = 0; d < D; ++d) decayed[f * D + d] = rounded(from[f * D + d] * keep[t * F + f]);
+    for (int64_t d = 0; d < D && c.delta(); ++d)
+      for (int64_t f = 0; f < F; ++f) add(found[d], key[f], decayed[f * D + d]);
+    if (c.delta()) move_read(t, t - 1, key, found);
+    for (int64_t d = 0; d < D; ++d) {
+      missing[t * D + d] = rounded(value[d] - found[d]);
+      write[d] = c.delta() ? rounded(missing[t * D + d] * c.rate[unit * T + t]) : value[d];
+    }
+    for (int64_t f = 0; f < F; ++f) {
+      sums[(t + 1) * F + f] = rounded(sums[t * F + f] + key[f]);
+      for (int64_t d = 0; d < D; ++d) to[f * D + d] = rounded(decayed[f * D + d] + rounded(key[f] * write[d]));
+    }
+    for (int64_t g = 0; g < c.group(); ++g) read(t, g, to);
+    if (ends_chunk(t)) move_state(t, to);
+  }
+
+  void read(int64_t t, int64_t g, const double* state) {
+    const double* query = &q[(g * T + t) * F];
+    double below = 0, share = 1;
+    for (int64_t f = 0; f < F; ++f) add(below, query[f], sums[(t + 1) * F + f]);
+    // A row without weight gives 0.
+    if (c.normalized) share = r.shares[head_of(g) * T + t] = std::fabs(below) < 1e-37 ? 0 : rounded(1 / below);
+    Numbers found(static_cast<size_t>(D), 0.0);
+    for (int64_t d = 0; d < D; ++d)
+      for (int64_t f = 0; f < F; ++f) add(found[d], query[f], state[f * D + d]);
+    move_read(t, t, query, found);
+    for (int64_t d = 0; d < D; ++d) r.output[(head_of(g) * T + t) * D + d] = rounded(found[d] * share);
+  }
+
+  void finish() {
+    for (int64_t i = 0; i < F * D; ++i) r.last_state[unit * F * D + i] = states[T * F * D + i];
+    for (int64_t i = 0; i < F; ++i) r.last_normalizer[unit * F + i] = sums[T * F + i];
+    key_sums.assign(static_cast<size_t>(T * F), 0.0), value_sums.assign(static_cast<size_t>(T * D), 0.0);
+    late_key.assign(static_cast<size_t>(T * F), 0.0), late_value.assign(static_cast<size_t>(T * D), 0.0);
+    ds.assign(static_cast<size_t>(F * D), 0.0), dz.assign(static_cast<size_t>(F), 0.0);
+    for (int64_t i = 0; i < F * D && !c.grad_last_state.empty(); ++i) ds[i] = c.grad_last_state[unit * F * D + i];
+    for (int64_t i = 0; i < F && !c.grad_last_normalizer.empty(); ++i) dz[i] = c.grad_last_normalizer[unit * F + i];
+  }
+
+  // From the gradient of the state after a token to that of the state before it.
+  void back(int64_t t) {
+    const double *decayed = &faded[t * F * D], *key = &k[t * F], *write = &written[t * D];
+    const int64_t token = unit * T + t;
+    if (ends_chunk(t)) {
+      for (int64_t f = 0; f < F; ++f)
+        for (int64_t d = 0; d < D; ++d)
+          add(r.ends[(unit * c.chunks() + t / c.chunk) * F + f], states[((t + 1) * F + f) * D + d], ds[f * D + d]);
+    }
+    for (int64_t g = 0; g < c.group(); ++g) read_back(t, g);
+    Numbers gone(static_cast<size_t>(D), 0.0);  // gradient of what is written, then of what was missing
+    for (int64_t d = 0; d < D; ++d) {
+      for (int64_t f = 0; f < F; ++f) add(gone[d], key[f], ds[f * D + d]);
+      gone[d] += late_value[t * D + d];
+      if (!c.delta()) continue;
+      add(r.grad_rate[token], gone[d], missing[t * D + d]);
+      gone[d] = rounded(gone[d] * c.rate[token]);
+    }
+    Numbers found(static_cast<size_t>(F), 0.0);
+    if (c.delta()) move_back(t, t - 1, key, gone.data(), found);
+    for (int64_t d = 0; d < D; ++d) r.grad_value[token * D + d] = gone[d];
+    for (int64_t f = 0; f < F; ++f) {
+      double wrote = late_key[t * F + f], asked = found[f], decay = 0;
+      for (int64_t d = 0; d < D; ++d) add(wrote, ds[f * D + d], write[d]);
+      for (int64_t d = 0; d < D && c.delta(); ++d) {
+        add(asked, -decayed[f * D + d], gone[d]);
+        ds[f * D + d] = rounded(ds[f * D + d] - rounded(key[f] * gone[d]));
+      }
+      r.moved[token * F + f] += key[f] * (asked - wrote);
+      r.grad_key[token * F + f] = rounded(wrote + asked + dz[f]) * slope(c.map, c.key[token * F + f]);
+      for (int64_t d = 0; d < D; ++d) {
+        add(decay, ds[f * D + d], decayed[f * D + d]);
+        ds[f * D + d] = rounded(ds[f * D + d] * keep[t * F + f]);
+      }
+      if (c.gates > 0) r.grad_decay[token * c.gates + (c.gates > 1 ? f : 0)] += decay;
+    }
+    if (t % c.chunk == 0) move_state_back(t);
+  }
+
+  void read_back(int64_t t, int64_t g) {
+    const double *state = &states[(t + 1) * F * D], *query = &q[(g * T + t) * F];
+    const int64_t row = head_of(g) * T + t;
+    const double *grad = &c.grad_output[row * D], *output = &r.output[row * D];
+    const double share = c.normalized ? r.shares[row] : 1;
+    double* up = &ups[(g * T + t) * D];
+    double lower = 0;
+    for (int64_t d = 0; d < D; ++d) {
+      up[d] = rounded(grad[d] * share);
+      if (c.normalized) add(lower, -up[d], output[d]);
+    }
+    Numbers found(static_cast<size_t>(F), 0.0);
+    for (int64_t f = 0; f < F; ++f) {
+      found[f] = lower * sums[(t + 1) * F + f];
+      for (int64_t d = 0; d < D; ++d) {
+        add(found[f], state[f * D + d], up[d]);
+        add(ds[f * D + d], query[f], up[d]);
+      }
+      add(dz[f], query[f], lower);
+    }
+    move_back(t, t, query, up, found);
+    for (int64_t f = 0; f < F; ++f) {
+      r.moved[(unit * T + t) * F + f] += query[f] * found[f];
+      r.grad_query[row * F + f] = rounded(found[f] * static_cast<float>(c.scale)) * slope(c.map, c.query[row * F + f]);
+    }
+  }
+
+  const LinearCase& c;
+  const double u;
+  const uint64_t seed;
+  uint64_t random;
+  int64_t F, D, T, unit = 0;
+  // Of one head of keys: states before and after each token, the state it finds, decays, features, what is written.
+  Numbers states, faded, sums, keep, k, q, written, missing, ds, dz;
+  // Gradients of numerators; what later tokens moved gradients by, and the sums so far.
+  Numbers ups, late_key, late_value, key_sums, value_sums;
+};
+
+struct LinearExpected {
+  Result output, shares, last_state, last_normalizer;
+  Result grad_query, grad_key, grad_value, grad_decay, grad_rate, grad_state, grad_normalizer;
+};
+
+LinearExpected expected(const LinearCase& c);
+
+}  // namespace test

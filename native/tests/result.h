@@ -1,0 +1,68 @@
+// What a test says: a result and how far from it one may be, and what failed.
+#pragma once
+
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "guarded.h"
+
+namespace test {
+
+using Numbers = std::vector<double>;
+
+struct Result {
+  Numbers number, bound;
+  void size(int64_t n) {
+    number.assign(static_cast<size_t>(n), 0.0);
+    bound.assign(static_cast<size_t>(n), 0.0);
+  }
+};
+
+inline int failures = 0;
+inline double fullest = 0;  // largest share of a bound that any result used
+
+inline void fail(const std::string& line) {
+  // A handful says enough.
+  if (++failures <= 20) std::fprintf(stderr, "FAILED %s\n", line.c_str());
+}
+
+inline void check(bool holds, const std::string& line) {
+  if (!holds) fail(line);
+}
+
+inline void expect(int seen, int wanted, const std::string& name) {
+  if (seen != wanted) fail(name + " gave \"" + ch_message(seen) + "\", not \"" + ch_message(wanted) + "\"");
+}
+
+inline void compare(const Guarded& got, const Result& right, const std::string& name) {
+  size_t at = 0;
+  for (int64_t b = 0; b < got.count[0]; ++b)
+    for (int64_t h = 0; h < got.count[1]; ++h)
+      for (int64_t i = 0; i < got.count[2]; ++i)
+        for (int64_t x = 0; x < got.last; ++x, ++at) {
+          const double seen = got.get(b, h, i, x), number = right.number[at], bound = right.bound[at];
+          const double error = seen == number ? 0.0 : std::fabs(seen - number);
+          if (error <= bound) {
+            if (bound > 0 && bound > 1e-25) fullest = std::fmax(fullest, error / bound);
+            continue;
+          }
+          char line[256];
+          std::snprintf(line, sizeof(line), "%s [%lld, %lld, %lld, %lld] is %.9g, not %.9g (off by %.2g of %.2g)",
+                        name.c_str(), static_cast<long long>(b), static_cast<long long>(h),
+                        static_cast<long long>(i), static_cast<long long>(x), seen, number, error, bound);
+          fail(line);
+          return;
+        }
+}
+
+// Instruction sets of this processor, by index.
+inline std::vector<int> usable_sets() {
+  std::vector<int> sets;
+  for (int index = 0; ch_isa_name(index) != nullptr; ++index) {
+    if (ch_isa_usable(index)) sets.push_back(index);
+  }
+  return sets;
+}
+
+}  // namespace test

@@ -1,0 +1,107 @@
+// The linear family against the recurrence: every instruction set that this processor has, at 1, 2 and 5 threads.
+// `test_linear [first [count]]` runs those cases alone, and with a count of 0 everything but cases.
+#include <cstdlib>
+
+#include "../src/scratch.h"
+#include "linear_containment.h"
+
+namespace test {
+
+int linear_entry_tests();
+
+namespace {
+
+std::string describe(uint64_t number, const LinearCase& c) {
+  const auto n = [](int64_t x) { return std::to_string(x); };
+  return "case " + n(static_cast<int64_t>(number)) + " (" + members()[number % members().size()].name + ", map " +
+         n(c.map) + ", " + n(c.batch) + "x" + n(c.heads) + "/" + n(c.kv_heads) + "x" + n(c.length) + " in chunks of " +
+         n(c.chunk) + ", " + n(c.features) + " and " + n(c.value_dim) + " wide)";
+}
+
+void expect_done(int code, const std::string& name) { expect(code, CH_OK, name); }
+
+// What threads keep between calls holds NaN: nothing may be read there before it is written.
+void spoil_scratch(const LinearCase& c, int threads) {
+  const size_t tall = static_cast<size_t>(c.chunk) + 32, wide = static_cast<size_t>(c.features + c.value_dim) + 32;
+  const size_t bytes = 4 * (tall * (20 * wide + 6 * tall) + 8 * wide * wide + 4096);
+#pragma omp parallel num_threads(threads)
+  std::memset(clearhead::scratch(clearhead::SLOT_WORK, bytes), 0xff, bytes);
+}
+
+// Right, inside its memory, and the same bits at any number of threads, whoever has which chunks.
+void one_case(uint64_t number) {
+  const LinearCase c = draw_linear(number);
+  const LinearExpected right = expected(c);
+  Random random(number + 1000003);
+  LinearCall call(c, random);
+  for (int isa : usable_sets()) {
+    std::vector<std::vector<uint8_t>> forward, between, backward;
+    for (int threads : {1, 2, 5}) {
+      const std::string name = describe(number, c) + ", " + ch_isa_name(isa) + ", threads " + std::to_string(threads);
+      const int before = failures;
+      spoil_scratch(c, threads);
+      expect_done(call.forward(isa, threads, false), name + " forward without states");
+      if (threads == 1) forward = call.forward_bits(false);
+      check(call.forward_bits(false) == forward, name + ": other bits without states than with one thread");
+      spoil_scratch(c, threads);
+      expect_done(call.forward(isa, threads), name + " forward");
+      if (threads == 1) call.compare_forward(right, name), between = call.forward_bits(true);
+      check(call.forward_bits(false) == forward, name + ": other bits with states than without");
+      check(call.forward_bits(true) == between, name + ": other states than with one thread");
+      spoil_scratch(c, threads);
+      expect_done(call.backward(isa, threads, false), name + " backward without room");
+      if (threads == 1) call.compare_backward(right, name), backward = call.backward_bits();
+      check(call.backward_bits() == backward, name + ": other gradients without room than with one thread");
+      spoil_scratch(c, threads);
+      expect_done(call.backward(isa, threads), name + " backward");
+      check(call.backward_bits() == backward, name + ": other gradients with room than with one thread");
+      call.margins(name);
+      if (failures != before) return;
+    }
+  }
+}
+
+// Powers of what is far below 0 are 0: a feature of elu, and decays, also where their sum would be -inf.
+void extremes() {
+  const double lowest = -static_cast<double>(__FLT_MAX__);
+  for (int64_t gates : {0, 1, 3}) {
+    LinearCase c;
+    Random random(1);
+    c.length = 8, c.chunk = 4, c.features = 3, c.value_dim = 2, c.map = CH_FEATURE_ELU, c.gates = gates;
+    for (Numbers* one : {&c.query, &c.key}) draw_floats(random, *one, c.length * c.features, 1.0);
+    for (Numbers* one : {&c.value, &c.grad_output}) draw_floats(random, *one, c.length * c.value_dim, 1.0);
+    c.log_decay.assign(static_cast<size_t>(c.length * gates), -0.125);
+    c.key[3] = -1000;
+    for (int64_t i = gates; i < 3 * gates; ++i) c.log_decay[static_cast<size_t>(i)] = -104;
+    const LinearExpected right = expected(c);
+    c.key[3] = lowest;
+    for (int64_t i = gates; i < 3 * gates; ++i) c.log_decay[static_cast<size_t>(i)] = lowest;
+    LinearCall call(c, random);
+    for (int isa : usable_sets()) {
+      const std::string name = std::string("the lowest numbers, ") + ch_isa_name(isa) + ", gates " + std::to_string(gates);
+      expect_done(call.forward(isa, 1), name);
+      call.compare_forward(right, name);
+      expect_done(call.backward(isa, 1), name);
+      call.compare_backward(right, name);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace test
+
+int main(int arguments, char** argument) {
+  const uint64_t first = arguments > 1 ? std::strtoull(argument[1], nullptr, 10) : 0;
+  const uint64_t count = arguments > 2 ? std::strtoull(argument[2], nullptr, 10) : arguments > 1 ? 1 : 126;
+  for (uint64_t number = first; number < first + count; ++number) test::one_case(number);
+  int others = 0;
+  if (arguments == 1 || count == 0) {
+    test::linear_containment();
+    test::extremes();
+    others = test::linear_entry_tests();
+  }
+  std::printf("%llu linear cases and %d bad descriptions on", static_cast<unsigned long long>(count), others);
+  for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
+  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::fullest);
+  return test::failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,70 @@
+"""A picture as a page carries it, and which keys are its patches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from clearhead.errors import ShapeError
+from clearhead.inspector.arrays import pack
+from clearhead.inspector.carried import FUNCTION
+
+__all__ = ["check_grid", "picture"]
+
+
+def picture(image: Tensor | ArrayLike, grid: tuple[int, int], first: int) -> dict[str, Any]:
+    """The picture's object of the schema.
+
+    Raises:
+        ShapeError: no picture, or a grid that is none.
+    """
+    pixels = _pixels(image)
+    good = isinstance(grid, tuple) and len(grid) == 2 and all(type(size) is int and size >= 1 for size in grid)
+    if not good:
+        raise ShapeError.about(
+            FUNCTION, "grid", must="be (rows, columns) of the image's patches", got=repr(grid)[:80],
+            then="A ViT of 224 pixels and patches of 16 has (14, 14).",
+        )  # fmt: skip
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise ShapeError.about(
+            FUNCTION, "grid_first", must="be a whole number of at least 0", got=repr(first)[:80],
+            then="It is the key of the first patch: 1 behind a class token.",
+        )  # fmt: skip
+    return {"pixels": pack(pixels, "u8"), "rows": grid[0], "columns": grid[1], "first": first}
+
+
+def check_grid(image: dict[str, Any], k_len: int) -> None:
+    """Refuse patches that are no keys.
+
+    Raises:
+        ShapeError: the last patch is behind the last key.
+    """
+    last = image["first"] + image["rows"] * image["columns"]
+    if last > k_len:
+        raise ShapeError.about(
+            FUNCTION, "grid", must=f"have at most the {k_len} keys, with what stands before it",
+            got=f"{image['rows']} x {image['columns']} from key {image['first']} on", then="Count the patches.",
+        )  # fmt: skip
+
+
+def _pixels(image: Tensor | ArrayLike) -> NDArray[np.uint8]:
+    """``[height, width, 1 or 3]``; numbers that are no bytes are spread from their least to their most."""
+    array = np.asarray(image.detach().to("cpu", torch.float64) if isinstance(image, Tensor) else image)
+    if array.ndim == 2:
+        array = array[:, :, None]
+    if array.ndim != 3 or array.shape[2] not in (1, 3) or array.size == 0:
+        raise ShapeError.about(
+            FUNCTION, "image", must="be [height, width], or [height, width, 3]", got=f"shape {np.shape(image)}",
+            then="Move channels to the end: image.permute(1, 2, 0).",
+        )  # fmt: skip
+    is_bytes = image.dtype == torch.uint8 if isinstance(image, Tensor) else array.dtype == np.uint8
+    if is_bytes:
+        return array.astype(np.uint8)
+    numbers = np.nan_to_num(array.astype(np.float64))
+    low, high = numbers.min(), numbers.max()
+    spread: NDArray[np.uint8] = np.rint((numbers - low) / ((high - low) or 1.0) * 255).astype(np.uint8)
+    return spread

@@ -1,0 +1,110 @@
+"""Model folders that were named on the command line, and what is asked of one before anything of it is read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from clearhead.errors import DataError, UnsupportedError
+
+__all__ = ["check", "of_folder", "parameters"]
+
+_WEIGHTS: Final = "*.safetensors"
+_INDEX: Final = ".index.json"
+#: A header longer than this is none.
+_LONGEST_HEADER: Final = 2**27
+
+
+def of_folder(named: Path) -> Path:
+    """The folder that holds the model: the one named, or the snapshot within one of Hugging Face's cache.
+
+    Raises:
+        DataError: there is no such folder.
+    """
+    if not named.is_dir():
+        raise DataError.about(
+            "lab", str(named), must="be a model folder", got="a file" if named.exists() else "no such folder",
+            then="Name a run of clearhead train, or a folder of a Hugging Face model.",
+        )  # fmt: skip
+    head = named / "refs" / "main"
+    if (named / "snapshots").is_dir() and head.is_file():
+        snapshot = named / "snapshots" / head.read_text("utf-8").strip()
+        return snapshot if snapshot.parent == named / "snapshots" and snapshot.is_dir() else named
+    return named
+
+
+def check(named: Path, folder: Path) -> None:
+    """Refuse a folder from which a file leads out of the one that was named.
+
+    Raises:
+        DataError: a link, or a name in an index or in the tokenizer's settings, leads out.
+    """
+    root = named.resolve()
+    for path in sorted(folder.iterdir()):
+        _within(root, path, str(path.name))
+    for path in sorted(folder.glob("*.json")):
+        for name in _named_files(path):
+            _within(root, folder / name, f"{name[:80]!r} in {path.name}")
+
+
+def _within(root: Path, path: Path, said: str) -> None:
+    if path.resolve().is_relative_to(root) or not path.exists():
+        return
+    raise DataError.about(
+        "lab", str(root), must="hold its files itself", got=f"{said}, which leads out of it",
+        then="Copy the model with 'cp -rL', or name the folder that holds it all.",
+    )  # fmt: skip
+
+
+def _named_files(path: Path) -> Iterator[str]:
+    """The files that a settings file names: an index's parts, a tokenizer's vocabulary."""
+    read = _read(path)
+    if path.name.endswith(_INDEX):
+        parts = read.get("weight_map")
+        yield from {name for name in (parts.values() if isinstance(parts, dict) else ()) if isinstance(name, str)}
+    elif path.name == "tokenizer_config.json":
+        yield from (value for key, value in read.items() if key.endswith("_file") and isinstance(value, str))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def parameters(folder: Path, most: int) -> int:
+    """How many numbers the weights in a folder are, by the headers of their files alone.
+
+    Raises:
+        UnsupportedError: more than ``most``.
+    """
+    count = sum(_numbers(path) for path in folder.glob(_WEIGHTS))
+    if count > most:
+        raise UnsupportedError.about(
+            "lab", str(folder), must=f"have at most {most:,} parameters", got=f"{count:,}",
+            then="Look at a smaller model here; ch.observe takes any.",
+        )  # fmt: skip
+    return count
+
+
+def _numbers(path: Path) -> int:
+    # The format: eight bytes say how long the JSON header is that follows.
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if length <= _LONGEST_HEADER else b""
+    try:
+        entries = json.loads(header)
+        return sum(math.prod(entry["shape"]) for name, entry in entries.items() if name != "__metadata__")
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        raise DataError.about(
+            "lab",
+            str(path),
+            must="be a whole safetensors file",
+            got="a damaged header",
+            then="Fetch or train it again.",
+        ) from None

@@ -1,0 +1,19 @@
+"""The works of all rooms, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from clearhead.lab import look, variants, worked
+from clearhead.lab.limits import Limits
+from clearhead.lab.models import Models
+from clearhead.lab.views import Views
+from clearhead.lab.work import Work
+
+__all__ = ["works_of"]
+
+
+def works_of(folders: Sequence[Path], views: Views, limits: Limits) -> tuple[Work, ...]:
+    """Every work that the page can ask for."""
+    return (*worked.WORKS, *look.works_of(Models(folders, limits), views, limits), *variants.WORKS)

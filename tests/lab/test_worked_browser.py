@@ -1,0 +1,314 @@
+"""The worked example in a real Chromium."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clearhead.lab import worked
+from tests.inspector.chromium import chromium
+from tests.lab.opened import Room, opened
+from tests.lab.running import Ticketless, running
+
+pytestmark = pytest.mark.browser
+
+PRESETS = {each["name"]: each for each in json.loads(json.dumps(worked.start({}, Ticketless())))["presets"]}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Any]:
+    with running() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def page(browser: Any, lab: Any) -> Iterator[Room]:
+    with opened(browser, lab, "worked") as room:
+        yield room
+
+
+@pytest.fixture
+def room(page: Room) -> Room:
+    """The room as it opens."""
+    page.page.get_by_role("button", name="Before this edit").click()
+    page.after(lambda: page.page.select_option("#worked-start", "lesson-0"))
+    return page
+
+
+def cell(room: Room, place: str) -> Any:
+    return room.page.locator(f'[data-cell="{place}"]')
+
+
+def changed(room: Room) -> set[str]:
+    """The places that are marked."""
+    marked = room.page.evaluate(
+        "[...document.querySelectorAll('[data-cell].changed')].map((cell) => cell.dataset.cell)"
+    )
+    return set(marked)
+
+
+def numbers(room: Room, step: str) -> list[list[str]]:
+    """The texts of a step's cells."""
+    return room.page.evaluate(  # type: ignore[no-any-return]
+        "(step) => [...document.querySelectorAll(`table[data-table='${step}'] tbody tr`)]"
+        ".map((row) => [...row.querySelectorAll('td')].map((cell) => cell.textContent))", step
+    )  # fmt: skip
+
+
+def written(values: list[list[float | None]]) -> list[list[str]]:
+    return [["−∞" if cell is None else f"{cell:.4f}".replace("-", "−") for cell in row] for row in values]
+
+
+def agrees(room: Room, sheet: dict[str, Any]) -> None:
+    """Every step on the page is the library's, to the last place that is shown."""
+    answer = json.loads(json.dumps(worked.compute(sheet, Ticketless())))
+    for step in answer["steps"]:
+        assert numbers(room, step["id"]) == written(step["values"]), step["id"]
+        assert room.text(f"figure:has([data-table='{step['id']}']) .formula") == step["formula"]
+        assert room.text(f"figure:has([data-table='{step['id']}']) .shape") == step["shapes"]
+
+
+def fill(room: Room, place: str, text: str) -> None:
+    room.after(lambda: cell(room, place).fill(text))
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_it_starts_from_the_documents_numbers(room: Room, name: str) -> None:
+    if name != "lesson-0":
+        room.after(lambda: room.page.select_option("#worked-start", name))
+    agrees(room, PRESETS[name])
+    assert changed(room) == set()
+
+
+class TestEdits:
+    def test_an_edit_marks_what_it_reaches(self, room: Room) -> None:
+        fill(room, "X/1/0", "2")
+        sheet = json.loads(json.dumps(PRESETS["lesson-0"]))
+        sheet["X"][1][0] = 2.0
+        agrees(room, sheet)
+        rows = {f"{name}/1/{column}" for name in "QKV" for column in range(2)}
+        squares = {
+            f"{name}.0/{row}/{column}" for name in ("scores", "scaled", "masked")
+            for row in range(3) for column in range(3) if 1 in (row, column)
+        }  # fmt: skip
+        everything = {f"weights.0/{row}/{column}" for row in range(3) for column in range(3)}
+        everything |= {f"output.0/{row}/{column}" for row in range(3) for column in range(2)}
+        assert changed(room) == {"X/1/0"} | rows | squares | everything
+        assert "36 of 60 numbers" in room.text(".reached")
+
+    def test_values_reach_the_output_only(self, room: Room) -> None:
+        fill(room, "W_v/0/1", "5")
+        assert changed(room) == {"W_v/0/1"} | {f"V/{row}/1" for row in range(3)} | {
+            f"output.0/{row}/1" for row in range(3)
+        }
+
+    def test_letters_of_one_number_are_one_edit(self, room: Room) -> None:
+        cell(room, "X/0/0").focus()
+        for key in ("1", ".", "2", "5"):
+            room.page.keyboard.press(key)
+        room.page.wait_for_timeout(400)
+        assert "X/0/0" in changed(room)
+        fill(room, "X/2/1", "7")
+        assert "X/0/0" not in changed(room)
+        room.page.get_by_role("button", name="The lesson").click()
+        assert {"X/0/0", "X/2/1"} <= changed(room)
+
+    def test_causal(self, room: Room) -> None:
+        room.after(lambda: room.page.get_by_role("button", name="Causal").click())
+        agrees(room, PRESETS["lesson-3"])
+        assert numbers(room, "masked.0")[0] == ["−0.0700", "−∞", "−∞"]
+        assert {"mask/0/1", "mask/0/2", "mask/1/2"} <= changed(room)
+        assert not any(place.startswith(("Q", "K", "scores", "scaled")) for place in changed(room))
+
+    def test_a_mask_of_ones_own(self, room: Room) -> None:
+        for key in range(3):
+            room.after(lambda key=key: cell(room, f"mask/1/{key}").click())
+        assert numbers(room, "weights.0")[1] == ["0.0000"] * 3
+        assert numbers(room, "output.0")[1] == ["0.0000"] * 2
+        assert "Query 2 may attend to no key" in room.text(".check")
+
+    def test_two_heads(self, room: Room) -> None:
+        room.after(lambda: room.page.select_option("#worked-heads", "2"))
+        agrees(room, PRESETS["lesson-0"] | {"heads": 2})
+        assert "Heads joined" in [title.inner_text() for title in room.root.locator("h2").all()]
+        room.after(lambda: room.page.select_option("#worked-start", "lesson-1"))
+        assert room.root.locator("#worked-heads option[value='2']").is_disabled()
+
+    def test_the_scale(self, room: Room) -> None:
+        fill(room, "scale/0/0", "0.5")
+        agrees(room, PRESETS["lesson-0"] | {"scale": 0.5})
+        room.after(lambda: room.page.get_by_role("button", name="use the usual scale").click())
+        agrees(room, PRESETS["lesson-0"])
+
+    def test_tokens_and_channels_come_and_go(self, room: Room) -> None:
+        def press(name: str) -> None:
+            room.after(lambda: room.page.get_by_role("button", name=name, exact=True).click())
+
+        press("one token more")
+        press("one input channel more")
+        press("one head channel more")
+        assert len(numbers(room, "scores.0")) == 4
+        assert room.root.locator("[data-table='W_q'] tbody tr").count() == 3
+        assert len(numbers(room, "Q")[0]) == 3
+        for name in ("one token less", "one token less", "one token less", "one input channel less"):
+            press(name)
+        assert room.page.get_by_role("button", name="one token less", exact=True).is_disabled()
+        assert numbers(room, "weights.0") == [["1.0000"]]
+
+    def test_reset(self, room: Room) -> None:
+        fill(room, "X/0/0", "-3")
+        room.after(lambda: room.page.get_by_role("button", name="Causal").click())
+        room.after(lambda: room.page.click("#worked-reset"))
+        agrees(room, PRESETS["lesson-0"])
+        assert cell(room, "X/0/0").input_value() == "1.1600"
+        assert changed(room) == set()
+
+
+class TestBadCells:
+    @pytest.mark.parametrize("text", ["abc", "", "inf", "1e999", "--1", "<img src=x onerror=alert(1)>", "1e7", "0x10"])
+    def test_it_is_said_at_the_cell(self, room: Room, text: str) -> None:
+        cell(room, "X/1/0").fill(text)
+        assert cell(room, "X/1/0").get_attribute("aria-invalid") == "true"
+        assert f"X row 2 column 1: “{text}” is no number" in room.text("[role=alert]")
+        assert room.page.locator("img").count() == 0
+        agrees(room, PRESETS["lesson-0"])
+        cell(room, "X/1/0").press("Escape")
+        assert cell(room, "X/1/0").get_attribute("aria-invalid") is None
+        assert room.root.locator("[role=alert]").first.inner_text() == ""
+
+    def test_numbers_as_people_write_them(self, room: Room) -> None:
+        for text in ("1,5", "−1.5", " 1.5 ", "+1.5", "15e-1"):
+            fill(room, "X/1/0", text)
+            assert cell(room, "X/1/0").get_attribute("aria-invalid") is None
+            fill(room, "X/1/0", "9")
+
+
+class TestKeyboard:
+    def test_arrows_go_from_cell_to_cell(self, room: Room) -> None:
+        cell(room, "X/0/0").focus()
+        for key, place in (
+            ("ArrowDown", "X/1/0"), ("ArrowRight", "X/1/1"), ("ArrowRight", "W_q/1/0"), ("ArrowUp", "W_q/0/0"),
+            ("ArrowLeft", "X/0/1"), ("Enter", "X/1/1"), ("Enter", "X/2/1"), ("Enter", "X/2/1"), ("Tab", "W_q/0/0"),
+            ("Shift+Tab", "X/2/1"),
+        ):  # fmt: skip
+            room.page.keyboard.press(key)
+            assert room.focused() == place, key
+
+    def test_arrows_stay_within_a_number_that_is_written(self, room: Room) -> None:
+        cell(room, "X/0/1").focus()
+        room.page.keyboard.type("12")
+        room.page.keyboard.press("ArrowLeft")
+        assert room.focused() == "X/0/1"
+        room.page.keyboard.press("ArrowLeft")
+        room.page.keyboard.press("ArrowLeft")
+        assert room.focused() == "X/0/0"
+
+    def test_results_too(self, room: Room) -> None:
+        cell(room, "scores.0/0/0").focus()
+        for key, place in (("ArrowDown", "scores.0/1/0"), ("ArrowRight", "scores.0/1/1")):
+            room.page.keyboard.press(key)
+            assert room.focused() == place
+        assert room.root.locator("[data-table='scores.0'] td[tabindex='0']").count() == 1
+
+    def test_every_cell_has_a_name(self, room: Room) -> None:
+        assert cell(room, "X/1/0").get_attribute("aria-label") == "X row 2 column 1"
+        assert cell(room, "weights.0/0/2").get_attribute("aria-label") == "A row 1 column 3: 0.2416"
+        assert room.root.locator("[data-cell]:not([aria-label])").count() == 0
+
+
+#: What a cell is written out as, and the cells that it is made from.
+MADE = {
+    "Q/1/1": ("Q row 2 column 2 = 0.5700 × (−0.1657) + 1.3600 × 0.6496 = 0.7890", "X/1/0 X/1/1 W_q/0/1 W_q/1/1"),
+    "scores.0/0/2": (
+        "S row 1 column 3 = 0.7621 × (−0.9914) + (−0.0428) × (−2.4152) = −0.6523", "Q/0/0 Q/0/1 K/2/0 K/2/1"
+    ),
+    "scaled.0/0/2": ("Z row 1 column 3 = (−0.6523) × 0.7071 = −0.4612", "scores.0/0/2"),
+    "masked.0/0/2": ("M row 1 column 3 = allowed, so −0.4612 stays = −0.4612", "scaled.0/0/2 mask/0/2"),
+    "weights.0/0/2": (
+        "A row 1 column 3 = e^(−0.4612) / (e^(−0.0700) + e^0.0458 + e^(−0.4612)) = 0.2416",
+        "masked.0/0/0 masked.0/0/1 masked.0/0/2",
+    ),
+    "output.0/0/0": (
+        "O row 1 column 1 = 0.3573 × 0.6038 + 0.4011 × (−0.3502) + 0.2416 × 3.8695 = 1.0100",
+        "weights.0/0/0 weights.0/0/1 weights.0/0/2 V/0/0 V/1/0 V/2/0",
+    ),
+}  # fmt: skip
+
+
+class TestMadeFrom:
+    @pytest.mark.parametrize("place", list(MADE))
+    def test_pointing_at_a_number_writes_it_out(self, room: Room, place: str) -> None:
+        text, sources = MADE[place]
+        for act in (lambda: cell(room, place).hover(), lambda: cell(room, place).focus()):
+            room.page.mouse.move(1, 1)
+            act()
+            assert room.text(".made") == text
+            found = room.page.evaluate("[...document.querySelectorAll('.source')].map((cell) => cell.dataset.cell)")
+            assert set(found) == set(sources.split())
+
+    def test_it_keeps_up_with_edits(self, room: Room) -> None:
+        cell(room, "X/0/0").focus()
+        cell(room, "output.0/2/1").hover()
+        before = room.text(".made")
+        room.after(lambda: room.page.keyboard.type("3"))
+        after = room.text(".made")
+        assert before != after
+        assert after.endswith(f"= {numbers(room, 'output.0')[2][1]}")
+
+    def test_split_and_joined(self, room: Room) -> None:
+        room.after(lambda: room.page.select_option("#worked-start", "lesson-4"))
+        cell(room, "Q.1/0/1").hover()
+        assert room.text(".made") == "Q₂ row 1 column 2 = Q row 1 column 4 = 0.3725"
+        cell(room, "concat/2/3").hover()
+        assert room.text(".made") == "O row 3 column 4 = O₂ row 3 column 2 = −0.8447"
+        cell(room, "scores.1/0/0").hover()
+        assert room.text(".made").startswith("S₂ row 1 column 1 = 0.6280 × 0.6564 + 0.3725 × (−0.3415)")
+
+
+def test_export(room: Room, tmp_path: Path) -> None:
+    fill(room, "X/1/0", "2.5")
+    room.page.click("#worked-export")
+    room.page.wait_for_selector(".worked .python-card:not([hidden])")
+    with room.page.expect_download() as download:
+        room.page.get_by_role("link", name="Download").click()
+    path = tmp_path / download.value.suggested_filename
+    download.value.save_as(path)
+    assert path.name == "worked_example.py"
+    sheet = json.loads(json.dumps(PRESETS["lesson-0"]))
+    sheet["X"][1][0] = 2.5
+    wanted = worked.exported(sheet, Ticketless())["script"]
+    assert path.read_text("utf-8") == wanted
+    assert room.page.locator(".worked .python").text_content() == wanted
+
+
+def test_a_busy_lab_is_said(browser: Any, lab: Any) -> None:
+    room = Room(browser, lab, "worked")
+    room.page.route("**/works/worked", lambda route: route.fulfill(
+        status=503, content_type="application/x-ndjson", body='{"error": "busy: <b>try again</b>"}\n',
+    ))  # fmt: skip
+    cell(room, "X/0/0").fill("3")
+    room.root.get_by_text("busy: <b>try again</b>", exact=True).wait_for()
+    room.context.close()
+
+
+@pytest.mark.parametrize("width", [800, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_cut_off(browser: Any, lab: Any, width: int, scheme: str) -> None:
+    settings = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme}
+    with opened(browser, lab, "worked", **settings) as room:
+        room.after(lambda: room.page.select_option("#worked-start", "lesson-1"))
+        assert room.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        cut = (
+            "[...document.querySelectorAll('input.cell')].filter((cell) => cell.scrollWidth > cell.clientWidth).length"
+        )
+        assert room.page.evaluate(cut) == 0
