@@ -221,6 +221,9 @@ CH_EXPORT int ch_backward(const ch_attention* work);
 CH_EXPORT int ch_linear_forward(const ch_linear* work);
 CH_EXPORT int ch_linear_backward(const ch_linear* work);
 CH_EXPORT const char* ch_message(int code);
+/* Asks for large pages for memory that nobody has written yet; advice, which changes nothing but the time of its first
+   writing. */
+CH_EXPORT void ch_expect_writes(void* data, int64_t bytes);
 /* Whether `count` floats are all finite: 1 or 0. */
 CH_EXPORT int ch_all_finite(const float* data, int64_t count);
 

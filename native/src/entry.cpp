@@ -5,6 +5,7 @@
 #include <pthread.h>
 
 #include "isa.h"
+#include "scratch.h"
 
 #define CH_DECLARE(set)                       \
   namespace set {                             \
@@ -556,6 +557,10 @@ int ch_linear_forward(const ch_linear* work) {
 
 int ch_linear_backward(const ch_linear* work) {
   return clearhead::run_linear(work, clearhead::check_linear_backward, &clearhead::Kernels::linear_backward);
+}
+
+void ch_expect_writes(void* data, int64_t bytes) {
+  if (data != nullptr && bytes > 0) clearhead::expect_writes(data, static_cast<size_t>(bytes));
 }
 
 int ch_all_finite(const float* data, int64_t count) {

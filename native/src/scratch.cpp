@@ -1,6 +1,7 @@
 #include "scratch.h"
 
 #include <pthread.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -46,6 +47,17 @@ Buffers* buffers() {
 
 }  // namespace
 
+void expect_writes(void* data, size_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / HUGE_PAGE * HUGE_PAGE;
+  // Advice only: where it is not taken, nothing else changes.
+  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+#else
+  (void)data, (void)bytes;
+#endif
+}
+
 void* scratch(Slot slot, size_t bytes) {
   Buffers* own = buffers();
   if (own == nullptr) return nullptr;
@@ -58,10 +70,7 @@ void* scratch(Slot slot, size_t bytes) {
     buffer.bytes = 0;
     const bool large = wanted >= 2 * HUGE_PAGE;
     if (posix_memalign(&buffer.data, large ? HUGE_PAGE : 64, wanted) != 0) return buffer.data = nullptr;
-#if defined(MADV_HUGEPAGE)
-    // Advice only: where it is not taken, nothing else changes.
-    if (large) madvise(buffer.data, wanted, MADV_HUGEPAGE);
-#endif
+    if (large) expect_writes(buffer.data, wanted);
     buffer.bytes = wanted;
   }
   return buffer.data;

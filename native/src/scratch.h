@@ -12,6 +12,9 @@ enum Slot { SLOT_WORK, SLOT_KEYS, SLOT_SHARED, SLOT_PARTIAL, SLOT_COLUMNS, SLOTS
 // What was in it is lost when it grows.
 void* scratch(Slot slot, size_t bytes);
 
+// Advises large pages for the whole ones of a range; nothing where the system has none.
+void expect_writes(void* data, size_t bytes);
+
 // Gives back what is too large to keep.
 void trim_scratch();
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -111,3 +112,31 @@ def test_a_hugging_face_folder_is_read(tmp_path: Path) -> None:
     weights = page_weights(data, 1, 1)
     assert np.allclose(weights.sum(axis=1), 1, atol=1e-3)
     assert np.allclose(np.triu(weights, 1), 0)
+
+
+def test_an_earlier_page_is_written_again_with_this_viewer(tmp_path: Path) -> None:
+    old = Path(__file__).parent.parent / "inspector" / "version_1.json"
+    page, out = tmp_path / "old.html", tmp_path / "new.html"
+    kept = json.dumps(json.loads(old.read_text())["page"])
+    page.write_text(f'<script type="application/json" id="data">{kept}</script>')
+    code, said, err = called("view", page, "--out", out, "--title", "Again")
+    assert (code, err) == (0, [])
+    assert said[0].startswith(f"wrote {out}: Page('Again', ")
+    assert Page.open(out).data["layers"] == Page.open(page).data["layers"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "says"),
+    [
+        ("no page", [], "Page.open: "),
+        ("no page", ["--text", "a"], "view: --text must be left out with a page; got 'a'. A page holds what it shows."),
+        ("no page", ["--head", "1"], "view: --head must be left out with a page; got [1]."),
+    ],
+)
+def test_a_file_that_is_no_page(content: str, words: list[str], says: str, tmp_path: Path) -> None:
+    file = tmp_path / "some.html"
+    file.write_text(content)
+    code, out, err = called("view", file, *words, "--out", tmp_path / "new.html")
+    assert (code, out, len(err)) == (2, [], 1)
+    assert err[0].startswith(says)
+    assert not (tmp_path / "new.html").exists()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from clearhead.cli.reading import layers_of, read_text
 from clearhead.errors import DataError
 from clearhead.readers import read_ids, reader_of
+
+if TYPE_CHECKING:
+    from clearhead.inspector import Page
 
 __all__ = ["command"]
 
@@ -19,7 +23,11 @@ _FUNCTION = "view"
 def command(
     model: Annotated[
         Path,
-        typer.Argument(help="Run folder of clearhead train, or folder of a Hugging Face model with its tokenizer."),
+        typer.Argument(
+            metavar="RUN_OR_FILE",
+            help="Run folder of clearhead train, folder of a Hugging Face model with its tokenizer, or a page written "
+            "earlier.",
+        ),
     ],
     text: Annotated[str | None, typer.Option(help="The text to read.")] = None,
     file: Annotated[Path | None, typer.Option(help="A text file to read, UTF-8.")] = None,
@@ -42,14 +50,18 @@ def command(
         clearhead train lm --data plays.txt --out runs/plays
         clearhead view runs/plays --text "Enter the king" --out king.html
         clearhead view runs/plays --file plays.txt --layer 0 --head 1
+        clearhead view king.html --out king-again.html    # an older page, with this version's viewer
     """
+    if out.is_dir():
+        raise DataError.about(_FUNCTION, "--out", must="be a file", got=f"the folder {out}", then="Add a name.")
+    if model.is_file():
+        _again(model, out, title, {"--text": text, "--file": file, "--layer": layer, "--head": head, "--values": values})
+        return
     import torch
 
     from clearhead.inspector import view
     from clearhead.observe import trace
 
-    if out.is_dir():
-        raise DataError.about(_FUNCTION, "--out", must="be a file", got=f"the folder {out}", then="Add a name.")
     written = read_text(_FUNCTION, text, file)
     reader = reader_of(_FUNCTION, model)
     ids = read_ids(_FUNCTION, reader, written)
@@ -58,12 +70,32 @@ def command(
         reader.run(torch.tensor([part]))
     heading = title or f"{model.name or model}: {' '.join(written.split())[:60]}"
     page = view(traced, tokens=reader.words(part), heads=head, values=values, title=heading)
+    _save(page, out)
+    if len(ids) > reader.limit:
+        typer.echo(f"the first {reader.limit:,} of {len(ids):,} tokens, the most that the model reads", err=True)
+    typer.echo(f"wrote {out}: {len(part):,} tokens, {page!r}")
+
+
+def _again(page_file: Path, out: Path, title: str | None, others: Mapping[str, object]) -> None:
+    """An earlier page with the viewer of this version."""
+    from clearhead.inspector import Page
+
+    for name, value in others.items():
+        if value not in (None, []):
+            raise DataError.about(
+                _FUNCTION, name, must="be left out with a page", got=repr(value)[:80], then="A page holds what it shows."
+            )
+    page = Page.open(page_file)
+    if title is not None:
+        page = Page({**page.data, "title": title})
+    _save(page, out)
+    typer.echo(f"wrote {out}: {page!r}")
+
+
+def _save(page: Page, out: Path) -> None:
     try:
         page.save(out)
     except OSError as failure:
         raise DataError.about(
             _FUNCTION, str(out), must="be writable", got=failure.strerror, then="Name another file."
         ) from failure
-    if len(ids) > reader.limit:
-        typer.echo(f"the first {reader.limit:,} of {len(ids):,} tokens, the most that the model reads", err=True)
-    typer.echo(f"wrote {out}: {len(part):,} tokens, {page!r}")

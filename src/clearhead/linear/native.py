@@ -21,6 +21,7 @@ from clearhead.backends.native_library import (
     Feature,
     LinearDescription,
     TensorView,
+    expect_writes,
     in_memory,
     library,
     message,
@@ -126,7 +127,7 @@ class _Work:
 
     def written(self, name: str, *shape: int) -> Tensor:
         """A new tensor that the kernel writes."""
-        found = self.value.new_empty(shape)
+        found = expect_writes(self.value.new_empty(shape))
         self.held.append(found)
         setattr(self.description, name, found.data_ptr())
         return found
