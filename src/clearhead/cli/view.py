@@ -55,7 +55,8 @@ def command(
     if out.is_dir():
         raise DataError.about(_FUNCTION, "--out", must="be a file", got=f"the folder {out}", then="Add a name.")
     if model.is_file():
-        _again(model, out, title, {"--text": text, "--file": file, "--layer": layer, "--head": head, "--values": values})
+        others = {"--text": text, "--file": file, "--layer": layer, "--head": head, "--values": values}
+        _again(model, out, title, others)
         return
     import torch
 
@@ -83,8 +84,9 @@ def _again(page_file: Path, out: Path, title: str | None, others: Mapping[str, o
     for name, value in others.items():
         if value not in (None, []):
             raise DataError.about(
-                _FUNCTION, name, must="be left out with a page", got=repr(value)[:80], then="A page holds what it shows."
-            )
+                _FUNCTION, name, must="be left out with a page", got=repr(value)[:80],
+                then="A page holds what it shows.",
+            )  # fmt: skip
     page = Page.open(page_file)
     if title is not None:
         page = Page({**page.data, "title": title})
