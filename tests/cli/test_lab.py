@@ -24,7 +24,13 @@ pytest.importorskip("uvicorn", reason="needs the extra 'lab'")
 
 from clearhead.cli.app import app
 
-COMMAND = "from clearhead.cli.app import main; main()"
+# A shell that starts the tests in the background leaves them a Ctrl-C that is ignored.
+COMMAND = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from clearhead.cli.app import main
+main()
+"""
 
 
 @contextmanager
