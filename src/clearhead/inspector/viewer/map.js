@@ -41,7 +41,7 @@ export class MapView {
     const {error} = matrix.source;
     const what = matrix.exact ? "Every cell is one weight, computed in this page"
       : `Each cell is the largest weight of ${matrix.source.overview.side} × ${matrix.source.overview.side}; zoom in for single weights`;
-    byId("map-note").textContent = `${what}. Weights are within ${shown(error.weight, 5)} and scores within ${shown(error.score, 3)} of the library’s. ${printing() ? "Checked" : "Grey"}: the mask forbids it.`;
+    byId("map-note").textContent = `${what}. Weights are within ${shown(error.weight, 5)} and scores within ${shown(error.score, 5)} of the library’s. ${printing() ? "Checked" : "Grey"}: the mask forbids it.`;
   }
 
   hover(place) {
