@@ -24,7 +24,8 @@ class MaskFunction(Mask):
         MaskError: during the call, names the function and the tile: it raised, or returned something else.
         UnsupportedError: likewise: it wrote into its arguments.
 
-    Cost: it is read for every place to find the empty tiles, and again for those it neither empties nor fills.
+    Cost: it is read for every place to find the empty tiles, and again for those it neither empties nor fills. The CPU
+    kernels read it once and keep a byte per place, up to 2**26 of them; beyond, the tiles keep none.
 
     >>> MaskFunction(lambda batch, head, q_pos, k_pos: (q_pos + k_pos) % 2 == 0).dense(2, 2).int().tolist()
     [[1, 0], [0, 1]]
