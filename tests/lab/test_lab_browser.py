@@ -12,7 +12,6 @@ import pytest
 from clearhead.lab.limits import Limits
 from clearhead.lab.server import Lab
 from clearhead.lab.work import Work
-from tests.inspector.chromium import chromium
 from tests.lab.conftest import trained_example
 from tests.lab.folders import bert, language_run
 from tests.lab.running import WAITING, running, until
@@ -22,12 +21,6 @@ pytestmark = pytest.mark.browser
 
 HOSTILE = "<img src=x onerror=alert(1)></script><b>"
 EXAMPLE = "the old birds behind the fox beside the cat"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -9,17 +9,10 @@ import pytest
 
 from clearhead.lab import variants
 from clearhead.lab.variants_starts import STARTS
-from tests.inspector.chromium import chromium
 from tests.lab.opened import Room, opened
 from tests.lab.running import Ticketless, running
 
 pytestmark = pytest.mark.browser
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -10,19 +10,12 @@ from typing import Any
 import pytest
 
 from clearhead.lab import worked
-from tests.inspector.chromium import chromium
 from tests.lab.opened import Room, opened
 from tests.lab.running import Ticketless, running
 
 pytestmark = pytest.mark.browser
 
 PRESETS = {each["name"]: each for each in json.loads(json.dumps(worked.start({}, Ticketless())))["presets"]}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
