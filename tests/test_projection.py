@@ -1,13 +1,13 @@
-"""project() against torch's linear in float64, on both paths, and the ways in which the path is chosen."""
+"""project() against torch's linear in float64, on every path, and the ways in which the path is chosen."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,15 +18,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from clearhead import projection
 from clearhead.cli.app import app
 from clearhead.errors import UnsupportedError
 from clearhead.nn.linear import Linear
-from clearhead.projection import KINDS, choice, measured, project
+from clearhead.projection import KINDS, choice, measured, paths, products, project
 from tests.budget import within_budget
 
-needs_onednn = pytest.mark.skipif(projection._absent() is not None, reason=f"{projection._absent()}")
-PATHS = [pytest.param("onednn", marks=needs_onednn), "torch"]
+#: By its full name: the package's own ``choice`` is the function.
+choosing = importlib.import_module("clearhead.projection.chosen")
+ABSENT = {name: path.absent() for name, path in paths.PATHS.items()}
+PATHS = [pytest.param(name, marks=pytest.mark.skipif(why is not None, reason=f"{why}")) for name, why in ABSENT.items()]
+#: What other than torch there is here: needed wherever something is measured.
+OTHERS = [name for name, why in ABSENT.items() if why is None and name != "torch"]
+needs_onednn = pytest.mark.skipif(ABSENT["onednn"] is not None, reason=f"{ABSENT['onednn']}")
+needs_another = pytest.mark.skipif(not OTHERS, reason="there is no path but torch's")
 
 #: Leading axes of x, width in, width out.
 SHAPES = [
@@ -43,9 +48,9 @@ def _numbers(*shape: int, seed: int = 0) -> Tensor:
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing decided yet, nothing forced, and the smallest product large enough."""
     monkeypatch.delenv("CLEARHEAD_PROJECTION", raising=False)
-    monkeypatch.setattr(projection, "_CHOICES", {})
-    monkeypatch.setattr(projection, "_LEAST", 1)
-    monkeypatch.setattr(projection, "_LEAST_ONCE", 1)
+    monkeypatch.setattr(choosing, "_CHOICES", {})
+    monkeypatch.setattr(products, "_LEAST", 1)
+    monkeypatch.setattr(products, "_LEAST_ONCE", 1)
 
 
 @pytest.fixture(params=PATHS)
@@ -58,8 +63,8 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of product for which a path was chosen, in order; empty where ``F.linear`` itself ran."""
     kinds: list[str] = []
-    product = projection._product
-    monkeypatch.setattr(projection, "_product", lambda kind, *tensors: kinds.append(kind) or product(kind, *tensors))
+    chosen = products._path
+    monkeypatch.setattr(products, "_path", lambda kind, *sizes: kinds.append(kind) or chosen(kind, *sizes))
     return kinds
 
 
@@ -166,19 +171,23 @@ def test_same_inputs_same_bits(path: str) -> None:
     assert all(map(torch.equal, first, _with_gradients(project, [x, weight], grad)))
 
 
-@needs_onednn
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [((64, 256, 256), True), ((63, 256, 256), False), ((320, 256, 256), True), ((255, 256, 256), False),
-     ((257, 256, 256), True)],
-    ids=str,
-)  # fmt: skip
-def test_small_products_and_odd_ones_that_may_not_return_stay_with_linear(
-    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int, int], expected: bool
-) -> None:
+@pytest.mark.parametrize(("rows", "expected"), [(64, True), (63, False), (320, True), (255, True)], ids=str)
+def test_small_products_stay_with_linear(monkeypatch: pytest.MonkeyPatch, rows: int, expected: bool) -> None:
     monkeypatch.undo()
-    rows, inputs, outputs = size
-    assert projection._has_choice(torch.zeros(rows, inputs), torch.zeros(outputs, inputs), None) == expected
+    assert products._has_choice(torch.zeros(rows, 256), torch.zeros(256, 256), None) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("rows", "returns"), [(7, True), (64, True), (320, True), (255, False), (65, False), (257, True)], ids=str
+)
+def test_odd_numbers_of_rows_stay_with_torch_where_a_path_prepares_every_shape(
+    monkeypatch: pytest.MonkeyPatch, path: str, kind: str, rows: int, returns: bool
+) -> None:
+    monkeypatch.setattr(products, "_LEAST_ONCE", 2**24)
+    assert products._path(kind, torch.zeros(rows, 256), 2**16).name == (
+        path if returns or path != "onednn" else "torch"
+    )
 
 
 class _Subclass(Tensor):
@@ -191,9 +200,9 @@ class _Watcher(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@needs_onednn
-def test_what_is_not_plain_on_a_cpu_stays_with_linear(monkeypatch: pytest.MonkeyPatch, chosen: list[str]) -> None:
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "onednn")
+def test_what_is_not_plain_on_a_cpu_stays_with_linear(
+    path: str, monkeypatch: pytest.MonkeyPatch, chosen: list[str]
+) -> None:
     x, weight, bias = _numbers(4, 8), _numbers(6, 8, seed=1), _numbers(6, seed=2)
     for dtype in (torch.float16, torch.float64):
         tensors = [each.to(dtype) for each in (x, weight, bias)]
@@ -220,9 +229,7 @@ def test_what_is_not_plain_on_a_cpu_stays_with_linear(monkeypatch: pytest.Monkey
     assert chosen == ["forward"]
 
 
-@needs_onednn
-def test_transforms_of_functions_are_not_silently_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "onednn")
+def test_transforms_of_functions_are_not_silently_wrong(path: str) -> None:
     x, weight = _numbers(3, 4, 8), _numbers(6, 8, seed=1)
     torch.testing.assert_close(torch.func.vmap(project, (0, None))(x, weight), F.linear(x, weight))
     for found, own in zip(*(torch.func.jacrev(f, (0, 1))(x[0], weight) for f in (project, F.linear)), strict=True):
@@ -260,38 +267,27 @@ def test_compiled_and_exported_it_is_linear(path: str, chosen: list[str]) -> Non
     assert chosen == []
 
 
-@needs_onednn
-def test_the_choice_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_another
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_choice_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     state = torch.get_rng_state()
-    first = [choice(kind) for kind in KINDS]
+    first = [choice(kind, dtype) for kind in KINDS]
     assert torch.equal(torch.get_rng_state(), state)
     for kind, found in zip(KINDS, first, strict=True):
-        assert (found.kind, found.reason) == (kind, "measured")
-        assert found.torch_gflops is not None
-        assert found.onednn_gflops is not None
-        faster = found.onednn_gflops >= 1.1 * found.torch_gflops
-        assert found.path == ("onednn" if faster else "torch")
-    monkeypatch.setattr(projection, "_rates", lambda kind, dtype: pytest.fail("measured again"))
-    assert [choice(kind) for kind in KINDS] == first
-    assert [measured(kind) for kind in KINDS] == first
+        assert (found.kind, found.dtype, found.reason) == (kind, str(dtype)[6:], "measured")
+        assert list(found.gflops) == list(ABSENT)
+        assert all((found.gflops[name] is None) == (why is not None) for name, why in ABSENT.items())
+        assert found.path == choosing._fastest(found.gflops, choosing._MARGINS[dtype]).name
+    monkeypatch.setattr(choosing, "_rates", lambda kind, dtype: pytest.fail("measured again"))
+    assert [choice(kind, dtype) for kind in KINDS] == first
+    assert [measured(kind, dtype) for kind in KINDS] == first
 
 
-@needs_onednn
-@pytest.mark.parametrize(
-    ("rates", "expected"), [((100.0, 109.0), "torch"), ((100.0, 110.1), "onednn"), ((100.0, None), "torch")], ids=str
-)
-def test_the_faster_path_is_chosen(
-    monkeypatch: pytest.MonkeyPatch, rates: tuple[float, float | None], expected: str
-) -> None:
-    monkeypatch.setattr(projection, "_rates", lambda kind, dtype: rates)
-    assert choice("forward").path == expected
-
-
-@needs_onednn
+@needs_another
 def test_many_threads_decide_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    rates = projection._rates
-    monkeypatch.setattr(projection, "_rates", lambda kind, dtype: calls.append(kind) or rates(kind, dtype))
+    rates = choosing._rates
+    monkeypatch.setattr(choosing, "_rates", lambda kind, dtype: calls.append(kind) or rates(kind, dtype))
     x, weight = _numbers(64, 64), _numbers(64, 64, seed=1)
     results: list[Tensor] = []
     threads = [threading.Thread(target=lambda: results.append(project(x, weight))) for _ in range(8)]
@@ -302,34 +298,6 @@ def test_many_threads_decide_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == ["forward"]
     assert len(results) == 8
     assert all(torch.equal(results[0], other) for other in results)
-
-
-def test_without_the_operator_torch_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
-    x, weight = _numbers(4, 8), _numbers(6, 8, seed=1)
-    assert torch.equal(project(x, weight), F.linear(x, weight))
-    found = measured("forward")
-    assert found.path == "torch"
-    assert found.torch_gflops is not None
-    assert found.onednn_gflops is None
-    assert "oneDNN" in found.reason or "mkldnn" in found.reason
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "onednn")
-    with pytest.raises(UnsupportedError, match=r"^project: CLEARHEAD_PROJECTION must be torch here; got onednn, but"):
-        choice("input gradient")
-
-
-@needs_onednn
-@pytest.mark.parametrize("broken", ["raises", "wrong"])
-def test_an_operator_that_fails_or_is_wrong_is_not_chosen(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if broken == "raises":
-            raise RuntimeError("could not create a primitive")
-        return F.linear(x, weight) + 1
-
-    products = {"forward": {"torch": F.linear, "onednn": linear}}
-    monkeypatch.setattr(projection, "_PRODUCTS", products)
-    assert choice("forward").path == "torch"
-    assert measured("forward").reason == "oneDNN fails here or computes something else"
 
 
 PROGRAM = """
@@ -357,24 +325,24 @@ def test_a_bad_variable_is_one_line_where_the_layer_is_built_or_used(monkeypatch
         with pytest.raises(UnsupportedError) as refused:
             use()
         assert str(refused.value) == (
-            "project: CLEARHEAD_PROJECTION must be torch or onednn; got 'fast'. "
-            "Unset it to let the faster one be measured."
+            "project: CLEARHEAD_PROJECTION must be one of torch, onednn, native; got 'fast'. "
+            "Unset it to let the fastest one be measured."
         )
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_child_forked_while_another_thread_decides_can_decide() -> None:
     program = """
-import os, threading, time, torch
-from clearhead import projection
-rates = projection._rates
-projection._rates = lambda kind, dtype: time.sleep(0.3) or rates(kind, dtype)
-thread = threading.Thread(target=projection.choice, args=("forward",))
+import importlib, os, threading, time, torch
+choosing = importlib.import_module("clearhead.projection.chosen")
+rates = choosing._rates
+choosing._rates = lambda kind, dtype: time.sleep(0.3) or rates(kind, dtype)
+thread = threading.Thread(target=choosing.choice, args=("forward",))
 thread.start()
 time.sleep(0.05)
 child = os.fork()
 if child == 0:
-    projection.choice("input gradient")
+    choosing.choice("input gradient")
     os._exit(0)
 thread.join()
 print(os.waitpid(child, 0)[1])
@@ -383,11 +351,18 @@ print(os.waitpid(child, 0)[1])
     assert done.stdout.strip() == "0", done.stderr
 
 
-@needs_onednn
+@pytest.mark.parametrize("leading", [(10,), (2, 5)], ids=str)
+def test_an_output_may_be_changed_in_place_as_linears_may(path: str, leading: tuple[int, ...]) -> None:
+    x, weight, bias = _numbers(*leading, 8).requires_grad_(), _numbers(6, 8, seed=1), _numbers(6, seed=2)
+    found, own = (
+        torch.autograd.grad(function(x, weight, bias).relu_().sum(), x)[0] for function in (project, F.linear)
+    )
+    torch.testing.assert_close(found, own)
+
+
 @pytest.mark.parametrize("rows", [1, 300, 1300])
-def test_bfloat16_is_as_exact_as_linear(rows: int, monkeypatch: pytest.MonkeyPatch, chosen: list[str]) -> None:
+def test_bfloat16_is_as_exact_as_linear(path: str, rows: int) -> None:
     """The bias is added before the one rounding, and no sum of blocks is rounded in between."""
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "onednn")
     results = []
     for product in (project, F.linear):
         tensors = [_numbers(*size, seed=seed).bfloat16() for seed, size in enumerate(((rows, 96), (64, 96), (64,)))]
@@ -417,9 +392,10 @@ def test_doctor_shows_choice_and_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     read = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
     assert [each["kind"] for each in read["projections"]] == 2 * list(KINDS)
     assert {each["dtype"] for each in read["projections"]} == {"float32", "bfloat16"}
-    assert all(each["torch_gflops"] > 0 for each in read["projections"])
+    assert all(list(each["gflops"]) == list(paths.PATHS) for each in read["projections"])
+    assert all(each["gflops"]["torch"] > 0 for each in read["projections"])
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "fast")
-    monkeypatch.setattr(projection, "_CHOICES", {})
+    monkeypatch.setattr(choosing, "_CHOICES", {})
     refused = CliRunner().invoke(app, ["doctor"])
     assert refused.exit_code == 2
     assert refused.stderr.count("\n") == 1

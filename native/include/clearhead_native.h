@@ -1,4 +1,5 @@
-/* The plain C interface of the CPU kernels: one description and two calls, for attention and for its linear family.
+/* The plain C interface of the CPU kernels: one description and two calls, for attention and for its linear family,
+ * and one call for the products of linear layers.
  *
  * Nothing here knows torch. Whoever calls fills a `ch_attention`, with `size` set to `sizeof(ch_attention)` and
  * every field that is not used set to zero, and gets 0 back, or a code that `ch_message` puts into words. Sizes,
@@ -22,8 +23,8 @@
 extern "C" {
 #endif
 
-/* Raised whenever `ch_attention`, `ch_linear` or the meaning of a field changes. */
-#define CH_ABI 3
+/* Raised whenever `ch_attention`, `ch_linear`, `ch_projection` or the meaning of a field changes. */
+#define CH_ABI 4
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_RUNS 4
 #define CH_MAX_RULES 8
@@ -206,9 +207,40 @@ typedef struct ch_linear {
   float* later_sums;
 } ch_linear;
 
+#define CH_MAX_TERMS 4
+
+/* One product of a sum: [rows, steps] times [steps, columns]. Strides count elements from row to row as it lies. */
+typedef struct ch_term {
+  const void* left;
+  const void* right;
+  int64_t left_row, right_row;
+  int64_t steps;
+} ch_term;
+
+/* The products of a linear layer, forward and backward: output = sum over terms of left right, + bias.
+ * What is `turned` lies transposed in memory: left as [steps, rows], right as [columns, steps]. */
+typedef struct ch_projection {
+  uint32_t size;        /* sizeof(ch_projection)                                                            */
+  uint32_t abi;         /* CH_ABI                                                                           */
+  int32_t isa;          /* as in ch_attention                                                               */
+  int32_t threads;
+  int32_t dtype;        /* ch_dtype of everything here; sums are kept in float32 and rounded once           */
+  int32_t num_terms;    /* 1 to CH_MAX_TERMS                                                                */
+  int32_t left_turned;  /* 0 or 1                                                                           */
+  int32_t right_turned; /* 0 or 1                                                                           */
+  int64_t rows, columns;
+  ch_term terms[CH_MAX_TERMS];
+  const void* bias;     /* [columns] contiguous; null for none                                              */
+  void* output;         /* [rows, columns], written                                                         */
+  int64_t output_row;
+  void* row_sums;       /* [rows] contiguous, written: sums of left along its steps; null for none. Only where left
+                           is turned: the gradient of a bias, beside that of its weight                     */
+} ch_projection;
+
 CH_EXPORT int ch_abi(void);
 CH_EXPORT int64_t ch_description_size(void);
 CH_EXPORT int64_t ch_linear_description_size(void);
+CH_EXPORT int64_t ch_projection_description_size(void);
 /* The instruction sets this library was built for, best first; null past the last. */
 CH_EXPORT const char* ch_isa_name(int index);
 /* Whether this processor can run it. */
@@ -220,6 +252,7 @@ CH_EXPORT int ch_forward(const ch_attention* work);
 CH_EXPORT int ch_backward(const ch_attention* work);
 CH_EXPORT int ch_linear_forward(const ch_linear* work);
 CH_EXPORT int ch_linear_backward(const ch_linear* work);
+CH_EXPORT int ch_project(const ch_projection* work);
 CH_EXPORT const char* ch_message(int code);
 /* Asks for large pages for memory that nobody has written yet; advice, which changes nothing but the time of its first
    writing. */

@@ -12,6 +12,8 @@ template <class M, class IO> struct Backward {
   typedef typename M::number number;
   typedef typename IO::type element;
   static constexpr int BLOCK = 96;
+  // Bytes of laid-out queries and gradients that a thread keeps, where a head's fit: every tile of keys reads them.
+  static constexpr int64_t HELD = int64_t(1) << 23;
 
   const ch_attention& w;
   int64_t group, blocks;
@@ -19,15 +21,21 @@ template <class M, class IO> struct Backward {
   Panels keys, queries, grads;  // B of the last three products: a tile of keys, a block of queries and of gradients
   int numbers, v_numbers, steps, v_steps, out, v_out;
   int64_t tiles, chunks, chunk_tiles;
+  int64_t held;  // blocks of queries that stay laid out: all of a key head's, or the one at hand
   bool masked, plain, capped, share_batch, share_heads;
   float base2;
   Dropout dropout;
   int64_t diagonals, learned;  // diagonal rules, and those of them with a gradient
   const ch_statistics* observed;  // null where no statistic has a gradient
 
+  // A block of queries and of gradients of outputs, as rows of A and as B.
+  struct Laid {
+    number *q, *g, *qb, *gb;
+  };
+
   struct Desk {
-    number *q, *g;    // rows of A
-    number *qb, *gb;  // the same as B
+    Laid laid;  // those of the first block held
+    bool* open;  // [held]: whether a block is laid out
     number *kt, *vt;  // panels
     number* kn;       // rows of B
     float *dk, *dv;
@@ -85,16 +93,32 @@ template <class M, class IO> struct Backward {
     chunks = most((int64_t)1, least((16 + units - 1) / most(units, (int64_t)1), tiles * tile / 512));
     chunk_tiles = most((int64_t)1, (tiles + chunks - 1) / chunks);
     chunks = most((int64_t)1, (tiles + chunk_tiles - 1) / chunk_tiles);
+    held = group * blocks;
+    if (chunk_tiles < 2 || held * block_numbers() * (int64_t)sizeof(number) > HELD) held = 1;
+  }
+
+  // Rows of floats in one panel are A and B alike.
+  bool same_queries() const { return M::PAIR == 1 && queries.count == 1; }
+  bool same_grads() const { return M::PAIR == 1 && grads.count == 1; }
+  // Numbers of a laid-out block.
+  int64_t block_numbers() const {
+    return (int64_t)BLOCK * (numbers + v_numbers) + (same_queries() ? 0 : queries.numbers()) +
+           (same_grads() ? 0 : grads.numbers());
+  }
+  Laid laid_block(const Desk& d, int64_t slot) const {
+    int64_t off = slot * block_numbers();
+    return Laid{d.laid.q + off, d.laid.g + off, d.laid.qb + off, d.laid.gb + off};
   }
 
   int64_t desk_bytes(Desk& d, char* base) const {
     Carver c{base};
     constexpr bool single = M::PAIR == 1;
-    d.q = c.template take<number>((int64_t)BLOCK * numbers);
-    d.g = c.template take<number>((int64_t)BLOCK * v_numbers);
-    // Rows of floats in one panel are A and B alike.
-    d.qb = single && queries.count == 1 ? d.q : c.template take<number>(queries.numbers());
-    d.gb = single && grads.count == 1 ? d.g : c.template take<number>(grads.numbers());
+    d.laid.q = c.template take<number>(held * block_numbers());
+    d.laid.g = d.laid.q + (int64_t)BLOCK * numbers;
+    number* next = d.laid.g + (int64_t)BLOCK * v_numbers;
+    d.laid.qb = same_queries() ? d.laid.q : next;
+    d.laid.gb = same_grads() ? d.laid.g : next + (same_queries() ? 0 : queries.numbers());
+    d.open = c.template take<bool>(held);
     d.kt = c.template take<number>((int64_t)tile * numbers);
     d.vt = c.template take<number>((int64_t)tile * v_numbers);
     d.kn = c.template take<number>(keys.numbers());
@@ -174,32 +198,42 @@ template <class M, class IO> struct Backward {
     memset(d.dv, 0, (size_t)tile * v_out * sizeof(float));
   }
 
-  void open_block(int64_t b, int64_t h, int64_t first, int count, Desk& d) const {
+  void lay_out(int64_t b, int64_t h, int64_t first, int count, const Laid& to) const {
     const element* query = at<IO>(w.query, b, h, first);
     const element* grad = at<IO>(w.grad_output, b, h, first);
     for (int r = 0; r < count; r++) {
-      get_numbers<M, IO>(query + r * w.query.row, (int)w.head_dim, d.q + (int64_t)r * numbers, numbers);
-      get_numbers<M, IO>(grad + r * w.grad_output.row, (int)w.value_dim, d.g + (int64_t)r * v_numbers, v_numbers);
+      get_numbers<M, IO>(query + r * w.query.row, (int)w.head_dim, to.q + (int64_t)r * numbers, numbers);
+      get_numbers<M, IO>(grad + r * w.grad_output.row, (int)w.value_dim, to.g + (int64_t)r * v_numbers, v_numbers);
+    }
+    if (to.qb != to.q) pack_rows<M, IO>(query, w.query.row, count, (int)w.head_dim, to.qb, queries);
+    if (to.gb != to.g) pack_rows<M, IO>(grad, w.grad_output.row, count, (int)w.value_dim, to.gb, grads);
+  }
+
+  Laid open_block(int64_t b, int64_t h, int64_t block, int count, Desk& d) const {
+    int64_t first = block * BLOCK, slot = held > 1 ? h % group * blocks + block : 0;
+    Laid laid = laid_block(d, slot);
+    if (held == 1 || !d.open[slot]) lay_out(b, h, first, count, laid);
+    d.open[slot] = true;
+    for (int r = 0; r < count; r++) {
       int64_t place = row_index(w, b, h, first + r);
       d.row[r] = mask_row(w, b, h, first + r);
       d.largest[r] = w.softmax[2 * place];
       d.share[r] = w.softmax[2 * place + 1];
       d.delta[r] = w.delta[place];
     }
-    if (d.qb != d.q) pack_rows<M, IO>(query, w.query.row, count, (int)w.head_dim, d.qb, queries);
-    if (d.gb != d.g) pack_rows<M, IO>(grad, w.grad_output.row, count, (int)w.value_dim, d.gb, grads);
+    return laid;
   }
 
   // Weights and gradients of scores of `count` rows, in floats, over columns [c0, c1r) of the tile.
-  void differentiate(int64_t b, int64_t h, int64_t first, int r0, int count, int64_t t0, int c0, int c1, Desk& d,
-                     const float* diagonal, float* diagonal_grads) const {
+  void differentiate(int64_t b, int64_t h, int64_t first, int r0, int count, int64_t t0, int c0, int c1, const Laid& laid,
+                     Desk& d, const float* diagonal, float* diagonal_grads) const {
     int c1r = (int)round_up(c1, VL);
     for (int p = c0 / PW; p * PW < c1; p++) {
       int from = most(c0, p * PW), to = least(c1r, (p + 1) * PW), vecs = (to - from) / VL;
       int64_t inside = from - p * PW;
-      product<M, SET>(count, vecs, steps, d.q + (int64_t)r0 * numbers, numbers, 1,
+      product<M, SET>(count, vecs, steps, laid.q + (int64_t)r0 * numbers, numbers, 1,
                       d.kt + (int64_t)p * PW * numbers + inside, PW, d.s + from, tile);
-      product<M, SET>(count, vecs, v_steps, d.g + (int64_t)r0 * v_numbers, v_numbers, 1,
+      product<M, SET>(count, vecs, v_steps, laid.g + (int64_t)r0 * v_numbers, v_numbers, 1,
                       d.vt + (int64_t)p * PW * v_numbers + inside, PW, d.dp + from, tile);
     }
     for (int r = 0; r < count; r++) {
@@ -346,7 +380,7 @@ template <class M, class IO> struct Backward {
              float* diagonal_grads, float* dq) const {
     int64_t first = block * BLOCK, t1 = t0 + key_count;
     int count = (int)least((int64_t)BLOCK, w.q_len - first);
-    open_block(b, h, first, count, d);
+    const Laid laid = open_block(b, h, block, count, d);
     Span spans[BLOCK / MR + 1];
     int low = INT32_MAX, high = 0;
     for (int r0 = 0; r0 < count; r0 += MR) {
@@ -370,7 +404,7 @@ template <class M, class IO> struct Backward {
       int n = least(MR, count - r0);
       Span span = spans[r0 / MR];
       int c0 = span.low / VL * VL, c1 = span.high;
-      if (c1 > c0) differentiate(b, h, first, r0, n, t0, c0, c1, d, diagonal, diagonal_grads);
+      if (c1 > c0) differentiate(b, h, first, r0, n, t0, c0, c1, laid, d, diagonal, diagonal_grads);
       spread(r0, n, left, right, c0, (int)round_up(c1, VL), d);
       if (c1 <= c0) continue;
       for (int p = 0; p < keys.count; p++)
@@ -378,11 +412,11 @@ template <class M, class IO> struct Backward {
                         tile / M::PAIR, 1, d.kn + p * keys.size + (int64_t)(c0 / M::PAIR) * keys.ld, keys.ld,
                         dq + (first + r0) * out + p * PW, out);
     }
-    gather(spans, count, low, high, d);
+    gather(spans, count, low, high, laid, d);
   }
 
   // Gradients of keys and values [low, high): each few keys take the rows that see one of them.
-  void gather(const Span* spans, int count, int low, int high, Desk& d) const {
+  void gather(const Span* spans, int count, int low, int high, const Laid& laid, Desk& d) const {
     for (int j = low; j < high; j += MR) {
       int n = least(MR, high - j), from = count, to = 0;
       for (int r0 = 0; r0 < count; r0 += MR) {
@@ -395,10 +429,10 @@ template <class M, class IO> struct Backward {
       int64_t along = row_steps<M>(to - from), skipped = from / M::PAIR;
       for (int p = 0; p < grads.count; p++)
         product<M, ADD>(n, grads.vectors(p, v_out), along, d.p + skipped * tile + j, 1, tile,
-                        d.gb + p * grads.size + skipped * grads.ld, grads.ld, d.dv + (int64_t)j * v_out + p * PW, v_out);
+                        laid.gb + p * grads.size + skipped * grads.ld, grads.ld, d.dv + (int64_t)j * v_out + p * PW, v_out);
       for (int p = 0; p < queries.count; p++)
         product<M, ADD>(n, queries.vectors(p, out), along, d.ds + skipped * tile + j, 1, tile,
-                        d.qb + p * queries.size + skipped * queries.ld, queries.ld, d.dk + (int64_t)j * out + p * PW, out);
+                        laid.qb + p * queries.size + skipped * queries.ld, queries.ld, d.dk + (int64_t)j * out + p * PW, out);
     }
   }
 
@@ -426,6 +460,7 @@ template <class M, class IO> struct Backward {
     for (int64_t g = 0; g < group && diagonals > 0; g++)
       make_diagonals(w, h0 + g, d.diagonal + g * diagonals * length);
     find_spans(b, kh, d);
+    memset(d.open, 0, (size_t)held * sizeof(bool));
     for (int64_t t = chunk * chunk_tiles; t < least((chunk + 1) * chunk_tiles, tiles); t++) {
       int64_t t0 = t * tile;
       int key_count = (int)least((int64_t)tile, w.k_len - t0);

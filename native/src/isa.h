@@ -12,7 +12,11 @@ struct Kernels {
   int (*backward)(const ch_attention* work);
   int (*linear_forward)(const ch_linear* work);
   int (*linear_backward)(const ch_linear* work);
+  int (*project)(const ch_projection* work);
 };
+
+// Those of a set by its index, -1 for the best; null where this processor lacks it.
+const Kernels* kernels_of(int isa);
 
 // True in a process that was forked from one in which this library was loaded: the threads of the OpenMP pool
 // did not survive the fork, and GNU's runtime waits for them for ever.

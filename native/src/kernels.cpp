@@ -5,6 +5,7 @@
 #include "backward.h"
 #include "forward.h"
 #include "linear.h"
+#include "projection.h"
 
 namespace CH_NS {
 namespace {
@@ -25,11 +26,23 @@ template <template <class, class> class Work> int run_dtype(const ch_attention* 
   }
 }
 
+int run_projection(const ch_projection* w) {
+  switch (w->dtype) {
+    case CH_FLOAT32: return Projection<Single, Float32>(*w).run();
+#if defined(CH_BF16DOT)
+    case CH_BFLOAT16: return Projection<Pairs, BFloat16>(*w).run();
+#else
+    case CH_BFLOAT16: return Projection<Single, BFloat16>(*w).run();
+#endif
+    default: return Projection<Single, Float16>(*w).run();
+  }
+}
+
 template <class Way> int run_linear(const ch_linear* w) { return Way(*w).run(); }
 
 }  // namespace
 
 extern const clearhead::Kernels kernels = {run_dtype<Forward>, run_dtype<Backward>, run_linear<LinearForward>,
-                                             run_linear<LinearBackward>};
+                                           run_linear<LinearBackward>, run_projection};
 
 }  // namespace CH_NS

@@ -100,21 +100,19 @@ class LinearForward : Running {
       place(t, unit, c);
       if (w.states != nullptr) memcpy(state_at(w.states, unit, c), t.held, (size_t)state * sizeof(float));
       if (w.sums != nullptr) memcpy(sums_at(w.sums, unit, c), t.sums, (size_t)F * sizeof(float));
-      load_keys(t);
+      load_keys(t, true);
       if (delta) turn_keys(t), correct(t, t.held);
       outputs(t, t.held, t.sums);
-      own(t);
-      add_own(t, normalized);
+      if (decays) own<SET>(t, t.own, t.own_sums), add_own(t, normalized);
+      else own<ADD>(t, t.held, t.sums);
     }
     finish(t, unit, w.last_state, w.last_normalizer);
   }
 
   void part(Tiles& t, int64_t unit, int64_t c) const {
     place(t, unit, c);
-    load_keys(t);
-    t.own = state_at(w.states, unit, c);
-    if (normalized) t.own_sums = sums_at(w.sums, unit, c);
-    own(t);
+    load_keys(t, true);
+    own<SET>(t, state_at(w.states, unit, c), sums_at(w.sums, unit, c));
   }
 
   void sums(Tiles& t, int64_t unit) const {
@@ -128,16 +126,19 @@ class LinearForward : Running {
 
   void rest(Tiles& t, int64_t unit, int64_t c) const {
     place(t, unit, c);
-    load_keys(t);
+    load_keys(t, true);
     outputs(t, state_at(w.states, unit, c), sums_at(w.sums, unit, c));
   }
 
  private:
-  void own(Tiles& t) const {
-    times<SET>(w.features, D, t.rows, turned(t.kf, F), t.v, D, t.own, D);
-    if (!normalized) return;
-    clear(t.own_sums, F);
-    for (int64_t i = 0; i < t.rows; i++) add_row(t.own_sums, t.k + i * F, 1.0f, F);
+  // What a chunk adds to the state, and to the sum of features.
+  template <Into INTO> void own(const Tiles& t, float* matrix, float* sums) const {
+    times<INTO>(w.features, D, t.rows, turned(t.kf, F), t.values, t.values_row, matrix, D);
+    for (int64_t c = 0; normalized && c < F; c += VL) {
+      vf sum = (vf){};
+      for (int64_t i = 0; i < t.rows; i++) sum += load(t.k + i * F + c);
+      store(sums + c, INTO == ADD ? load(sums + c) + sum : sum);
+    }
   }
 
   void outputs(Tiles& t, const float* before, const float* sums) const {
@@ -146,26 +147,27 @@ class LinearForward : Running {
       load_queries(t, g);
       times<SET>(t.rows, D, w.features, plain(t.qf, F), before, D, t.o, D);
       scores(t, t.q, t.p, false);
-      times<ADD, UP_TO>(t.rows, D, t.rows, plain(t.p, C), t.v, D, t.o, D, t.height);
+      times<ADD, UP_TO>(t.rows, D, t.rows, plain(t.p, C), t.values, t.values_row, t.o, D, t.height);
       const int64_t head = t.head * group + g;
-      if (normalized) divide(t, head, sums);
-      put_rows(t, w.output, head, w.value_dim, t.o, D);
+      if (normalized) put_divided(t, head, sums);
+      else put_rows(t, w.output, head, w.value_dim, t.o, D);
     }
   }
 
-  // By each row's sum of weights; a row without weight gives 0.
-  void divide(const Tiles& t, int64_t head, const float* sums) const {
+  // Divided by each row's sum of weights; a row without weight gives 0.
+  void put_divided(const Tiles& t, int64_t head, const float* sums) const {
     float* shares = w.shares + (t.batch * w.heads + head) * w.length + t.first;
-    for (int64_t i = 0; i < t.rows; i++) {
-      float below = dot(t.q + i * F, sums, F);
+    float* to = at<Float32>(w.output, t.batch, head, t.first);
+    for (int64_t i = 0; i < t.rows; i++, to += w.output.row) {
       vf more = (vf){};
+      for (int64_t c = 0; c < F; c += VL) more += load(t.q + i * F + c) * load(sums + c);
       for (int64_t j = 0; j <= i; j += VL) more += load(t.p + i * C + j);
-      below += sum_of(more);
+      const float below = sum_of(more);
       const bool none = __builtin_fabsf(below) < __FLT_MIN__;
       shares[i] = none ? 0.0f : 1.0f / below;
       // Not 0 times what may not be finite.
-      if (none) clear(t.o + i * D, D);
-      else scale_row(t.o + i * D, shares[i], D);
+      if (none) clear(to, w.value_dim);
+      else put_row<Float32>(to, (int)w.value_dim, t.o + i * D, shares[i]);
     }
   }
 };
@@ -255,7 +257,7 @@ class LinearBackward : Running {
     for (int64_t g = 0; g < group; g++) {
       load_queries(t, g);
       load_upstream(t, g);
-      t.height = calm == MR && finite_rows(t.q, t.rows, F) && finite_rows(t.u, t.rows, D) ? MR : 1;
+      t.height = calm == MR && finite_rows(t.q, t.rows, F, F) && finite_rows(t.u, t.rows, D, D) ? MR : 1;
       one_head(t, sums_at(w.sums, unit, c));
       if (with_own) own(t, g);
       put_gradients(t, w.grad_query, t.head * group + g, t.q, t.dq, (float)w.scale);

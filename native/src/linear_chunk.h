@@ -85,11 +85,12 @@ CH_INLINE vf exp_below(vf x) {
 
 CH_INLINE float exp_below(float x) { return exp_below(all(x))[0]; }
 
-CH_INLINE vf feature_of(int map, vf x) {
+template <int MAP> CH_INLINE vf feature_of(vf x) {
   const vf above = x < (vf){} ? (vf){} : x;  // NaN stays itself
-  if (map == CH_FEATURE_RELU) return above;
-  if (map != CH_FEATURE_ELU) return x;
-  return exp_below(x < (vf){} ? x : (vf){}) + above;
+  if constexpr (MAP == CH_FEATURE_RELU) return above;
+  // Not `exp_below`: features are not multiplied over many chunks.
+  if constexpr (MAP == CH_FEATURE_ELU) return exp2_of<5>((x < (vf){} ? x : (vf){}) * all(LOG2E)) + above;
+  return x;
 }
 
 // The slope of a feature map, from the feature.
@@ -99,10 +100,18 @@ CH_INLINE vf slope_of(int map, vf feature) {
   return all(1.0f);
 }
 
-CH_INLINE bool finite_rows(const float* from, int64_t rows, int64_t ld) {
-  vf zero = (vf){};
-  for (int64_t i = 0; i < rows * ld; i += VL) zero += load(from + i) * (vf){};
-  return sum_of(zero) == 0.0f;
+// Rows of `columns` numbers, a multiple of VL. What is not finite is not 0 times 0; two sums do not wait for each other.
+CH_INLINE bool finite_rows(const float* from, int64_t rows, int64_t columns, int64_t row) {
+  vf zero = (vf){}, other = (vf){};
+  for (int64_t i = 0; i < rows; i++) {
+    int64_t c = 0;
+    for (; c + 2 * VL <= columns; c += 2 * VL) {
+      zero += load(from + i * row + c) * (vf){};
+      other += load(from + i * row + c + VL) * (vf){};
+    }
+    for (; c < columns; c += VL) zero += load(from + i * row + c) * (vf){};
+  }
+  return sum_of(zero + other) == 0.0f;
 }
 
 CH_INLINE float dot(const float* a, const float* b, int64_t ld) {
@@ -132,6 +141,8 @@ struct Tiles {
   int64_t batch, head, first, rows;  // which tokens
   int height;                        // of products with a part, see `times`
   float *k, *v, *kt;                 // features of keys, values, and the keys' transpose
+  const float* values;               // values as forward's products read them
+  int64_t values_row;
   float *q, *u, *o;                  // features of one head's queries, its output's gradient, its output
   float *p, *d;                      // products within the chunk, and their gradients
   float *held, *sums;                // state and sum of features, running
@@ -240,31 +251,51 @@ class Chunk {
     for (int64_t i = 0; i < t.rows; i++) put_row<Float32>(row + i * to.row, (int)dim, from + i * ld, 1.0f);
   }
 
-  void take_features(const Tiles& t, float* tile, float scale) const {
-    const int map = w.feature_map;
-    if (map == CH_FEATURE_IDENTITY && scale == 1.0f) return;
-    for (int64_t i = 0; i < t.rows; i++) {
-      for (int64_t c = 0; c < w.features; c += VL) {
-        vf found = feature_of(map, load(tile + i * F + c)) * all(scale);
+  // Rows through the feature map into a tile, zeros beyond the last feature; whether what came out is finite.
+  template <int MAP>
+  bool map_rows(const Tiles& t, const ch_tensor& from, int64_t head, float scale, float* to) const {
+    const float* row = at<Float32>(from, t.batch, head, t.first);
+    const int64_t whole = w.features / VL * VL;
+    vf zero = (vf){};
+    for (int64_t i = 0; i < t.rows; i++, row += from.row, to += F) {
+      if (whole < F) get_row<Float32>(row + whole, (int)(w.features - whole), to + whole, (int)(F - whole));
+      for (int64_t c = 0; c < F; c += VL) {
+        vf found = feature_of<MAP>(load((c < whole ? row : to) + c)) * all(scale);
         // Beyond the last channel there is no feature.
-        store(tile + i * F + c, c + VL > w.features ? first_of(found, w.features - c) : found);
+        if (c + VL > w.features) found = first_of(found, most(w.features - c, (int64_t)0));
+        store(to + c, found);
+        zero += found * (vf){};
       }
+    }
+    clear(to, (wide(t) - t.rows) * F);  // whole blocks are transposed
+    return sum_of(zero) == 0.0f;
+  }
+
+  bool get_features(const Tiles& t, const ch_tensor& from, int64_t head, float scale, float* to) const {
+    switch (w.feature_map) {
+      case CH_FEATURE_ELU: return map_rows<CH_FEATURE_ELU>(t, from, head, scale, to);
+      case CH_FEATURE_RELU: return map_rows<CH_FEATURE_RELU>(t, from, head, scale, to);
+      default: return map_rows<CH_FEATURE_IDENTITY>(t, from, head, scale, to);
     }
   }
 
-  void load_keys(Tiles& t) const {
-    get_rows(t, w.key, t.head, w.features, F, t.k);
-    get_rows(t, w.value, t.head, w.value_dim, D, t.v);
-    take_features(t, t.k, 1.0f);
-    t.height = finite_rows(t.k, t.rows, F) && finite_rows(t.v, t.rows, D) ? MR : 1;
+  // Values are read where they lie, if nothing changes or transposes them and their rows are whole vectors.
+  void load_keys(Tiles& t, bool lying = false) const {
+    const bool finite = get_features(t, w.key, t.head, 1.0f, t.k);
+    t.values = t.v, t.values_row = D;
+    if (lying && !delta && w.value_dim == D) {
+      t.values = at<Float32>(w.value, t.batch, t.head, t.first), t.values_row = w.value.row;
+    } else {
+      get_rows(t, w.value, t.head, w.value_dim, D, t.v);
+    }
+    t.height = finite && finite_rows(t.values, t.rows, D, t.values_row) ? MR : 1;
     if (decays) load_decays(t);
   }
 
   void turn_keys(const Tiles& t) const { transpose(t.k, F, wide(t), F, t.kt, C); }
 
   void load_queries(Tiles& t, int64_t g) const {
-    get_rows(t, w.query, t.head * group + g, w.features, F, t.q);
-    take_features(t, t.q, (float)w.scale);
+    get_features(t, w.query, t.head * group + g, (float)w.scale, t.q);
     if (decays) multiply(t.qf, t.q, t.fade_q, t.rows * F);
   }
 
@@ -456,7 +487,7 @@ class Chunk {
       }
     }
     // A rate, a decay or an overflow may have brought in what keys and values did not have.
-    if (!finite_rows(t.v, t.rows, D)) t.height = 1;
+    if (!finite_rows(t.v, t.rows, D, D)) t.height = 1;
   }
 
   // Keys as the rule reads the state with them.

@@ -218,18 +218,35 @@ CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, i
 }
 #endif
 
+// Whether rows of M's numbers can be read where they lie.
+template <class M, class IO> CH_INLINE bool lies_as(const typename IO::type* from, int64_t stride) {
+  if constexpr (M::PAIR == 2) return stride % 2 == 0 && (uintptr_t)from % 4 == 0;
+  return __is_same(typename IO::type, typename M::number);
+}
+
 // Rows [first, first + count) of a tensor as panels; `staged` holds VL rows. Writes whole panels, zeros beyond.
 template <class M, class IO>
 void pack_panels(const typename IO::type* from, int64_t stride, int count, int dim, typename M::number* to,
                  typename M::number* staged) {
-  int numbers = row_numbers<M>(dim);
+  const int numbers = row_numbers<M>(dim), width = VL * M::PAIR;
+  // Whole blocks are transposed from where they lie; what an edge cuts is laid out first.
+  const int lying = lies_as<M, IO>(from, stride) ? dim / width * width : 0;
   for (int row = 0; row < (int)round_up(count, PW); row += VL) {
     typename M::number* panel = to + (int64_t)(row / PW) * numbers * PW + row % PW;
-    int real = most(0, least(VL, count - row));
-    for (int r = 0; r < real; r++) get_numbers<M, IO>(from + (row + r) * stride, dim, staged + r * numbers, numbers);
-    for (int r = real; r < VL; r++) memset(staged + r * numbers, 0, (size_t)numbers * 4);
-    for (int c = 0; c < numbers; c += VL)
-      transpose_block((const uint32_t*)staged + c, numbers, (uint32_t*)panel + (int64_t)c * PW, PW);
+    const int real = most(0, least(VL, count - row));
+    const int first = real == VL ? lying : 0;
+    // Beyond the last row there is no address to compute.
+    const typename IO::type* block = real > 0 ? from + row * stride : from;
+    for (int c = 0; c < first; c += width)
+      transpose_block((const uint32_t*)(block + c), stride / M::PAIR, (uint32_t*)panel + (int64_t)(c / M::PAIR) * PW,
+                      PW);
+    const int done = first / M::PAIR, rest = numbers - done;
+    if (rest == 0) continue;
+    for (int r = 0; r < real; r++)
+      get_numbers<M, IO>(block + r * stride + first, dim - first, staged + r * rest, rest);
+    for (int r = real; r < VL; r++) memset(staged + r * rest, 0, (size_t)rest * 4);
+    for (int c = 0; c < rest; c += VL)
+      transpose_block((const uint32_t*)staged + c, rest, (uint32_t*)panel + (int64_t)(done + c) * PW, PW);
   }
 }
 

@@ -37,7 +37,7 @@ CH_INLINE int64_t row_index(const ch_attention& w, int64_t b, int64_t h, int64_t
 }
 
 // Threads that pay for `operations`: waking another one costs a few microseconds.
-CH_INLINE int threads_for(const ch_attention& w, double operations) {
+template <class Description> CH_INLINE int threads_for(const Description& w, double operations) {
   if (clearhead::after_fork()) return 1;
   double worth = operations / 1e5;
   return worth < 2.0 ? 1 : worth < w.threads ? (int)worth : w.threads;

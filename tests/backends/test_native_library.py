@@ -32,6 +32,7 @@ C_TYPES: dict[str, Any] = {
     "ch_tensor": native_library.TensorView,
     "ch_table": native_library.Table,
     "ch_rule": native_library.Rule,
+    "ch_term": native_library.Term,
 }
 
 
@@ -58,7 +59,8 @@ def fields_of(struct: str) -> list[tuple[str, Any]]:
         kind, names = re.fullmatch(r"(?:const )?(\w+\*?)\s+(.+)", declaration, flags=re.DOTALL).groups()  # type: ignore[union-attr]
         base = ctypes.c_void_p if kind.endswith("*") else C_TYPES[kind]
         for name in (part.strip() for part in names.split(",")):
-            fields.append((name.partition("[")[0], base * native_library.MAX_RULES if "[" in name else base))
+            name, _, limit = name.rstrip("]").partition("[CH_")
+            fields.append((name, base * getattr(native_library, limit) if limit else base))
     return fields
 
 
@@ -89,6 +91,7 @@ FAKE = """
 int ch_abi(void) { return %d; }
 long long ch_description_size(void) { return %d; }
 long long ch_linear_description_size(void) { return %d; }
+long long ch_projection_description_size(void) { return %d; }
 const char* ch_isa_name(int index) { return index == 0 ? "modern" : index == 1 ? "plain" : 0; }
 int ch_isa_usable(int index) { return index == 1; }
 int ch_isa_best(void) { return 1; }
@@ -96,13 +99,14 @@ int ch_forward(void* work) { return 0; }
 int ch_backward(void* work) { return 0; }
 int ch_linear_forward(void* work) { return 0; }
 int ch_linear_backward(void* work) { return 0; }
+int ch_project(void* work) { return 0; }
 void ch_expect_writes(void* data, long long bytes) {}
 int ch_all_finite(const float* data, long long count) { return 1; }
 const char* ch_message(int code) { return "words"; }
 """
 SIZE = ctypes.sizeof(native_library.Description)
-LINEAR_SIZE = ctypes.sizeof(native_library.LinearDescription)
-GOOD = FAKE % (native_library.ABI, SIZE, LINEAR_SIZE)
+SIZES = (SIZE, *map(ctypes.sizeof, (native_library.LinearDescription, native_library.ProjectionDescription)))
+GOOD = FAKE % (native_library.ABI, *SIZES)
 
 # Large enough a call that two threads share it.
 FORK = """
@@ -133,6 +137,8 @@ class TestMirror:
             ("ch_rule", native_library.Rule),
             ("ch_attention", native_library.Description),
             ("ch_linear", native_library.LinearDescription),
+            ("ch_term", native_library.Term),
+            ("ch_projection", native_library.ProjectionDescription),
         ],
     )
     def test_fields(self, struct: str, mirror: type[ctypes.Structure]) -> None:
@@ -157,7 +163,7 @@ class TestMirror:
         ]  # fmt: skip
         assert len(re.findall(r"CH_\w+ = \d+", header())) == len(mirrors)
 
-    @pytest.mark.parametrize("name", ["ABI", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS"])
+    @pytest.mark.parametrize("name", ["ABI", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS", "MAX_TERMS"])
     def test_limits(self, name: str) -> None:
         found = re.search(rf"#define CH_{name} (\d+)", header())
         assert found
@@ -266,13 +272,12 @@ class TestRefused:
         expected = f"is of another version of clearhead ({abi} instead of {native_library.ABI}): install again"
         assert native_library.reason() == expected
 
-    @pytest.mark.parametrize("sizes", [(SIZE - 8, LINEAR_SIZE), (SIZE, LINEAR_SIZE + 8)])
-    def test_descriptions_of_another_size(
-        self, sizes: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    @pytest.mark.parametrize("place", range(len(SIZES)))
+    def test_descriptions_of_another_size(self, place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        sizes = tuple(size + 8 * (place == other) for other, size in enumerate(SIZES))
         monkeypatch.setattr(native_library, "PATH", a_library(tmp_path, FAKE % (native_library.ABI, *sizes)))
         assert native_library.library() is None
-        expected = f"is of another version of clearhead ({sizes} instead of {(SIZE, LINEAR_SIZE)}): install again"
+        expected = f"is of another version of clearhead ({sizes} instead of {SIZES}): install again"
         assert native_library.reason() == expected
 
     def test_a_processor_that_lacks_a_set(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -10,19 +11,27 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import clearhead as ch
-from clearhead import projection
 from clearhead.nn.linear import Linear
+from clearhead.projection import KINDS, products
+from clearhead.projection.paths import PATHS
 from tests.budget import within_budget
 
+#: By its full name: the package's own ``choice`` is the function.
+choosing = importlib.import_module("clearhead.projection.chosen")
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.skipif(PATHS[name].absent() is not None, reason=f"{PATHS[name].absent()}"))
+    for name in ("onednn", "native")
+]
 #: Large enough for the faster product.
 ROWS, WIDTH, OUT = 64, 256, 320
 
 
-@pytest.fixture(autouse=True)
-def forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(projection, "_CHOICES", {})
-    if projection._absent() is None:
-        monkeypatch.setenv("CLEARHEAD_PROJECTION", "onednn")
+@pytest.fixture(autouse=True, params=OTHERS)
+def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A path that is not torch's own."""
+    monkeypatch.setattr(choosing, "_CHOICES", {})
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", request.param)
+    return str(request.param)
 
 
 def _pair(bias: bool = True) -> tuple[nn.Linear, Linear]:
@@ -124,11 +133,10 @@ def test_our_models_are_built_of_it() -> None:
         assert all(type(layer) is Linear for layer in layers)
 
 
-@pytest.mark.skipif(projection._absent() is not None, reason=f"{projection._absent()}")
-def test_a_model_trains_to_the_same_weights_on_either_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_trains_to_the_same_weights_on_either_path(forced: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for path in ("torch", "onednn"):
-        monkeypatch.setattr(projection, "_CHOICES", {})
+    for path in ("torch", forced):
+        monkeypatch.setattr(choosing, "_CHOICES", {})
         monkeypatch.setenv("CLEARHEAD_PROJECTION", path)
         torch.manual_seed(0)
         model = ch.nn.Encoder(256, 4, 1)
@@ -139,7 +147,36 @@ def test_a_model_trains_to_the_same_weights_on_either_path(monkeypatch: pytest.M
             model(x).square().mean().backward()
             optimizer.step()
         found.append(model.state_dict())
-        assert {choice.path for choice in projection._CHOICES.values()} == {path}
-        assert set(projection._CHOICES) == {(kind, torch.float32) for kind in projection.KINDS}
+        assert {choice.path for choice in choosing._CHOICES.values()} == {path}
+        assert set(choosing._CHOICES) == {(kind, torch.float32) for kind in KINDS}
     for name, own in found[0].items():
         torch.testing.assert_close(found[1][name], own, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"bias": False}, {"num_kv_heads": 2}, {"rotary": True}], ids=str)
+def test_attention_has_the_same_gradients_with_the_joint_product(
+    arguments: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hook that does nothing keeps the layers of queries, keys and values apart."""
+    chosen: list[str] = []
+    own = products._path
+    monkeypatch.setattr(products, "_path", lambda kind, *sizes: chosen.append(kind) or own(kind, *sizes))
+    monkeypatch.setattr(products, "_LEAST", 1)
+    monkeypatch.setattr(products, "_LEAST_ONCE", 1)
+    torch.manual_seed(0)
+    together = ch.nn.MultiHeadAttention(32, 4, **arguments)  # type: ignore[arg-type]
+    apart, exact = copy.deepcopy(together), copy.deepcopy(together).double()
+    for layer in (apart.query_projection, apart.key_projection, apart.value_projection):
+        layer.register_forward_hook(lambda module, given, output: None)
+    found, counts = [], []
+    for module in (together, apart, exact):
+        chosen.clear()
+        x = _x().view(-1)[: 2 * 9 * 32].view(2, 9, 32).to(next(module.parameters()).dtype).requires_grad_()
+        output = module(x, mask=ch.Causal())
+        output.square().sum().backward()
+        found.append([output, x.grad, *(own.grad for own in module.parameters())])
+        counts.append(chosen.count("input gradient"))
+    # One more is that of the output's layer.
+    assert counts == [2, 4, 0]
+    for place, (result, textbook, reference) in enumerate(zip(*found, strict=True)):
+        within_budget(str(place), result.detach(), textbook.detach(), reference.detach(), terms=32)

@@ -19,17 +19,19 @@ import torch as torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 __all__ = [
-    "ABI", "LINEAR_PAD", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS", "UNBOUNDED", "Code", "Description",
-    "Dtype", "Feature", "LinearDescription", "Rule", "RuleKind", "Statistics", "Table", "TensorView", "all_finite",
-    "expect_writes", "in_memory", "isa_index", "isa_name", "isa_names", "library", "message", "reason", "room_like",
+    "ABI", "LINEAR_PAD", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS", "MAX_TERMS", "UNBOUNDED", "Code",
+    "Description", "Dtype", "Feature", "LinearDescription", "ProjectionDescription", "Rule", "RuleKind", "Statistics",
+    "Table", "TensorView", "Term", "all_finite", "expect_writes", "in_memory", "isa_index", "isa_name", "isa_names",
+    "library", "message", "reason", "room_like",
 ]  # fmt: skip
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
-ABI: Final = 3
+ABI: Final = 4
 MAX_HEAD_DIM: Final = 256
 MAX_RUNS: Final = 4
 MAX_RULES: Final = 8
 MAX_CHUNK: Final = 256
+MAX_TERMS: Final = 4
 #: States of the linear family that lie between calls are padded to a multiple of this.
 LINEAR_PAD: Final = 16
 #: Bytes from which glibc always maps memory anew (its DEFAULT_MMAP_THRESHOLD_MAX).
@@ -174,6 +176,30 @@ class LinearDescription(ctypes.Structure):
         return cls(size=ctypes.sizeof(cls), abi=ABI, isa=isa_index(), threads=1)
 
 
+class Term(ctypes.Structure):
+    """``ch_term``: one product of a sum, strides in elements from row to row as it lies."""
+
+    _fields_ = (
+        ("left", _pointer), ("right", _pointer), ("left_row", _int64), ("right_row", _int64), ("steps", _int64),
+    )  # fmt: skip
+
+
+class ProjectionDescription(ctypes.Structure):
+    """``ch_projection``: one product of a linear layer. Every field starts at zero; see ``Description.new``."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32), ("abi", ctypes.c_uint32), ("isa", _int32), ("threads", _int32),
+        ("dtype", _int32), ("num_terms", _int32), ("left_turned", _int32), ("right_turned", _int32),
+        ("rows", _int64), ("columns", _int64), ("terms", Term * MAX_TERMS),
+        ("bias", _pointer), ("output", _pointer), ("output_row", _int64), ("row_sums", _pointer),
+    )  # fmt: skip
+
+    @classmethod
+    def new(cls) -> ProjectionDescription:
+        """One thread and the instruction set that was chosen; sizes and tensors are the caller's."""
+        return cls(size=ctypes.sizeof(cls), abi=ABI, isa=isa_index(), threads=1)
+
+
 @dataclass(frozen=True)
 class _Loaded:
     """What looking for the library came to: it and the chosen set, or the reason against it."""
@@ -264,8 +290,10 @@ def _loaded() -> _Loaded:
         _declare(found)
     except (OSError, AttributeError) as problem:
         return _Loaded(None, f"was built for another machine or another torch ({' '.join(str(problem).split())})")
-    sizes = (found.ch_description_size(), found.ch_linear_description_size())
-    if sizes != (expected := (ctypes.sizeof(Description), ctypes.sizeof(LinearDescription))):
+    sizes = tuple(int(size()) for size in (
+        found.ch_description_size, found.ch_linear_description_size, found.ch_projection_description_size,
+    ))  # fmt: skip
+    if sizes != (expected := tuple(map(ctypes.sizeof, (Description, LinearDescription, ProjectionDescription)))):
         return _Loaded(None, f"is of another version of clearhead ({sizes} instead of {expected}): install again")
     return _chosen(found, os.environ.get("CLEARHEAD_ISA", "").strip())
 
@@ -288,6 +316,7 @@ def _declare(found: ctypes.CDLL) -> None:
     """Give the functions the types of the header."""
     found.ch_description_size.restype = ctypes.c_int64
     found.ch_linear_description_size.restype = ctypes.c_int64
+    found.ch_projection_description_size.restype = ctypes.c_int64
     found.ch_isa_best.restype = ctypes.c_int
     found.ch_expect_writes.argtypes, found.ch_expect_writes.restype = [_pointer, _int64], None
     found.ch_all_finite.argtypes, found.ch_all_finite.restype = [_pointer, _int64], ctypes.c_int
@@ -299,5 +328,6 @@ def _declare(found: ctypes.CDLL) -> None:
         (found.ch_backward, ctypes.POINTER(Description), ctypes.c_int),
         (found.ch_linear_forward, ctypes.POINTER(LinearDescription), ctypes.c_int),
         (found.ch_linear_backward, ctypes.POINTER(LinearDescription), ctypes.c_int),
+        (found.ch_project, ctypes.POINTER(ProjectionDescription), ctypes.c_int),
     ):
         function.argtypes, function.restype = [argument], result

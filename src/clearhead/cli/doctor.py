@@ -102,8 +102,7 @@ def _rates(console: Console, found: Diagnosis) -> None:
 def _projections(console: Console, found: Diagnosis) -> None:
     console.print("linear layers: the product they use, GFLOP/s", style="bold")
     for choice in found.projections:
-        rates = {"torch": choice.torch_gflops, "onednn": choice.onednn_gflops}
-        speeds = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items() if rate is not None)
+        speeds = ", ".join(f"{name} {rate:,.0f}" for name, rate in choice.gflops.items() if rate is not None)
         console.print(
             f"  {choice.kind:<16} {choice.dtype:<8} {choice.path:<8} {speeds} ({choice.reason})", soft_wrap=True
         )

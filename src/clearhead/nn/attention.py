@@ -11,7 +11,7 @@ from clearhead.cache import KVCache
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks import Mask
 from clearhead.nn.checks import positive, probability, sources_of
-from clearhead.nn.linear import Linear
+from clearhead.nn.linear import Linear, linear_each
 from clearhead.nn.rules import RuleList
 from clearhead.nn.weights import HeadWeight, copy_into, side_by_side, torch_projections, weight_and_bias
 from clearhead.positions import Rotary, as_rotary
@@ -129,11 +129,11 @@ class MultiHeadAttention(nn.Module):
         own = (key is None or key is query) and (value is None or value is key or value is query)
         key, value = self._sources(query, key, value)
         first = self._first_position(own, cache, query_offset, query.shape[-2], key.shape[-2])
-        heads = self._query_heads(query, first)
         if not own and cache is not None and cache.length > 0:
+            heads = self._query_heads(query, first)
             keys, values = self._memory(cache, key)
         else:
-            keys, values = self._key_heads(key, value, first if own and cache is not None else 0)
+            heads, keys, values = self._heads(query, key, value, first, first if own and cache is not None else 0)
             if cache is not None:
                 keys, values = self._append(cache, keys, values)
         output = attend(
@@ -159,16 +159,27 @@ class MultiHeadAttention(nn.Module):
         """
         own = key is None
         key, value = self._sources(query, key, value)
-        return (self._query_heads(query, first), *self._key_heads(key, value, first if own else 0))
+        return self._heads(query, key, value, first, first if own else 0)
+
+    def _heads(
+        self, query: Tensor, key: Tensor, value: Tensor, first: int, first_key: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values by head, turned from their first positions on."""
+        layers = (self.query_projection, self.key_projection, self.value_projection)
+        if query is key and key is value:
+            queries, keys, values = linear_each(layers, query)
+        else:
+            queries, keys, values = (layer(x) for layer, x in zip(layers, (query, key, value), strict=True))
+        keys = _split(keys, self.num_kv_heads, self.head_dim)
+        keys = keys if self.rotary is None else self.rotary.rotate(keys, first_key)
+        return self._turned(queries, first), keys, _split(values, self.num_kv_heads, self.head_dim)
 
     def _query_heads(self, query: Tensor, first: int) -> Tensor:
-        heads = _split(self.query_projection(query), self.num_heads, self.head_dim)
-        return heads if self.rotary is None else self.rotary.rotate(heads, first)
+        return self._turned(self.query_projection(query), first)
 
-    def _key_heads(self, key: Tensor, value: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        keys = _split(self.key_projection(key), self.num_kv_heads, self.head_dim)
-        values = _split(self.value_projection(value), self.num_kv_heads, self.head_dim)
-        return (keys if self.rotary is None else self.rotary.rotate(keys, first)), values
+    def _turned(self, queries: Tensor, first: int) -> Tensor:
+        heads = _split(queries, self.num_heads, self.head_dim)
+        return heads if self.rotary is None else self.rotary.rotate(heads, first)
 
     def _sources(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
         widths = (self.embed_dim, self.key_dim, self.value_dim)

@@ -1,0 +1,99 @@
+// What the entry points hold a description's counts, strides and pointers against, before any of them is followed.
+#pragma once
+
+#include <initializer_list>
+
+#include "isa.h"
+
+// Returns from the function with the first code that is not CH_OK.
+#define CH_TRY(expression)                 \
+  do {                                     \
+    const int code_ = (expression);        \
+    if (code_ != CH_OK) return code_;      \
+  } while (false)
+
+namespace clearhead {
+
+// Positions stay far enough from the ends of int64 that sums and differences of two of them fit.
+inline constexpr int64_t farthest = int64_t{1} << 48;
+inline constexpr int64_t most = INT32_MAX;
+inline constexpr int most_threads = 4096;
+// No process has more memory to address.
+inline constexpr int64_t most_bytes = int64_t{1} << 56;
+
+struct Axis {
+  int64_t count, stride;
+};
+
+struct Layout {
+  Axis axes[3];
+  int64_t last;  // elements of the contiguous last axis, or how far a strided one reaches
+};
+
+enum class Access { read, write };
+
+// Elements from the first to one past the last that is touched; -1 where a stride is negative or the sum too large.
+inline int64_t reach(const Layout& layout) {
+  int64_t sum = layout.last;
+  bool empty = layout.last == 0;
+  for (const Axis& axis : layout.axes) {
+    if (axis.stride < 0) return -1;
+    if (axis.count == 0) empty = true;
+    int64_t step = 0;
+    if (axis.count > 1 && (__builtin_mul_overflow(axis.count - 1, axis.stride, &step) ||
+                           __builtin_add_overflow(sum, step, &sum)))
+      return -1;
+  }
+  return empty ? 0 : sum;
+}
+
+// Whether no element has two places: each axis steps over everything that the axes of smaller stride cover.
+inline bool separate(const Layout& layout) {
+  int64_t covered = layout.last;
+  bool done[3] = {false, false, false};
+  for (int round = 0; round < 3; ++round) {
+    int next = -1;
+    for (int i = 0; i < 3; ++i) {
+      if (!done[i] && (next < 0 || layout.axes[i].stride < layout.axes[next].stride)) next = i;
+    }
+    done[next] = true;
+    const Axis& axis = layout.axes[next];
+    if (axis.count <= 1) continue;
+    if (axis.stride < covered) return false;
+    covered += (axis.count - 1) * axis.stride;
+  }
+  return true;
+}
+
+inline int check_memory(const void* data, const Layout& layout, int64_t size, Access access = Access::read) {
+  const int64_t elements = reach(layout);
+  int64_t bytes = 0;
+  if (elements < 0 || __builtin_mul_overflow(elements, size, &bytes) || bytes > most_bytes) return CH_BAD_STRIDE;
+  if (bytes == 0) return CH_OK;
+  const uintptr_t first = reinterpret_cast<uintptr_t>(data);
+  uintptr_t end = 0;
+  if (data == nullptr || first % static_cast<uintptr_t>(size) != 0) return CH_BAD_POINTER;
+  if (__builtin_add_overflow(first, static_cast<uintptr_t>(bytes), &end)) return CH_BAD_STRIDE;
+  return access == Access::write && !separate(layout) ? CH_BAD_STRIDE : CH_OK;
+}
+
+inline bool is_count(int64_t number) { return number >= 0 && number <= most; }
+
+// Whether [batch, heads, rows, last] can be counted in int64 with a MiB for each: room for every padding and packing.
+inline bool countable(int64_t batch, int64_t heads, int64_t rows, int64_t last) {
+  int64_t product = int64_t{1} << 20;
+  for (int64_t factor : {batch, heads, rows, last}) {
+    if (factor > 0 && __builtin_mul_overflow(product, factor, &product)) return false;
+  }
+  return true;
+}
+
+// Holds size, version and instruction set of a description against this library; the set's kernels in `kernels`.
+template <class Description> int check_library(const Description* work, const Kernels** kernels) {
+  if (work == nullptr) return CH_BAD_POINTER;
+  if (work->size != sizeof(Description) || work->abi != CH_ABI) return CH_BAD_SIZE;
+  *kernels = kernels_of(work->isa);
+  return *kernels == nullptr ? CH_BAD_ISA : CH_OK;
+}
+
+}  // namespace clearhead

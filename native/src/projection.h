@@ -1,0 +1,305 @@
+// The products of linear layers: output[rows, columns] = left[rows, steps] right[steps, columns] + bias, in each of
+// the forms that forward and backward need, and as a sum of several.
+//
+// Right is packed once, into panels of PW columns that all threads read. Left is read where it lies; where it lies
+// turned (the gradient of a weight, whose steps are tokens), or its numbers cannot be read in place, each thread lays
+// out its block of rows. A block of rows goes through all panels, a tile at a time: the tile is summed in the innermost
+// cache, then takes bias and rounding on its way out. Which numbers are added in which order depends on the shapes
+// alone, so the bits do not depend on the threads.
+#pragma once
+
+#include "work.h"
+
+namespace CH_NS {
+
+// Left where it lies, one number of every step after the other, or turned.
+template <class M, class IO> class Projection {
+  typedef typename M::number number;
+  typedef typename IO::type type;
+
+  // Steps whose panel and rows stay in the second cache while a tile is summed.
+  static constexpr int64_t DEPTH = 512;
+  // Steps that are packed before their products: of weights, whose steps are channels, and of tokens.
+  static constexpr int64_t STEPS = 4096, TURNED_STEPS = 1024;
+  // Rows of a block, and numbers of right that are packed at a time: 16 MiB, a share of the last cache.
+  static constexpr int64_t BLOCK = 12 * MR, PACKED = int64_t(1) << 22;
+
+  // A stretch of one term's steps; `first` is where it lies in the packed panels, in numbers of M.
+  struct Piece {
+    const ch_term* term;
+    int64_t from, count, first;
+    CH_INLINE int64_t steps() const { return row_steps<M>(count); }
+  };
+  // Pieces that are packed together.
+  struct Group {
+    Piece pieces[CH_MAX_TERMS];
+    int count;
+    int64_t steps;  // of all pieces, each rounded up to whole vectors
+    bool first, last;
+  };
+
+  const ch_projection& w;
+  int threads;
+  int64_t block, blocks;
+  bool direct;
+  number* packed;
+  float* sums;
+  float* totals;
+  int64_t sums_row;
+
+ public:
+  explicit Projection(const ch_projection& work) : w(work), packed(nullptr), sums(nullptr), totals(nullptr), sums_row(0) {
+    double steps = 0;
+    for (int t = 0; t < w.num_terms; t++) steps += (double)w.terms[t].steps;
+    threads = threads_for(w, 2.0 * (double)w.rows * (double)w.columns * steps);
+    // As many blocks for every thread, of nearly the same size.
+    const int64_t rounds = (w.rows + threads * BLOCK - 1) / (threads * BLOCK);
+    block = round_up((w.rows + threads * rounds - 1) / (threads * rounds), MR);
+    blocks = (w.rows + block - 1) / block;
+    direct = !w.left_turned && in_place();
+  }
+
+  int run() {
+    const int64_t most_steps = w.left_turned ? TURNED_STEPS : STEPS;
+    const int64_t room = room_of(most_steps);
+    const int64_t wide = round_up(w.columns, PW) / PW;
+    const int64_t at_once = least(wide, most((int64_t)1, PACKED / (room * PW + 1)));
+    packed = (number*)scratch(clearhead::SLOT_SHARED, (size_t)(at_once * room * PW) * sizeof(number) + 64);
+    if (packed == nullptr) return CH_NO_MEMORY;
+    Group group;
+    next_group(group, nullptr, most_steps);
+    if (!group.last && !keep_sums()) return CH_NO_MEMORY;
+    for (;;) {
+      for (int64_t panel = 0; panel < wide; panel += at_once) {
+        const int64_t count = least(at_once, wide - panel);
+        if (!pack(group, panel, count) || !multiply(group, panel, count)) return CH_NO_MEMORY;
+      }
+      if (group.last) break;
+      next_group(group, &group, most_steps);
+    }
+    clearhead::trim_scratch();
+    return CH_OK;
+  }
+
+ private:
+  // Steps of the largest group.
+  int64_t room_of(int64_t most_steps) const {
+    int64_t steps = 0;
+    for (int t = 0; t < w.num_terms; t++) steps += round_up(row_steps<M>(w.terms[t].steps), VL);
+    return least(steps, most_steps);
+  }
+
+  // Whether the numbers of M can be read from left as it lies.
+  bool in_place() const {
+    if constexpr (!__is_same(IO, Float32)) {
+      if (M::PAIR == 1) return false;
+      for (int t = 0; t < w.num_terms; t++) {
+        const ch_term& term = w.terms[t];
+        if (term.steps % M::PAIR || term.left_row % M::PAIR || (uintptr_t)term.left % sizeof(number)) return false;
+      }
+    }
+    return true;
+  }
+
+  // Float sums of every number of the output, and of rows, for products that come in several groups.
+  bool keep_sums() {
+    sums_row = round_up(w.columns, VL);
+    sums = (float*)scratch(clearhead::SLOT_PARTIAL, (size_t)(w.rows * (sums_row + 1)) * sizeof(float));
+    totals = sums + w.rows * sums_row;
+    return sums != nullptr;
+  }
+
+  // The pieces behind those of the group before, as many as have room.
+  void next_group(Group& group, const Group* before, int64_t most_steps) const {
+    int term = 0;
+    int64_t from = 0;
+    group.first = before == nullptr;
+    if (before != nullptr) {
+      const Piece& done = before->pieces[before->count - 1];
+      term = (int)(done.term - w.terms);
+      from = done.from + done.count;
+    }
+    group.count = 0;
+    group.steps = 0;
+    for (; term < w.num_terms; term++, from = 0) {
+      const ch_term& own = w.terms[term];
+      const int64_t room = (most_steps - group.steps) * M::PAIR;
+      const int64_t count = least(room, own.steps - from);
+      if (count > 0) {
+        group.pieces[group.count++] = Piece{&own, from, count, group.steps};
+        group.steps += round_up(row_steps<M>(count), VL);
+      }
+      if (from + count < own.steps) break;
+    }
+    group.last = term == w.num_terms;
+  }
+
+  bool pack(const Group& group, int64_t panel, int64_t count) {
+    Fault fault;
+    parallel(threads, count, [&](int64_t p) {
+      const int64_t column = (panel + p) * PW;
+      const int columns = (int)least((int64_t)PW, w.columns - column);
+      for (int i = 0; i < group.count; i++) {
+        const Piece& piece = group.pieces[i];
+        const type* right = (const type*)piece.term->right;
+        number* to = packed + (p * group.steps + piece.first) * PW;
+        if (w.right_turned) {
+          const int64_t staged_numbers = VL * row_numbers<M>((int)piece.count);
+          number* staged = (number*)scratch(clearhead::SLOT_WORK, (size_t)staged_numbers * sizeof(number));
+          if (staged == nullptr) return fault.set(CH_NO_MEMORY);
+          pack_panels<M, IO>(right + column * piece.term->right_row + piece.from, piece.term->right_row, columns,
+                             (int)piece.count, to, staged);
+        } else {
+          pack_rows<M, IO>(right + piece.from * piece.term->right_row + column, piece.term->right_row,
+                           (int)piece.count, columns, to, Panels(PW, group.steps));
+        }
+      }
+    });
+    return fault.get() == CH_OK;
+  }
+
+  // Blocks of rows, and of panels where there are too few of rows for the threads.
+  bool multiply(const Group& group, int64_t panel, int64_t count) {
+    const int64_t parts = least(count, (2 * threads + blocks - 1) / blocks);
+    const int64_t per_part = (count + parts - 1) / parts;
+    Fault fault;
+    parallel(threads, blocks * parts, [&](int64_t unit) {
+      const int64_t row = unit / parts * block, rows = least(block, w.rows - row);
+      const int64_t first = unit % parts * per_part, end = least(count, first + per_part);
+      const int64_t laid = direct ? 0 : round_up(block, VL) * left_row(group);
+      float* tile = (float*)scratch(clearhead::SLOT_WORK, (size_t)(block * PW + laid) * sizeof(float));
+      if (tile == nullptr) return fault.set(CH_NO_MEMORY);
+      number* left = (number*)(tile + block * PW);
+      if (!direct) lay_out(group, row, rows, left, panel == 0 && first == 0);
+      for (int64_t p = first; p < end; p++) {
+        const int64_t column = (panel + p) * PW;
+        expect(group, row, rows, column);
+        sum_tile(group, packed + p * group.steps * PW, left, row, rows, vectors(column), tile);
+        finish(group, tile, row, rows, column);
+      }
+    });
+    return fault.get() == CH_OK;
+  }
+
+  CH_INLINE int vectors(int64_t column) const {
+    return (int)(round_up(least((int64_t)PW, w.columns - column), VL) / VL);
+  }
+  // Numbers from one laid-out row to the next: not a power of two, whose rows would share a few lines of the cache.
+  CH_INLINE int64_t left_row(const Group& group) const { return group.steps + VL; }
+
+  // Asks for the lines that the tile will be written to, which come while it is summed.
+  void expect(const Group& group, int64_t row, int64_t rows, int64_t column) const {
+    const int64_t columns = least((int64_t)PW, w.columns - column);
+    for (int64_t r = row; r < row + rows; r++) {
+      const char* line = group.last ? (const char*)((const type*)w.output + r * w.output_row + column)
+                                    : (const char*)(sums + r * sums_row + column);
+      const int64_t bytes = columns * (int64_t)(group.last ? sizeof(type) : sizeof(float));
+      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(line + byte, 1);
+    }
+  }
+
+  void sum_tile(const Group& group, const number* right, const number* laid, int64_t row, int64_t rows, int vecs,
+                float* tile) const {
+    bool started = false;
+    for (int i = 0; i < group.count; i++) {
+      const Piece& piece = group.pieces[i];
+      const int64_t stride = direct ? piece.term->left_row / M::PAIR : left_row(group);
+      const number* left = direct ? (const number*)((const type*)piece.term->left + row * piece.term->left_row) +
+                                        piece.from / M::PAIR
+                                  : laid + piece.first;
+      for (int64_t s = 0; s < piece.steps(); s += DEPTH, started = true) {
+        const int64_t steps = least(DEPTH, piece.steps() - s);
+        const number* b = right + (piece.first + s) * PW;
+        for (int64_t r = 0; r < rows; r += MR) {
+          const int count = (int)least((int64_t)MR, rows - r);
+          const number* a = left + r * stride + s;
+          if (started) product<M, ADD>(count, vecs, steps, a, stride, 1, b, PW, tile + r * PW, PW);
+          else product<M, SET>(count, vecs, steps, a, stride, 1, b, PW, tile + r * PW, PW);
+        }
+      }
+    }
+    if (!started) memset(tile, 0, (size_t)(rows * PW) * sizeof(float));
+  }
+
+  // The tile's way out: to the sums, or with all of them, bias and rounding to the output.
+  void finish(const Group& group, float* tile, int64_t row, int64_t rows, int64_t column) const {
+    const int columns = (int)least((int64_t)PW, w.columns - column);
+    float bias[PW];
+    const bool biased = group.last && w.bias != nullptr;
+    if (biased) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
+    for (int64_t r = 0; r < rows; r++) {
+      float* own = tile + r * PW;
+      float* sum = sums + (row + r) * sums_row + column;
+      const int wide = (int)round_up(columns, VL);
+      if (!group.first)
+        for (int c = 0; c < wide; c += VL) store(own + c, load(own + c) + load(sum + c));
+      if (!group.last) {
+        memcpy(sum, own, (size_t)wide * sizeof(float));
+        continue;
+      }
+      if (biased)
+        for (int c = 0; c < wide; c += VL) store(own + c, load(own + c) + load(bias + c));
+      put_row<IO>((type*)w.output + (row + r) * w.output_row + column, columns, own, 1.0f);
+    }
+  }
+
+  // Rows [row, row + rows) of left, one number of every step after the other.
+  void lay_out(const Group& group, int64_t row, int64_t rows, number* to, bool counts) const {
+    float counted[BLOCK + VL] = {};
+    for (int i = 0; i < group.count; i++) {
+      const Piece& piece = group.pieces[i];
+      const type* left = (const type*)piece.term->left;
+      const int64_t stride = piece.term->left_row;
+      if (w.left_turned) {
+        turn(left + piece.from * stride + row, stride, piece.count, (int)rows, to + piece.first, left_row(group),
+             counted);
+      } else {
+        for (int64_t r = 0; r < rows; r++)
+          get_numbers<M, IO>(left + (row + r) * stride + piece.from, (int)piece.count,
+                             to + r * left_row(group) + piece.first, (int)round_up(piece.steps(), VL));
+      }
+    }
+    if (counts && w.row_sums != nullptr) count_rows(group, row, rows, counted);
+  }
+
+  // Steps as they lie, each with all rows, to rows with all steps; adds every row's numbers to `counted`.
+  static void turn(const type* from, int64_t stride, int64_t count, int rows, number* to, int64_t to_row,
+                   float* counted) {
+    const int wide = (int)round_up(rows, VL);
+    const number one = unit();
+    number staged[VL * (BLOCK + VL)];
+    for (int64_t s = 0; s < row_steps<M>(count); s += VL) {
+      for (int64_t step = (s + VL) * M::PAIR; step < least(count, (s + 2 * VL) * M::PAIR); step++)
+        for (int64_t byte = 0; byte < rows * (int64_t)sizeof(type); byte += 64)
+          __builtin_prefetch((const char*)(from + step * stride) + byte);
+      for (int64_t r = 0; r < VL; r++) {
+        const int64_t step = (s + r) * M::PAIR;
+        number* own = staged + r * wide;
+        if (step >= count) memset(own, 0, (size_t)wide * sizeof(number));
+        else if constexpr (M::PAIR == 1) get_row<IO>(from + step * stride, rows, own, wide);
+        else pair_row(from + step * stride, step + 1 < count ? from + (step + 1) * stride : nullptr, rows, own, wide);
+      }
+      for (int c = 0; c < wide; c += VL) {
+        vf sum = load(counted + c);
+        for (int64_t r = 0; r < VL; r++) sum = M::madd(sum, M::spread(&one), M::get(staged + r * wide + c));
+        store(counted + c, sum);
+        transpose_block((const uint32_t*)staged + c, wide, (uint32_t*)to + c * to_row + s, to_row);
+      }
+    }
+  }
+
+  // 1 as a number: 1 and 1 where it is a pair.
+  static CH_INLINE number unit() {
+    if constexpr (M::PAIR == 1) return 1.0f;
+    else return 0x3f803f80u;
+  }
+
+  void count_rows(const Group& group, int64_t row, int64_t rows, float* counted) const {
+    if (!group.first)
+      for (int64_t r = 0; r < rows; r++) counted[r] += totals[row + r];
+    if (group.last) put_row<IO>((type*)w.row_sums + row, (int)rows, counted, 1.0f);
+    else memcpy(totals + row, counted, (size_t)rows * sizeof(float));
+  }
+};
+
+}  // namespace CH_NS

@@ -1,0 +1,66 @@
+// The entry point of linear layers' products.
+#include "checks.h"
+
+namespace clearhead {
+namespace {
+
+int64_t number_size(const ch_projection& work) { return work.dtype == CH_FLOAT32 ? 4 : 2; }
+
+// What lies as `rows` rows of `columns`, or turned.
+int check_matrix(const ch_projection& work, const void* data, int64_t rows, int64_t columns, int64_t row, bool turned,
+                 Access access) {
+  const int64_t lying = turned ? columns : rows, last = turned ? rows : columns;
+  return check_memory(data, {{{lying, row}, {1, 0}, {1, 0}}, last}, number_size(work), access);
+}
+
+int check_vector(const ch_projection& work, const void* data, int64_t count) {
+  return data == nullptr ? CH_OK : check_matrix(work, data, 1, count, 0, false, Access::read);
+}
+
+int check_sizes(const ch_projection& work) {
+  if (work.dtype != CH_FLOAT32 && work.dtype != CH_BFLOAT16 && work.dtype != CH_FLOAT16) return CH_BAD_DTYPE;
+  if (work.num_terms < 1 || work.num_terms > CH_MAX_TERMS) return CH_BAD_SHAPE;
+  if (!is_count(work.rows) || !is_count(work.columns)) return CH_BAD_SHAPE;
+  if (!countable(1, 1, work.rows, work.columns)) return CH_BAD_SHAPE;
+  for (int t = 0; t < work.num_terms; ++t) {
+    const int64_t steps = work.terms[t].steps;
+    if (!is_count(steps) || !countable(1, 1, work.rows, steps) || !countable(1, 1, work.columns, steps))
+      return CH_BAD_SHAPE;
+  }
+  if (work.threads < 1 || work.threads > most_threads) return CH_BAD_OPTION;
+  for (int32_t turned : {work.left_turned, work.right_turned}) {
+    if (turned != 0 && turned != 1) return CH_BAD_OPTION;
+  }
+  if (work.row_sums == nullptr) return CH_OK;
+  // Sums of several terms' rows are nobody's yet, nor of rows that are read in place, nor without any product.
+  if (work.columns == 0) return CH_BAD_SHAPE;
+  return !work.left_turned || work.num_terms != 1 ? CH_BAD_OPTION : CH_OK;
+}
+
+int check(const ch_projection& work) {
+  CH_TRY(check_sizes(work));
+  for (int t = 0; t < work.num_terms; ++t) {
+    const ch_term& term = work.terms[t];
+    CH_TRY(check_matrix(work, term.left, work.rows, term.steps, term.left_row, work.left_turned, Access::read));
+    CH_TRY(check_matrix(work, term.right, term.steps, work.columns, term.right_row, work.right_turned, Access::read));
+  }
+  CH_TRY(check_vector(work, work.bias, work.columns));
+  CH_TRY(check_vector(work, work.row_sums, work.rows));
+  return check_matrix(work, work.output, work.rows, work.columns, work.output_row, false, Access::write);
+}
+
+}  // namespace
+}  // namespace clearhead
+
+extern "C" {
+
+int64_t ch_projection_description_size(void) { return sizeof(ch_projection); }
+
+int ch_project(const ch_projection* work) {
+  const clearhead::Kernels* kernels = nullptr;
+  CH_TRY(clearhead::check_library(work, &kernels));
+  CH_TRY(clearhead::check(*work));
+  return work->rows == 0 || work->columns == 0 ? CH_OK : kernels->project(work);
+}
+
+}  // extern "C"

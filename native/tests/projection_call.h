@@ -1,0 +1,227 @@
+// Products of linear layers in plain values, drawn at random, each a function of its number; laid out in guarded
+// memory, described to the library, run, and compared.
+#pragma once
+
+#include <algorithm>
+
+#include "result.h"
+
+namespace test {
+
+struct ProjectionCase {
+  int dtype = CH_FLOAT32;
+  bool left_turned = false, right_turned = false, biased = false, counted = false;  // counted: with row_sums
+  // Whole numbers, so small that float32 adds them without rounding: one answer is right, and nothing hides in a bound.
+  bool whole = false;
+  int64_t rows = 1, columns = 1;
+  std::vector<int64_t> steps;         // of every term
+  std::vector<Numbers> left, right;   // [rows, steps] and [steps, columns], contiguous, never turned
+  Numbers bias;                       // [columns], or empty
+
+  int64_t all_steps() const {
+    int64_t sum = 0;
+    for (int64_t one : steps) sum += one;
+    return sum;
+  }
+};
+
+// What every dtype can hold: eight bits, at several sizes.
+inline double draw_number(Random& random, const ProjectionCase& c) {
+  if (c.whole) return static_cast<double>(random.between(-8, 8));
+  if (c.dtype == CH_FLOAT32) return static_cast<float>(2 * random.uniform() - 1);
+  const int exponent = static_cast<int>(random.between(-10, -7));
+  const double size = std::ldexp(static_cast<double>(random.between(128, 255)), exponent);
+  return random.one_in(2) ? size : -size;
+}
+
+inline void draw_numbers(Random& random, ProjectionCase& c) {
+  const auto fill = [&](Numbers& to, int64_t count) {
+    to.resize(static_cast<size_t>(count));
+    for (double& number : to) number = draw_number(random, c);
+  };
+  c.left.resize(c.steps.size()), c.right.resize(c.steps.size());
+  for (size_t t = 0; t < c.steps.size(); ++t) {
+    fill(c.left[t], c.rows * c.steps[t]);
+    fill(c.right[t], c.steps[t] * c.columns);
+  }
+  if (c.biased) fill(c.bias, c.columns);
+}
+
+// To the nearest number of a dtype, to an even one from the middle. Not for numbers too small or too large for it.
+inline double nearest(int dtype, double number) {
+  int exponent = 0;
+  std::frexp(number, &exponent);
+  const int bits = dtype == CH_FLOAT32 ? 24 : dtype == CH_BFLOAT16 ? 8 : 11;
+  return std::ldexp(std::nearbyint(std::ldexp(number, bits - exponent)), exponent - bits);
+}
+
+struct ProjectionExpected {
+  Result output, row_sums;
+};
+
+// How far a sum may be off. float32 adds at most `chain` numbers one after the other, and then the sums of such
+// stretches, of which every term has at least one; each addition is a rounding, and so may be the product and the bias.
+// The bounds are those of reference.h.
+inline double sum_bound(const ProjectionCase& c, double number, double sizes, double chain) {
+  if (c.whole) return 0;
+  const double steps = static_cast<double>(c.all_steps());
+  const double roundings = std::fmin(steps, chain) + steps / chain + 2 * static_cast<double>(c.steps.size()) + 3;
+  const double error = 1.01 * roundings * std::ldexp(sizes, -24);
+  if (c.dtype == CH_FLOAT32) return error;
+  return error + std::ldexp(std::fabs(number) + error, c.dtype == CH_BFLOAT16 ? -8 : -11) + std::ldexp(1.0, -25);
+}
+
+inline ProjectionExpected expected(const ProjectionCase& c) {
+  ProjectionExpected right;
+  right.output.size(c.rows * c.columns), right.row_sums.size(c.counted ? c.rows : 0);
+  const size_t columns = static_cast<size_t>(c.columns);
+  Numbers sums(columns), sizes(columns);
+  for (size_t r = 0; r < static_cast<size_t>(c.rows); ++r) {
+    double row_sum = 0, row_size = 0;
+    for (size_t x = 0; x < columns; ++x) sums[x] = c.biased ? c.bias[x] : 0, sizes[x] = std::fabs(sums[x]);
+    for (size_t t = 0; t < c.steps.size(); ++t) {
+      const size_t steps = static_cast<size_t>(c.steps[t]);
+      for (size_t s = 0; s < steps; ++s) {
+        const double left = c.left[t][r * steps + s], size = std::fabs(left);
+        const double* row = c.right[t].data() + s * columns;
+        double* sum = sums.data();
+        double* sized = sizes.data();
+        for (size_t x = 0; x < columns; ++x) sum[x] += left * row[x];
+        for (size_t x = 0; x < columns && !c.whole; ++x) sized[x] += size * std::fabs(row[x]);
+        row_sum += left, row_size += size;
+      }
+    }
+    for (size_t x = 0; x < columns; ++x) {
+      right.output.number[r * columns + x] = c.whole ? nearest(c.dtype, sums[x]) : sums[x];
+      right.output.bound[r * columns + x] = sum_bound(c, sums[x], sizes[x], 512);
+    }
+    if (!c.counted) continue;
+    right.row_sums.number[r] = c.whole ? nearest(c.dtype, row_sum) : row_sum;
+    right.row_sums.bound[r] = sum_bound(c, row_sum, row_size, 1024);
+  }
+  return right;
+}
+
+class ProjectionCall {
+ public:
+  ProjectionCall(const ProjectionCase& of, Random& random) : c(of) {
+    for (size_t t = 0; t < c.steps.size(); ++t) {
+      left.push_back(room(random, c.rows, c.steps[t], c.left_turned));
+      right.push_back(room(random, c.steps[t], c.columns, c.right_turned));
+      put(left[t], c.left[t], c.left_turned), put(right[t], c.right[t], c.right_turned);
+    }
+    if (c.biased) bias = room(random, 1, c.columns, false), put(bias, c.bias, false);
+    if (c.counted) row_sums = room(random, 1, c.rows, false);
+    output = room(random, c.rows, c.columns, false);
+    describe();
+    for (Guarded* one : inputs()) one->keep();
+  }
+
+  int run(int isa, int threads) {
+    clear();
+    ch_projection call = work;
+    call.isa = isa, call.threads = threads;
+    return ch_project(&call);
+  }
+
+  void compare_with(const ProjectionExpected& right_one, const std::string& name) const {
+    compare(output, right_one.output, name + " output");
+    if (c.counted) compare(row_sums, right_one.row_sums, name + " row_sums");
+  }
+
+  std::vector<std::vector<uint8_t>> bits() const {
+    std::vector<std::vector<uint8_t>> found = {output.copy()};
+    if (c.counted) found.push_back(row_sums.copy());
+    return found;
+  }
+
+  // Nothing was written outside what is written, and nothing to what is read.
+  void margins(const std::string& name) {
+    check(output.margins_intact(), name + ": wrote outside the output");
+    if (c.counted) check(row_sums.margins_intact(), name + ": wrote outside row_sums");
+    for (const Guarded* one : inputs()) check(one->unchanged(), name + ": wrote to what is only read");
+  }
+
+  void clear() {
+    output.clear();
+    if (c.counted) row_sums.clear();
+  }
+  bool untouched() const { return output.untouched() && (!c.counted || row_sums.untouched()); }
+
+  const ProjectionCase& c;
+  ch_projection work{};
+  std::vector<Guarded> left, right;
+  Guarded bias, output, row_sums;
+
+ private:
+  Guarded room(Random& random, int64_t rows, int64_t columns, bool turned) const {
+    if (turned) std::swap(rows, columns);
+    return Guarded::make(random, c.dtype, size_of(c.dtype), 1, 1, rows, columns, random.one_in(3));
+  }
+
+  void put(Guarded& to, const Numbers& from, bool turned) const {
+    const int64_t rows = turned ? to.last : to.count[2], columns = turned ? to.count[2] : to.last;
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t x = 0; x < columns; ++x)
+        encode(c.dtype, from[static_cast<size_t>(r * columns + x)], turned ? to.at(0, 0, x, r) : to.at(0, 0, r, x));
+  }
+
+  void describe() {
+    work.size = sizeof(ch_projection), work.abi = CH_ABI, work.isa = -1, work.threads = 1, work.dtype = c.dtype;
+    work.num_terms = static_cast<int32_t>(c.steps.size()), work.rows = c.rows, work.columns = c.columns;
+    work.left_turned = c.left_turned, work.right_turned = c.right_turned;
+    for (size_t t = 0; t < c.steps.size(); ++t)
+      work.terms[t] = {left[t].data(), right[t].data(), left[t].stride[2], right[t].stride[2], c.steps[t]};
+    work.bias = bias.data(), work.row_sums = row_sums.data();
+    work.output = output.data(), work.output_row = output.stride[2];
+  }
+
+  std::vector<Guarded*> inputs() {
+    std::vector<Guarded*> all;
+    for (Guarded& one : left) all.push_back(&one);
+    for (Guarded& one : right) all.push_back(&one);
+    if (c.biased) all.push_back(&bias);
+    return all;
+  }
+};
+
+// The sizes at which something begins or ends: vectors, panels of 8, 16 and 64 columns, 6 rows at a time and 72 in a
+// block, sums of 512 steps, and what is packed at a time: 4096 numbers of a row, or 1024 of what lies turned, each of
+// which is two steps where bfloat16 is multiplied in pairs.
+inline ProjectionCase draw_projection(uint64_t number) {
+  using Sizes = std::vector<int64_t>;
+  static const Sizes few = {1, 2, 3, 5, 6, 7}, primes = {1, 2, 11, 23, 37, 53, 71, 97, 131};
+  static const Sizes rows = {5, 6, 7, 11, 13, 71, 72, 73, 77}, tall = {143, 145, 289, 359, 361, 500};
+  static const Sizes columns = {7, 8, 9, 15, 16, 17, 31, 33, 47, 49, 63, 64, 65, 127, 129};
+  static const Sizes wide = {191, 193, 257, 320};
+  static const Sizes short_steps = {1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 65}, deep = {511, 512, 513, 1023, 1024, 1025};
+  static const Sizes turned_groups = {1024, 1025, 2047, 2048, 2049, 3075, 4099};
+  static const Sizes groups = {4095, 4096, 4097, 5001, 8191, 8192, 8193, 12289};
+  static const Sizes parts = {0, 1, 7, 16, 100, 511, 512, 513};
+  static const Sizes long_parts = {0, 5, 1000, 1024, 2048, 2049, 3000, 4096};
+  struct Shape {
+    const Sizes &rows, &columns, &steps;
+    int64_t least_terms, most_terms;
+  };
+  static const Shape shapes[] = {
+      {few, few, few, 1, 4},         {rows, columns, short_steps, 1, 1}, {rows, columns, short_steps, 2, 4},
+      {few, columns, deep, 1, 1},    {few, columns, turned_groups, 1, 1}, {few, few, groups, 1, 1},
+      {rows, columns, parts, 1, 4},  {few, few, long_parts, 2, 4},       {tall, few, primes, 1, 1},
+      {few, wide, primes, 1, 2},     {primes, primes, primes, 1, 1},
+  };
+  Random random(number + 501);
+  ProjectionCase c;
+  // One after the other, so that every shape meets every dtype, lying and turned, in whole numbers and others.
+  const uint64_t form = number % 24;
+  c.dtype = static_cast<int>(form % 3), c.whole = form / 12;
+  c.left_turned = form / 3 % 2, c.right_turned = form / 6 % 2;
+  const Shape& shape = shapes[number / 24 % (sizeof(shapes) / sizeof(*shapes))];
+  c.rows = random.pick(shape.rows), c.columns = random.pick(shape.columns);
+  const int64_t terms = random.between(shape.least_terms, shape.most_terms);
+  for (int64_t t = 0; t < terms; ++t) c.steps.push_back(random.pick(shape.steps));
+  c.biased = random.one_in(2), c.counted = c.left_turned && terms == 1 && !random.one_in(4);
+  draw_numbers(random, c);
+  return c;
+}
+
+}  // namespace test

@@ -1,0 +1,268 @@
+// Products of linear layers against the sum as it is written: every instruction set that this processor has, at 1, 2
+// and 5 threads. `test_projection [first [count]]` runs those cases alone, and with a count of 0 everything but cases.
+#include <functional>
+
+#include "../src/scratch.h"
+#include "projection_call.h"
+
+namespace test {
+
+int projection_entry_tests();
+
+namespace {
+
+std::string describe(const ProjectionCase& c, int isa, int threads) {
+  std::string line = "dtype " + std::to_string(c.dtype) + (c.left_turned ? ", left turned" : "") +
+                     (c.right_turned ? ", right turned" : "") + ", " + std::to_string(c.rows) + "x" +
+                     std::to_string(c.columns) + " of";
+  for (int64_t steps : c.steps) line += " " + std::to_string(steps);
+  return line + " steps" + (c.biased ? ", bias" : "") + ", " + ch_isa_name(isa) + ", threads " +
+         std::to_string(threads);
+}
+
+// What threads keep between calls holds NaN: nothing may be read there before it is written.
+void spoil_scratch(const ProjectionCase& c, int threads) {
+  const size_t steps = static_cast<size_t>(std::min(c.all_steps(), int64_t{8192})) + 128;
+  const size_t work = 4 * (72 * 64 + 88 * steps), most = size_t{1} << 22;
+#pragma omp parallel num_threads(threads)
+  std::memset(clearhead::scratch(clearhead::SLOT_WORK, work), 0xff, work);
+  const size_t columns = static_cast<size_t>(c.columns) + 64;
+  const size_t packed = std::min(most, 4 * steps * columns);
+  const size_t sums = std::min(most, 4 * static_cast<size_t>(c.rows) * columns);
+  std::memset(clearhead::scratch(clearhead::SLOT_SHARED, packed), 0xff, packed);
+  std::memset(clearhead::scratch(clearhead::SLOT_PARTIAL, sums), 0xff, sums);
+}
+
+// Right, inside its memory, and the same bits at any number of threads.
+void one_case(const ProjectionCase& c, uint64_t seed, const std::string& what, const std::vector<int>& all_threads) {
+  const ProjectionExpected right = expected(c);
+  Random random(seed);
+  ProjectionCall call(c, random);
+  for (int isa : usable_sets()) {
+    std::vector<std::vector<uint8_t>> bits;
+    for (int threads : all_threads) {
+      const std::string name = what + " (" + describe(c, isa, threads) + ")";
+      const int before = failures;
+      spoil_scratch(c, threads);
+      expect(call.run(isa, threads), CH_OK, name);
+      if (threads == 1) call.compare_with(right, name), bits = call.bits();
+      check(call.bits() == bits, name + ": other bits than with one thread");
+      call.margins(name);
+      if (failures != before) return;
+    }
+  }
+}
+
+// More than is packed at a time (2^22 numbers, of right or of what a panel of it takes): panels come in several passes,
+// each with all of left, and with several groups of steps besides.
+int several_passes() {
+  struct Shape {
+    int dtype;
+    bool left_turned, right_turned, whole;
+    int64_t rows, columns;
+    std::vector<int64_t> steps;
+  };
+  static const Shape shapes[] = {
+      {CH_FLOAT32, false, true, false, 7, 1100, {4099}},
+      {CH_BFLOAT16, false, true, true, 5, 1100, {8195}},
+      {CH_FLOAT16, false, false, true, 3, 1030, {2048, 2048}},
+      {CH_FLOAT32, true, false, true, 7, 4110, {1030}},
+      {CH_BFLOAT16, true, true, false, 3, 4110, {2051}},
+      {CH_BFLOAT16, false, false, true, 13, 1100, {1000, 5001, 3, 2600}},
+  };
+  uint64_t number = 0;
+  for (const Shape& shape : shapes) {
+    ProjectionCase c;
+    Random random(++number + 17);
+    c.dtype = shape.dtype, c.left_turned = shape.left_turned, c.right_turned = shape.right_turned;
+    c.whole = shape.whole, c.rows = shape.rows, c.columns = shape.columns, c.steps = shape.steps;
+    c.biased = true, c.counted = c.left_turned;
+    draw_numbers(random, c);
+    one_case(c, number, "several passes", {1, 5});
+  }
+  return static_cast<int>(number);
+}
+
+// Every form of the description, for what holds whatever the numbers are.
+void each_form(const std::function<void(ProjectionCase&)>& use) {
+  for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
+    for (bool left_turned : {false, true})
+      for (bool right_turned : {false, true}) {
+        ProjectionCase c;
+        c.dtype = dtype, c.left_turned = left_turned, c.right_turned = right_turned;
+        use(c);
+      }
+}
+
+// The sum of nothing is 0, and the bias where there is one: terms without steps need no memory. Where there is nothing
+// to write nothing else is needed either.
+void nothing_to_add() {
+  each_form([](ProjectionCase& c) {
+    c.rows = 13, c.columns = 67, c.biased = c.right_turned, c.whole = true;
+    c.steps.assign(c.left_turned ? 1 : 3, 0), c.counted = c.left_turned;
+    Random random(5);
+    draw_numbers(random, c);
+    one_case(c, 6, "no steps", {1, 2, 5});
+    ProjectionCall call(c, random);
+    for (ch_term& term : call.work.terms) term = {nullptr, nullptr, 0, 0, 0};
+    for (int isa : usable_sets()) {
+      const std::string name = "no steps and no memory (" + describe(c, isa, 1) + ")";
+      expect(call.run(isa, 1), CH_OK, name);
+      call.compare_with(expected(c), name);
+    }
+  });
+  each_form([](ProjectionCase& c) {
+    c.rows = 5, c.columns = 9, c.steps = {7}, c.biased = true, c.counted = c.left_turned;
+    Random random(5);
+    draw_numbers(random, c);
+    ProjectionCall call(c, random);
+    ch_projection work = call.work;
+    work.rows = 0, work.output = nullptr, work.terms[0].left = nullptr;
+    expect(ch_project(&work), CH_OK, "no rows");
+    work = call.work;
+    work.columns = 0, work.output = work.row_sums = nullptr, work.bias = nullptr, work.terms[0].right = nullptr;
+    expect(ch_project(&work), CH_OK, "no columns");
+    check(call.untouched(), "work on nothing wrote something");
+  });
+}
+
+// A stride of what is only read may be 0, and that of a single row is nobody's business.
+void odd_strides() {
+  each_form([](ProjectionCase& c) {
+    c.rows = 7, c.columns = 19, c.steps = {37}, c.whole = true;
+    Random random(8);
+    draw_numbers(random, c);
+    // The first row of what lies there stands for all of them.
+    const auto repeat = [](Numbers& of, int64_t rows, int64_t columns, bool turned) {
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t x = 0; x < columns; ++x)
+          of[static_cast<size_t>(r * columns + x)] = of[static_cast<size_t>(turned ? r * columns : x)];
+    };
+    repeat(c.left[0], 7, 37, c.left_turned), repeat(c.right[0], 37, 19, c.right_turned);
+    ProjectionCall call(c, random);
+    call.work.terms[0].left_row = call.work.terms[0].right_row = 0;
+    for (int isa : usable_sets()) {
+      const std::string name = "rows in one place (" + describe(c, isa, 1) + ")";
+      expect(call.run(isa, 1), CH_OK, name);
+      call.compare_with(expected(c), name);
+    }
+  });
+  each_form([](ProjectionCase& c) {
+    c.rows = 1, c.columns = c.right_turned ? 1 : 19, c.whole = true;
+    c.steps = {c.left_turned || !c.right_turned ? 1 : 37};
+    Random random(8);
+    draw_numbers(random, c);
+    ProjectionCall call(c, random);
+    call.work.terms[0].left_row = call.work.terms[0].right_row = call.work.output_row = INT64_MAX / 2;
+    for (int isa : usable_sets()) {
+      const std::string name = "a single row with a huge stride (" + describe(c, isa, 1) + ")";
+      expect(call.run(isa, 1), CH_OK, name);
+      call.compare_with(expected(c), name);
+    }
+  });
+}
+
+// Pairs of bfloat16 can be read where they lie only if no row begins or ends between two: an odd count of steps, stride
+// or address must each be noticed. NaN lies behind every row.
+void pairs_in_place() {
+  for (int64_t steps : {37, 38, 64})
+    for (int64_t stride : {70, 71})
+      for (int odd : {0, 1, 2, 3})
+        for (bool right_turned : {false, true}) {
+          ProjectionCase c;
+          c.dtype = CH_BFLOAT16, c.right_turned = right_turned, c.rows = 13, c.columns = 33, c.steps = {steps};
+          Random random(static_cast<uint64_t>(steps));
+          draw_numbers(random, c);
+          std::vector<uint16_t> left(static_cast<size_t>(64 * stride + 1), 0xffff), right = left;
+          uint16_t *a = left.data() + odd % 2, *b = right.data() + odd / 2;
+          for (int64_t s = 0; s < steps; ++s) {
+            for (int64_t r = 0; r < c.rows; ++r)
+              encode(c.dtype, c.left[0][static_cast<size_t>(r * steps + s)], a + r * stride + s);
+            for (int64_t x = 0; x < c.columns; ++x)
+              encode(c.dtype, c.right[0][static_cast<size_t>(s * c.columns + x)],
+                     right_turned ? b + x * stride + s : b + s * stride + x);
+          }
+          ProjectionCall call(c, random);
+          call.work.terms[0] = {a, b, stride, stride, steps};
+          for (int isa : usable_sets()) {
+            const std::string name = "pairs at " + std::to_string(odd) + ", " + std::to_string(stride) + " apart (" +
+                                     describe(c, isa, 1) + ")";
+            expect(call.run(isa, 1), CH_OK, name);
+            call.compare_with(expected(c), name);
+          }
+        }
+}
+
+// Where the second call has other numbers than the first; there it must have some that are not finite.
+void compare_clean(const Guarded& clean, const Guarded& got, const std::string& name,
+                   const std::function<bool(int64_t r, int64_t x)>& reaches) {
+  for (int64_t r = 0; r < clean.count[2]; ++r)
+    for (int64_t x = 0; x < clean.last; ++x) {
+      const double right = clean.get(0, 0, r, x), seen = got.get(0, 0, r, x);
+      if (reaches(r, x) ? !std::isfinite(seen) : seen == right) continue;
+      return fail(name + " [" + std::to_string(r) + ", " + std::to_string(x) + "] is " + std::to_string(seen) +
+                  ", not " + (reaches(r, x) ? "NaN or inf" : std::to_string(right)));
+    }
+}
+
+// NaN and inf stay in their row, or column. The last step has no partner where steps are multiplied in pairs.
+void containment() {
+  enum Place { in_left, in_right, in_bias };
+  static const char* places[] = {"left", "right", "the bias"};
+  constexpr size_t rows = 79, columns = 75, steps = 37, row = 40, column = 66;
+  each_form([](ProjectionCase& clean) {
+    clean.rows = rows, clean.columns = columns, clean.steps = {steps}, clean.biased = true;
+    clean.counted = clean.left_turned;
+    Random random(21);
+    draw_numbers(random, clean);
+    for (int place : {in_left, in_right, in_bias})
+      for (double bad : {static_cast<double>(NAN), static_cast<double>(INFINITY)})
+        for (size_t step : {size_t{0}, steps - 1}) {
+          ProjectionCase c = clean;
+          if (place == in_left) c.left[0][row * steps + step] = bad;
+          if (place == in_right) c.right[0][step * columns + column] = bad;
+          if (place == in_bias) c.bias[column] = bad;
+          Random once(9), again(9);
+          ProjectionCall right(clean, once), got(c, again);
+          for (int isa : usable_sets())
+            for (int threads : {1, 5}) {
+              const std::string name =
+                  std::to_string(bad) + " in " + places[place] + " (" + describe(c, isa, threads) + ")";
+              expect(right.run(isa, threads), CH_OK, name), expect(got.run(isa, threads), CH_OK, name);
+              compare_clean(right.output, got.output, name + " output", [&](int64_t r, int64_t x) {
+                return place == in_left ? r == static_cast<int64_t>(row) : x == static_cast<int64_t>(column);
+              });
+              if (!c.counted) continue;
+              compare_clean(right.row_sums, got.row_sums, name + " row_sums", [&](int64_t, int64_t r) {
+                return place == in_left && r == static_cast<int64_t>(row);
+              });
+            }
+        }
+  });
+}
+
+}  // namespace
+}  // namespace test
+
+int main(int arguments, char** argument) {
+  const uint64_t first = arguments > 1 ? std::strtoull(argument[1], nullptr, 10) : 0;
+  const uint64_t count = arguments > 2 ? std::strtoull(argument[2], nullptr, 10) : arguments > 1 ? 1 : 264;
+  for (uint64_t number = first; number < first + count; ++number) {
+    const test::ProjectionCase c = test::draw_projection(number);
+    test::one_case(c, number + 1000003, "projection case " + std::to_string(number), {1, 2, 5});
+  }
+  int large = 0, others = 0;
+  if (arguments == 1 || count == 0) {
+    large = test::several_passes();
+    test::nothing_to_add();
+    test::odd_strides();
+    test::pairs_in_place();
+    test::containment();
+    others = test::projection_entry_tests();
+  }
+  std::printf("%llu projection cases, %d in several passes and %d bad descriptions on",
+              static_cast<unsigned long long>(count), large, others);
+  for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
+  std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::fullest);
+  return test::failures == 0 ? 0 : 1;
+}

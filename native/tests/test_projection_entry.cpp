@@ -1,0 +1,138 @@
+// Descriptions of products that are wrong in one place each: every one must come back with its code, and nothing
+// written.
+#include <functional>
+
+#include "projection_call.h"
+
+namespace test {
+
+namespace {
+
+struct Bad {
+  const char* what;
+  int code;
+  std::function<void(ch_projection&)> spoil;
+};
+
+constexpr int64_t huge = INT64_MAX / 2;
+
+template <class T> void make_odd(T*& pointer) {
+  pointer = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(pointer) + 1);
+}
+
+const std::vector<Bad>& either_way() {
+  using W = ch_projection;
+  static const std::vector<Bad> all = {
+      {"size", CH_BAD_SIZE, [](W& w) { w.size += 8; }},
+      {"abi", CH_BAD_SIZE, [](W& w) { w.abi -= 1; }},
+      {"isa past the last", CH_BAD_ISA, [](W& w) { w.isa = 99; }},
+      {"isa below -1", CH_BAD_ISA, [](W& w) { w.isa = -2; }},
+      {"dtype", CH_BAD_DTYPE, [](W& w) { w.dtype = 3; }},
+      {"negative dtype", CH_BAD_DTYPE, [](W& w) { w.dtype = -1; }},
+      {"no terms", CH_BAD_SHAPE, [](W& w) { w.num_terms = 0; }},
+      {"negative terms", CH_BAD_SHAPE, [](W& w) { w.num_terms = -1; }},
+      {"5 terms", CH_BAD_SHAPE, [](W& w) { w.num_terms = CH_MAX_TERMS + 1; }},
+      {"negative rows", CH_BAD_SHAPE, [](W& w) { w.rows = -1; }},
+      {"lowest rows", CH_BAD_SHAPE, [](W& w) { w.rows = INT64_MIN; }},
+      {"huge rows", CH_BAD_SHAPE, [](W& w) { w.rows = huge; }},
+      {"rows past int32", CH_BAD_SHAPE, [](W& w) { w.rows = int64_t{1} << 31; }},
+      {"negative columns", CH_BAD_SHAPE, [](W& w) { w.columns = -1; }},
+      {"huge columns", CH_BAD_SHAPE, [](W& w) { w.columns = huge; }},
+      {"negative steps", CH_BAD_SHAPE, [](W& w) { w.terms[0].steps = -1; }},
+      {"lowest steps", CH_BAD_SHAPE, [](W& w) { w.terms[0].steps = INT64_MIN; }},
+      {"huge steps", CH_BAD_SHAPE, [](W& w) { w.terms[0].steps = huge; }},
+      {"huge output", CH_BAD_SHAPE, [](W& w) { w.rows = w.columns = INT32_MAX; }},
+      {"huge left", CH_BAD_SHAPE, [](W& w) { w.rows = w.terms[0].steps = INT32_MAX; }},
+      {"huge right", CH_BAD_SHAPE, [](W& w) { w.columns = w.terms[0].steps = INT32_MAX; }},
+      {"threads 0", CH_BAD_OPTION, [](W& w) { w.threads = 0; }},
+      {"negative threads", CH_BAD_OPTION, [](W& w) { w.threads = -1; }},
+      {"threads", CH_BAD_OPTION, [](W& w) { w.threads = INT32_MAX; }},
+      {"left turned twice", CH_BAD_OPTION, [](W& w) { w.left_turned = 2; }},
+      {"left turned -1 times", CH_BAD_OPTION, [](W& w) { w.left_turned = -1; }},
+      {"right turned twice", CH_BAD_OPTION, [](W& w) { w.right_turned = 2; }},
+      {"no left", CH_BAD_POINTER, [](W& w) { w.terms[0].left = nullptr; }},
+      {"no right", CH_BAD_POINTER, [](W& w) { w.terms[0].right = nullptr; }},
+      {"no output", CH_BAD_POINTER, [](W& w) { w.output = nullptr; }},
+      {"odd left", CH_BAD_POINTER, [](W& w) { make_odd(w.terms[0].left); }},
+      {"odd right", CH_BAD_POINTER, [](W& w) { make_odd(w.terms[0].right); }},
+      {"odd bias", CH_BAD_POINTER, [](W& w) { make_odd(w.bias); }},
+      {"odd output", CH_BAD_POINTER, [](W& w) { make_odd(w.output); }},
+      {"negative stride of left", CH_BAD_STRIDE, [](W& w) { w.terms[0].left_row = -1; }},
+      {"negative stride of right", CH_BAD_STRIDE, [](W& w) { w.terms[0].right_row = -1; }},
+      {"negative stride of output", CH_BAD_STRIDE, [](W& w) { w.output_row = -w.output_row; }},
+      {"huge stride of left", CH_BAD_STRIDE, [](W& w) { w.terms[0].left_row = huge; }},
+      {"huge stride of right", CH_BAD_STRIDE, [](W& w) { w.terms[0].right_row = huge; }},
+      {"huge stride of output", CH_BAD_STRIDE, [](W& w) { w.output_row = huge; }},
+      // These go past what a process can address; the two below past the last address.
+      {"a far stride of left", CH_BAD_STRIDE, [](W& w) { w.terms[0].left_row = int64_t{1} << 56; }},
+      {"a far stride of right", CH_BAD_STRIDE, [](W& w) { w.terms[0].right_row = int64_t{1} << 56; }},
+      {"left at the last address", CH_BAD_STRIDE, [](W& w) { w.terms[0].left = reinterpret_cast<void*>(-8); }},
+      {"output at the last address", CH_BAD_STRIDE, [](W& w) { w.output = reinterpret_cast<void*>(-8); }},
+      {"overlapping rows", CH_BAD_STRIDE, [](W& w) { w.output_row = w.columns - 1; }},
+      {"rows in one place", CH_BAD_STRIDE, [](W& w) { w.output_row = 0; }},
+  };
+  return all;
+}
+
+// Of a description with two terms, whose left lies as it is read.
+const std::vector<Bad>& with_terms() {
+  using W = ch_projection;
+  static const std::vector<Bad> all = {
+      {"negative steps of the second term", CH_BAD_SHAPE, [](W& w) { w.terms[1].steps = -1; }},
+      {"huge steps of the second term", CH_BAD_SHAPE, [](W& w) { w.terms[1].steps = huge; }},
+      {"no left of the second term", CH_BAD_POINTER, [](W& w) { w.terms[1].left = nullptr; }},
+      {"odd right of the second term", CH_BAD_POINTER, [](W& w) { make_odd(w.terms[1].right); }},
+      {"negative stride of the second term", CH_BAD_STRIDE, [](W& w) { w.terms[1].right_row = -1; }},
+      {"a third term of nothing", CH_BAD_POINTER, [](W& w) { w.num_terms = 3, w.terms[2].steps = 1; }},
+      {"row_sums of what lies as it is read", CH_BAD_OPTION, [](W& w) { w.num_terms = 1, w.row_sums = w.output; }},
+  };
+  return all;
+}
+
+// Of one with row_sums.
+const std::vector<Bad>& with_row_sums() {
+  using W = ch_projection;
+  static const std::vector<Bad> all = {
+      {"row_sums of two terms", CH_BAD_OPTION, [](W& w) { w.num_terms = 2, w.terms[1] = w.terms[0]; }},
+      {"row_sums without columns", CH_BAD_SHAPE, [](W& w) { w.columns = 0; }},
+      {"odd row_sums", CH_BAD_POINTER, [](W& w) { make_odd(w.row_sums); }},
+      {"row_sums at the last address", CH_BAD_STRIDE, [](W& w) { w.row_sums = reinterpret_cast<void*>(-8); }},
+  };
+  return all;
+}
+
+int spoil_all(ProjectionCall& call, const std::vector<Bad>& all) {
+  for (const Bad& bad : all) {
+    ch_projection work = call.work;
+    bad.spoil(work);
+    expect(ch_project(&work), bad.code, std::string("a product with a bad description (") + bad.what + ")");
+    check(call.untouched(), std::string(bad.what) + ": something was written");
+    call.clear();
+  }
+  return static_cast<int>(all.size());
+}
+
+}  // namespace
+
+int projection_entry_tests() {
+  const int64_t size = ch_projection_description_size();
+  check(size == static_cast<int64_t>(sizeof(ch_projection)), "ch_projection_description_size");
+  expect(ch_project(nullptr), CH_BAD_POINTER, "a product of nothing");
+  int count = 0;
+  for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
+    for (bool turned : {false, true}) {
+      ProjectionCase c;
+      Random random(3);
+      c.dtype = dtype, c.left_turned = c.right_turned = c.counted = turned, c.biased = true;
+      c.rows = 13, c.columns = 9, c.steps.assign(turned ? 1 : 2, 11);
+      draw_numbers(random, c);
+      ProjectionCall call(c, random);
+      expect(call.run(-1, 1), CH_OK, "the product's description before it is spoiled");
+      call.clear();
+      count += spoil_all(call, either_way());
+      count += spoil_all(call, turned ? with_row_sums() : with_terms());
+    }
+  return count;
+}
+
+}  // namespace test

@@ -1,0 +1,94 @@
+"""Products of linear layers by the CPU kernels: forward, input gradient, weight gradient, and sums of several."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from clearhead.backends.native_library import (
+    MAX_TERMS,
+    Code,
+    Dtype,
+    ProjectionDescription,
+    Term,
+    expect_writes,
+    library,
+    message,
+)
+from clearhead.shapes import Float
+
+__all__ = ["DTYPES", "MAX_TERMS", "absent", "product"]
+
+DTYPES: Final = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16}
+_MOST_THREADS: Final = 4096
+
+
+def absent() -> str | None:
+    """Why there are no kernels, or None."""
+    return None if library() is not None else "the CPU kernels are not here"
+
+
+def product(
+    terms: Sequence[tuple[Float[Tensor, "rows steps"], Float[Tensor, "steps columns"]]],
+    *,
+    left_turned: bool = False,
+    right_turned: bool = False,
+    bias: Float[Tensor, " columns"] | None = None,
+    row_sums: Float[Tensor, " rows"] | None = None,
+) -> Float[Tensor, "rows columns"]:
+    """``sum(left @ right for left, right in terms) + bias``, summed in float32 and rounded once.
+
+    Args:
+        terms: at most ``MAX_TERMS`` pairs of one dtype; as they lie in memory where ``turned``.
+        left_turned: every left lies as ``[steps, rows]``.
+        right_turned: every right lies as ``[columns, steps]``.
+        bias: added to every row.
+        row_sums: contiguous, is written: the sums of the one left along its steps. Only where left is turned.
+
+    Returns:
+        A new ``[rows, columns]``. The same bits whatever the number of threads is.
+
+    Cost: ``2 * rows * steps * columns`` operations; room for right, at most some 16 MiB, and with more than some
+    thousand steps for the output in float32.
+
+    >>> left, right = torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> product([(left, right), (left, right)])
+    tensor([[2., 4.],
+            [6., 8.]])
+    """
+    kernels = library()
+    assert kernels is not None
+    laid = [(_rows(left), _rows(right)) for left, right in terms]
+    left, right = laid[0]
+    own = ProjectionDescription.new()
+    own.threads = min(torch.get_num_threads(), _MOST_THREADS)
+    own.dtype, own.num_terms = DTYPES[left.dtype], len(laid)
+    own.left_turned, own.right_turned = left_turned, right_turned
+    own.rows, own.columns = left.shape[1 if left_turned else 0], right.shape[0 if right_turned else 1]
+    for place, (one, other) in enumerate(laid):
+        steps = one.shape[0 if left_turned else 1]
+        assert steps == other.shape[1 if right_turned else 0]
+        own.terms[place] = Term(one.data_ptr(), other.data_ptr(), one.stride(0), other.stride(0), steps)
+    output = expect_writes(left.new_empty(own.rows, own.columns))
+    own.output, own.output_row = output.data_ptr(), output.stride(0)
+    dense = None if bias is None else bias.detach().resolve_neg().contiguous()
+    if dense is not None:
+        assert dense.shape == (own.columns,)
+        own.bias = dense.data_ptr()
+    if row_sums is not None:
+        own.row_sums = row_sums.data_ptr()
+    code = kernels.ch_project(ctypes.byref(own))
+    if code != Code.OK:
+        raise RuntimeError(f"clearhead: a linear layer's product failed: {message(code)}")
+    return output
+
+
+def _rows(matrix: Tensor) -> Tensor:
+    """The matrix with a contiguous last axis and a stride that steps over a whole row."""
+    matrix = matrix.detach().resolve_neg()
+    plain = (matrix.stride(1) == 1 or matrix.shape[1] <= 1) and matrix.stride(0) >= 0
+    return matrix if plain else matrix.contiguous()

@@ -1,0 +1,178 @@
+"""Which path each kind of product takes: measured once per process and kind, then kept, so that same inputs give same
+bits.
+
+On some processors torch's float32 product runs at half the rate that the others reach on the same numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import UnsupportedError
+from clearhead.projection.paths import NATIVE, ONEDNN, PATHS, TORCH, Path
+
+__all__ = ["DTYPES", "Choice", "check_variable", "choice", "measured"]
+
+_VARIABLE: Final = "CLEARHEAD_PROJECTION"
+#: What the measurement multiplies, and how often: some 20 milliseconds for each kind.
+_ROWS, _WIDTH, _ROUNDS = 512, 512, 5
+#: How much faster oneDNN must be, so that a tie stays with torch. In bfloat16 torch's own product is oneDNN's too, with
+#: a copy of the bias into the output before it: the difference is smaller, and steadier.
+_MARGINS: Final = {torch.float32: 1.1, torch.bfloat16: 1.03}
+#: How much faster either must be than the kernels. They give the same bits at any number of threads, add the input
+#: gradients of several layers within one product and a bias's gradient on the way, which is not measured here.
+_LEAD: Final = 1.2
+#: Of the tensors that have a choice.
+DTYPES: Final = tuple(_MARGINS)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """By which path one kind of product runs in this process, and why.
+
+    Attributes:
+        kind: ``"forward"``, ``"input gradient"`` or ``"weight gradient"``.
+        dtype: ``"float32"`` or ``"bfloat16"``.
+        path: ``"torch"``, ``"onednn"`` or ``"native"``.
+        reason: in words.
+        gflops: the measured rate of each path that was measured; None for one that is not here, fails or computes
+            something else.
+    """
+
+    kind: str
+    dtype: str
+    path: str
+    reason: str
+    gflops: Mapping[str, float | None] = field(default_factory=dict)
+
+
+_LOCK: Final = threading.Lock()
+_CHOICES: Final[dict[tuple[str, torch.dtype], Choice]] = {}
+
+if hasattr(os, "register_at_fork"):
+    # A child made while another thread measures must not inherit a lock that nobody will release.
+    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
+
+
+def choice(kind: str, dtype: torch.dtype = torch.float32) -> Choice:
+    """The path of a kind of product, decided at the first call and then kept.
+
+    Raises:
+        UnsupportedError: ``CLEARHEAD_PROJECTION`` asks for what there is not.
+
+    >>> choice("forward").path in ("torch", "onednn", "native")
+    True
+    """
+    found = _CHOICES.get((kind, dtype))
+    if found is None:
+        with _LOCK:
+            found = _CHOICES.get((kind, dtype)) or _decide(kind, dtype)
+            _CHOICES[kind, dtype] = found
+    return found
+
+
+def measured(kind: str, dtype: torch.dtype = torch.float32) -> Choice:
+    """The choice with the rates of all paths, measured now where the choice did not need them.
+
+    >>> measured("forward").gflops["torch"] > 0
+    True
+    """
+    found = choice(kind, dtype)
+    return found if found.gflops else replace(found, gflops=_rates(kind, dtype))
+
+
+def check_variable() -> str | None:
+    """The path that ``CLEARHEAD_PROJECTION`` forces, if it forces one.
+
+    Raises:
+        UnsupportedError: it names no path, or one that is not there.
+    """
+    forced = os.environ.get(_VARIABLE, "")
+    if not forced:
+        return None
+    if forced not in PATHS:
+        raise UnsupportedError.about(
+            "project", _VARIABLE, must=f"be one of {', '.join(PATHS)}", got=repr(forced)[:80],
+            then="Unset it to let the fastest one be measured.",
+        )  # fmt: skip
+    absent = PATHS[forced].absent()
+    if absent is not None:
+        there = [name for name, path in PATHS.items() if path.absent() is None]
+        raise UnsupportedError.about(
+            "project", _VARIABLE, must=f"be {' or '.join(there)} here", got=f"{forced}, but {absent}", then="Unset it."
+        )
+    return forced
+
+
+def _decide(kind: str, dtype: torch.dtype) -> Choice:
+    name = str(dtype)[6:]
+    forced = check_variable()
+    if forced is not None:
+        return Choice(kind, name, forced, f"{_VARIABLE}={forced}")
+    absent = [why for path in PATHS.values() if (why := path.absent()) is not None]
+    if len(absent) == len(PATHS) - 1:
+        return Choice(kind, name, TORCH.name, "; ".join(absent))
+    rates = _rates(kind, dtype)
+    return Choice(kind, name, _fastest(rates, _MARGINS[dtype]).name, "measured", rates)
+
+
+def _fastest(rates: Mapping[str, float | None], margin: float) -> Path:
+    """The kernels unless another path leads; between those, torch's own unless oneDNN's is faster by a margin."""
+    known = {path: rate for path in PATHS.values() if (rate := rates[path.name]) is not None}
+    other = ONEDNN if known.get(ONEDNN, 0.0) >= margin * known[TORCH] else TORCH
+    return NATIVE if NATIVE in known and known[other] <= _LEAD * known[NATIVE] else other
+
+
+@torch.no_grad()
+def _rates(kind: str, dtype: torch.dtype) -> dict[str, float | None]:
+    """GFLOP/s of every path on one product; None for one that cannot be used."""
+    # A generator of its own: measuring must not move the user's random numbers.
+    generator = torch.Generator("cpu").manual_seed(0)
+    second = _ROWS if kind == "weight gradient" else _WIDTH
+    left, right = (
+        torch.rand(rows, _WIDTH, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+        for rows in (_ROWS, second)
+    )
+    calls = {name: _call(path, kind, left, right) for name, path in PATHS.items()}
+    usable = {name: call for name, call in calls.items() if name == TORCH.name or _agrees(PATHS[name], call, calls)}
+    return {**dict.fromkeys(PATHS), **_timed(usable)}
+
+
+def _call(path: Path, kind: str, left: Tensor, right: Tensor) -> Callable[[], Tensor]:
+    """One product of a kind, with what a layer with a bias asks beside it."""
+    if kind == "forward":
+        return lambda: path.forward(left, right, left[0])
+    if kind == "input gradient":
+        return lambda: path.input_gradient([(left, right)])
+    return lambda: path.weight_gradient(left, right, True)[0]
+
+
+def _timed(calls: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
+    """GFLOP/s of each call's best round; others on the machine can only slow one down."""
+    seconds = dict.fromkeys(calls, float("inf"))
+    for _ in range(_ROUNDS):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            seconds[name] = min(seconds[name], time.perf_counter() - started)
+    return {name: round(2e-9 * _ROWS * _WIDTH**2 / best, 1) for name, best in seconds.items()}
+
+
+def _agrees(path: Path, call: Callable[[], Tensor], calls: Mapping[str, Callable[[], Tensor]]) -> bool:
+    """Whether a path runs and computes what torch computes; also the first, slow call of each."""
+    if path.absent() is not None:
+        return False
+    try:
+        found = call()
+    except RuntimeError:
+        return False
+    own = calls[TORCH.name]()
+    return torch.allclose(found, own, rtol=max(1e-3, 2 * torch.finfo(own.dtype).eps))

@@ -1,0 +1,126 @@
+"""The ways in which a linear layer's three products can be computed: torch's own, oneDNN's, and the CPU kernels'."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from clearhead.backends import native_projection as kernels
+
+__all__ = ["KINDS", "NATIVE", "ONEDNN", "PATHS", "TORCH", "Path", "Term"]
+
+#: The kinds of product that are chosen apart.
+KINDS: Final = ("forward", "input gradient", "weight gradient")
+#: An output's gradient ``[*batch, out]`` and the weight ``[out, in]`` it goes back through.
+Term: TypeAlias = tuple[Tensor, Tensor]
+#: Rows that one of oneDNN's products sums over: longer sums are slower there, and less exact.
+_BLOCK: Final = 512
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way to compute the products.
+
+    Attributes:
+        name: as ``CLEARHEAD_PROJECTION`` spells it.
+        absent: why it cannot be asked for at all, or None.
+        forward: ``x [*batch, in]``, ``weight [out, in]`` and a bias to ``[*batch, out]``.
+        input_gradient: the sum over terms of ``grad @ weight``.
+        weight_gradient: ``grad^T @ x`` of ``[rows, out]`` and ``[rows, in]``, and where it is wanted ``grad``'s sum
+            over rows, a bias's gradient.
+        prepares: whether every new number of rows costs it 0.3 ms or more.
+    """
+
+    name: str
+    absent: Callable[[], str | None]
+    forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    input_gradient: Callable[[Sequence[Term]], Tensor]
+    weight_gradient: Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+    prepares: bool = False
+
+
+def _added(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Sequence[Term]], Tensor]:
+    """The sum of single products."""
+
+    def added(terms: Sequence[Term]) -> Tensor:
+        total = product(*terms[0])
+        for term in terms[1:]:
+            total = total + product(*term)
+        return total
+
+    return added
+
+
+def _torch_weight_gradient(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
+    return grad.t() @ x, grad.sum(0) if sums else None
+
+
+def _onednn_absent() -> str | None:
+    if not torch.backends.mkldnn.is_available():
+        return "this torch was built without oneDNN"
+    if not hasattr(getattr(torch.ops, "mkldnn", None), "_linear_pointwise"):
+        return "this torch has no operator mkldnn::_linear_pointwise"
+    return None
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    # oneDNN reads a bias as if it were dense, whatever its stride is.
+    dense = None if bias is None else bias.contiguous()
+    output: Tensor = torch.ops.mkldnn._linear_pointwise.default(_dense(x), _dense(weight), dense, "none", [], "")
+    return output
+
+
+def _dense(x: Tensor) -> Tensor:
+    """The tensor, copied unless it or its transpose lies densely; nothing says that oneDNN's operator reads more."""
+    return x if x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous()) else x.contiguous()
+
+
+def _onednn_weight_gradient(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
+    """A block of rows at a time."""
+    # Blocks of bfloat16 would be rounded before they are added.
+    blocks = max(1, round(len(x) / _BLOCK)) if x.dtype is torch.float32 else 1
+    sizes = [_BLOCK] * (blocks - 1)
+    sizes.append(len(x) - sum(sizes))
+    parts = zip(_dense(grad).split(sizes), _dense(x).split(sizes), strict=True)
+    total = _onednn(*(part.t() for part in next(parts)))
+    for grad_part, x_part in parts:
+        total += _onednn(grad_part.t(), x_part.t())
+    return total, grad.sum(0) if sums else None
+
+
+def _flat(x: Tensor) -> Tensor:
+    """``[rows, width]``, also where there are none."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _kernel_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    output = kernels.product([(_flat(x), weight)], right_turned=True, bias=bias)
+    return output if x.dim() == 2 else output.view(*x.shape[:-1], weight.shape[0])
+
+
+def _kernel_input_gradient(terms: Sequence[Term]) -> Tensor:
+    grad, weight = terms[0]
+    together = [terms[first : first + kernels.MAX_TERMS] for first in range(0, len(terms), kernels.MAX_TERMS)]
+    found = [kernels.product([(_flat(grad), weight) for grad, weight in some]) for some in together]
+    total = found[0] if len(found) == 1 else torch.stack(found).sum(0)
+    return total.view(*grad.shape[:-1], weight.shape[1])
+
+
+def _kernel_weight_gradient(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
+    row_sums = grad.new_empty(grad.shape[1]) if sums else None
+    return kernels.product([(grad, x)], left_turned=True, row_sums=row_sums), row_sums
+
+
+TORCH: Final = Path("torch", lambda: None, F.linear, _added(torch.matmul), _torch_weight_gradient)
+ONEDNN: Final = Path(
+    "onednn", _onednn_absent, _onednn, _added(lambda grad, weight: _onednn(grad, weight.t())),
+    _onednn_weight_gradient, prepares=True,
+)  # fmt: skip
+NATIVE: Final = Path("native", kernels.absent, _kernel_forward, _kernel_input_gradient, _kernel_weight_gradient)
+PATHS: Final[Mapping[str, Path]] = {path.name: path for path in (TORCH, ONEDNN, NATIVE)}

@@ -1,0 +1,206 @@
+"""project(): a linear layer's product; project_each(): those of several layers that read the same input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from clearhead.projection.chosen import DTYPES, choice
+from clearhead.projection.paths import PATHS, TORCH, Path, Term
+from clearhead.shapes import Float
+
+__all__ = ["project", "project_each"]
+
+_TYPES: Final = (Tensor, torch.nn.Parameter)
+#: Multiplications from which a call that is some 10 us dearer than torch's is worth it.
+_LEAST: Final = 2**22
+#: The same for a number of rows that may never come back, where a path prepares 0.3 ms or more for every new shape.
+_LEAST_ONCE: Final = 2**24
+_RECURRING_ROWS: Final = 64
+_RECURRING_MULTIPLE: Final = 32
+
+
+def project(
+    x: Float[Tensor, "*batch in"], weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None
+) -> Float[Tensor, "*batch out"]:
+    """``x @ weight^T + bias``: ``torch.nn.functional.linear``, by whichever product was measured to be faster.
+
+    Only large float32 and bfloat16 products of plain CPU tensors have a choice; everything else, and everything under
+    ``torch.compile``, ``torch.export``, autocast or ``torch.func``, is ``torch.nn.functional.linear`` itself. The
+    products of backward are chosen likewise; under ``create_graph=True`` they are torch's own.
+
+    Args:
+        x: ``[*batch, in]``.
+        weight: ``[out, in]``.
+        bias: ``[out]``, or none.
+
+    Returns:
+        ``[*batch, out]``.
+
+    Raises:
+        UnsupportedError: ``CLEARHEAD_PROJECTION`` is set, and not to a path that is there.
+
+    Cost: ``2 * rows * in * out`` operations, three times that with backward. A process measures for some 20
+    milliseconds when it first meets a product that is large enough, again in its first backward.
+
+    >>> import torch
+    >>> project(torch.ones(2, 3), torch.eye(3), torch.ones(3))
+    tensor([[2., 2., 2.],
+            [2., 2., 2.]])
+    """
+    if not _has_choice(x, weight, bias):
+        return F.linear(x, weight, bias)
+    if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (x, weight, bias)):
+        (projected,) = _Projections.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        return projected  # type: ignore[no-any-return]
+    return _forward(x, weight, bias)
+
+
+def project_each(
+    x: Float[Tensor, "*batch in"],
+    weights: Sequence[Float[Tensor, "out in"]],
+    biases: Sequence[Float[Tensor, " out"] | None],
+) -> tuple[Float[Tensor, "*batch out"], ...]:
+    """``project(x, weight, bias)`` for each pair, whose gradients of ``x`` are added up within one product.
+
+    Args:
+        x: ``[*batch, in]``.
+        weights: each ``[out, in]``; every ``out`` is its own.
+        biases: as many, each ``[out]`` or none.
+
+    Returns:
+        As many, each ``[*batch, out]``.
+
+    Raises:
+        UnsupportedError: as ``project``.
+
+    Cost: as ``project`` for each; backward is spared a pass over ``x``'s gradient for every layer but the first.
+
+    >>> import torch
+    >>> x = torch.ones(2, 3, requires_grad=True)
+    >>> [part.shape for part in project_each(x, [torch.eye(3), torch.ones(4, 3)], [None, None])]
+    [torch.Size([2, 3]), torch.Size([2, 4])]
+    """
+    pairs = tuple(zip(weights, biases, strict=True))
+    together = torch.is_grad_enabled() and x.requires_grad and len(pairs) > 1
+    # One dtype and size after the other: a layer too small to have a choice would not join the others' product.
+    if not together or not all(_has_choice(x, *pair) for pair in pairs):
+        return tuple(project(x, *pair) for pair in pairs)
+    flat = [part for pair in pairs for part in pair]
+    projected: tuple[Tensor, ...] = _Projections.apply(x, *flat)  # type: ignore[no-untyped-call]
+    return projected
+
+
+class _Projections(torch.autograd.Function):
+    """Layers that read one input: ``x``, then a weight and a bias or None for each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *layers: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = layers[::2], layers[1::2]
+        needs_x, *needs = ctx.needs_input_grad
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x if any(needs[::2]) else None, *(weights if needs_x else [None] * len(weights)))
+        return tuple(
+            _own(_forward(x, weight, bias)) for weight, bias in zip(weights, biases, strict=True) if weight is not None
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        needs_x, *needs = ctx.needs_input_grad
+        arrived = [grad for grad in grads if grad is not None]
+        # While autograd records (a second derivative is wanted) or something watches: operators that it knows.
+        known = torch.is_grad_enabled() or not all(map(_is_one, arrived)) or _watched()
+        found: list[Tensor | None] = []
+        for place, grad in enumerate(grads):
+            needs_weight, needs_bias = needs[2 * place : 2 * place + 2]
+            found += (None, None) if grad is None else _layer_gradients(known, grad, x, needs_weight, needs_bias)
+        if not needs_x or not arrived:
+            return None, *found
+        terms = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
+        return _input_gradient(known, terms), *found
+
+
+def _own(output: Tensor) -> Tensor:
+    """An output that may be changed in place: autograd refuses that where a function returned a view."""
+    return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
+
+
+def _is_one(grad: Tensor) -> bool:
+    """Whether a gradient is a plain tensor, and not many of them at once (``is_grads_batched``)."""
+    return type(grad) is Tensor and not torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _path("forward", x, weight.numel()).forward(x, weight, bias)
+
+
+def _input_gradient(known: bool, terms: Sequence[Term]) -> Tensor:
+    grad, weight = terms[0]
+    path = TORCH if known else _path("input gradient", grad, weight.numel())
+    return path.input_gradient(terms)
+
+
+def _layer_gradients(
+    known: bool, grad: Tensor, x: Tensor, needs_weight: bool, needs_bias: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those of one layer's weight and bias."""
+    rows = grad.reshape(-1, grad.shape[-1])
+    if not needs_weight:
+        return None, rows.sum(0) if needs_bias else None
+    flat = x.reshape(-1, x.shape[-1])
+    path = TORCH if known else _path("weight gradient", rows, rows.shape[1] * flat.shape[1])
+    return path.weight_gradient(rows, flat, needs_bias)
+
+
+def _path(kind: str, x: Tensor, numbers: int) -> Path:
+    """The path of a kind of product with a weight of so many numbers."""
+    path = PATHS[choice(kind, x.dtype).path]
+    rows = x.numel() // max(1, x.shape[-1])
+    recurs = rows <= _RECURRING_ROWS or rows % _RECURRING_MULTIPLE == 0
+    return path if recurs or not path.prepares or rows * numbers >= _LEAST_ONCE else TORCH
+
+
+def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether another path than torch's own may compute this: size, shapes that fit, plain tensors, and nobody
+    watching operators."""
+    # In this order: what is compiled or traced must not look further.
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or type(x) not in _TYPES:
+        return False
+    if weight.dim() != 2 or x.numel() * weight.shape[0] < _LEAST or not _plain(x) or not _plain(weight):
+        return False
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1] or x.dtype is not weight.dtype:
+        return False
+    if bias is not None and (not _plain(bias) or bias.dtype is not x.dtype or bias.shape != weight.shape[:1]):
+        return False
+    return not _watched()
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Numbers of a dtype that has a choice, in this machine's memory, and no subclass."""
+    return (
+        type(tensor) in _TYPES
+        and tensor.dtype in DTYPES
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    )
+
+
+def _watched() -> bool:
+    """Whether something changes or records what operators do, or oneDNN is switched off."""
+    return (
+        torch.is_autocast_enabled("cpu")
+        or not torch.backends.mkldnn.enabled
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack() > 0
+        or any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+    )
