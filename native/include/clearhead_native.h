@@ -23,8 +23,8 @@
 extern "C" {
 #endif
 
-/* Raised whenever `ch_attention`, `ch_linear`, `ch_projection` or the meaning of a field changes. */
-#define CH_ABI 4
+/* Raised whenever a description, the meaning of a field or the arguments of a call change. */
+#define CH_ABI 5
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_RUNS 4
 #define CH_MAX_RULES 8
@@ -257,8 +257,8 @@ CH_EXPORT const char* ch_message(int code);
 /* Asks for large pages for memory that nobody has written yet; advice, which changes nothing but the time of its first
    writing. */
 CH_EXPORT void ch_expect_writes(void* data, int64_t bytes);
-/* Whether `count` floats are all finite: 1 or 0. */
-CH_EXPORT int ch_all_finite(const float* data, int64_t count);
+/* Whether `count` numbers of a ch_dtype are all finite, and as many others where `other` is not null: 1 or 0. */
+CH_EXPORT int ch_all_finite(const void* data, const void* other, int64_t count, int32_t dtype);
 
 #ifdef __cplusplus
 }

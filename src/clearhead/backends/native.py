@@ -14,11 +14,11 @@ from torch.autograd import forward_ad
 from clearhead.backends.capability import SMALL_TRAINING, Backend, Capability, multiplications
 from clearhead.backends.containment import contained
 from clearhead.backends.native_library import (
+    DTYPES,
     MAX_HEAD_DIM,
     MAX_RULES,
     Code,
     Description,
-    Dtype,
     Rule,
     RuleKind,
     Table,
@@ -45,7 +45,6 @@ __all__ = ["BACKEND"]
 _MAX_TABLE_ENTRIES: Final = 2**26
 #: More than the library takes would be refused.
 _MOST_THREADS: Final = 1024
-_DTYPES: Final = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
 
 
 def _also(problem: Problem) -> list[str]:
@@ -95,7 +94,7 @@ class _Work:
         self.held: list[Tensor] = []
         description = Description.new()
         description.threads = min(torch.get_num_threads(), _MOST_THREADS)
-        description.dtype = _DTYPES[problem.query.dtype]
+        description.dtype = DTYPES[problem.query.dtype]
         description.batch, description.heads, description.kv_heads = (
             problem.batch, problem.num_heads, problem.num_kv_heads,
         )  # fmt: skip
@@ -438,7 +437,7 @@ BACKEND = Backend(
     summary="clearhead's own CPU kernels",
     capability=Capability(
         devices=frozenset({"cpu"}),
-        dtypes=frozenset(_DTYPES),
+        dtypes=frozenset(DTYPES),
         rules=(Alibi, RelativeBias, DenseBias, SoftCap, Sink),
         max_head_dim=MAX_HEAD_DIM,
         learned_row_weights=False,

@@ -19,14 +19,14 @@ import torch as torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 __all__ = [
-    "ABI", "LINEAR_PAD", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS", "MAX_TERMS", "UNBOUNDED", "Code",
-    "Description", "Dtype", "Feature", "LinearDescription", "ProjectionDescription", "Rule", "RuleKind", "Statistics",
-    "Table", "TensorView", "Term", "all_finite", "expect_writes", "in_memory", "isa_index", "isa_name", "isa_names",
-    "library", "message", "reason", "room_like",
+    "ABI", "DTYPES", "LINEAR_PAD", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS", "MAX_TERMS", "UNBOUNDED",
+    "Code", "Description", "Dtype", "Feature", "LinearDescription", "ProjectionDescription", "Rule", "RuleKind",
+    "Statistics", "Table", "TensorView", "Term", "all_finite", "expect_writes", "in_memory", "isa_index", "isa_name",
+    "isa_names", "library", "message", "quick", "reason", "room_like",
 ]  # fmt: skip
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
-ABI: Final = 4
+ABI: Final = 5
 MAX_HEAD_DIM: Final = 256
 MAX_RUNS: Final = 4
 MAX_RULES: Final = 8
@@ -46,6 +46,10 @@ class Dtype(IntEnum):
     FLOAT32 = 0
     BFLOAT16 = 1
     FLOAT16 = 2
+
+
+#: What the kernels read.
+DTYPES: Final = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
 
 
 class RuleKind(IntEnum):
@@ -202,17 +206,23 @@ class ProjectionDescription(ctypes.Structure):
 
 @dataclass(frozen=True)
 class _Loaded:
-    """What looking for the library came to: it and the chosen set, or the reason against it."""
+    """What looking for the library came to: it, twice, and the chosen set, or the reason against it."""
 
     library: ctypes.CDLL | None
     reason: str | None
     names: tuple[str, ...] = ()
     index: int = -1
+    quick: ctypes.PyDLL | None = None
 
 
 def library() -> ctypes.CDLL | None:
     """The kernels, or None where ``reason`` says why not."""
     return _loaded().library
+
+
+def quick() -> ctypes.PyDLL | None:
+    """The kernels for calls of a few microseconds: Python's lock is kept, which is dearer to give away and fetch."""
+    return _loaded().quick
 
 
 def reason() -> str | None:
@@ -236,10 +246,15 @@ def isa_name() -> str | None:
     return None if found.library is None else str(found.library.ch_isa_name(found.index).decode())
 
 
-def all_finite(tensor: torch.Tensor) -> bool:
-    """Whether a small, contiguous float32 tensor holds neither NaN nor inf; a microsecond where torch takes six."""
-    found = library()
-    return found is not None and bool(found.ch_all_finite(tensor.data_ptr(), tensor.numel()))
+def all_finite(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two small, contiguous tensors of one size and dtype hold neither NaN nor inf; False without the kernels.
+
+    A microsecond where torch takes twelve.
+    """
+    found = quick()
+    return found is not None and bool(
+        found.ch_all_finite(one.data_ptr(), other.data_ptr(), one.numel(), DTYPES[one.dtype])
+    )
 
 
 def in_memory(tensor: torch.Tensor) -> bool:
@@ -305,11 +320,19 @@ def _chosen(found: ctypes.CDLL, asked: str) -> _Loaded:
         built.append(name.decode())
     usable = tuple(name for index, name in enumerate(built) if found.ch_isa_usable(index))
     if not asked:
-        return _Loaded(found, None, usable, found.ch_isa_best())
+        return _Loaded(found, None, usable, found.ch_isa_best(), _quick())
     if asked not in usable:
         lacks = "names a set that this processor lacks" if asked in built else "names no instruction set"
         return _Loaded(None, f"cannot run: CLEARHEAD_ISA={asked!r} {lacks}; here there are {', '.join(usable)}", usable)
-    return _Loaded(found, None, usable, built.index(asked))
+    return _Loaded(found, None, usable, built.index(asked), _quick())
+
+
+def _quick() -> ctypes.PyDLL:
+    """The library that has just been loaded, without the types that would be checked on every call."""
+    found = ctypes.PyDLL(str(PATH))
+    # Addresses are Python integers, which would be passed as 32 bits.
+    found.ch_all_finite.argtypes = [_pointer, _pointer, _int64, _int32]
+    return found
 
 
 def _declare(found: ctypes.CDLL) -> None:
@@ -319,7 +342,6 @@ def _declare(found: ctypes.CDLL) -> None:
     found.ch_projection_description_size.restype = ctypes.c_int64
     found.ch_isa_best.restype = ctypes.c_int
     found.ch_expect_writes.argtypes, found.ch_expect_writes.restype = [_pointer, _int64], None
-    found.ch_all_finite.argtypes, found.ch_all_finite.restype = [_pointer, _int64], ctypes.c_int
     for function, argument, result in (
         (found.ch_isa_name, ctypes.c_int, ctypes.c_char_p),
         (found.ch_isa_usable, ctypes.c_int, ctypes.c_int),

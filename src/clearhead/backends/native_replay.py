@@ -13,16 +13,18 @@ from collections.abc import Hashable
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty_like
 from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
-from clearhead.backends.native_library import Code, Description, library
+from clearhead.backends.native_library import Code, Description, library, quick
 
 __all__ = ["remember", "replay"]
 
 #: Layouts kept; when there are more, all are forgotten.
 _MOST: Final = 1024
+#: Multiplications of a call that is over before another thread could have had Python's lock.
+_BRIEF: Final = 2**18
 _TYPES: Final = (Tensor, torch.nn.Parameter)
 _QUERY, _KEY, _VALUE, _OUTPUT = (getattr(Description, name).offset // 8 for name in ("query", "key", "value", "output"))
 _OK: Final = int(Code.OK)
@@ -32,14 +34,17 @@ _WORDS: Final = ctypes.sizeof(Description) // 8
 class _Plan:
     """A description that waits for pointers. One thread uses it at a time: taken from its list, and put back."""
 
-    __slots__ = ("description", "forward", "reference", "shape", "strides", "words")
+    __slots__ = ("description", "forward", "like", "reference", "shape", "strides", "words")
 
-    def __init__(self, description: Description, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    def __init__(self, description: Description, query: Tensor, output: Tensor) -> None:
         self.description = description
         self.reference = ctypes.byref(description)
         self.words = (ctypes.c_uint64 * _WORDS).from_buffer(description)
-        self.shape, self.strides = shape, strides
-        kernels = library()
+        self.shape, self.strides = tuple(output.shape), output.stride()
+        # The quicker way to room of the same shape and strides.
+        self.like = torch.empty_like(query).stride() == self.strides and query.shape == output.shape
+        scores = description.batch * description.heads * description.q_len * description.k_len
+        kernels = quick() if scores * (description.head_dim + description.value_dim) <= _BRIEF else library()
         assert kernels is not None
         self.forward = kernels.ch_forward
 
@@ -58,8 +63,9 @@ def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether nothing about the tensors but their layout matters: no gradient, no subclass, no transformation."""
     return (
         type(query) in _TYPES and type(key) in _TYPES and type(value) in _TYPES
-        and query.is_cpu and key.is_cpu and value.is_cpu
+        # Early, for what a training step has spent here is lost.
         and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+        and query.is_cpu and key.is_cpu and value.is_cpu
         and not (query.is_neg() or key.is_neg() or value.is_neg())
         and maybe_current_level() is None and forward_ad._current_level < 0
         and torch._C._len_torch_dispatch_stack() == 0
@@ -77,7 +83,7 @@ def replay(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor
         plan = waiting.pop()
     except IndexError:  # another thread took it
         return None
-    output = query.new_empty_strided(plan.shape, plan.strides)
+    output = empty_like(query) if plan.like else query.new_empty_strided(plan.shape, plan.strides)
     words = plan.words
     words[_QUERY] = query.data_ptr()
     words[_KEY] = key.data_ptr()
@@ -98,6 +104,4 @@ def remember(
     if len(_plans) >= _MOST:
         _plans.clear()
     copy = Description.from_buffer_copy(description)
-    _plans.setdefault(_layout(query, key, value, causal), []).append(
-        _Plan(copy, tuple(output.shape), output.stride())
-    )  # fmt: skip
+    _plans.setdefault(_layout(query, key, value, causal), []).append(_Plan(copy, query, output))

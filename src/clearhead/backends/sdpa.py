@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import Final
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from clearhead.backends.capability import SMALL_TRAINING, Backend, Capability
 from clearhead.backends.containment import all_finite
 from clearhead.backends.documents import Group, documents_in, groups, rest_of
-from clearhead.backends.native_library import all_finite as finite_floats
+from clearhead.backends.native_library import all_finite as finite_numbers
 from clearhead.masks import Causal, Mask
 from clearhead.masks.base import carried_sizes
 from clearhead.problem import Problem
@@ -178,12 +177,9 @@ def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds:
     return output.to(dtype)
 
 
-def _surely_finite(tensor: Tensor) -> bool:
-    """Whether a small tensor holds neither NaN nor inf; False also where finding out would take longer."""
-    if tensor.is_neg() or not tensor.is_contiguous():
-        return False
-    # A sum of finite numbers may overflow, which is taken for what is not finite.
-    return finite_floats(tensor) if tensor.dtype is torch.float32 else isfinite(tensor.detach().sum().item())
+def _surely_finite(key: Tensor, value: Tensor) -> bool:
+    """Whether small tensors of one size hold neither NaN nor inf; False also where finding out would take longer."""
+    return key.is_contiguous() and value.is_contiguous() and finite_numbers(key, value)
 
 
 #: Rows in one block of torch's backward on a CPU.
@@ -200,7 +196,9 @@ def small_step(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Te
     microseconds their own forty would show. 16 bits are computed in float32, as ``run`` does; the very smallest are
     not, for torch's kernel then has one block each way, whose sums are made in float32 and rounded once.
     """
-    if not (type(query) in _TYPES and type(key) in _TYPES and type(value) in _TYPES):
+    if not (type(query) in _TYPES and type(key) in _TYPES and type(value) in _TYPES and torch.is_grad_enabled()):
+        return None
+    if not (query.requires_grad or key.requires_grad or value.requires_grad):
         return None
     shape, dtype = query.shape, query.dtype
     plain = (
@@ -209,15 +207,12 @@ def small_step(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Te
         and query.is_cpu and key.is_cpu and value.is_cpu
         and 0 < 2 * query.numel() * shape[2] <= SMALL_TRAINING.get(dtype, 0)
     )  # fmt: skip
-    if not plain or not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+    if not plain or torch.is_autocast_enabled("cpu"):
         return None
-    if not (query.requires_grad or key.requires_grad or value.requires_grad):
-        return None
-    tiny = shape[2] <= _ONE_BLOCK and 2 * query.numel() * shape[2] <= _TINY
-    wide = dtype is not torch.float32 and not tiny
+    wide = dtype is not torch.float32 and (shape[2] > _ONE_BLOCK or 2 * query.numel() * shape[2] > _TINY)
     if wide:
         query, key, value = query.float(), key.float(), value.float()
-    if causal and (maybe_current_level() is not None or not (_surely_finite(key) and _surely_finite(value))):
+    if causal and (maybe_current_level() is not None or not _surely_finite(key, value)):
         return None
     output = scaled_dot_product_attention(query, key, value, is_causal=causal)
     return output.to(dtype) if wide else output
