@@ -174,7 +174,7 @@ def test_same_inputs_same_bits(path: str) -> None:
 @pytest.mark.parametrize(("rows", "expected"), [(64, True), (63, False), (320, True), (255, True)], ids=str)
 def test_small_products_stay_with_linear(monkeypatch: pytest.MonkeyPatch, rows: int, expected: bool) -> None:
     monkeypatch.undo()
-    assert products._has_choice(torch.zeros(rows, 256), torch.zeros(256, 256), None) == expected
+    assert products.has_choice(torch.zeros(rows, 256), torch.zeros(256, 256), None) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 5
+#define CH_ABI 6
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_RUNS 4
 #define CH_MAX_RULES 8
@@ -228,11 +228,16 @@ typedef struct ch_projection {
   int32_t num_terms;    /* 1 to CH_MAX_TERMS                                                                */
   int32_t left_turned;  /* 0 or 1                                                                           */
   int32_t right_turned; /* 0 or 1                                                                           */
+  int32_t relu;         /* 0 or 1: what is negative in the end is written as 0                              */
+  int32_t reserved;
   int64_t rows, columns;
   ch_term terms[CH_MAX_TERMS];
   const void* bias;     /* [columns] contiguous; null for none                                              */
   void* output;         /* [rows, columns], written                                                         */
   int64_t output_row;
+  const void* gate;     /* [rows, columns]: the output is 0 where this is not above 0, and what it is where this is NaN;
+                           null for none. What a relu gave, on the way back                                 */
+  int64_t gate_row;
   void* row_sums;       /* [rows] contiguous, written: sums of left along its steps; null for none. Only where left
                            is turned: the gradient of a bias, beside that of its weight                     */
 } ch_projection;

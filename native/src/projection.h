@@ -195,6 +195,9 @@ template <class M, class IO> class Projection {
                                     : (const char*)(sums + r * sums_row + column);
       const int64_t bytes = columns * (int64_t)(group.last ? sizeof(type) : sizeof(float));
       for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(line + byte, 1);
+      if (group.last && w.gate != nullptr)
+        for (int64_t c = 0; c < columns; c += 64 / (int64_t)sizeof(type))
+          __builtin_prefetch((const type*)w.gate + r * w.gate_row + column + c);
     }
   }
 
@@ -239,8 +242,18 @@ template <class M, class IO> class Projection {
       }
       if (biased)
         for (int c = 0; c < wide; c += VL) store(own + c, load(own + c) + load(bias + c));
+      if (w.relu)
+        for (int c = 0; c < wide; c += VL) store(own + c, load(own + c) < (vf){} ? (vf){} : load(own + c));
+      if (w.gate != nullptr) close(own, (const type*)w.gate + (row + r) * w.gate_row + column, columns);
       put_row<IO>((type*)w.output + (row + r) * w.output_row + column, columns, own, 1.0f);
     }
+  }
+
+  // 0 where the gate is not above 0; NaN there hides nothing.
+  static CH_INLINE void close(float* own, const type* gate, int columns) {
+    float gates[PW];
+    get_row<IO>(gate, columns, gates, PW);
+    for (int c = 0; c < columns; c += VL) store(own + c, load(gates + c) <= (vf){} ? (vf){} : load(own + c));
   }
 
   // Rows [row, row + rows) of left, one number of every step after the other.

@@ -28,8 +28,8 @@ int check_sizes(const ch_projection& work) {
       return CH_BAD_SHAPE;
   }
   if (work.threads < 1 || work.threads > most_threads) return CH_BAD_OPTION;
-  for (int32_t turned : {work.left_turned, work.right_turned}) {
-    if (turned != 0 && turned != 1) return CH_BAD_OPTION;
+  for (int32_t flag : {work.left_turned, work.right_turned, work.relu}) {
+    if (flag != 0 && flag != 1) return CH_BAD_OPTION;
   }
   if (work.row_sums == nullptr) return CH_OK;
   // Sums of several terms' rows are nobody's yet, nor of rows that are read in place, nor without any product.
@@ -45,6 +45,8 @@ int check(const ch_projection& work) {
     CH_TRY(check_matrix(work, term.right, term.steps, work.columns, term.right_row, work.right_turned, Access::read));
   }
   CH_TRY(check_vector(work, work.bias, work.columns));
+  if (work.gate != nullptr)
+    CH_TRY(check_matrix(work, work.gate, work.rows, work.columns, work.gate_row, false, Access::read));
   CH_TRY(check_vector(work, work.row_sums, work.rows));
   return check_matrix(work, work.output, work.rows, work.columns, work.output_row, false, Access::write);
 }

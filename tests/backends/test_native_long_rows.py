@@ -56,6 +56,18 @@ class TestLongRows:
         for name, *three in zip(("output", "dquery", "dkey", "dvalue"), found, textbook, exact, strict=True):
             within_budget(name, *three, terms=8192)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("q_len", [97, 200, 17_000])
+    def test_several_tiles_of_keys_read_the_same_queries(self, q_len: int, dtype: torch.dtype) -> None:
+        """Backward lays queries out once for all tiles, or, where they are too many to keep, again for each."""
+        drawn = [draw(1, 1, n, 64, seed=seed, dtype=dtype) for seed, n in enumerate((q_len, 600, 600))]
+        inputs, slope = tuple(drawn), draw(1, 1, q_len, 64, seed=3, dtype=dtype, grad=False)
+        output = ch.attention(*inputs, backend="native")
+        found = [output, *torch.autograd.grad(output, inputs, slope)]
+        textbook, exact = (_in_strips(inputs, slope, False, kind) for kind in (dtype, torch.float64))
+        for name, *three in zip(("output", "dquery", "dkey", "dvalue"), found, textbook, exact, strict=True):
+            within_budget(name, *three, terms=max(q_len, 600))
+
     @pytest.mark.parametrize(
         ("q_len", "k_len", "summed"), [(256, 16384, ("dquery",)), (16384, 256, ("dkey", "dvalue"))]
     )

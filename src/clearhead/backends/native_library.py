@@ -26,7 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
-ABI: Final = 5
+ABI: Final = 6
 MAX_HEAD_DIM: Final = 256
 MAX_RUNS: Final = 4
 MAX_RULES: Final = 8
@@ -194,8 +194,9 @@ class ProjectionDescription(ctypes.Structure):
     _fields_ = (
         ("size", ctypes.c_uint32), ("abi", ctypes.c_uint32), ("isa", _int32), ("threads", _int32),
         ("dtype", _int32), ("num_terms", _int32), ("left_turned", _int32), ("right_turned", _int32),
-        ("rows", _int64), ("columns", _int64), ("terms", Term * MAX_TERMS),
-        ("bias", _pointer), ("output", _pointer), ("output_row", _int64), ("row_sums", _pointer),
+        ("relu", _int32), ("reserved", _int32), ("rows", _int64), ("columns", _int64), ("terms", Term * MAX_TERMS),
+        ("bias", _pointer), ("output", _pointer), ("output_row", _int64),
+        ("gate", _pointer), ("gate_row", _int64), ("row_sums", _pointer),
     )  # fmt: skip
 
     @classmethod

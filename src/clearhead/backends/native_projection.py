@@ -38,6 +38,8 @@ def product(
     left_turned: bool = False,
     right_turned: bool = False,
     bias: Float[Tensor, " columns"] | None = None,
+    relu: bool = False,
+    gate: Float[Tensor, "rows columns"] | None = None,
     row_sums: Float[Tensor, " rows"] | None = None,
 ) -> Float[Tensor, "rows columns"]:
     """``sum(left @ right for left, right in terms) + bias``, summed in float32 and rounded once.
@@ -47,6 +49,8 @@ def product(
         left_turned: every left lies as ``[steps, rows]``.
         right_turned: every right lies as ``[columns, steps]``.
         bias: added to every row.
+        relu: whether what is negative in the end is 0.
+        gate: where this is not above 0, the result is 0; a relu's output, on the way back.
         row_sums: contiguous, is written: the sums of the one left along its steps. Only where left is turned.
 
     Returns:
@@ -79,6 +83,12 @@ def product(
     if dense is not None:
         assert dense.shape == (own.columns,)
         own.bias = dense.data_ptr()
+    own.relu = relu
+    if gate is not None:
+        gate = _rows(gate)
+        assert gate.shape == (own.rows, own.columns)
+        assert gate.dtype is left.dtype
+        own.gate, own.gate_row = gate.data_ptr(), gate.stride(0)
     if row_sums is not None:
         own.row_sums = row_sums.data_ptr()
     code = kernels.ch_project(ctypes.byref(own))

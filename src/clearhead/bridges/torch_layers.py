@@ -16,8 +16,9 @@ from torch.nn import functional
 
 from clearhead.bridges.torch_attention import SwappedMultiheadAttention
 from clearhead.bridges.torch_masks import MaskReader, Meaning, may_look, padded_keys
-from clearhead.bridges.torch_parts import is_plain
+from clearhead.bridges.torch_parts import SwappedLinear, is_plain
 from clearhead.masks import Documents, Mask
+from clearhead.nn.feedforward import rectified
 from clearhead.watch import laid_out
 
 __all__ = [
@@ -55,9 +56,26 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
         out: Tensor = self.norm2(src + self._ff_block(src))
         return out
 
+    def _ff_block(self, x: Tensor) -> Tensor:
+        return _feedforward(self, self.dropout2, x)
+
 
 class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):
     """``nn.TransformerDecoderLayer`` whose attentions and products are ours; put in place by ``swap``."""
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        return _feedforward(self, self.dropout3, x)
+
+
+def _feedforward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, last: nn.Module, x: Tensor) -> Tensor:
+    """What torch's layers do to each token, a ReLU between plain products within them."""
+    found = None
+    if is_plain(x):
+        found = rectified(x, layer.linear1, layer.activation, layer.dropout, layer.linear2, linear=SwappedLinear)
+    if found is None:
+        found = layer.linear2(layer.dropout(layer.activation(layer.linear1(x))))
+    output: Tensor = last(found)
+    return output
 
 
 _LAYERS: Final = (SwappedTransformerEncoderLayer, SwappedTransformerDecoderLayer)

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.module import _has_any_global_hook
 
 from clearhead.errors import UnsupportedError
 from clearhead.nn.checks import check_tokens, positive, probability
 from clearhead.nn.dropout import Dropout
-from clearhead.nn.linear import Linear
+from clearhead.nn.linear import Linear, hooked
+from clearhead.projection import project_relu_project
 from clearhead.shapes import Float
 
-__all__ = ["ACTIVATIONS", "FeedForward"]
+__all__ = ["ACTIVATIONS", "FeedForward", "rectified"]
 
 ACTIVATIONS: Final[dict[str, Callable[[], nn.Module]]] = {"gelu": nn.GELU, "relu": nn.ReLU, "silu": nn.SiLU}
 
@@ -62,5 +66,31 @@ class FeedForward(nn.Module):
     def forward(self, x: Float[Tensor, "*batch len embed_dim"]) -> Float[Tensor, "*batch len embed_dim"]:
         """Each token through both layers."""
         check_tokens("FeedForward", "x", x, self.embed_dim, self.expand.weight)
-        hidden: Tensor = self.contract(self.dropout(self.activation(self.expand(x))))
-        return hidden
+        found = rectified(x, self.expand, self.activation, self.dropout, self.contract, linear=Linear)
+        if found is None:
+            found = self.contract(self.dropout(self.activation(self.expand(x))))
+        output: Tensor = found
+        return output
+
+
+def rectified(
+    x: Tensor,
+    expand: nn.Linear,
+    activation: object,
+    dropout: nn.Module,
+    contract: nn.Linear,
+    *,
+    linear: type[nn.Linear],
+) -> Tensor | None:
+    """``contract(relu(expand(x)))`` in one go; None where something else stands there, drops, or looks on.
+
+    ``linear`` is the class that both layers must be, ``activation`` a module or a function.
+    """
+    relu = activation is functional.relu or activation is torch.relu or type(activation) is nn.ReLU
+    drops = isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0.0
+    if not relu or drops or torch.compiler.is_compiling() or type(expand) is not linear or type(contract) is not linear:
+        return None
+    modules = [part for part in (expand, activation, dropout, contract) if isinstance(part, nn.Module)]
+    if not isinstance(dropout, (nn.Dropout, nn.Identity)) or _has_any_global_hook() or any(map(hooked, modules)):
+        return None
+    return project_relu_project(x, expand.weight, expand.bias, contract.weight, contract.bias)

@@ -11,7 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from clearhead.projection import check_variable, project, project_each
 from clearhead.shapes import Float
 
-__all__ = ["Linear", "linear_each"]
+__all__ = ["Linear", "hooked", "linear_each"]
 
 
 class Linear(nn.Linear):
@@ -57,13 +57,13 @@ def linear_each(
     >>> [part.shape for part in linear_each([Linear(3, 5), Linear(3, 2)], torch.zeros(4, 3))]
     [torch.Size([4, 5]), torch.Size([4, 2])]
     """
-    plain = [layer for layer in layers if type(layer) is Linear and not _hooked(layer)]
+    plain = [layer for layer in layers if type(layer) is Linear and not hooked(layer)]
     if len(plain) < len(layers) or torch.compiler.is_compiling() or _has_any_global_hook():
         return tuple(layer(input) for layer in layers)
     return project_each(input, [layer.weight for layer in plain], [layer.bias for layer in plain])
 
 
-def _hooked(layer: nn.Module) -> bool:
+def hooked(layer: nn.Module) -> bool:
     """Whether somebody looks at a layer's calls, or a ``forward`` of its own was set on it."""
     return "forward" in layer.__dict__ or any(
         (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)

@@ -1,7 +1,18 @@
 """Products of linear layers, forward and backward, by whichever path was measured to be faster."""
 
 from clearhead.projection.chosen import DTYPES, Choice, check_variable, choice, measured
+from clearhead.projection.feedforward import project_relu_project
 from clearhead.projection.paths import KINDS
 from clearhead.projection.products import project, project_each
 
-__all__ = ["DTYPES", "KINDS", "Choice", "check_variable", "choice", "measured", "project", "project_each"]
+__all__ = [
+    "DTYPES",
+    "KINDS",
+    "Choice",
+    "check_variable",
+    "choice",
+    "measured",
+    "project",
+    "project_each",
+    "project_relu_project",
+]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from clearhead.backends import native_projection as kernels
 
-__all__ = ["KINDS", "NATIVE", "ONEDNN", "PATHS", "TORCH", "Path", "Term"]
+__all__ = ["KINDS", "NATIVE", "ONEDNN", "PATHS", "TORCH", "Path", "Term", "flat"]
 
 #: The kinds of product that are chosen apart.
 KINDS: Final = ("forward", "input gradient", "weight gradient")
@@ -94,20 +94,20 @@ def _onednn_weight_gradient(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor
     return total, grad.sum(0) if sums else None
 
 
-def _flat(x: Tensor) -> Tensor:
+def flat(x: Tensor) -> Tensor:
     """``[rows, width]``, also where there are none."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _kernel_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    output = kernels.product([(_flat(x), weight)], right_turned=True, bias=bias)
+    output = kernels.product([(flat(x), weight)], right_turned=True, bias=bias)
     return output if x.dim() == 2 else output.view(*x.shape[:-1], weight.shape[0])
 
 
 def _kernel_input_gradient(terms: Sequence[Term]) -> Tensor:
     grad, weight = terms[0]
     together = [terms[first : first + kernels.MAX_TERMS] for first in range(0, len(terms), kernels.MAX_TERMS)]
-    found = [kernels.product([(_flat(grad), weight) for grad, weight in some]) for some in together]
+    found = [kernels.product([(flat(grad), weight) for grad, weight in some]) for some in together]
     total = found[0] if len(found) == 1 else torch.stack(found).sum(0)
     return total.view(*grad.shape[:-1], weight.shape[1])
 

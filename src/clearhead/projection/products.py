@@ -55,7 +55,7 @@ def project(
     tensor([[2., 2., 2.],
             [2., 2., 2.]])
     """
-    if not _has_choice(x, weight, bias):
+    if not has_choice(x, weight, bias):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (x, weight, bias)):
         (projected,) = _Projections.apply(x, weight, bias)  # type: ignore[no-untyped-call]
@@ -91,7 +91,7 @@ def project_each(
     pairs = tuple(zip(weights, biases, strict=True))
     together = torch.is_grad_enabled() and x.requires_grad and len(pairs) > 1
     # One dtype and size after the other: a layer too small to have a choice would not join the others' product.
-    if not together or not all(_has_choice(x, *pair) for pair in pairs):
+    if not together or not all(has_choice(x, *pair) for pair in pairs):
         return tuple(project(x, *pair) for pair in pairs)
     flat = [part for pair in pairs for part in pair]
     projected: tuple[Tensor, ...] = _Projections.apply(x, *flat)  # type: ignore[no-untyped-call]
@@ -108,7 +108,7 @@ class _Projections(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if any(needs[::2]) else None, *(weights if needs_x else [None] * len(weights)))
         return tuple(
-            _own(_forward(x, weight, bias)) for weight, bias in zip(weights, biases, strict=True) if weight is not None
+            own(_forward(x, weight, bias)) for weight, bias in zip(weights, biases, strict=True) if weight is not None
         )
 
     @staticmethod
@@ -117,7 +117,7 @@ class _Projections(torch.autograd.Function):
         needs_x, *needs = ctx.needs_input_grad
         arrived = [grad for grad in grads if grad is not None]
         # While autograd records (a second derivative is wanted) or something watches: operators that it knows.
-        known = torch.is_grad_enabled() or not all(map(_is_one, arrived)) or _watched()
+        known = torch.is_grad_enabled() or not all(map(is_one, arrived)) or watched()
         found: list[Tensor | None] = []
         for place, grad in enumerate(grads):
             needs_weight, needs_bias = needs[2 * place : 2 * place + 2]
@@ -128,12 +128,12 @@ class _Projections(torch.autograd.Function):
         return _input_gradient(known, terms), *found
 
 
-def _own(output: Tensor) -> Tensor:
+def own(output: Tensor) -> Tensor:
     """An output that may be changed in place: autograd refuses that where a function returned a view."""
     return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
 
-def _is_one(grad: Tensor) -> bool:
+def is_one(grad: Tensor) -> bool:
     """Whether a gradient is a plain tensor, and not many of them at once (``is_grads_batched``)."""
     return type(grad) is Tensor and not torch._C._functorch.is_legacy_batchedtensor(grad)
 
@@ -168,19 +168,22 @@ def _path(kind: str, x: Tensor, numbers: int) -> Path:
     return path if recurs or not path.prepares or rows * numbers >= _LEAST_ONCE else TORCH
 
 
-def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether another path than torch's own may compute this: size, shapes that fit, plain tensors, and nobody
     watching operators."""
     # In this order: what is compiled or traced must not look further.
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or type(x) not in _TYPES:
         return False
-    if weight.dim() != 2 or x.numel() * weight.shape[0] < _LEAST or not _plain(x) or not _plain(weight):
+    if weight.dim() != 2 or x.numel() * weight.shape[0] < _LEAST or x.dim() == 0 or not _plain(x):
         return False
-    if x.dim() == 0 or x.shape[-1] != weight.shape[1] or x.dtype is not weight.dtype:
+    return is_layer(weight, bias, x.shape[-1], x.dtype) and not watched()
+
+
+def is_layer(weight: Tensor, bias: Tensor | None, width: int, dtype: torch.dtype) -> bool:
+    """Whether plain tensors make a layer that reads so many numbers of a dtype."""
+    if weight.dim() != 2 or not _plain(weight) or weight.shape[1] != width or weight.dtype is not dtype:
         return False
-    if bias is not None and (not _plain(bias) or bias.dtype is not x.dtype or bias.shape != weight.shape[:1]):
-        return False
-    return not _watched()
+    return bias is None or (_plain(bias) and bias.dtype is dtype and bias.shape == weight.shape[:1])
 
 
 def _plain(tensor: Tensor) -> bool:
@@ -194,7 +197,7 @@ def _plain(tensor: Tensor) -> bool:
     )
 
 
-def _watched() -> bool:
+def watched() -> bool:
     """Whether something changes or records what operators do, or oneDNN is switched off."""
     return (
         torch.is_autocast_enabled("cpu")

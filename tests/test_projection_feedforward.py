@@ -1,0 +1,232 @@
+"""project_relu_project() against the three steps in float64, and when it steps aside."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from clearhead.backends import native_projection
+from clearhead.nn.feedforward import FeedForward
+from clearhead.projection import products, project_relu_project
+from tests.budget import within_budget
+
+chosen = importlib.import_module("clearhead.projection.chosen")
+pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
+
+NAMES = ("output", "dx", "dexpand", "dexpand_bias", "dcontract", "dcontract_bias")
+#: Leading axes of x, width in, hidden, out.
+SHAPES = [((1,), 8, 16, 4), ((67,), 33, 70, 17), ((3, 5), 40, 24, 40), ((1300,), 24, 129, 8), ((2, 1, 7), 65, 64, 1)]
+
+
+@pytest.fixture(autouse=True)
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels, for every size."""
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
+    monkeypatch.setattr(chosen, "_CHOICES", {})
+    monkeypatch.setattr(products, "_LEAST", 1)
+
+
+def _steps(
+    x: Tensor, expand: Tensor, expand_bias: Tensor | None, contract: Tensor, contract_bias: Tensor | None
+) -> Tensor:
+    return F.linear(F.linear(x, expand, expand_bias).relu(), contract, contract_bias)
+
+
+def _fused(*parts: Tensor | None) -> Tensor:
+    output = project_relu_project(*parts)  # type: ignore[arg-type]
+    assert output is not None
+    return output
+
+
+def _parts(
+    leading: tuple[int, ...],
+    width: int,
+    hidden: int,
+    out: int,
+    *,
+    bias: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((*leading, width), (hidden, width), (hidden,), (out, hidden), (out,))
+    drawn = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+    return [None if place in (2, 4) and not bias else part for place, part in enumerate(drawn)]
+
+
+def _with_gradients(
+    function: Callable[..., Tensor], parts: list[Tensor | None], dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    leaves = [None if part is None else part.to(dtype or part.dtype).detach().requires_grad_() for part in parts]
+    output = function(*leaves)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
+    given = [leaf for leaf in leaves if leaf is not None]
+    return [output.detach(), *torch.autograd.grad(output, given, upstream)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(("leading", "width", "hidden", "out"), SHAPES, ids=str)
+def test_numbers_and_gradients(
+    leading: tuple[int, ...], width: int, hidden: int, out: int, bias: bool, dtype: torch.dtype
+) -> None:
+    parts = _parts(leading, width, hidden, out, bias=bias, dtype=dtype)
+    found, own = _with_gradients(_fused, parts), _with_gradients(_steps, parts)
+    exact = _with_gradients(_steps, parts, torch.float64)
+    names = [name for name in NAMES if bias or not name.endswith("bias")]
+    terms = max(hidden, width, found[0].numel() // out)
+    for name, *three in zip(names, found, own, exact, strict=True):
+        within_budget(name, *three, terms=terms)
+
+
+@pytest.mark.parametrize("wanted", range(5))
+def test_each_gradient_alone(wanted: int) -> None:
+    parts = _parts((6,), 8, 12, 4)
+    leaves = [part.requires_grad_(place == wanted) for place, part in enumerate(parts) if part is not None]
+    (found,) = torch.autograd.grad(_fused(*leaves).square().sum(), leaves[wanted])
+    (own,) = torch.autograd.grad(_steps(*leaves).square().sum(), leaves[wanted])
+    torch.testing.assert_close(found, own)
+
+
+def test_what_the_relu_lets_through_is_torchs() -> None:
+    """0 for what is not above 0, NaN for NaN, both ways."""
+    x = torch.tensor([[1.0], [-1.0], [0.0], [torch.nan], [torch.inf]]).requires_grad_()
+    weights = torch.ones(1, 1), None, torch.ones(1, 1), None
+    found, own = _fused(x, *weights), _steps(x, *weights)
+    torch.testing.assert_close(found, own, equal_nan=True)
+    torch.testing.assert_close(
+        torch.autograd.grad(found.sum(), x)[0], torch.autograd.grad(own.sum(), x)[0], equal_nan=True
+    )
+
+
+def test_second_derivatives() -> None:
+    parts = [part.requires_grad_() for part in _parts((5,), 4, 9, 3) if part is not None]
+    for function in (_fused, _steps):
+        first = torch.autograd.grad(function(*parts).square().sum(), parts, create_graph=True)
+        seconds = torch.autograd.grad(sum(one.square().sum() for one in first), parts)
+        if function is _fused:
+            found = seconds
+    for one, other in zip(found, seconds, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_many_gradients_at_once() -> None:
+    parts = [part.requires_grad_() for part in _parts((5,), 4, 9, 3) if part is not None]
+    found, own = (
+        torch.autograd.grad(function(*parts)[0], parts, torch.eye(3), is_grads_batched=True)
+        for function in (_fused, _steps)
+    )
+    torch.testing.assert_close(found, own)
+
+
+def test_an_output_may_be_changed_in_place() -> None:
+    parts = [part.requires_grad_() for part in _parts((2, 5), 4, 9, 3) if part is not None]
+    _fused(*parts).relu_().sum().backward()
+    assert parts[0].grad is not None
+
+
+def test_a_weight_changed_before_backward_is_told() -> None:
+    parts = [part.requires_grad_() for part in _parts((5,), 4, 9, 3) if part is not None]
+    output = _fused(*parts)
+    with torch.no_grad():
+        parts[3].add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_a_watched_backward_runs_operators_that_the_watcher_knows() -> None:
+    parts = [part.requires_grad_() for part in _parts((5,), 4, 9, 3, bias=False) if part is not None]
+    output = _fused(parts[0], parts[1], None, parts[2], None)
+    with FlopCounterMode(display=False) as counter:
+        output.sum().backward()
+    assert counter.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("path", ["torch", "onednn"])
+def test_on_another_path_it_steps_aside(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", path)
+    if path == "onednn" and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this torch has no oneDNN product")
+    assert project_relu_project(*_parts((5,), 4, 9, 3)) is None  # type: ignore[arg-type]
+
+
+def test_layers_that_do_not_fit_are_left_to_the_three_steps() -> None:
+    x, expand, _, contract, _ = _parts((5,), 4, 9, 3)
+    assert x is not None
+    assert expand is not None
+    assert contract is not None
+    assert project_relu_project(x, expand, None, contract[:, :8], None) is None
+    assert project_relu_project(x, expand, None, contract.double(), None) is None
+    assert project_relu_project(x, expand, None, contract, torch.zeros(4)) is None
+    assert project_relu_project(x[:, :3], expand, None, contract, None) is None
+    assert project_relu_project(x.double(), expand.double(), None, contract.double(), None) is None
+
+
+class TestFeedForward:
+    """The module takes it where nobody could tell, but for the time."""
+
+    @pytest.fixture
+    def calls(self, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+        seen: list[Tensor] = []
+        room = importlib.import_module("clearhead.nn.feedforward")
+
+        def spy(x: Tensor, *layers: Tensor) -> Tensor | None:
+            seen.append(x)
+            return project_relu_project(x, *layers)
+
+        monkeypatch.setattr(room, "project_relu_project", spy)
+        return seen
+
+    def test_a_relu_is_fused_and_gelu_is_not(self, calls: list[Tensor]) -> None:
+        x = torch.randn(2, 3, 4)
+        FeedForward(4, activation="gelu")(x)
+        assert not calls
+        module = FeedForward(4, activation="relu")
+        torch.testing.assert_close(module(x), module.contract(torch.relu(module.expand(x))))
+        assert len(calls) == 1
+
+    def test_dropout_is_not_left_out(self, calls: list[Tensor]) -> None:
+        module, x = FeedForward(4, activation="relu", dropout=0.5), torch.randn(2, 3, 4)
+        module(x)
+        assert not calls
+        module.eval()(x)
+        assert len(calls) == 1
+
+    @pytest.mark.parametrize("part", ["expand", "activation", "dropout", "contract"])
+    def test_whoever_looks_on_sees(self, part: str, calls: list[Tensor]) -> None:
+        module, seen = FeedForward(4, activation="relu"), []
+        handle = module.get_submodule(part).register_forward_hook(lambda *given: seen.append(given[2]))
+        module(torch.randn(2, 3, 4))
+        assert len(seen) == 1
+        assert not calls
+        handle.remove()
+        module(torch.randn(2, 3, 4))
+        assert len(calls) == 1
+
+    def test_another_layer_in_its_place_is_called(self, calls: list[Tensor]) -> None:
+        class Loud(nn.Linear):
+            def forward(self, input: Tensor) -> Tensor:
+                return super().forward(input) + 1.0
+
+        module, x = FeedForward(4, activation="relu"), torch.randn(2, 3, 4)
+        module.contract = Loud(16, 4)
+        torch.testing.assert_close(module(x), module.contract(torch.relu(module.expand(x))))
+        assert not calls
+
+    @pytest.mark.parametrize("decoder", [False, True])
+    def test_swapped_layers_take_it_too(self, decoder: bool, calls: list[Tensor]) -> None:
+        from clearhead import swap
+
+        kind = nn.TransformerDecoderLayer if decoder else nn.TransformerEncoderLayer
+        layer = kind(8, 2, 16, dropout=0.0, batch_first=True)
+        x = torch.randn(2, 5, 8)
+        given = (x, x) if decoder else (x,)
+        own = layer(*given)
+        swap(layer)
+        torch.testing.assert_close(layer(*given), own, rtol=1e-4, atol=1e-5)
+        assert len(calls) == 1
