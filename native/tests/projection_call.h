@@ -11,12 +11,14 @@ namespace test {
 struct ProjectionCase {
   int dtype = CH_FLOAT32;
   bool left_turned = false, right_turned = false, biased = false, counted = false;  // counted: with row_sums
+  bool relu = false, gated = false;
   // Whole numbers, so small that float32 adds them without rounding: one answer is right, and nothing hides in a bound.
   bool whole = false;
   int64_t rows = 1, columns = 1;
   std::vector<int64_t> steps;         // of every term
   std::vector<Numbers> left, right;   // [rows, steps] and [steps, columns], contiguous, never turned
   Numbers bias;                       // [columns], or empty
+  Numbers gate;                       // [rows, columns], or empty
 
   int64_t all_steps() const {
     int64_t sum = 0;
@@ -45,6 +47,7 @@ inline void draw_numbers(Random& random, ProjectionCase& c) {
     fill(c.right[t], c.steps[t] * c.columns);
   }
   if (c.biased) fill(c.bias, c.columns);
+  if (c.gated) fill(c.gate, c.rows * c.columns);
 }
 
 // To the nearest number of a dtype, to an even one from the middle. Not for numbers too small or too large for it.
@@ -92,8 +95,10 @@ inline ProjectionExpected expected(const ProjectionCase& c) {
       }
     }
     for (size_t x = 0; x < columns; ++x) {
-      right.output.number[r * columns + x] = c.whole ? nearest(c.dtype, sums[x]) : sums[x];
-      right.output.bound[r * columns + x] = sum_bound(c, sums[x], sizes[x], 512);
+      const bool shut = c.gated && c.gate[r * columns + x] <= 0;
+      const double let = shut || (c.relu && sums[x] < 0) ? 0 : sums[x];
+      right.output.number[r * columns + x] = c.whole ? nearest(c.dtype, let) : let;
+      right.output.bound[r * columns + x] = shut ? 0 : sum_bound(c, sums[x], sizes[x], 512);
     }
     if (!c.counted) continue;
     right.row_sums.number[r] = c.whole ? nearest(c.dtype, row_sum) : row_sum;
@@ -112,6 +117,7 @@ class ProjectionCall {
     }
     if (c.biased) bias = room(random, 1, c.columns, false), put(bias, c.bias, false);
     if (c.counted) row_sums = room(random, 1, c.rows, false);
+    if (c.gated) gate = room(random, c.rows, c.columns, false), put(gate, c.gate, false);
     output = room(random, c.rows, c.columns, false);
     describe();
     for (Guarded* one : inputs()) one->keep();
@@ -151,7 +157,7 @@ class ProjectionCall {
   const ProjectionCase& c;
   ch_projection work{};
   std::vector<Guarded> left, right;
-  Guarded bias, output, row_sums;
+  Guarded bias, gate, output, row_sums;
 
  private:
   Guarded room(Random& random, int64_t rows, int64_t columns, bool turned) const {
@@ -172,6 +178,7 @@ class ProjectionCall {
     work.left_turned = c.left_turned, work.right_turned = c.right_turned;
     for (size_t t = 0; t < c.steps.size(); ++t)
       work.terms[t] = {left[t].data(), right[t].data(), left[t].stride[2], right[t].stride[2], c.steps[t]};
+    work.relu = c.relu, work.gate = gate.data(), work.gate_row = c.gated ? gate.stride[2] : 0;
     work.bias = bias.data(), work.row_sums = row_sums.data();
     work.output = output.data(), work.output_row = output.stride[2];
   }
@@ -181,6 +188,7 @@ class ProjectionCall {
     for (Guarded& one : left) all.push_back(&one);
     for (Guarded& one : right) all.push_back(&one);
     if (c.biased) all.push_back(&bias);
+    if (c.gated) all.push_back(&gate);
     return all;
   }
 };
@@ -219,6 +227,7 @@ inline ProjectionCase draw_projection(uint64_t number) {
   c.rows = random.pick(shape.rows), c.columns = random.pick(shape.columns);
   const int64_t terms = random.between(shape.least_terms, shape.most_terms);
   for (int64_t t = 0; t < terms; ++t) c.steps.push_back(random.pick(shape.steps));
+  c.relu = random.one_in(3), c.gated = random.one_in(3);
   c.biased = random.one_in(2), c.counted = c.left_turned && terms == 1 && !random.one_in(4);
   draw_numbers(random, c);
   return c;

@@ -16,7 +16,7 @@ std::string describe(const ProjectionCase& c, int isa, int threads) {
                      (c.right_turned ? ", right turned" : "") + ", " + std::to_string(c.rows) + "x" +
                      std::to_string(c.columns) + " of";
   for (int64_t steps : c.steps) line += " " + std::to_string(steps);
-  return line + " steps" + (c.biased ? ", bias" : "") + ", " + ch_isa_name(isa) + ", threads " +
+  return line + " steps" + (c.biased ? ", bias" : "") + (c.relu ? ", relu" : "") + (c.gated ? ", gate" : "") + ", " + ch_isa_name(isa) + ", threads " +
          std::to_string(threads);
 }
 
