@@ -87,10 +87,11 @@ def rectified(
     ``linear`` is the class that both layers must be, ``activation`` a module or a function.
     """
     relu = activation is functional.relu or activation is torch.relu or type(activation) is nn.ReLU
-    drops = isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0.0
-    if not relu or drops or torch.compiler.is_compiling() or type(expand) is not linear or type(contract) is not linear:
+    known = type(dropout).forward in (nn.Dropout.forward, Dropout.forward, nn.Identity.forward)
+    drops = dropout.training and getattr(dropout, "p", 0.0) > 0.0
+    if not relu or not known or drops or type(expand) is not linear or type(contract) is not linear:
         return None
     modules = [part for part in (expand, activation, dropout, contract) if isinstance(part, nn.Module)]
-    if not isinstance(dropout, (nn.Dropout, nn.Identity)) or _has_any_global_hook() or any(map(hooked, modules)):
+    if torch.compiler.is_compiling() or _has_any_global_hook() or any(map(hooked, modules)):
         return None
     return project_relu_project(x, expand.weight, expand.bias, contract.weight, contract.bias)

@@ -90,7 +90,7 @@ def project_each(
     """
     pairs = tuple(zip(weights, biases, strict=True))
     together = torch.is_grad_enabled() and x.requires_grad and len(pairs) > 1
-    # One dtype and size after the other: a layer too small to have a choice would not join the others' product.
+    # A layer too small to have a choice would not join the others' product.
     if not together or not all(has_choice(x, *pair) for pair in pairs):
         return tuple(project(x, *pair) for pair in pairs)
     flat = [part for pair in pairs for part in pair]
