@@ -1,6 +1,5 @@
 // The library as a whole: its instruction sets and which of them this processor has, forks, codes in words. The calls
 // are in *_entry.cpp.
-#include <initializer_list>
 #include <pthread.h>
 
 #include "isa.h"
@@ -68,14 +67,6 @@ void note_fork() { forked = true; }
 
 __attribute__((constructor)) void watch_forks() { pthread_atfork(nullptr, nullptr, note_fork); }
 
-// Whether no number has every bit of its exponent set.
-template <class Bits> bool finite(const void* data, int64_t count, Bits exponent) {
-  const Bits* numbers = static_cast<const Bits*>(data);
-  Bits found = 0;
-  for (int64_t i = 0; i < count; ++i) found |= static_cast<Bits>((numbers[i] & exponent) == exponent);
-  return found == 0;
-}
-
 }  // namespace
 
 bool after_fork() noexcept { return forked; }
@@ -110,14 +101,8 @@ void ch_expect_writes(void* data, int64_t bytes) {
 }
 
 int ch_all_finite(const void* data, const void* other, int64_t count, int32_t dtype) {
-  for (const void* one : {data, other}) {
-    if (one == nullptr) continue;
-    const bool finite = dtype == CH_FLOAT32    ? clearhead::finite<uint32_t>(one, count, 0x7f800000)
-                        : dtype == CH_BFLOAT16 ? clearhead::finite<uint16_t>(one, count, 0x7f80)
-                                               : clearhead::finite<uint16_t>(one, count, 0x7c00);
-    if (!finite) return 0;
-  }
-  return 1;
+  const auto finite = clearhead::kernels_of(-1)->all_finite;
+  return finite(data, count, dtype) && (other == nullptr || finite(other, count, dtype));
 }
 
 const char* ch_message(int code) {

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from clearhead.backends import native_library
 
@@ -202,6 +203,17 @@ class TestLoaded:
         description.head_dim = description.value_dim = 8
         assert found is not None
         assert (found.ch_forward(description), found.ch_backward(description)) == (0, 0)
+
+    @pytest.mark.parametrize("dtype", native_library.DTYPES, ids=str)
+    @pytest.mark.parametrize("count", [1, 7, 63, 64, 65, 1000])
+    def test_every_number_is_looked_at(self, count: int, dtype: torch.dtype, fresh: None) -> None:
+        largest = torch.full((count,), torch.finfo(dtype).max, dtype=dtype)
+        assert native_library.all_finite(largest, -largest)
+        for place in {0, count // 2, count - 1}:
+            for bad in (torch.nan, torch.inf, -torch.inf):
+                spoiled = largest.index_fill(0, torch.tensor([place]), bad)
+                assert not native_library.all_finite(spoiled, largest)
+                assert not native_library.all_finite(largest, spoiled)
 
     def test_nothing_is_loaded_before_it_is_asked_for(self) -> None:
         code = "from pathlib import Path; print('clearhead_native' in Path('/proc/self/maps').read_text())"
