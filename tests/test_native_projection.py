@@ -386,3 +386,20 @@ def test_without_kernels_and_operator_a_new_process_says_why_it_is_torch() -> No
     assert [name for name, _ in found] == ["torch"] * 3
     assert all(reason.endswith("; the CPU kernels are not here") for _, reason in found)
     assert all("oneDNN" in reason or "_linear_pointwise" in reason for _, reason in found)
+
+
+@pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
+@pytest.mark.skipif(paths.ONEDNN.absent() is not None, reason=f"{paths.ONEDNN.absent()}")
+def test_a_small_weight_goes_by_the_fastest_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for its gradient, which sums over as many tokens as that of any weight."""
+    monkeypatch.delenv("CLEARHEAD_PROJECTION", raising=False)
+    monkeypatch.setattr(choosing, "_CHOICES", {})
+    monkeypatch.setattr(choosing, "_rates", lambda kind, dtype: {"torch": 100.0, "onednn": 200.0, "native": 190.0})
+    x = torch.zeros(512, 64)
+    for kind, narrow in (
+        ("forward", paths.ONEDNN),
+        ("input gradient", paths.ONEDNN),
+        ("weight gradient", paths.NATIVE),
+    ):
+        assert products._path(kind, x, 2**14 - 1) is narrow
+        assert products._path(kind, x, 2**14) is paths.NATIVE

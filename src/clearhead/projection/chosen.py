@@ -45,6 +45,8 @@ class Choice:
         reason: in words.
         gflops: the measured rate of each path that was measured; None for one that is not here, fails or computes
             something else.
+        narrow: the path of products with a small weight, where it is another: the kernels lay out and round a tile at a
+            time, which shows where each number of it takes few steps.
     """
 
     kind: str
@@ -52,6 +54,7 @@ class Choice:
     path: str
     reason: str
     gflops: Mapping[str, float | None] = field(default_factory=dict)
+    narrow: str | None = None
 
 
 _LOCK: Final = threading.Lock()
@@ -121,7 +124,9 @@ def _decide(kind: str, dtype: torch.dtype) -> Choice:
     if len(absent) == len(PATHS) - 1:
         return Choice(kind, name, TORCH.name, "; ".join(absent))
     rates = _rates(kind, dtype)
-    return Choice(kind, name, _fastest(rates, _MARGINS[dtype]).name, "measured", rates)
+    # A weight's gradient sums over tokens, however small the weight is.
+    narrow = None if kind == "weight gradient" else _fastest({**rates, NATIVE.name: None}, _MARGINS[dtype]).name
+    return Choice(kind, name, _fastest(rates, _MARGINS[dtype]).name, "measured", rates, narrow)
 
 
 def _fastest(rates: Mapping[str, float | None], margin: float) -> Path:
