@@ -401,5 +401,5 @@ def test_a_small_weight_goes_by_the_fastest_of_the_others(monkeypatch: pytest.Mo
         ("input gradient", paths.ONEDNN),
         ("weight gradient", paths.NATIVE),
     ):
-        assert products._path(kind, x, 2**14 - 1) is narrow
-        assert products._path(kind, x, 2**14) is paths.NATIVE
+        assert products.path_of(kind, x, 2**14 - 1) is narrow
+        assert products.path_of(kind, x, 2**14) is paths.NATIVE

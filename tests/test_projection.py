@@ -63,8 +63,8 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of product for which a path was chosen, in order; empty where ``F.linear`` itself ran."""
     kinds: list[str] = []
-    chosen = products._path
-    monkeypatch.setattr(products, "_path", lambda kind, *sizes: kinds.append(kind) or chosen(kind, *sizes))
+    chosen = products.path_of
+    monkeypatch.setattr(products, "path_of", lambda kind, *sizes: kinds.append(kind) or chosen(kind, *sizes))
     return kinds
 
 
@@ -185,7 +185,7 @@ def test_odd_numbers_of_rows_stay_with_torch_where_a_path_prepares_every_shape(
     monkeypatch: pytest.MonkeyPatch, path: str, kind: str, rows: int, returns: bool
 ) -> None:
     monkeypatch.setattr(products, "_LEAST_ONCE", 2**24)
-    assert products._path(kind, torch.zeros(rows, 256), 2**16).name == (
+    assert products.path_of(kind, torch.zeros(rows, 256), 2**16).name == (
         path if returns or path != "onednn" else "torch"
     )
 

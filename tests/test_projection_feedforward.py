@@ -230,3 +230,13 @@ class TestFeedForward:
         swap(layer)
         torch.testing.assert_close(layer(*given), own, rtol=1e-4, atol=1e-5)
         assert len(calls) == 1
+
+
+@pytest.mark.parametrize("small", ["expand", "contract"])
+def test_a_small_weight_goes_its_own_way(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its product is left to the faster of the others, as in a layer alone."""
+    monkeypatch.delenv("CLEARHEAD_PROJECTION")
+    monkeypatch.setattr(chosen, "_rates", lambda kind, dtype: {"torch": 100.0, "onednn": None, "native": 100.0})
+    width, out = (8, 256) if small == "expand" else (256, 8)
+    assert project_relu_project(*_parts((64,), width, 256, out)) is None  # type: ignore[arg-type]
+    assert project_relu_project(*_parts((64,), 256, 256, 256)) is not None  # type: ignore[arg-type]

@@ -159,8 +159,8 @@ def test_attention_has_the_same_gradients_with_the_joint_product(
 ) -> None:
     """A hook that does nothing keeps the layers of queries, keys and values apart."""
     chosen: list[str] = []
-    own = products._path
-    monkeypatch.setattr(products, "_path", lambda kind, *sizes: chosen.append(kind) or own(kind, *sizes))
+    own = products.path_of
+    monkeypatch.setattr(products, "path_of", lambda kind, *sizes: chosen.append(kind) or own(kind, *sizes))
     monkeypatch.setattr(products, "_LEAST", 1)
     monkeypatch.setattr(products, "_LEAST_ONCE", 1)
     torch.manual_seed(0)

@@ -44,8 +44,8 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of product for which a path was chosen, in order; empty where ``F.linear`` itself ran."""
     kinds: list[str] = []
-    own = products._path
-    monkeypatch.setattr(products, "_path", lambda kind, *sizes: kinds.append(kind) or own(kind, *sizes))
+    own = products.path_of
+    monkeypatch.setattr(products, "path_of", lambda kind, *sizes: kinds.append(kind) or own(kind, *sizes))
     return kinds
 
 

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead.backends import native_projection as kernels
-from clearhead.projection.chosen import choice
 from clearhead.projection.paths import KINDS, NATIVE, flat
-from clearhead.projection.products import has_choice, is_layer, is_one, watched
+from clearhead.projection.products import has_choice, is_layer, layer_gradients, path_of, recorded
 from clearhead.shapes import Float
 
 __all__ = ["project_relu_project"]
@@ -51,7 +50,7 @@ def project_relu_project(
     hidden = expand.shape[0] if expand.dim() == 2 else 0
     if not has_choice(x, expand, expand_bias) or not is_layer(contract, contract_bias, hidden, x.dtype):
         return None
-    if any(choice(kind, x.dtype).path != NATIVE.name for kind in KINDS):
+    if any(path_of(kind, x, weight.numel()) is not NATIVE for kind in KINDS for weight in (expand, contract)):
         return None
     parts = (x, expand, expand_bias, contract, contract_bias)
     if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts):
@@ -84,8 +83,7 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *parts, hidden = ctx.saved_tensors
-        # While autograd records (a second derivative is wanted) or something watches: operators that it knows.
-        if torch.is_grad_enabled() or not is_one(grad) or watched():
+        if recorded(grad):
             return _known_gradients(grad, parts, ctx.needs_input_grad)
         return _gradients(grad, parts, hidden, ctx.needs_input_grad)
 
@@ -93,17 +91,11 @@ class _FeedForward(torch.autograd.Function):
 def _gradients(grad: Tensor, parts: list[Tensor], hidden: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     x, expand, _, contract, _ = parts
     rows = flat(grad)
-    d_contract = (
-        NATIVE.weight_gradient(rows, hidden, needs[4]) if needs[3] else (None, rows.sum(0) if needs[4] else None)
-    )
+    d_contract = layer_gradients(False, rows, hidden, needs[3], needs[4])
     if not any(needs[:3]):
         return None, None, None, *d_contract
     d_hidden = kernels.product([(rows, contract)], gate=hidden)
-    d_expand = (
-        NATIVE.weight_gradient(d_hidden, flat(x), needs[2])
-        if needs[1]
-        else (None, d_hidden.sum(0) if needs[2] else None)
-    )
+    d_expand = layer_gradients(False, d_hidden, x, needs[1], needs[2])
     d_x = kernels.product([(d_hidden, expand)]).view(x.shape) if needs[0] else None
     return d_x, *d_expand, *d_contract
 

@@ -119,12 +119,11 @@ class _Projections(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         needs_x, *needs = ctx.needs_input_grad
         arrived = [grad for grad in grads if grad is not None]
-        # While autograd records (a second derivative is wanted) or something watches: operators that it knows.
-        known = torch.is_grad_enabled() or not all(map(is_one, arrived)) or watched()
+        known = recorded(*arrived)
         found: list[Tensor | None] = []
         for place, grad in enumerate(grads):
             needs_weight, needs_bias = needs[2 * place : 2 * place + 2]
-            found += (None, None) if grad is None else _layer_gradients(known, grad, x, needs_weight, needs_bias)
+            found += (None, None) if grad is None else layer_gradients(known, grad, x, needs_weight, needs_bias)
         if not needs_x or not arrived:
             return None, *found
         terms = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
@@ -136,22 +135,26 @@ def own(output: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
 
-def is_one(grad: Tensor) -> bool:
-    """Whether a gradient is a plain tensor, and not many of them at once (``is_grads_batched``)."""
-    return type(grad) is Tensor and not torch._C._functorch.is_legacy_batchedtensor(grad)
+def recorded(*grads: Tensor) -> bool:
+    """Whether gradients take operators that autograd and watchers know.
+
+    A second derivative is wanted, somebody looks on, or one is no plain tensor, or many at once (``is_grads_batched``).
+    """
+    plain = all(type(grad) is Tensor and not torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
+    return torch.is_grad_enabled() or not plain or watched()
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _path("forward", x, weight.numel()).forward(x, weight, bias)
+    return path_of("forward", x, weight.numel()).forward(x, weight, bias)
 
 
 def _input_gradient(known: bool, terms: Sequence[Term]) -> Tensor:
     grad, weight = terms[0]
-    path = TORCH if known else _path("input gradient", grad, weight.numel())
+    path = TORCH if known else path_of("input gradient", grad, weight.numel())
     return path.input_gradient(terms)
 
 
-def _layer_gradients(
+def layer_gradients(
     known: bool, grad: Tensor, x: Tensor, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Those of one layer's weight and bias."""
@@ -159,11 +162,11 @@ def _layer_gradients(
     if not needs_weight:
         return None, rows.sum(0) if needs_bias else None
     flat = x.reshape(-1, x.shape[-1])
-    path = TORCH if known else _path("weight gradient", rows, rows.shape[1] * flat.shape[1])
+    path = TORCH if known else path_of("weight gradient", rows, rows.shape[1] * flat.shape[1])
     return path.weight_gradient(rows, flat, needs_bias)
 
 
-def _path(kind: str, x: Tensor, numbers: int) -> Path:
+def path_of(kind: str, x: Tensor, numbers: int) -> Path:
     """The path of a kind of product with a weight of so many numbers."""
     found = choice(kind, x.dtype)
     path = PATHS[found.narrow if found.narrow is not None and numbers < _NARROW else found.path]
