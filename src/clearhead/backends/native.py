@@ -17,6 +17,7 @@ from clearhead.backends.native_library import (
     DTYPES,
     MAX_HEAD_DIM,
     MAX_RULES,
+    MAX_THREADS,
     Code,
     Description,
     Rule,
@@ -43,8 +44,6 @@ __all__ = ["BACKEND"]
 
 #: The largest table of booleans that is written out for a mask that is neither runs of keys nor a table of its own.
 _MAX_TABLE_ENTRIES: Final = 2**26
-#: More than the library takes would be refused.
-_MOST_THREADS: Final = 1024
 
 
 def _also(problem: Problem) -> list[str]:
@@ -93,7 +92,7 @@ class _Work:
         self.problem = problem
         self.held: list[Tensor] = []
         description = Description.new()
-        description.threads = min(torch.get_num_threads(), _MOST_THREADS)
+        description.threads = min(torch.get_num_threads(), MAX_THREADS)
         description.dtype = DTYPES[problem.query.dtype]
         description.batch, description.heads, description.kv_heads = (
             problem.batch, problem.num_heads, problem.num_kv_heads,

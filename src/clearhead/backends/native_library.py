@@ -19,7 +19,8 @@ import torch as torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 __all__ = [
-    "ABI", "DTYPES", "LINEAR_PAD", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS", "MAX_TERMS", "UNBOUNDED",
+    "ABI", "DTYPES", "LINEAR_PAD", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS", "MAX_TERMS",
+    "MAX_THREADS", "UNBOUNDED",
     "Code", "Description", "Dtype", "Feature", "LinearDescription", "ProjectionDescription", "Rule", "RuleKind",
     "Statistics", "Table", "TensorView", "Term", "all_finite", "expect_writes", "in_memory", "isa_index", "isa_name",
     "isa_names", "library", "message", "quick", "reason", "room_like",
@@ -32,6 +33,8 @@ MAX_RUNS: Final = 4
 MAX_RULES: Final = 8
 MAX_CHUNK: Final = 256
 MAX_TERMS: Final = 4
+#: More than the library takes would be refused.
+MAX_THREADS: Final = 4096
 #: States of the linear family that lie between calls are padded to a multiple of this.
 LINEAR_PAD: Final = 16
 #: Bytes from which glibc always maps memory anew (its DEFAULT_MMAP_THRESHOLD_MAX).

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from clearhead.backends.native_library import (
+    DTYPES,
     MAX_TERMS,
+    MAX_THREADS,
     Code,
-    Dtype,
     ProjectionDescription,
     Term,
     expect_writes,
@@ -21,10 +21,7 @@ from clearhead.backends.native_library import (
 )
 from clearhead.shapes import Float
 
-__all__ = ["DTYPES", "MAX_TERMS", "absent", "product"]
-
-DTYPES: Final = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16}
-_MOST_THREADS: Final = 4096
+__all__ = ["MAX_TERMS", "absent", "product"]
 
 
 def absent() -> str | None:
@@ -69,7 +66,7 @@ def product(
     laid = [(_rows(left), _rows(right)) for left, right in terms]
     left, right = laid[0]
     own = ProjectionDescription.new()
-    own.threads = min(torch.get_num_threads(), _MOST_THREADS)
+    own.threads = min(torch.get_num_threads(), MAX_THREADS)
     own.dtype, own.num_terms = DTYPES[left.dtype], len(laid)
     own.left_turned, own.right_turned = left_turned, right_turned
     own.rows, own.columns = left.shape[1 if left_turned else 0], right.shape[0 if right_turned else 1]

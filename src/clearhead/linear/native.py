@@ -17,6 +17,7 @@ from clearhead.backends.native_library import (
     LINEAR_PAD,
     MAX_CHUNK,
     MAX_HEAD_DIM,
+    MAX_THREADS,
     Code,
     Feature,
     LinearDescription,
@@ -34,7 +35,6 @@ from clearhead.linear.state import LinearState
 __all__ = ["native_chunks", "takes"]
 
 _FEATURES: Final = {"identity": Feature.IDENTITY, "elu": Feature.ELU, "relu": Feature.RELU}
-_MOST_THREADS: Final = 4096
 #: Heads per thread from which each keeps its state to itself; with fewer, chunks are handed out one by one.
 _ENOUGH: Final = 2
 #: The same chunks by operations that autograd records.
@@ -87,7 +87,7 @@ class _Work:
         self.held: list[Tensor] = []
         self.query, self.value = query, value
         own = self.description = LinearDescription.new()
-        own.threads = min(torch.get_num_threads(), _MOST_THREADS)
+        own.threads = min(torch.get_num_threads(), MAX_THREADS)
         own.feature_map, own.scale, own.chunk = _FEATURES[setting.feature_map.name], setting.scale, setting.chunk
         own.batch, own.kv_heads, own.length, own.features = key.shape
         own.heads, own.value_dim = query.shape[1], value.shape[3]
