@@ -24,10 +24,11 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 6
+#define CH_ABI 7
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_RUNS 4
 #define CH_MAX_RULES 8
+#define CH_MAX_AXES 5
 
 enum ch_dtype { CH_FLOAT32 = 0, CH_BFLOAT16 = 1, CH_FLOAT16 = 2 };
 
@@ -259,9 +260,15 @@ CH_EXPORT int ch_linear_forward(const ch_linear* work);
 CH_EXPORT int ch_linear_backward(const ch_linear* work);
 CH_EXPORT int ch_project(const ch_projection* work);
 CH_EXPORT const char* ch_message(int code);
-/* Asks for large pages for memory that nobody has written yet; advice, which changes nothing but the time of its first
-   writing. */
-CH_EXPORT void ch_expect_writes(void* data, int64_t bytes);
+/* A new tensor, its numbers unknown, as a DLManagedTensor of DLPack; null where there is no memory or where dtype, axes
+   (1 to CH_MAX_AXES), sizes (from 1) or strides (from 0) are out of range. When it is gone its memory is kept for
+   others of its size, and beyond 256 MiB is the system's to take back until then. */
+CH_EXPORT void* ch_new_tensor(int32_t dtype, int32_t axes, const int64_t* shape, const int64_t* strides);
+/* Bytes that are kept now. */
+CH_EXPORT int64_t ch_kept_memory(void);
+/* Keeps at most so many bytes from now on, what is above goes back at once; an eighth of the machine's memory until
+   this is called. Returns the limit before. */
+CH_EXPORT int64_t ch_keep_memory(int64_t bytes);
 /* Whether `count` numbers of a ch_dtype are all finite, and as many others where `other` is not null: 1 or 0. */
 CH_EXPORT int ch_all_finite(const void* data, const void* other, int64_t count, int32_t dtype);
 

@@ -96,10 +96,6 @@ int ch_isa_best(void) {
   return index;
 }
 
-void ch_expect_writes(void* data, int64_t bytes) {
-  if (data != nullptr && bytes > 0) clearhead::expect_writes(data, static_cast<size_t>(bytes));
-}
-
 int ch_all_finite(const void* data, const void* other, int64_t count, int32_t dtype) {
   const auto finite = clearhead::kernels_of(-1)->all_finite;
   return finite(data, count, dtype) && (other == nullptr || finite(other, count, dtype));

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from clearhead import bridges, nn, positions, sparse
+from clearhead.backends.native_memory import release_memory
 from clearhead.bridges import swap, unswap
 from clearhead.cache import KVCache
 from clearhead.errors import ClearheadError, DataError, MaskError, ShapeError, UnsupportedError
@@ -71,6 +72,7 @@ __all__ = [
     "observe_attention",
     "pack",
     "positions",
+    "release_memory",
     "sparse",
     "swap",
     "trace",

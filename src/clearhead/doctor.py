@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from clearhead.backends import native_library
+from clearhead.backends import native_library, native_memory
 from clearhead.benchmark.machine import load, machine, threads, torch_build, versions
 from clearhead.benchmark.timing import Timing, interleaved
 from clearhead.dispatch import BACKENDS
@@ -101,7 +101,8 @@ def _kernels() -> str:
     why = native_library.reason()
     if why is not None:
         return f"none: the library {why}"
-    return f"{native_library.isa_name()} (of {', '.join(native_library.isa_names())})"
+    sets = f"{native_library.isa_name()} (of {', '.join(native_library.isa_names())})"
+    return f"{sets}, keep up to {native_memory.limit() // 2**20:,} MiB of results that are gone"
 
 
 def _missing(

@@ -28,8 +28,8 @@ from clearhead.backends.native_library import (
     library,
     message,
     reason,
-    room_like,
 )
+from clearhead.backends.native_memory import new_tensor, room_like
 from clearhead.backends.native_replay import remember
 from clearhead.backends.native_statistics import DIFFERENTIABLE, Gathered, Grads, kernel_gives
 from clearhead.backends.once import once
@@ -142,7 +142,7 @@ class _Work:
     def result(self, name: str, *trailing: int) -> Tensor:
         """A new float32 ``[batch, heads, q_len, *trailing]`` that the kernel writes."""
         own = self.problem
-        tensor = own.query.new_empty((own.batch, own.num_heads, own.q_len, *trailing), dtype=torch.float32)
+        tensor = new_tensor(own.query, (own.batch, own.num_heads, own.q_len, *trailing), torch.float32)
         setattr(self.description, name, tensor.data_ptr())
         return tensor
 

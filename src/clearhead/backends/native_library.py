@@ -19,26 +19,25 @@ import torch as torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 __all__ = [
-    "ABI", "DTYPES", "LINEAR_PAD", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS", "MAX_TERMS",
+    "ABI", "DTYPES", "LINEAR_PAD", "MAX_AXES", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS", "MAX_TERMS",
     "MAX_THREADS", "UNBOUNDED",
     "Code", "Description", "Dtype", "Feature", "LinearDescription", "ProjectionDescription", "Rule", "RuleKind",
-    "Statistics", "Table", "TensorView", "Term", "all_finite", "expect_writes", "in_memory", "isa_index", "isa_name",
-    "isa_names", "library", "message", "quick", "reason", "room_like",
+    "Statistics", "Table", "TensorView", "Term", "all_finite", "in_memory", "isa_index", "isa_name",
+    "isa_names", "library", "message", "quick", "reason",
 ]  # fmt: skip
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
-ABI: Final = 6
+ABI: Final = 7
 MAX_HEAD_DIM: Final = 256
 MAX_RUNS: Final = 4
 MAX_RULES: Final = 8
 MAX_CHUNK: Final = 256
 MAX_TERMS: Final = 4
+MAX_AXES: Final = 5
 #: More than the library takes would be refused.
 MAX_THREADS: Final = 4096
 #: States of the linear family that lie between calls are padded to a multiple of this.
 LINEAR_PAD: Final = 16
-#: Bytes from which glibc always maps memory anew (its DEFAULT_MMAP_THRESHOLD_MAX).
-_MAPPED: Final = 2**25
 #: ``before`` and ``after`` of a description that bounds nothing on that side.
 UNBOUNDED: Final = 2**63 - 1
 
@@ -270,25 +269,6 @@ def in_memory(tensor: torch.Tensor) -> bool:
     )
 
 
-def room_like(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """An empty ``[batch, heads, len, dim]`` whose heads lie as the tensor does: side by side, or in turn."""
-    batch, heads, length, _ = tensor.shape
-    if tensor.stride(1) < tensor.stride(2):
-        return expect_writes(tensor.new_empty(batch, length, heads, dim)).transpose(1, 2)
-    return expect_writes(tensor.new_empty(batch, heads, length, dim))
-
-
-def expect_writes(tensor: torch.Tensor) -> torch.Tensor:
-    """A new tensor that is about to be written, with large pages where it is large.
-
-    The C library maps what is larger than 32 MiB anew each time, and the system then hands it out page by page: half
-    the time of what does little for each number.
-    """
-    if tensor.nbytes >= _MAPPED and (found := library()) is not None:
-        found.ch_expect_writes(tensor.data_ptr(), tensor.nbytes)
-    return tensor
-
-
 def message(code: int) -> str:
     """A code that a kernel returned, in words."""
     found = library()
@@ -336,6 +316,8 @@ def _quick() -> ctypes.PyDLL:
     found = ctypes.PyDLL(str(PATH))
     # Addresses are Python integers, which would be passed as 32 bits.
     found.ch_all_finite.argtypes = [_pointer, _pointer, _int64, _int32]
+    found.ch_new_tensor.argtypes, found.ch_new_tensor.restype = [_int32, _int32, _pointer, _pointer], _pointer
+    found.ch_keep_memory.argtypes, found.ch_keep_memory.restype = [_int64], _int64
     return found
 
 
@@ -345,7 +327,8 @@ def _declare(found: ctypes.CDLL) -> None:
     found.ch_linear_description_size.restype = ctypes.c_int64
     found.ch_projection_description_size.restype = ctypes.c_int64
     found.ch_isa_best.restype = ctypes.c_int
-    found.ch_expect_writes.argtypes, found.ch_expect_writes.restype = [_pointer, _int64], None
+    found.ch_kept_memory.restype = _int64
+    found.ch_keep_memory.argtypes, found.ch_keep_memory.restype = [_int64], _int64
     for function, argument, result in (
         (found.ch_isa_name, ctypes.c_int, ctypes.c_char_p),
         (found.ch_isa_usable, ctypes.c_int, ctypes.c_int),

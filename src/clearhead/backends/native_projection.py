@@ -15,10 +15,10 @@ from clearhead.backends.native_library import (
     Code,
     ProjectionDescription,
     Term,
-    expect_writes,
     library,
     message,
 )
+from clearhead.backends.native_memory import new_tensor
 from clearhead.shapes import Float
 
 __all__ = ["MAX_TERMS", "absent", "product"]
@@ -74,7 +74,7 @@ def product(
         steps = one.shape[0 if left_turned else 1]
         assert steps == other.shape[1 if right_turned else 0]
         own.terms[place] = Term(one.data_ptr(), other.data_ptr(), one.stride(0), other.stride(0), steps)
-    output = expect_writes(left.new_empty(own.rows, own.columns))
+    output = new_tensor(left, (own.rows, own.columns))
     own.output, own.output_row = output.data_ptr(), output.stride(0)
     dense = None if bias is None else bias.detach().resolve_neg().contiguous()
     if dense is not None:

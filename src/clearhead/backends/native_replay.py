@@ -18,6 +18,7 @@ from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from clearhead.backends.native_library import Code, Description, library, quick
+from clearhead.backends.native_memory import LEAST, new_tensor
 
 __all__ = ["remember", "replay"]
 
@@ -42,7 +43,8 @@ class _Plan:
         self.words = (ctypes.c_uint64 * _WORDS).from_buffer(description)
         self.shape, self.strides = tuple(output.shape), output.stride()
         # The quicker way to room of the same shape and strides.
-        self.like = torch.empty_like(query).stride() == self.strides and query.shape == output.shape
+        same = torch.empty_like(query).stride() == self.strides and query.shape == output.shape
+        self.like = same and output.nbytes < LEAST
         scores = description.batch * description.heads * description.q_len * description.k_len
         kernels = quick() if scores * (description.head_dim + description.value_dim) <= _BRIEF else library()
         assert kernels is not None
@@ -83,7 +85,7 @@ def replay(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor
         plan = waiting.pop()
     except IndexError:  # another thread took it
         return None
-    output = empty_like(query) if plan.like else query.new_empty_strided(plan.shape, plan.strides)
+    output = empty_like(query) if plan.like else new_tensor(query, plan.shape, strides=plan.strides)
     words = plan.words
     words[_QUERY] = query.data_ptr()
     words[_KEY] = key.data_ptr()

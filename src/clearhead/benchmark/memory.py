@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from clearhead.backends.native_memory import release_memory
+
 __all__ = ["peak_extra_bytes"]
 
 _STATUS = Path("/proc/self/status")
@@ -45,7 +47,8 @@ def _peak_resident() -> int:
 
 
 def _give_back_free_memory() -> None:
-    """Freed memory that the allocator keeps would hide what the call takes from it."""
+    """Freed memory that is kept, by the kernels or the C library, would hide what the call takes from it."""
+    release_memory()
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError, TypeError):

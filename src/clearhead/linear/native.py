@@ -22,12 +22,11 @@ from clearhead.backends.native_library import (
     Feature,
     LinearDescription,
     TensorView,
-    expect_writes,
     in_memory,
     library,
     message,
-    room_like,
 )  # fmt: skip
+from clearhead.backends.native_memory import new_tensor, room_like
 from clearhead.linear.feature_maps import FEATURE_MAPS, FeatureMap
 from clearhead.linear.recurrence import Recurrence, transformed
 from clearhead.linear.state import LinearState
@@ -127,7 +126,7 @@ class _Work:
 
     def written(self, name: str, *shape: int) -> Tensor:
         """A new tensor that the kernel writes."""
-        found = expect_writes(self.value.new_empty(shape))
+        found = new_tensor(self.value, shape)
         self.held.append(found)
         setattr(self.description, name, found.data_ptr())
         return found

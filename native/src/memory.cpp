@@ -1,0 +1,147 @@
+// A page that a process has not had yet costs a microsecond or two: the system stops the thread, finds the page and
+// fills it with zeros. The C library maps what is large anew each time, so that a training step pays this for every
+// result again. Here the pages of a result that is gone wait for the next one.
+//
+// What a step of usual size leaves is held as it is; what goes beyond is the system's to take back whenever it needs
+// some (MADV_FREE), so that keeping it takes nothing from anybody.
+#include "memory.h"
+
+#include <pthread.h>
+#include <stdint.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "scratch.h"
+
+namespace clearhead {
+namespace {
+
+constexpr size_t HUGE_PAGE = size_t(1) << 21;
+constexpr size_t PAGE = size_t(1) << 16;
+constexpr int MOST_BLOCKS = 512;
+// Bytes that are held as they are. Telling the system costs ten microseconds a block and stops the other threads.
+constexpr size_t HELD = size_t(1) << 28;
+
+struct Block {
+  void* data;
+  size_t bytes;
+  bool held;
+};
+
+// The oldest first.
+pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+Block kept[MOST_BLOCKS];
+int num_kept = 0;
+size_t kept_bytes = 0;
+size_t held_bytes = 0;
+size_t most_bytes = 0;
+pthread_once_t once = PTHREAD_ONCE_INIT;
+
+void hold() { pthread_mutex_lock(&lock); }
+void leave() { pthread_mutex_unlock(&lock); }
+
+void start() {
+  // A child forked while another thread works here would find the lock taken for ever.
+  pthread_atfork(hold, leave, leave);
+  const long pages = sysconf(_SC_PHYS_PAGES), size = sysconf(_SC_PAGESIZE);
+  most_bytes = pages > 0 && size > 0 ? static_cast<size_t>(pages) / 8 * static_cast<size_t>(size) : 0;
+}
+
+// Eight sizes between a power of two and the next, so that lengths that differ a little share their blocks.
+size_t rounded(size_t bytes) {
+  size_t step = PAGE;
+  while (step * 16 <= bytes) step *= 2;
+  return (bytes + step - 1) / step * step;
+}
+
+// A mapping that starts on a large page's border.
+void* map(size_t bytes) {
+  const size_t room = bytes + HUGE_PAGE;
+  if (room < bytes) return nullptr;
+  void* found = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (found == MAP_FAILED) return nullptr;
+  char* first = static_cast<char*>(found);
+  char* data = first + (HUGE_PAGE - reinterpret_cast<uintptr_t>(first) % HUGE_PAGE) % HUGE_PAGE;
+  if (data > first) munmap(first, static_cast<size_t>(data - first));
+  if (first + room > data + bytes) munmap(data + bytes, static_cast<size_t>(first + room - (data + bytes)));
+  expect_writes(data, bytes);
+  return data;
+}
+
+// Takes a block out of the row, whose order stays.
+Block removed(int place) {
+  const Block found = kept[place];
+  for (--num_kept; place < num_kept; ++place) kept[place] = kept[place + 1];
+  kept_bytes -= found.bytes;
+  if (found.held) held_bytes -= found.bytes;
+  return found;
+}
+
+// Tells the system that it may have the oldest, beyond what is held.
+void offer_oldest() {
+  for (int place = 0; place < num_kept && held_bytes > HELD; ++place) {
+    Block& block = kept[place];
+    if (!block.held) continue;
+#if defined(MADV_FREE)
+    // Advice only: where it is not taken, nothing else changes.
+    madvise(block.data, block.bytes, MADV_FREE);
+#endif
+    block.held = false;
+    held_bytes -= block.bytes;
+  }
+}
+
+void shrink(size_t bytes, int blocks) {
+  while (num_kept > 0 && (kept_bytes > bytes || num_kept > blocks)) {
+    const Block oldest = removed(0);
+    munmap(oldest.data, oldest.bytes);
+  }
+}
+
+}  // namespace
+
+void* take_memory(size_t bytes) {
+  if (bytes > SIZE_MAX / 4) return nullptr;
+  const size_t wanted = rounded(bytes);
+  void* found = nullptr;
+  pthread_once(&once, start);
+  hold();
+  // The youngest may still be in the processor's cache.
+  for (int place = num_kept - 1; place >= 0 && found == nullptr; --place)
+    if (kept[place].bytes == wanted) found = removed(place).data;
+  leave();
+  return found != nullptr ? found : map(wanted);
+}
+
+void give_memory(void* data, size_t bytes) {
+  const size_t whole = rounded(bytes);
+  hold();
+  const bool fits = whole <= most_bytes;
+  if (fits) {
+    shrink(most_bytes - whole, MOST_BLOCKS - 1);
+    kept[num_kept++] = Block{data, whole, true};
+    kept_bytes += whole, held_bytes += whole;
+    offer_oldest();
+  }
+  leave();
+  if (!fits) munmap(data, whole);
+}
+
+size_t kept_memory() {
+  hold();
+  const size_t found = kept_bytes;
+  leave();
+  return found;
+}
+
+size_t keep_at_most(size_t bytes) {
+  pthread_once(&once, start);
+  hold();
+  const size_t before = most_bytes;
+  most_bytes = bytes;
+  shrink(bytes, MOST_BLOCKS);
+  leave();
+  return before;
+}
+
+}  // namespace clearhead

@@ -1,0 +1,193 @@
+"""Memory of results that are gone, kept for others: what a tensor in it is and can do, and what is kept."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead as ch
+from clearhead.backends import native_library, native_memory
+from clearhead.backends.native_memory import kept_memory, limit, new_tensor, room_like
+
+pytestmark = pytest.mark.skipif(native_library.library() is None, reason="the CPU kernels are not here")
+
+LIKE = torch.zeros(1)
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> Iterator[None]:
+    gc.collect()
+    ch.release_memory()
+    yield
+    ch.release_memory()
+
+
+def a_mib(count: int = 1) -> Tensor:
+    return new_tensor(LIKE, (count, 2**18))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(3, 0, 5), (7,), (1024, 1024), (2, 3, 512, 512), (2, 2, 2, 512, 256)])
+def test_a_new_tensor_is_what_new_empty_gives(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    found, plain = new_tensor(LIKE, shape, dtype), LIKE.new_empty(shape, dtype=dtype)
+    assert (found.shape, found.stride(), found.dtype) == (plain.shape, plain.stride(), dtype)
+    assert type(found) is Tensor
+    assert found.is_contiguous()
+    assert not found._is_view()
+    assert not found.requires_grad
+    assert found.data_ptr() % 64 == 0
+    assert torch.equal(found.fill_(2.0), plain.fill_(2.0))
+
+
+def test_heads_lie_as_the_tensor_does() -> None:
+    heads = torch.zeros(4, 300, 8, 64).transpose(1, 2)
+    assert room_like(heads, 96).stride() == (300 * 8 * 96, 96, 8 * 96, 1)
+    assert room_like(heads.contiguous(), 96).is_contiguous()
+    assert room_like(heads[:, :, :1], 96).stride() == (8 * 96, 96, 8 * 96, 1)
+
+
+def test_what_is_gone_is_used_again() -> None:
+    first = a_mib(6)
+    place = first.data_ptr()
+    assert kept_memory() == 0
+    del first
+    assert kept_memory() == 6 * MIB
+    other = new_tensor(LIKE, (12, 1024, 256), torch.bfloat16)
+    assert other.data_ptr() == place
+    assert kept_memory() == 0
+
+
+def test_a_part_of_a_result_keeps_all_of_it() -> None:
+    whole = a_mib(4)
+    part = whole.fill_(3.0)[1, :5]
+    del whole
+    assert kept_memory() == 0
+    a_mib(4).fill_(0.0)
+    assert part.tolist() == [3.0] * 5
+
+
+def test_small_results_are_the_c_librarys() -> None:
+    new_tensor(LIKE, (1024,))
+    assert kept_memory() == 0
+
+
+def test_release_tells_what_was_kept() -> None:
+    a_mib(3)
+    assert ch.release_memory() == 3 * MIB
+    assert kept_memory() == ch.release_memory() == 0
+
+
+def test_attention_and_its_gradients_use_it() -> None:
+    parts = [torch.randn(1, 8, 512, 64, requires_grad=True) for _ in range(3)]
+    output = ch.attention(*parts, backend="native")
+    first = torch.autograd.grad(output, parts, torch.ones_like(output))
+    kept = kept_memory()
+    # What the output leaves, here its gradients took.
+    del output, first
+    assert kept_memory() == kept + 4 * MIB
+    with torch.no_grad():
+        outputs = [ch.attention(*parts, backend="native") for _ in range(2)]
+    assert kept_memory() == kept + 2 * MIB
+    assert torch.equal(*outputs)
+
+
+def test_a_tensor_can_be_saved_shared_changed_and_given_to_numpy() -> None:
+    own = a_mib(2).fill_(5.0)
+    buffer = io.BytesIO()
+    torch.save(own, buffer)
+    buffer.seek(0)
+    assert torch.equal(torch.load(buffer, weights_only=True), own)
+    assert own.numpy().sum() == 5.0 * own.numel()
+    assert own.add_(1.0)[0, 0] == 6.0
+    assert own.clone().share_memory_()[0, 0] == 6.0
+    assert torch.equal(own.share_memory_(), own)
+    assert own.to(torch.float64)[0, 0] == 6.0
+
+
+def test_a_learned_tensor_may_lie_in_it() -> None:
+    weight = torch.nn.Parameter(a_mib().zero_())
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = a_mib().fill_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert bool((weight != 0).all())
+
+
+def test_threads_do_not_share_a_block() -> None:
+    wrong = []
+
+    def work(number: int) -> None:
+        for round in range(60):
+            own = a_mib(1 + (number + round) % 3).fill_(float(number))
+            if not bool((own == number).all()):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert kept_memory() <= limit()
+
+
+def test_the_limit_is_a_part_of_the_machine() -> None:
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert limit() == pytest.approx(machine / 8, abs=2**16)
+    assert limit() == limit()
+
+
+ASK = """
+import torch, clearhead as ch
+from clearhead.backends import native_memory
+like = torch.zeros(1)
+try:
+    native_memory.new_tensor(like, (5, 1024, 1024))
+    print(native_memory.kept_memory() // 2**20, native_memory.limit() // 2**20)
+except ch.UnsupportedError as problem:
+    print(problem)
+"""
+
+
+@pytest.mark.parametrize(("value", "said"), [("0", "0 0"), ("1000", "20 1000"), ("19", "0 19"), (" 64 ", "20 64")])
+def test_the_variable_bounds_it(value: str, said: str) -> None:
+    assert ask(value) == said
+
+
+@pytest.mark.parametrize("value", ["-1", "1.5", "much", "1e3", "²", "1" * 30])
+def test_a_bad_variable_is_told(value: str) -> None:
+    assert ask(value).startswith("clearhead: CLEARHEAD_KEEP_MEMORY must be a whole number of MiB, 0 or more; got ")
+
+
+def ask(value: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", ASK], env={**os.environ, "CLEARHEAD_KEEP_MEMORY": value}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_what_does_not_fit_is_torchs_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="memory"):
+        new_tensor(LIKE, (2**46,))
+
+
+def test_without_the_kernels_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("library", "quick"):
+        monkeypatch.setattr(native_memory, name, lambda: None)
+    native_memory._maker.cache_clear()
+    try:
+        assert a_mib(2).shape == (2, 2**18)
+        assert kept_memory() == limit() == ch.release_memory() == 0
+    finally:
+        native_memory._maker.cache_clear()
