@@ -243,6 +243,15 @@ typedef struct ch_projection {
                            is turned: the gradient of a bias, beside that of its weight                     */
 } ch_projection;
 
+enum ch_verb { CH_FORWARD = 1, CH_BACKWARD = 2, CH_PROJECT = 3 };
+
+/* A call to come: ch_forward or ch_backward of a ch_attention, or ch_project of a ch_projection. */
+typedef struct ch_call {
+  int32_t verb;         /* ch_verb                                                                          */
+  int32_t reserved;
+  const void* description;
+} ch_call;
+
 CH_EXPORT int ch_abi(void);
 CH_EXPORT int64_t ch_description_size(void);
 CH_EXPORT int64_t ch_linear_description_size(void);
@@ -259,6 +268,8 @@ CH_EXPORT int ch_backward(const ch_attention* work);
 CH_EXPORT int ch_linear_forward(const ch_linear* work);
 CH_EXPORT int ch_linear_backward(const ch_linear* work);
 CH_EXPORT int ch_project(const ch_projection* work);
+/* One call after the other, until one does not give 0: its code is returned, and `done` counts those before it. */
+CH_EXPORT int ch_run(const ch_call* calls, int32_t count, int32_t* done);
 CH_EXPORT const char* ch_message(int code);
 /* A new tensor, its numbers unknown, as a DLManagedTensor of DLPack; null where there is no memory or where dtype, axes
    (1 to CH_MAX_AXES), sizes (from 1) or strides (from 0) are out of range. When it is gone its memory is kept for

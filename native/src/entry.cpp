@@ -101,6 +101,22 @@ int ch_all_finite(const void* data, const void* other, int64_t count, int32_t dt
   return finite(data, count, dtype) && (other == nullptr || finite(other, count, dtype));
 }
 
+int ch_run(const ch_call* calls, int32_t count, int32_t* done) {
+  if (calls == nullptr || done == nullptr) return CH_BAD_POINTER;
+  for (*done = 0; *done < count; ++*done) {
+    const ch_call& call = calls[*done];
+    int code = CH_BAD_OPTION;
+    switch (call.verb) {
+      case CH_FORWARD: code = ch_forward(static_cast<const ch_attention*>(call.description)); break;
+      case CH_BACKWARD: code = ch_backward(static_cast<const ch_attention*>(call.description)); break;
+      case CH_PROJECT: code = ch_project(static_cast<const ch_projection*>(call.description)); break;
+      default: break;
+    }
+    if (code != CH_OK) return code;
+  }
+  return CH_OK;
+}
+
 const char* ch_message(int code) {
   switch (code) {
     case CH_OK: return "done";

@@ -17,7 +17,7 @@ from clearhead.masks.parts import Parts, take_apart
 from clearhead.scores import ScoreRule, Sink, as_rules
 from clearhead.shapes import Float
 
-__all__ = ["DTYPES", "Problem"]
+__all__ = ["DTYPES", "Problem", "draw_seed"]
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -146,7 +146,15 @@ class Problem:
 
     def with_tensors(self, query: Tensor, key: Tensor, value: Tensor) -> Problem:
         """The same work on other tensors of the same shapes."""
-        return replace(self, query=query, key=key, value=value)
+        other = replace(self, query=query, key=key, value=value)
+        if (parts := self.__dict__.get("mask_parts")) is not None:
+            other.__dict__["mask_parts"] = parts
+        return other
+
+    def without_numbers(self) -> Problem:
+        """The same work on tensors that hold no memory, for ``with_tensors`` later."""
+        hollow = (tensor.new_empty(1).expand(tensor.shape) for tensor in (self.query, self.key, self.value))
+        return self.with_tensors(*hollow)
 
 
 def _four_axes(tensor: Tensor) -> Tensor:
@@ -248,10 +256,15 @@ def _probability(function: str, dropout: float) -> float:
     return float(dropout)
 
 
+def draw_seed(dropout: float) -> int:
+    """One from torch's generator, so that ``torch.manual_seed`` reproduces it; 0 where nothing is dropped."""
+    return int(torch.randint(2**62, ()).item()) if dropout > 0.0 else 0
+
+
 def _seed(function: str, seed: int | None, dropout: float) -> int:
-    """The caller's seed; else one drawn from torch's generator, so that torch.manual_seed reproduces it."""
+    """The caller's seed, or one that is drawn."""
     if seed is None:
-        return int(torch.randint(2**62, ()).item()) if dropout > 0.0 else 0
+        return draw_seed(dropout)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
         raise ShapeError.about(
             function,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -21,9 +22,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 __all__ = [
     "ABI", "DTYPES", "LINEAR_PAD", "MAX_AXES", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS", "MAX_TERMS",
     "MAX_THREADS", "UNBOUNDED",
-    "Code", "Description", "Dtype", "Feature", "LinearDescription", "ProjectionDescription", "Rule", "RuleKind",
-    "Statistics", "Table", "TensorView", "Term", "all_finite", "in_memory", "isa_index", "isa_name",
-    "isa_names", "library", "message", "quick", "reason",
+    "Call", "Code", "Description", "Dtype", "Feature", "LinearDescription", "ProjectionDescription", "Rule", "RuleKind",
+    "Statistics", "Table", "TensorView", "Term", "Verb", "all_finite", "in_memory", "isa_index", "isa_name",
+    "isa_names", "library", "message", "quick", "reason", "run",
 ]  # fmt: skip
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
@@ -87,6 +88,14 @@ class Code(IntEnum):
     NO_MEMORY = 10
     NOT_FINITE = 11
     BAD_STATISTIC = 12
+
+
+class Verb(IntEnum):
+    """``ch_verb``: the calls that ``run`` makes one after the other."""
+
+    FORWARD = 1
+    BACKWARD = 2
+    PROJECT = 3
 
 
 _int32, _int64, _float, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -207,6 +216,12 @@ class ProjectionDescription(ctypes.Structure):
         return cls(size=ctypes.sizeof(cls), abi=ABI, isa=isa_index(), threads=1)
 
 
+class Call(ctypes.Structure):
+    """``ch_call``: a description and what is to be done with it."""
+
+    _fields_ = (("verb", _int32), ("reserved", _int32), ("description", _pointer))
+
+
 @dataclass(frozen=True)
 class _Loaded:
     """What looking for the library came to: it, twice, and the chosen set, or the reason against it."""
@@ -269,6 +284,18 @@ def in_memory(tensor: torch.Tensor) -> bool:
     )
 
 
+def run(calls: Sequence[tuple[Verb, ctypes.Structure]]) -> tuple[int, int]:
+    """Make calls one after the other until one fails: the last code, and how many came to their end.
+
+    Python is asked once for all of them: between two large calls it finds its own memory gone from the caches.
+    """
+    found = library()
+    assert found is not None
+    listed = (Call * len(calls))(*[Call(verb, 0, ctypes.addressof(description)) for verb, description in calls])
+    done = _int32()
+    return int(found.ch_run(listed, len(calls), ctypes.byref(done))), done.value
+
+
 def message(code: int) -> str:
     """A code that a kernel returned, in words."""
     found = library()
@@ -327,6 +354,7 @@ def _declare(found: ctypes.CDLL) -> None:
     found.ch_linear_description_size.restype = ctypes.c_int64
     found.ch_projection_description_size.restype = ctypes.c_int64
     found.ch_isa_best.restype = ctypes.c_int
+    found.ch_run.argtypes = [ctypes.POINTER(Call), _int32, ctypes.POINTER(_int32)]
     found.ch_kept_memory.restype = _int64
     found.ch_keep_memory.argtypes, found.ch_keep_memory.restype = [_int64], _int64
     for function, argument, result in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +16,14 @@ from clearhead.backends.native_library import (
     Code,
     ProjectionDescription,
     Term,
+    Verb,
     library,
     message,
 )
 from clearhead.backends.native_memory import new_tensor
 from clearhead.shapes import Float
 
-__all__ = ["MAX_TERMS", "absent", "product"]
+__all__ = ["MAX_TERMS", "Product", "absent", "check", "product"]
 
 
 def absent() -> str | None:
@@ -29,73 +31,103 @@ def absent() -> str | None:
     return None if library() is not None else "the CPU kernels are not here"
 
 
-def product(
-    terms: Sequence[tuple[Float[Tensor, "rows steps"], Float[Tensor, "steps columns"]]],
-    *,
-    left_turned: bool = False,
-    right_turned: bool = False,
-    bias: Float[Tensor, " columns"] | None = None,
-    relu: bool = False,
-    gate: Float[Tensor, "rows columns"] | None = None,
-    row_sums: Float[Tensor, " rows"] | None = None,
-) -> Float[Tensor, "rows columns"]:
-    """``sum(left @ right for left, right in terms) + bias``, summed in float32 and rounded once.
+class Product:
+    """A linear layer's product, written down: ``run`` writes ``output``.
+
+    ``sum(left @ right for left, right in terms) + bias``, summed in float32 and rounded once.
 
     Args:
-        terms: at most ``MAX_TERMS`` pairs of one dtype; as they lie in memory where ``turned``.
+        terms: at most ``MAX_TERMS`` pairs of one dtype, ``[rows, steps]`` and ``[steps, columns]``; as they lie in
+            memory where ``turned``. They may be written until ``run``.
         left_turned: every left lies as ``[steps, rows]``.
         right_turned: every right lies as ``[columns, steps]``.
-        bias: added to every row.
+        bias: ``[columns]``, added to every row.
         relu: whether what is negative in the end is 0.
-        gate: where this is not above 0, the result is 0; a relu's output, on the way back.
-        row_sums: contiguous, is written: the sums of the one left along its steps. Only where left is turned.
-
-    Returns:
-        A new ``[rows, columns]``. The same bits whatever the number of threads is.
+        gate: ``[rows, columns]``; where this is not above 0, the result is 0; a relu's output, on the way back.
+        row_sums: ``[rows]``, contiguous, is written: the sums of the one left along its steps. Only where left is
+            turned.
+        output: ``[rows, columns]`` to write; a new one when left out.
 
     Cost: ``2 * rows * steps * columns`` operations; room for right, at most some 16 MiB, and with more than some
-    thousand steps for the output in float32.
-
-    >>> left, right = torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> product([(left, right), (left, right)])
-    tensor([[2., 4.],
-            [6., 8.]])
+    thousand steps for the output in float32. The same bits whatever the number of threads is.
     """
-    kernels = library()
-    assert kernels is not None
-    laid = [(_rows(left), _rows(right)) for left, right in terms]
-    left, right = laid[0]
-    own = ProjectionDescription.new()
-    own.threads = min(torch.get_num_threads(), MAX_THREADS)
-    own.dtype, own.num_terms = DTYPES[left.dtype], len(laid)
-    own.left_turned, own.right_turned = left_turned, right_turned
-    own.rows, own.columns = left.shape[1 if left_turned else 0], right.shape[0 if right_turned else 1]
-    for place, (one, other) in enumerate(laid):
-        steps = one.shape[0 if left_turned else 1]
-        assert steps == other.shape[1 if right_turned else 0]
-        own.terms[place] = Term(one.data_ptr(), other.data_ptr(), one.stride(0), other.stride(0), steps)
-    output = new_tensor(left, (own.rows, own.columns))
-    own.output, own.output_row = output.data_ptr(), output.stride(0)
-    dense = None if bias is None else bias.detach().resolve_neg().contiguous()
-    if dense is not None:
-        assert dense.shape == (own.columns,)
-        own.bias = dense.data_ptr()
-    own.relu = relu
-    if gate is not None:
-        gate = _rows(gate)
-        assert gate.shape == (own.rows, own.columns)
-        assert gate.dtype is left.dtype
-        own.gate, own.gate_row = gate.data_ptr(), gate.stride(0)
-    if row_sums is not None:
-        own.row_sums = row_sums.data_ptr()
-    code = kernels.ch_project(ctypes.byref(own))
+
+    def __init__(
+        self,
+        terms: Sequence[tuple[Float[Tensor, "rows steps"], Float[Tensor, "steps columns"]]],
+        *,
+        left_turned: bool = False,
+        right_turned: bool = False,
+        bias: Float[Tensor, " columns"] | None = None,
+        relu: bool = False,
+        gate: Float[Tensor, "rows columns"] | None = None,
+        row_sums: Float[Tensor, " rows"] | None = None,
+        output: Float[Tensor, "rows columns"] | None = None,
+    ) -> None:
+        laid = [(_rows(left), _rows(right)) for left, right in terms]
+        left, right = laid[0]
+        own = ProjectionDescription.new()
+        own.threads = min(torch.get_num_threads(), MAX_THREADS)
+        own.dtype, own.num_terms = DTYPES[left.dtype], len(laid)
+        own.left_turned, own.right_turned = left_turned, right_turned
+        rows, columns = left.shape[1 if left_turned else 0], right.shape[0 if right_turned else 1]
+        own.rows, own.columns = rows, columns
+        for place, (one, other) in enumerate(laid):
+            steps = one.shape[0 if left_turned else 1]
+            assert steps == other.shape[1 if right_turned else 0]
+            own.terms[place] = Term(one.data_ptr(), other.data_ptr(), one.stride(0), other.stride(0), steps)
+        self.output = new_tensor(left, (rows, columns)) if output is None else output
+        own.output, own.output_row = self.output.data_ptr(), self.output.stride(0)
+        dense = None if bias is None else bias.detach().resolve_neg().contiguous()
+        if dense is not None:
+            assert dense.shape == (columns,)
+            own.bias = dense.data_ptr()
+        own.relu = relu
+        if gate is not None:
+            gate = _rows(gate)
+            assert gate.shape == (rows, columns)
+            assert gate.dtype is left.dtype
+            own.gate, own.gate_row = gate.data_ptr(), gate.stride(0)
+        if row_sums is not None:
+            own.row_sums = row_sums.data_ptr()
+        self.description = own
+        self._held = (laid, dense, gate, row_sums)
+
+    @property
+    def call(self) -> tuple[Verb, ProjectionDescription]:
+        """What ``native_library.run`` takes."""
+        return Verb.PROJECT, self.description
+
+    def run(self) -> Float[Tensor, "rows columns"]:
+        """Write the output and return it.
+
+        >>> left, right = torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> Product([(left, right), (left, right)]).run()
+        tensor([[2., 4.],
+                [6., 8.]])
+        """
+        kernels = library()
+        assert kernels is not None
+        check(kernels.ch_project(ctypes.byref(self.description)))
+        return self.output
+
+
+def product(
+    terms: Sequence[tuple[Float[Tensor, "rows steps"], Float[Tensor, "steps columns"]]], **options: Any
+) -> Float[Tensor, "rows columns"]:
+    """``Product(terms, **options).run()``: a new ``[rows, columns]``."""
+    return Product(terms, **options).run()
+
+
+def check(code: int) -> None:
+    """Raise where a product's code is not ``OK``: what is let through, the kernels take."""
+    if code == Code.NO_MEMORY:
+        raise MemoryError(f"clearhead: a linear layer's product: {message(code)}")
     if code != Code.OK:
         raise RuntimeError(f"clearhead: a linear layer's product failed: {message(code)}")
-    return output
 
 
 def _rows(matrix: Tensor) -> Tensor:
-    """The matrix with a contiguous last axis and a stride that steps over a whole row."""
-    matrix = matrix.detach().resolve_neg()
-    plain = (matrix.stride(1) == 1 or matrix.shape[1] <= 1) and matrix.stride(0) >= 0
-    return matrix if plain else matrix.contiguous()
+    """The matrix with a contiguous last axis."""
+    matrix = matrix.detach().resolve_neg() if matrix.is_neg() else matrix
+    return matrix if matrix.stride(1) == 1 or matrix.shape[1] <= 1 else matrix.detach().contiguous()

@@ -14,6 +14,7 @@ from clearhead.bridges.torch_masks import MaskReader, Meaning, may_look
 from clearhead.bridges.torch_parts import is_plain
 from clearhead.errors import ShapeError
 from clearhead.masks import Mask
+from clearhead.nn.fused_attention import self_attention
 from clearhead.projection import project
 from clearhead.statistics import Want
 from clearhead.watch import attend, attend_wanting, edited, recognise, watched
@@ -95,6 +96,12 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             attend(self, *call.tensors, mask=call.meaning.mask, scores=call.meaning.scores, query_offset=0)
         if small and masks == (None, None, False):
             return self._torchs(query, key, value, masks, need_weights, average_attn_weights)
+        if not square and query is key and key is value and self._is_one_step(query):
+            meaning = self._reader(query).meaning(*masks)
+            fused = self._in_one_step(query, meaning, dropout)
+            if fused is not None:
+                return fused, None
+            masks = (meaning, None, False)
         call = self._by_head(query, key, value, masks, look=not small and may_look(query), batched=batched)
         weights = None
         if square:
@@ -105,6 +112,21 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
                 query_offset=0,
             )  # fmt: skip
         return self._returned(output, weights if need_weights else None, average_attn_weights, batched)
+
+    def _is_one_step(self, x: Tensor) -> bool:
+        """Whether queries, keys and values are one product of tokens that lie batch by batch."""
+        extra = self.bias_k is not None or self.add_zero_attn
+        in_order = x.ndim == 3 and (self.batch_first or x.shape[1] == 1)
+        return in_order and self._qkv_same_embed_dim and not extra
+
+    def _in_one_step(self, x: Tensor, meaning: Meaning, dropout: float) -> Tensor | None:
+        """The whole of a plain self-attention, or None."""
+        found = self_attention(
+            x if self.batch_first else x.transpose(0, 1), [(self.in_proj_weight, self.in_proj_bias)],
+            (self.out_proj.weight, self.out_proj.bias), num_heads=self.num_heads, num_kv_heads=self.num_heads,
+            mask=meaning.mask, scores=meaning.scores, dropout=dropout, query_offset=0,
+        )  # fmt: skip
+        return found if found is None or self.batch_first else found.transpose(0, 1)
 
     def _torchs(
         self, query: Tensor, key: Tensor, value: Tensor, masks: _Masks, need_weights: bool, average: bool
@@ -149,6 +171,14 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         meaning = reader.meaning(*masks)
         keys, values = self._extra_keys(keys, values)
         return _Call((heads, keys, values), meaning.extended(keys.shape[2] - k_len, q_len, k_len))
+
+    def _reader(self, x: Tensor) -> MaskReader:
+        """Reads the masks of self-attention over a batch."""
+        batch, length = (x.shape[0], x.shape[1]) if self.batch_first else (x.shape[1], x.shape[0])
+        return MaskReader(
+            function=_NAME, batched=True, batch=batch, num_heads=self.num_heads, q_len=length, k_len=length,
+            look=may_look(x),
+        )  # fmt: skip
 
     def _work(self, query: Tensor, key: Tensor) -> int:
         """Multiplications of a call, about."""

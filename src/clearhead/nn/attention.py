@@ -11,7 +11,8 @@ from clearhead.cache import KVCache
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks import Mask
 from clearhead.nn.checks import positive, probability, sources_of
-from clearhead.nn.linear import Linear, linear_each
+from clearhead.nn.fused_attention import self_attention
+from clearhead.nn.linear import Linear, hooked, linear_each
 from clearhead.nn.rules import RuleList
 from clearhead.nn.weights import HeadWeight, copy_into, side_by_side, torch_projections, weight_and_bias
 from clearhead.positions import Rotary, as_rotary
@@ -129,6 +130,10 @@ class MultiHeadAttention(nn.Module):
         own = (key is None or key is query) and (value is None or value is key or value is query)
         key, value = self._sources(query, key, value)
         first = self._first_position(own, cache, query_offset, query.shape[-2], key.shape[-2])
+        if own and cache is None:
+            fused = self._fused(query, mask, query_offset)
+            if fused is not None:
+                return fused
         if not own and cache is not None and cache.length > 0:
             heads = self._query_heads(query, first)
             keys, values = self._memory(cache, key)
@@ -143,6 +148,23 @@ class MultiHeadAttention(nn.Module):
         )  # fmt: skip
         joined = output.transpose(-3, -2).flatten(-2)
         return joined if self.output_projection is None else self.output_projection(joined)
+
+    def _fused(self, x: Tensor, mask: Mask | None, query_offset: int | None) -> Tensor | None:
+        """The whole of a plain self-attention in one step, or None."""
+        last = self.output_projection
+        layers = (self.query_projection, self.key_projection, self.value_projection, last)
+        if (
+            last is None
+            or self.rotary is not None
+            or any(type(layer) is not Linear or hooked(layer) for layer in layers)
+        ):
+            return None
+        *sources, mixing = ((layer.weight, layer.bias) for layer in layers if layer is not None)
+        return self_attention(
+            x, sources, mixing, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, mask=mask,
+            scores=self.scores.rules(), scale=self.scale, dropout=self.dropout if self.training else 0.0,
+            query_offset=query_offset, backend=self.backend,
+        )  # fmt: skip
 
     def project(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, first: int = 0

@@ -3,7 +3,7 @@
 from clearhead.projection.chosen import DTYPES, Choice, check_variable, choice, measured
 from clearhead.projection.feedforward import project_relu_project
 from clearhead.projection.paths import KINDS
-from clearhead.projection.products import project, project_each
+from clearhead.projection.products import has_choice, kernels_take, project, project_each, recorded
 
 __all__ = [
     "DTYPES",
@@ -11,8 +11,11 @@ __all__ = [
     "Choice",
     "check_variable",
     "choice",
+    "has_choice",
+    "kernels_take",
     "measured",
     "project",
     "project_each",
     "project_relu_project",
+    "recorded",
 ]

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead.backends import native_projection as kernels
-from clearhead.projection.paths import KINDS, NATIVE, flat
-from clearhead.projection.products import has_choice, is_layer, layer_gradients, path_of, recorded
+from clearhead.projection.paths import KINDS, flat
+from clearhead.projection.products import has_choice, kernels_take, layer_gradients, recorded
 from clearhead.shapes import Float
 
 __all__ = ["project_relu_project"]
@@ -48,9 +48,9 @@ def project_relu_project(
     True
     """
     hidden = expand.shape[0] if expand.dim() == 2 else 0
-    if not has_choice(x, expand, expand_bias) or not is_layer(contract, contract_bias, hidden, x.dtype):
+    if not has_choice(x, expand, expand_bias) or not kernels_take(KINDS, x, expand, expand_bias):
         return None
-    if any(path_of(kind, x, weight.numel()) is not NATIVE for kind in KINDS for weight in (expand, contract)):
+    if not kernels_take(KINDS, x, contract, contract_bias, width=hidden):
         return None
     parts = (x, expand, expand_bias, contract, contract_bias)
     if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts):

@@ -13,10 +13,10 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from clearhead.projection.chosen import DTYPES, choice
-from clearhead.projection.paths import PATHS, TORCH, Path, Term
+from clearhead.projection.paths import NATIVE, PATHS, TORCH, Path, Term
 from clearhead.shapes import Float
 
-__all__ = ["project", "project_each"]
+__all__ = ["has_choice", "kernels_take", "project", "project_each", "recorded"]
 
 _TYPES: Final = (Tensor, torch.nn.Parameter)
 #: Multiplications from which a call that is some 10 us dearer than torch's is worth it.
@@ -184,6 +184,17 @@ def has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if weight.dim() != 2 or x.numel() * weight.shape[0] < _LEAST or x.dim() == 0 or not _plain(x):
         return False
     return is_layer(weight, bias, x.shape[-1], x.dtype) and not watched()
+
+
+def kernels_take(
+    kinds: Sequence[str], x: Tensor, weight: Tensor, bias: Tensor | None, *, width: int | None = None
+) -> bool:
+    """Whether the CPU kernels would compute these kinds of product of a layer that reads ``x``, for which there is a
+    choice; or of one that reads ``width`` numbers for each token of ``x``."""
+    width = x.shape[-1] if width is None else width
+    if not is_layer(weight, bias, width, x.dtype) or x.numel() // x.shape[-1] * weight.numel() < _LEAST:
+        return False
+    return all(path_of(kind, x, weight.numel()) is NATIVE for kind in kinds)
 
 
 def is_layer(weight: Tensor, bias: Tensor | None, width: int, dtype: torch.dtype) -> bool:

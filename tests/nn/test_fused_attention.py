@@ -1,0 +1,342 @@
+"""Self-attention with its projections in one step: bit for bit what the parts give, and left alone wherever a part is
+somebody's own."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import clearhead as ch
+from clearhead.backends import native_projection
+from clearhead.nn import fused_attention
+from clearhead.nn.linear import Linear
+from clearhead.projection import chosen, products
+
+pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
+
+STEP = "_SelfAttentionBackward"
+SKIPPED = lambda *args, **options: None  # noqa: E731
+
+
+@pytest.fixture(autouse=True)
+def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' road for products of any size."""
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
+    monkeypatch.setattr(chosen, "_CHOICES", {})
+    monkeypatch.setattr(products, "_LEAST", 1)
+
+
+def module(dtype: torch.dtype = torch.float32, **options: Any) -> ch.nn.MultiHeadAttention:
+    torch.manual_seed(1)
+    return ch.nn.MultiHeadAttention(48, 4, backend="native", **options).to(dtype)
+
+
+def tokens(dtype: torch.dtype = torch.float32, batch: int = 3, length: int = 37) -> Tensor:
+    return torch.randn(batch, length, 48, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+
+
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("clearhead.nn.attention", "clearhead.bridges.torch_attention"):
+        monkeypatch.setattr(f"{place}.self_attention", SKIPPED)
+
+
+def is_step(output: Tensor) -> bool:
+    """Whether the one step made the output, or what it is a view of."""
+    node: Any = output.grad_fn
+    while node.name().startswith(("View", "Transpose", "Unsafe")):
+        node = node.next_functions[0][0]
+    return STEP in node.name()
+
+
+def numbers(call: Callable[[], Tensor], inputs: list[Tensor], *, step: bool) -> list[Tensor]:
+    """Output and gradients of a call; ``step`` says whether it has to be the one step."""
+    torch.manual_seed(7)
+    output = call()
+    assert is_step(output) == step
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(3)).to(output.dtype)
+    after = torch.rand(3)
+    return [output.detach(), *torch.autograd.grad(output, inputs, upstream), after]
+
+
+def same(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Tensor], inputs: list[Tensor]) -> None:
+    together = numbers(call, inputs, step=True)
+    in_parts(monkeypatch)
+    for own, part in zip(together, numbers(call, inputs, step=False), strict=True):
+        torch.testing.assert_close(own, part, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+MASKS = [
+    None, ch.Causal(), ch.Window(5), ch.Padding(torch.tensor([37, 5, 0])),
+    ch.Causal() & ch.Padding(torch.tensor([1, 37, 9])),
+    ch.Dense(torch.rand(37, 37, generator=torch.Generator().manual_seed(4)) < 0.3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: type(mask).__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": False}, {"num_kv_heads": 2}, {"dropout": 0.3}, {"scale": 0.5}], ids=str
+)
+def test_bits_are_those_of_the_parts(
+    options: dict[str, Any], dtype: torch.dtype, mask: ch.Mask | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, x = module(dtype, **options), tokens(dtype)
+    same(monkeypatch, lambda: own(x, mask=mask), [x, *own.parameters()])
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 64), (7, 1), (2, 300)])
+def test_of_any_length(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    own, x = module(), tokens(batch=shape[0], length=shape[1])
+    same(monkeypatch, lambda: own(x), [x, *own.parameters()])
+
+
+def test_of_tokens_that_lie_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, wide = module(), torch.randn(2, 48, 33).requires_grad_()
+    same(monkeypatch, lambda: own(wide.transpose(1, 2)), [wide, *own.parameters()])
+
+
+@pytest.mark.parametrize("scores", [(ch.Alibi(4),), (ch.SoftCap(5.0),)], ids=["alibi", "softcap"])
+def test_with_rules_that_do_not_learn(scores: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, x = module(scores=scores), tokens()
+    same(monkeypatch, lambda: own(x, mask=ch.Causal()), [x, *own.parameters()])
+
+
+@pytest.mark.parametrize("needed", ["x", "weights", "last", "biases", "query", "one bias"])
+def test_only_the_gradients_that_are_needed(needed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, x = module(), tokens()
+    chosen_ones = {
+        "x": [x],
+        "weights": [part for name, part in own.named_parameters() if name.endswith("weight")],
+        "last": [own.output_projection.weight],  # type: ignore[union-attr]
+        "biases": [part for name, part in own.named_parameters() if name.endswith("bias")],
+        "query": [own.query_projection.weight],
+        "one bias": [own.value_projection.bias],
+    }[needed]
+    for part in (x, *own.parameters()):
+        part.requires_grad_(any(part is one for one in chosen_ones))
+    same(monkeypatch, lambda: own(x, mask=ch.Causal()), chosen_ones)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_that_are_not_finite_stay_where_they_are(
+    bad: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, x = module(dtype), tokens(dtype)
+    with torch.no_grad():
+        x[1, 20] = bad
+    same(monkeypatch, lambda: own(x, mask=ch.Causal()), [x, *own.parameters()])
+    output = own(x, mask=ch.Causal())
+    assert bool(output[0].isfinite().all() and output[1, :20].isfinite().all() and not output[1, 20:].isfinite().any())
+
+
+def test_without_gradients_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, x = module(), tokens()
+    with torch.no_grad():
+        together = own(x, mask=ch.Causal())
+        in_parts(monkeypatch)
+        assert torch.equal(together, own(x, mask=ch.Causal()))
+
+
+def test_backward_twice_and_in_two_parts() -> None:
+    own, x = module(), tokens()
+    output = own(x)
+    first = torch.autograd.grad(output.sum(), [x], retain_graph=True)
+    again = torch.autograd.grad(output.sum(), [x])
+    assert torch.equal(first[0], again[0])
+
+
+def test_its_gradients_tell_that_attention_has_no_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, x = module(), tokens(length=5)
+    messages = []
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(own(x).square().sum(), x, create_graph=True)
+        with pytest.raises(ch.UnsupportedError) as told:
+            grad.sum().backward()
+        messages.append(str(told.value))
+        in_parts(monkeypatch)
+    assert messages[0] == messages[1]
+
+
+def test_second_derivatives_where_the_parts_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, x = module(), tokens(length=6)
+    found = []
+    for _ in range(2):
+        output = own(x)
+        # The last layer's: attention's own are only asked for once.
+        weight = own.output_projection.weight  # type: ignore[union-attr]
+        (grad,) = torch.autograd.grad(output.square().sum(), weight, create_graph=True)
+        found.append(torch.autograd.grad(grad.square().sum(), weight)[0])
+        in_parts(monkeypatch)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_an_output_may_be_changed_in_place() -> None:
+    own, x = module(), tokens()
+    output = own(x)
+    plain = torch.autograd.grad(own(x).mul(2.0).sum(), x)[0]
+    output.mul_(2.0)
+    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], plain)
+
+
+def test_what_is_saved_goes_with_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss that is kept, as in a running sum, must not keep queries and keys."""
+    own, x = module(), tokens(batch=8, length=256)
+    made: list[weakref.ref[Tensor]] = []
+    plain = fused_attention.new_tensor
+
+    def noted(*given: Any) -> Tensor:
+        made.append(weakref.ref(found := plain(*given)))
+        return found
+
+    monkeypatch.setattr(fused_attention, "new_tensor", noted)
+    loss = own(x).sum()
+    assert any(place() is not None for place in made)
+    loss.backward()
+    gc.collect()
+    assert [place() for place in made if place() is not None] == []
+    assert bool(loss.detach().isfinite())
+
+
+class Doubled(Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2.0 * super().forward(input)
+
+
+def _hooked(own: ch.nn.MultiHeadAttention) -> None:
+    own.key_projection.register_forward_hook(lambda module, given, output: 2.0 * output)
+
+
+def _exchanged(own: ch.nn.MultiHeadAttention) -> None:
+    own.value_projection = Doubled(48, 48)
+
+
+def _patched(own: ch.nn.MultiHeadAttention) -> None:
+    own.output_projection.forward = lambda input: input * 3.0  # type: ignore[union-attr, method-assign, assignment]
+
+
+@pytest.mark.parametrize("change", [_hooked, _exchanged, _patched])
+def test_a_part_that_is_somebodys_own_is_called(
+    change: Callable[[ch.nn.MultiHeadAttention], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, x = module(), tokens()
+    change(own)
+    output = own(x)
+    assert not is_step(output)
+    in_parts(monkeypatch)
+    assert torch.equal(output, own(x))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"rotary": True}, {"output_projection": False}, {"scores": [ch.RelativeBias(nn.Parameter(torch.zeros(4, 9)))]},
+     {"scores": [ch.Sink(nn.Parameter(torch.zeros(4)))]}],
+    ids=["rotary", "no output", "learned bias", "learned sink"],
+)  # fmt: skip
+def test_what_it_cannot_do_goes_in_parts(options: dict[str, Any]) -> None:
+    own, x = module(**options), tokens()
+    assert not is_step(own(x))
+
+
+def test_watchers_see_the_attention() -> None:
+    own, x = module(), tokens()
+    with ch.observe(own, ch.Want(entropy=True)) as seen:
+        own(x)
+    assert len(list(seen)) == 1
+
+
+def test_other_keys_a_cache_and_other_backends_go_in_parts() -> None:
+    own, x = module(), tokens()
+    assert not is_step(own(x, x.detach().clone()))
+    with torch.no_grad():
+        cache = ch.KVCache()
+        first = own(x, mask=ch.Causal(), cache=cache)
+        assert cache.length == 37
+        torch.testing.assert_close(first, own(x, mask=ch.Causal()), rtol=1e-6, atol=1e-6)
+    own.backend = "tiled"
+    assert not is_step(own(x))
+
+
+def test_what_is_refused_leaves_the_generator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, x = module(dropout=0.5), tokens()
+    own.backend = "tiled"
+    found = []
+    for _ in range(2):
+        torch.manual_seed(11)
+        found.append(own(x).detach())
+        in_parts(monkeypatch)
+    assert torch.equal(*found)
+
+
+def test_autocast_and_functional_transforms_go_in_parts() -> None:
+    own, x = module(), tokens()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not is_step(own(x))
+    plain = own(x)
+    mapped = torch.func.functional_call(own, dict(own.named_parameters()), (x,))
+    assert torch.equal(plain, mapped)
+
+
+def test_errors_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, x = module(), tokens()
+    messages = []
+    for _ in range(2):
+        with pytest.raises(ch.MaskError) as told:
+            own(x, mask=ch.Padding(torch.tensor([1, 2])))
+        messages.append(str(told.value))
+        in_parts(monkeypatch)
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchs_module_swapped(
+    dtype: torch.dtype, padded: bool, batch_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clearhead.bridges.torch_attention._LEAST", 1)
+    torch.manual_seed(1)
+    theirs = nn.MultiheadAttention(48, 4, dropout=0.2, batch_first=batch_first).to(dtype)
+    ours = copy.deepcopy(theirs)
+    ch.swap(ours)
+    x = tokens(dtype, batch=3 if batch_first else 37, length=37 if batch_first else 1)
+    batch = x.shape[0] if batch_first else 1
+    padding = torch.arange(37)[None] >= torch.tensor([37, 5, 20])[:batch, None] if padded else None
+
+    def call(own: nn.Module) -> Tensor:
+        found: Tensor = own(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+        return found
+
+    same(monkeypatch, lambda: call(ours), [x, *ours.parameters()])
+    with torch.no_grad():
+        rounding = 4 * torch.finfo(dtype).eps
+        pair = [call(own.eval()) for own in (ours, theirs)]
+        torch.testing.assert_close(*pair, rtol=rounding, atol=rounding)
+
+
+def test_it_takes_part_in_training() -> None:
+    own, x = module(), tokens()
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.5)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = (own(x, mask=ch.Causal()) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_none_for_what_has_another_form() -> None:
+    own = module()
+    layers = [(layer.weight, layer.bias) for layer in (own.query_projection, own.key_projection, own.value_projection)]
+    last = (own.output_projection.weight, own.output_projection.bias)  # type: ignore[union-attr]
+    for x in (torch.zeros(5, 48), torch.zeros(0, 5, 48), torch.zeros(2, 0, 48), torch.zeros(2, 5, 48).double()):
+        assert fused_attention.self_attention(x, layers, last, num_heads=4, num_kv_heads=4) is None
