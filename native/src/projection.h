@@ -171,12 +171,8 @@ template <class M, class IO> class Projection {
       if (tile == nullptr) return fault.set(CH_NO_MEMORY);
       number* left = (number*)(tile + block * PW);
       if (!direct) lay_out(group, row, rows, left, panel == 0 && first == 0);
-      for (int64_t p = first; p < end; p++) {
-        const int64_t column = (panel + p) * PW;
-        expect(group, row, rows, column);
-        sum_tile(group, packed + p * group.steps * PW, left, row, rows, vectors(column), tile);
-        finish(group, tile, row, rows, column);
-      }
+      for (int64_t p = first; p < end; p++)
+        tile_of(group, packed + p * group.steps * PW, left, row, rows, (panel + p) * PW, tile);
     });
     return fault.get() == CH_OK;
   }
@@ -187,22 +183,15 @@ template <class M, class IO> class Projection {
   // Numbers from one laid-out row to the next: not a power of two, whose rows would share a few lines of the cache.
   CH_INLINE int64_t left_row(const Group& group) const { return group.steps + VL; }
 
-  // Asks for the lines that the tile will be written to, which come while it is summed.
-  void expect(const Group& group, int64_t row, int64_t rows, int64_t column) const {
-    const int64_t columns = least((int64_t)PW, w.columns - column);
-    for (int64_t r = row; r < row + rows; r++) {
-      const char* line = group.last ? (const char*)((const type*)w.output + r * w.output_row + column)
-                                    : (const char*)(sums + r * sums_row + column);
-      const int64_t bytes = columns * (int64_t)(group.last ? sizeof(type) : sizeof(float));
-      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(line + byte, 1);
-      if (group.last && w.gate != nullptr)
-        for (int64_t c = 0; c < columns; c += 64 / (int64_t)sizeof(type))
-          __builtin_prefetch((const type*)w.gate + r * w.gate_row + column + c);
-    }
-  }
-
-  void sum_tile(const Group& group, const number* right, const number* laid, int64_t row, int64_t rows, int vecs,
-                float* tile) const {
+  // A block of rows times a panel, summed a stretch of steps at a time; after the last stretch, rows leave at once,
+  // while they are in the innermost cache.
+  void tile_of(const Group& group, const number* right, const number* laid, int64_t row, int64_t rows, int64_t column,
+               float* tile) const {
+    const int columns = (int)least((int64_t)PW, w.columns - column), vecs = vectors(column);
+    float bias[PW];
+    const bool biased = group.last && w.bias != nullptr;
+    if (biased) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
+    const Way way = {row, column, columns, biased ? bias : nullptr};
     bool started = false;
     for (int i = 0; i < group.count; i++) {
       const Piece& piece = group.pieces[i];
@@ -213,47 +202,75 @@ template <class M, class IO> class Projection {
       for (int64_t s = 0; s < piece.steps(); s += DEPTH, started = true) {
         const int64_t steps = least(DEPTH, piece.steps() - s);
         const number* b = right + (piece.first + s) * PW;
+        const bool leave = i == group.count - 1 && s + steps == piece.steps();
+        if (leave) expect(group, way, 0, least((int64_t)2 * MR, rows));
         for (int64_t r = 0; r < rows; r += MR) {
           const int count = (int)least((int64_t)MR, rows - r);
           const number* a = left + r * stride + s;
+          if (leave) expect(group, way, r + 2 * MR, least(r + 3 * MR, rows));
           if (started) product<M, ADD>(count, vecs, steps, a, stride, 1, b, PW, tile + r * PW, PW);
           else product<M, SET>(count, vecs, steps, a, stride, 1, b, PW, tile + r * PW, PW);
+          if (leave) finish(group, way, r, r + count, tile);
         }
       }
     }
-    if (!started) memset(tile, 0, (size_t)(rows * PW) * sizeof(float));
+    if (started) return;
+    memset(tile, 0, (size_t)(rows * PW) * sizeof(float));
+    finish(group, way, 0, rows, tile);
   }
 
-  // The tile's way out: to the sums, or with all of them, bias and rounding to the output.
-  void finish(const Group& group, float* tile, int64_t row, int64_t rows, int64_t column) const {
-    const int columns = (int)least((int64_t)PW, w.columns - column);
-    float bias[PW];
-    const bool biased = group.last && w.bias != nullptr;
-    if (biased) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
-    for (int64_t r = 0; r < rows; r++) {
-      float* own = tile + r * PW;
-      float* sum = sums + (row + r) * sums_row + column;
-      const int wide = (int)round_up(columns, VL);
-      if (!group.first)
-        for (int c = 0; c < wide; c += VL) store(own + c, load(own + c) + load(sum + c));
-      if (!group.last) {
-        memcpy(sum, own, (size_t)wide * sizeof(float));
-        continue;
-      }
-      if (biased)
-        for (int c = 0; c < wide; c += VL) store(own + c, load(own + c) + load(bias + c));
-      if (w.relu)
-        for (int c = 0; c < wide; c += VL) store(own + c, load(own + c) < (vf){} ? (vf){} : load(own + c));
-      if (w.gate != nullptr) close(own, (const type*)w.gate + (row + r) * w.gate_row + column, columns);
-      put_row<IO>((type*)w.output + (row + r) * w.output_row + column, columns, own, 1.0f);
+  // Where a tile goes.
+  struct Way {
+    int64_t row, column;
+    int columns;
+    const float* bias;
+  };
+
+  // Asks for the lines that rows of the tile will be written to, and held against.
+  CH_INLINE void expect(const Group& group, const Way& way, int64_t from, int64_t to) const {
+    for (int64_t r = way.row + from; r < way.row + to; r++) {
+      const char* line = group.last ? (const char*)((const type*)w.output + r * w.output_row + way.column)
+                                    : (const char*)(sums + r * sums_row + way.column);
+      const int64_t bytes = way.columns * (int64_t)(group.last ? sizeof(type) : sizeof(float));
+      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(line + byte, 1);
+      if (!group.last || w.gate == nullptr) continue;
+      const char* gate = (const char*)((const type*)w.gate + r * w.gate_row + way.column);
+      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(gate + byte);
     }
   }
 
-  // 0 where the gate is not above 0; NaN there hides nothing.
-  static CH_INLINE void close(float* own, const type* gate, int columns) {
-    float gates[PW];
-    get_row<IO>(gate, columns, gates, PW);
-    for (int c = 0; c < columns; c += VL) store(own + c, load(gates + c) <= (vf){} ? (vf){} : load(own + c));
+  // The way out of rows of a tile: to the sums, or with all of them, bias, relu, gate and rounding to the output.
+  void finish(const Group& group, const Way& way, int64_t from, int64_t to, const float* tile) const {
+    for (int64_t r = from; r < to; r++) {
+      const float* own = tile + r * PW;
+      float* sum = sums + (way.row + r) * sums_row + way.column;
+      type* output = (type*)w.output + (way.row + r) * w.output_row + way.column;
+      const type* gate = w.gate == nullptr ? nullptr : (const type*)w.gate + (way.row + r) * w.gate_row + way.column;
+      for (int c = 0; c < way.columns; c += VL) {
+        vf number = load(own + c);
+        if (!group.first) number += load(sum + c);
+        if (!group.last) {
+          store(sum + c, number);
+          continue;
+        }
+        if (way.bias != nullptr) number += load(way.bias + c);
+        if (w.relu) number = number < (vf){} ? (vf){} : number;
+        const int columns = way.columns - c;
+        if (columns >= VL) {
+          // NaN in the gate hides nothing.
+          if (gate != nullptr) number = get_vector<IO>(gate + c) <= (vf){} ? (vf){} : number;
+          put_vector<IO>(output + c, number);
+          continue;
+        }
+        float edge[VL], gates[VL];
+        if (gate != nullptr) {
+          get_row<IO>(gate + c, columns, gates, VL);
+          number = load(gates) <= (vf){} ? (vf){} : number;
+        }
+        store(edge, number);
+        put_row<IO>(output + c, columns, edge, 1.0f);
+      }
+    }
   }
 
   // Rows [row, row + rows) of left, one number of every step after the other.
