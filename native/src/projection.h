@@ -20,7 +20,7 @@ template <class M, class IO> class Projection {
   // Steps whose panel and rows stay in the second cache while a tile is summed.
   static constexpr int64_t DEPTH = 512;
   // Steps that are packed before their products: of weights, whose steps are channels, and of tokens.
-  static constexpr int64_t STEPS = 4096, TURNED_STEPS = 1024;
+  static constexpr int64_t STEPS = 4096, TURNED_STEPS = 2048;
   // Rows of a block, and numbers of right that are packed at a time: 16 MiB, a share of the last cache.
   static constexpr int64_t BLOCK = 12 * MR, PACKED = int64_t(1) << 22;
 
