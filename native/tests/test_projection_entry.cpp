@@ -117,7 +117,45 @@ int spoil_all(ProjectionCall& call, const std::vector<Bad>& all) {
 
 }  // namespace
 
+// Calls one after the other: all of them, or up to the one that fails.
+void one_after_the_other() {
+  ProjectionCase c;
+  Random random(5);
+  c.rows = 13, c.columns = 9, c.steps.assign(1, 11);
+  draw_numbers(random, c);
+  ProjectionCall first(c, random), second(c, random), third(c, random);
+  ch_attention nothing{};
+  nothing.size = sizeof(nothing), nothing.abi = CH_ABI, nothing.isa = -1, nothing.threads = 1;
+  nothing.before = nothing.after = INT64_MAX, nothing.head_dim = nothing.value_dim = 8, nothing.k_len = 4;
+  ch_call calls[] = {{CH_PROJECT, 0, &first.work},
+                     {CH_FORWARD, 0, &nothing},
+                     {CH_BACKWARD, 0, &nothing},
+                     {CH_PROJECT, 0, &second.work},
+                     {CH_PROJECT, 0, &third.work}};
+  int32_t done = -1;
+  expect(ch_run(calls, 5, &done), CH_OK, "five calls");
+  check(done == 5 && !first.untouched() && !third.untouched(), "five calls are made");
+  first.clear(), second.clear(), third.clear();
+  second.work.num_terms = 0;
+  expect(ch_run(calls, 5, &done), CH_BAD_SHAPE, "a bad call among five");
+  check(done == 3 && !first.untouched() && third.untouched(), "what is behind a bad call is left alone");
+  for (int verb : {0, 4, -1}) {
+    calls[0].verb = verb;
+    expect(ch_run(calls, 5, &done), CH_BAD_OPTION, "no such verb");
+    check(done == 0, "no call before it");
+  }
+  calls[0].verb = CH_PROJECT, calls[0].description = nullptr;
+  expect(ch_run(calls, 5, &done), CH_BAD_POINTER, "a call of nothing");
+  for (int count : {0, -1}) {
+    expect(ch_run(calls, count, &done), CH_OK, "no calls");
+    check(done == 0, "none are made");
+  }
+  expect(ch_run(nullptr, 1, &done), CH_BAD_POINTER, "no list of calls");
+  expect(ch_run(calls, 1, nullptr), CH_BAD_POINTER, "nowhere to count");
+}
+
 int projection_entry_tests() {
+  one_after_the_other();
   const int64_t size = ch_projection_description_size();
   check(size == static_cast<int64_t>(sizeof(ch_projection)), "ch_projection_description_size");
   expect(ch_project(nullptr), CH_BAD_POINTER, "a product of nothing");

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks.base import Mask, index_tensors, resolve_offset
-from clearhead.masks.parts import Parts, take_apart
+from clearhead.masks.parts import Parts, parts_of
 from clearhead.scores import ScoreRule, Sink, as_rules
 from clearhead.shapes import Float
 
@@ -142,7 +142,7 @@ class Problem:
     @cached_property
     def mask_parts(self) -> Parts:
         """The mask as a band, runs of keys and tables."""
-        return take_apart(self.mask, (self.batch, self.num_heads, self.q_len, self.k_len), self.query_offset)
+        return parts_of(self.mask, (self.batch, self.num_heads, self.q_len, self.k_len), self.query_offset)
 
     def with_tensors(self, query: Tensor, key: Tensor, value: Tensor) -> Problem:
         """The same work on other tensors of the same shapes."""

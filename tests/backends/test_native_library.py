@@ -101,6 +101,7 @@ int ch_backward(void* work) { return 0; }
 int ch_linear_forward(void* work) { return 0; }
 int ch_linear_backward(void* work) { return 0; }
 int ch_project(void* work) { return 0; }
+int ch_run(void* calls, int count, int* done) { return 0; }
 void* ch_new_tensor(int dtype, int axes, const long long* shape, const long long* strides) { return 0; }
 long long ch_kept_memory(void) { return 0; }
 long long ch_keep_memory(long long bytes) { return 0; }
@@ -142,6 +143,7 @@ class TestMirror:
             ("ch_linear", native_library.LinearDescription),
             ("ch_term", native_library.Term),
             ("ch_projection", native_library.ProjectionDescription),
+            ("ch_call", native_library.Call),
         ],
     )
     def test_fields(self, struct: str, mirror: type[ctypes.Structure]) -> None:
@@ -152,6 +154,7 @@ class TestMirror:
         [
             ("CH_RULE_", native_library.RuleKind),
             ("CH_FEATURE_", native_library.Feature),
+            ("CH_", native_library.Verb),
             ("CH_", native_library.Code),
             ("CH_", native_library.Dtype),
         ],
@@ -163,6 +166,7 @@ class TestMirror:
     def test_every_number_is_mirrored(self) -> None:
         mirrors = [
             *native_library.RuleKind, *native_library.Code, *native_library.Dtype, *native_library.Feature,
+            *native_library.Verb,
         ]  # fmt: skip
         assert len(re.findall(r"CH_\w+ = \d+", header())) == len(mirrors)
 

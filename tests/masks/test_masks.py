@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import clearhead as ch
+from clearhead.masks import parts
 from clearhead.masks.base import index_tensors
 from clearhead.masks.intervals import MAX_INTERVALS
 from clearhead.masks.tile_map import tile_map
@@ -203,3 +206,43 @@ def test_bad_input(make: object, error: type[Exception], words: str) -> None:
 
 def test_padding_from_tokens() -> None:
     assert ch.Padding.from_tokens(torch.tensor([[True, False], [True, True]])).lengths.tolist() == [1, 2]
+
+
+class TestPartsOf:
+    """What a mask comes to is remembered between the layers that share it, and never past a change."""
+
+    def test_the_same_call_again_is_not_worked_out_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[object] = []
+        own = parts.take_apart
+        monkeypatch.setattr(parts, "take_apart", lambda *call: asked.append(call) or own(*call))
+        mask = ch.Documents(lengths=[3, 4])
+        first = parts.parts_of(mask, (1, 2, 7, 7), 0)
+        assert parts.parts_of(mask, (1, 2, 7, 7), 0) is first
+        assert parts.parts_of(mask, (1, 2, 5, 7), 2) is not first
+        assert len(asked) == 2
+
+    def test_numbers_that_changed_are_seen(self) -> None:
+        lengths = torch.tensor([2, 5])
+        mask = ch.Padding(lengths)
+        before = parts.parts_of(mask, (2, 1, 5, 5), 0)
+        lengths[0] = 4
+        after = parts.parts_of(mask, (2, 1, 5, 5), 0)
+        assert before.edges[1].flatten().tolist() != after.edges[1].flatten().tolist()
+        for tensors in (after.edges, parts.take_apart(mask, (2, 1, 5, 5), 0).edges):
+            assert [edge.flatten().unique().tolist() for edge in tensors] == [[0], [4, 5]]
+
+    def test_a_mask_that_is_gone_is_forgotten(self) -> None:
+        mask = ch.Documents(lengths=[3, 4])
+        parts.parts_of(mask, (1, 2, 7, 7), 0)
+        before = len(parts._KNOWN)
+        del mask
+        gc.collect()
+        assert len(parts._KNOWN) < before
+
+    def test_edges_are_within_the_keys(self) -> None:
+        found = parts.take_apart(ch.Padding(torch.tensor([9, 2])) & ch.Documents(lengths=[4, 3]), (2, 1, 7, 7), 0)
+        start, stop = found.edges
+        assert start.dtype is stop.dtype is torch.int32
+        assert start.is_contiguous()
+        assert int(start.min()) >= 0
+        assert int(stop.max()) <= 7

@@ -19,11 +19,12 @@ from clearhead.backends.native_library import (
     Verb,
     library,
     message,
+    run,
 )
 from clearhead.backends.native_memory import new_tensor
 from clearhead.shapes import Float
 
-__all__ = ["MAX_TERMS", "Product", "absent", "check", "product"]
+__all__ = ["MAX_TERMS", "Product", "WeightGradients", "absent", "check", "product", "run_all"]
 
 
 def absent() -> str | None:
@@ -112,11 +113,43 @@ class Product:
         return self.output
 
 
+class WeightGradients:
+    """Gradients of one layer's weight and bias, and the products that write them: one, or none.
+
+    Args:
+        grad: of the layer's output, ``[rows, out]``.
+        x: what the layer read, ``[rows, in]``.
+        needs_weight: whether the weight's is wanted.
+        needs_bias: whether the bias's is.
+    """
+
+    def __init__(
+        self, grad: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"], needs_weight: bool, needs_bias: bool
+    ) -> None:
+        self.products: list[Product] = []
+        self._grad, self._needs_bias = grad, needs_bias
+        self._sums = grad.new_empty(grad.shape[1]) if needs_weight and needs_bias else None
+        if needs_weight:
+            self.products = [Product([(grad, x)], left_turned=True, row_sums=self._sums)]
+
+    def found(self) -> tuple[Float[Tensor, "out in"] | None, Float[Tensor, " out"] | None]:
+        """Both, once the products have run; None for one that is not wanted."""
+        if self.products:
+            return self.products[0].output, self._sums
+        return None, self._grad.sum(0) if self._needs_bias else None
+
+
 def product(
     terms: Sequence[tuple[Float[Tensor, "rows steps"], Float[Tensor, "steps columns"]]], **options: Any
 ) -> Float[Tensor, "rows columns"]:
     """``Product(terms, **options).run()``: a new ``[rows, columns]``."""
     return Product(terms, **options).run()
+
+
+def run_all(products: Sequence[Product]) -> None:
+    """``run`` for each, in one call."""
+    if products:
+        check(run([product.call for product in products])[0])
 
 
 def check(code: int) -> None:

@@ -104,9 +104,7 @@ class Work:
         if parts.after is not None:
             description.after = parts.after
         if parts.runs is not None:
-            start, stop = torch.broadcast_tensors(parts.runs.start, parts.runs.stop)
-            # A run that intersection emptied may lie anywhere.
-            start, stop = (self.keep(edge.clamp(0, self.problem.k_len).to(torch.int32)) for edge in (start, stop))
+            start, stop = map(self.keep, parts.edges)
             description.start, description.stop, description.runs = start.data_ptr(), stop.data_ptr(), start.shape[3]
             description.run_batch, description.run_head, description.run_row = strides(start)[:3]
         allowed = parts.table(self.problem.indices()) if parts.rest or parts.dense is not None else None

@@ -175,12 +175,7 @@ class _Call:
         before, after = (reach and min(reach, 2 * _MAX_POSITION) for reach in (parts.before, parts.after))
         mask = _Mask(before=before, after=after)
         if parts.runs is not None:
-            start, stop = torch.broadcast_tensors(parts.runs.start, parts.runs.stop)
-            # A run that intersection emptied may lie anywhere.
-            start, stop = (
-                edge.clamp(0, self.problem.k_len).to(device=device, dtype=torch.int32).contiguous()
-                for edge in (start, stop)
-            )
+            start, stop = (edge.to(device) for edge in parts.edges)
             mask = mask._replace(start=start, stop=stop, run_strides=_strides(start)[:3])
         allowed = parts.table(self.problem.indices()) if parts.rest or parts.dense is not None else None
         if allowed is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,12 +14,14 @@ from clearhead.masks.base import Mask, conjuncts, index_tensors
 from clearhead.masks.intervals import Intervals
 from clearhead.masks.positional import Causal, Window
 from clearhead.masks.tables import Blocks, Dense
-from clearhead.shapes import Bool
+from clearhead.shapes import Bool, Int
 
-__all__ = ["Parts", "take_apart"]
+__all__ = ["Parts", "parts_of", "take_apart"]
 
 #: Places of a mask that are asked at once.
 _STRIP: Final = 2**20
+#: Numbers of a mask that are compared sooner than worked on again.
+_FEW: Final = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,7 @@ class Parts:
         dense: a table of the call's queries and keys.
         blocks: a table of blocks.
         rest: masks that can only be asked place by place.
+        k_len: keys of the call.
     """
 
     before: int | None = None
@@ -39,6 +44,16 @@ class Parts:
     dense: Dense | None = None
     blocks: Blocks | None = None
     rest: tuple[Mask, ...] = ()
+    k_len: int = 0
+
+    @cached_property
+    def edges(self) -> tuple[Int[Tensor, "batch heads q_len runs"], Int[Tensor, "batch heads q_len runs"]]:
+        """Starts and stops of the runs as kernels read them: int32, contiguous, within the keys."""
+        assert self.runs is not None
+        # A run that intersection emptied may lie anywhere.
+        both = torch.broadcast_tensors(self.runs.start, self.runs.stop)
+        start, stop = (edge.clamp(0, self.k_len).to(torch.int32).contiguous() for edge in both)
+        return start, stop
 
     def table(self, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Bool[Tensor, "batch heads q_len k_len"] | None:
         """``dense`` and ``rest`` as one table, None where there are neither; axes of 1 where all are alike."""
@@ -93,4 +108,42 @@ def take_apart(mask: Mask | None, size: tuple[int, int, int, int], query_offset:
     dense, blocks = tables.get(Dense), tables.get(Blocks)
     assert dense is None or isinstance(dense, Dense)
     assert blocks is None or isinstance(blocks, Blocks)
-    return Parts(before=before, after=after, runs=runs, dense=dense, blocks=blocks, rest=tuple(rest))
+    return Parts(
+        before=before, after=after, runs=runs, dense=dense, blocks=blocks, rest=tuple(rest), k_len=size[3]
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a mask came to in its last call, and the numbers that it held then."""
+
+    call: tuple[tuple[int, int, int, int], int]
+    numbers: tuple[Tensor, ...]
+    parts: Parts
+
+
+_KNOWN: Final[WeakKeyDictionary[Mask, _Known]] = WeakKeyDictionary()
+
+
+def parts_of(mask: Mask | None, size: tuple[int, int, int, int], query_offset: int) -> Parts:
+    """``take_apart``, remembered for a mask that the layers of a model share, while its numbers and the call's sizes
+    stay as they are."""
+    tensors = () if mask is None else tuple(mask.tensors())
+    if mask is None or not tensors or not all(map(_is_small_and_plain, tensors)):
+        return take_apart(mask, size, query_offset)
+    known = _KNOWN.get(mask)
+    # Somebody may have written into a mask's tensors since.
+    if known is not None and known.call == (size, query_offset) and all(map(torch.equal, known.numbers, tensors)):
+        return known.parts
+    parts = take_apart(mask, size, query_offset)
+    # Tables are read where they lie.
+    if parts.runs is not None and parts.dense is None and parts.blocks is None and not parts.rest:
+        _KNOWN[mask] = _Known((size, query_offset), tuple(tensor.clone() for tensor in tensors), parts)
+    return parts
+
+
+def _is_small_and_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) is Tensor and tensor.is_cpu and tensor.numel() <= _FEW
+        and torch._C._len_torch_dispatch_stack() == 0 and not torch._C._are_functorch_transforms_active()
+    )  # fmt: skip

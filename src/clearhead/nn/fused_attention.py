@@ -18,7 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from clearhead.backends import native
 from clearhead.backends.native_library import run
 from clearhead.backends.native_memory import new_tensor
-from clearhead.backends.native_projection import Product
+from clearhead.backends.native_projection import Product, WeightGradients, run_all
 from clearhead.backends.native_projection import check as check_product
 from clearhead.backends.native_work import BackwardWork, ForwardWork, Rows, check
 from clearhead.dispatch import choose
@@ -207,9 +207,9 @@ def _gradients(
     assert step.problem is not None
     *sources, (weight, _) = layers
     flat, arrived = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    mixed = _LayerGradients(arrived, joined, *needs[-2:])
+    mixed = WeightGradients(arrived, joined, *needs[-2:])
     if not any(needs[:-2]):
-        _finish(mixed.products)
+        run_all(mixed.products)
         return [None] * (len(needs) - 2) + [*mixed.found()]
     of_joined = Product([(arrived, weight)])
     of_projected = [new_tensor(part, tuple(part.shape)) for part in projected]
@@ -217,7 +217,7 @@ def _gradients(
     of_heads = of_joined.output.view(*step.leading, step.num_heads, -1).transpose(1, 2)
     attended = BackwardWork(problem, rows, of_heads, into=step.heads(of_projected))
     own = [
-        _LayerGradients(part, flat, *needs[1 + 2 * place : 3 + 2 * place]) for place, part in enumerate(of_projected)
+        WeightGradients(part, flat, *needs[1 + 2 * place : 3 + 2 * place]) for place, part in enumerate(of_projected)
     ]
     of_x = Product([(part, layer[0]) for part, layer in zip(of_projected, sources, strict=True)]) if needs[0] else None
     before = [*mixed.products, of_joined]
@@ -228,32 +228,11 @@ def _gradients(
         found = native.gradients(problem, rows, native.Arrived(of_heads))
         for place, gradient in zip(step.heads(of_projected), found, strict=True):
             place.copy_(gradient)
-        _finish(after)
+        run_all(after)
     else:
         check_product(code)
     each = [part for layer in (*own, mixed) for part in layer.found()]
     return [None if of_x is None else of_x.output.view(x.shape), *each]
-
-
-def _finish(products: Sequence[Product]) -> None:
-    check_product(run([product.call for product in products])[0])
-
-
-class _LayerGradients:
-    """Gradients of one layer's weight and bias, and the products that write them."""
-
-    def __init__(self, grad: Tensor, x: Tensor, needs_weight: bool, needs_bias: bool) -> None:
-        self.products: list[Product] = []
-        self._grad, self._needs_bias = grad, needs_bias
-        self._sums = grad.new_empty(grad.shape[1]) if needs_weight and needs_bias else None
-        if needs_weight:
-            self.products = [Product([(grad, x)], left_turned=True, row_sums=self._sums)]
-
-    def found(self) -> tuple[Tensor | None, Tensor | None]:
-        """Both, once the products have run."""
-        if self.products:
-            return self.products[0].output, self._sums
-        return None, self._grad.sum(0) if self._needs_bias else None
 
 
 def _known_gradients(

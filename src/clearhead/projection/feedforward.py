@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from clearhead.backends import native_projection as kernels
 from clearhead.projection.paths import KINDS, flat
-from clearhead.projection.products import has_choice, kernels_take, layer_gradients, recorded
+from clearhead.projection.products import has_choice, kernels_take, recorded
 from clearhead.shapes import Float
 
 __all__ = ["project_relu_project"]
@@ -63,10 +63,11 @@ def _forward(
     x: Tensor, expand: Tensor, expand_bias: Tensor | None, contract: Tensor, contract_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The output and the hidden numbers, ``[rows, hidden]``."""
-    hidden = kernels.product([(flat(x), expand)], right_turned=True, bias=expand_bias, relu=True)
-    output = kernels.product([(hidden, contract)], right_turned=True, bias=contract_bias)
+    hidden = kernels.Product([(flat(x), expand)], right_turned=True, bias=expand_bias, relu=True)
+    output = kernels.Product([(hidden.output, contract)], right_turned=True, bias=contract_bias)
+    kernels.run_all([hidden, output])
     # Not a view: autograd would refuse to let it be changed in place.
-    return torch.ops.aten._unsafe_view(output, (*x.shape[:-1], contract.shape[0])), hidden
+    return torch.ops.aten._unsafe_view(output.output, (*x.shape[:-1], contract.shape[0])), hidden.output
 
 
 class _FeedForward(torch.autograd.Function):
@@ -91,13 +92,16 @@ class _FeedForward(torch.autograd.Function):
 def _gradients(grad: Tensor, parts: list[Tensor], hidden: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     x, expand, _, contract, _ = parts
     rows = flat(grad)
-    d_contract = layer_gradients(False, rows, hidden, needs[3], needs[4])
+    of_contract = kernels.WeightGradients(rows, hidden, *needs[3:])
     if not any(needs[:3]):
-        return None, None, None, *d_contract
-    d_hidden = kernels.product([(rows, contract)], gate=hidden)
-    d_expand = layer_gradients(False, d_hidden, x, needs[1], needs[2])
-    d_x = kernels.product([(d_hidden, expand)]).view(x.shape) if needs[0] else None
-    return d_x, *d_expand, *d_contract
+        kernels.run_all(of_contract.products)
+        return None, None, None, *of_contract.found()
+    of_hidden = kernels.Product([(rows, contract)], gate=hidden)
+    of_expand = kernels.WeightGradients(of_hidden.output, flat(x), *needs[1:3])
+    of_x = [kernels.Product([(of_hidden.output, expand)])] if needs[0] else []
+    kernels.run_all([*of_contract.products, of_hidden, *of_expand.products, *of_x])
+    d_x = of_x[0].output.view(x.shape) if of_x else None
+    return d_x, *of_expand.found(), *of_contract.found()
 
 
 def _known_gradients(grad: Tensor, parts: list[Tensor], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
