@@ -224,9 +224,11 @@ template <class M, class IO> struct Backward {
     return laid;
   }
 
-  // Weights and gradients of scores of `count` rows, in floats, over columns [c0, c1r) of the tile.
-  void differentiate(int64_t b, int64_t h, int64_t first, int r0, int count, int64_t t0, int c0, int c1, const Laid& laid,
-                     Desk& d, const float* diagonal, float* diagonal_grads) const {
+  // Degree of the polynomial in the exponential: bfloat16 keeps no more.
+  static constexpr int DEGREE = M::PAIR == 1 ? 5 : 4;
+
+  // Scores of `count` rows and gradients of their weights, in floats, over columns [c0, c1) of the tile.
+  void multiply_rows(int r0, int count, int c0, int c1, const Laid& laid, Desk& d) const {
     int c1r = (int)round_up(c1, VL);
     for (int p = c0 / PW; p * PW < c1; p++) {
       int from = most(c0, p * PW), to = least(c1r, (p + 1) * PW), vecs = (to - from) / VL;
@@ -236,6 +238,12 @@ template <class M, class IO> struct Backward {
       product<M, SET>(count, vecs, v_steps, laid.g + (int64_t)r0 * v_numbers, v_numbers, 1,
                       d.vt + (int64_t)p * PW * v_numbers + inside, PW, d.dp + from, tile);
     }
+  }
+
+  // These to weights and gradients of scores.
+  void differentiate(int64_t b, int64_t h, int64_t first, int r0, int count, int64_t t0, int c0, int c1, Desk& d,
+                     const float* diagonal, float* diagonal_grads) const {
+    int c1r = (int)round_up(c1, VL);
     for (int r = 0; r < count; r++) {
       float *s = d.s + r * tile, *dp = d.dp + r * tile, *slope = d.slope + r * tile;
       const Row& row = d.row[r0 + r];
@@ -249,13 +257,13 @@ template <class M, class IO> struct Backward {
         differentiate_observed(b, h, i, r0 + r, t0, c0, c1r, keep, s, dp, d);
       } else if (keep == nullptr) {
         for (int c = c0; c < c1r; c += VL) {
-          vf e = exp2_of<5>((load(s + c) - shift) * scale) * share;
+          vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
           store(s + c, e);
           store(dp + c, e * (load(dp + c) - delta));
         }
       } else {
         for (int c = c0; c < c1r; c += VL) {
-          vf e = exp2_of<5>((load(s + c) - shift) * scale) * share, k = load(keep + c);
+          vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale) * share, k = load(keep + c);
           store(s + c, e * k);
           store(dp + c, e * (load(dp + c) * k - delta));
         }
@@ -351,30 +359,69 @@ template <class M, class IO> struct Backward {
       }
     } else {
 #if defined(CH_BF16DOT)
-      static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                         8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-      __m512i interleave = _mm512_loadu_si512(order);
       for (int r = 0; r < count; r += 2) {
-        // Without a second row the pair's other half must be 0.
         bool both = r + 1 < count;
         for (int c = left; c < right; c += VL) {
-          for (int which = 0; which < 2; which++) {
-            const float* line = (which == 0 ? d.s : d.dp) + r * tile + c;
-            __m512 one = _mm512_loadu_ps(line), other = both ? _mm512_loadu_ps(line + tile) : _mm512_setzero_ps();
-            __m512i joined = (__m512i)_mm512_cvtne2ps_pbh(other, one);
-            number* to = (which == 0 ? d.p : d.ds) + (int64_t)((r0 + r) / 2) * tile + c;
-            _mm512_storeu_si512(to, _mm512_permutexvar_epi16(interleave, joined));
-            if (which == 1) {
-              uint16_t* rows = (uint16_t*)d.dr + (int64_t)(r0 + r) * tile + c;
-              _mm256_storeu_si256((__m256i*)rows, _mm512_castsi512_si256(joined));
-              if (both) _mm256_storeu_si256((__m256i*)(rows + tile), _mm512_extracti64x4_epi64(joined, 1));
-            }
-          }
+          const float *weight = d.s + r * tile + c, *grad = d.dp + r * tile + c;
+          put_pair(r0 + r, c, both, load(weight), both ? load(weight + tile) : (vf){}, load(grad),
+                   both ? load(grad + tile) : (vf){}, d);
         }
       }
 #endif
     }
   }
+
+  // Whether nothing but the last three products looks at weights and score gradients.
+  bool in_pairs() const { return M::PAIR == 2 && plain && !dropout.on && observed == nullptr; }
+
+#if defined(CH_BF16DOT)
+  // Columns [c, c + VL) of two rows: weights and score gradients as pairs along the rows, the gradients also row by row.
+  // Without a second row the pair's other half must be 0.
+  CH_INLINE void put_pair(int row, int c, bool both, vf weight, vf weight_below, vf grad, vf grad_below, Desk& d) const {
+    static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i interleave = _mm512_loadu_si512(order);
+    const int64_t pair = (int64_t)(row / 2) * tile + c;
+    const __m512i weights = (__m512i)_mm512_cvtne2ps_pbh((__m512)weight_below, (__m512)weight);
+    const __m512i grads = (__m512i)_mm512_cvtne2ps_pbh((__m512)grad_below, (__m512)grad);
+    _mm512_storeu_si512(d.p + pair, _mm512_permutexvar_epi16(interleave, weights));
+    _mm512_storeu_si512(d.ds + pair, _mm512_permutexvar_epi16(interleave, grads));
+    uint16_t* rows = (uint16_t*)d.dr + (int64_t)row * tile + c;
+    _mm256_storeu_si256((__m256i*)rows, _mm512_castsi512_si256(grads));
+    if (both) _mm256_storeu_si256((__m256i*)(rows + tile), _mm512_extracti64x4_epi64(grads, 1));
+  }
+
+  // `differentiate` and `spread` in one, where nothing else looks at the floats: no rules, dropout or statistics.
+  void differentiate_pairs(int r0, int count, int64_t t0, int left, int right, int c0, int c1r, Desk& d) const {
+    const vf scale = all(base2), none = {};
+    for (int r = 0; r < count; r += 2) {
+      const bool both = r + 1 < count;
+      const int below = both ? r0 + r + 1 : r0 + r;
+      float *s = d.s + r * tile, *dp = d.dp + r * tile;
+      for (int own = r0 + r; own <= below; own++)
+        if (!sees_all(d.row[own], t0 + c0, t0 + c1r)) forbid(w, d.row[own], t0 + c0, c1r - c0, d.s + (own - r0) * tile + c0);
+      const vf shift = all(d.largest[r0 + r]), share = all(d.share[r0 + r]), delta = all(d.delta[r0 + r]);
+      const vf shift_below = all(d.largest[below]), delta_below = all(d.delta[below]);
+      const vf share_below = all(d.share[below]);
+      for (int c = left; c < c0; c += VL) put_pair(r0 + r, c, both, none, none, none, none, d);
+      if (both) {
+        for (int c = c0; c < c1r; c += VL) {
+          const vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
+          const vf f = exp2_of<DEGREE>((load(s + tile + c) - shift_below) * scale) * share_below;
+          put_pair(r0 + r, c, true, e, f, e * (load(dp + c) - delta), f * (load(dp + tile + c) - delta_below), d);
+        }
+      } else {
+        for (int c = c0; c < c1r; c += VL) {
+          const vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
+          put_pair(r0 + r, c, false, e, none, e * (load(dp + c) - delta), none, d);
+        }
+      }
+      for (int c = c1r; c < right; c += VL) put_pair(r0 + r, c, both, none, none, none, none, d);
+    }
+  }
+#else
+  void differentiate_pairs(int, int, int64_t, int, int, int, int, Desk&) const {}
+#endif
 
   void visit(int64_t b, int64_t h, int64_t block, int64_t t0, int key_count, Desk& d, const float* diagonal,
              float* diagonal_grads, float* dq) const {
@@ -404,8 +451,14 @@ template <class M, class IO> struct Backward {
       int n = least(MR, count - r0);
       Span span = spans[r0 / MR];
       int c0 = span.low / VL * VL, c1 = span.high;
-      if (c1 > c0) differentiate(b, h, first, r0, n, t0, c0, c1, laid, d, diagonal, diagonal_grads);
-      spread(r0, n, left, right, c0, (int)round_up(c1, VL), d);
+      if (c1 > c0) multiply_rows(r0, n, c0, c1, laid, d);
+      const int c1r = (int)round_up(c1, VL);
+      if (c1 > c0 && in_pairs()) {
+        differentiate_pairs(r0, n, t0, left, right, c0, c1r, d);
+      } else {
+        if (c1 > c0) differentiate(b, h, first, r0, n, t0, c0, c1, d, diagonal, diagonal_grads);
+        spread(r0, n, left, right, c0, c1r, d);
+      }
       if (c1 <= c0) continue;
       for (int p = 0; p < keys.count; p++)
         product<M, ADD>(n, keys.vectors(p, out), row_steps<M>(c1 - c0), d.dr + ((int64_t)r0 * tile + c0) / M::PAIR,
