@@ -52,9 +52,7 @@ template <class M, class IO> class Projection {
     double steps = 0;
     for (int t = 0; t < w.num_terms; t++) steps += (double)w.terms[t].steps;
     threads = threads_for(w, 2.0 * (double)w.rows * (double)w.columns * steps);
-    // As many blocks for every thread, of nearly the same size.
-    const int64_t rounds = (w.rows + threads * BLOCK - 1) / (threads * BLOCK);
-    block = round_up((w.rows + threads * rounds - 1) / (threads * rounds), MR);
+    block = block_of(w.rows, threads);
     blocks = (w.rows + block - 1) / block;
     direct = !w.left_turned && in_place();
   }
@@ -82,6 +80,17 @@ template <class M, class IO> class Projection {
   }
 
  private:
+  // Rows of a block such that the thread with the most has the fewest.
+  static int64_t block_of(int64_t rows, int threads) {
+    int64_t best = MR, least_rows = INT64_MAX;
+    for (int64_t block = BLOCK; block >= (threads > 1 ? BLOCK / 2 : BLOCK); block -= MR) {
+      const int64_t own = ((rows + block - 1) / block + threads - 1) / threads * block;
+      if (own < least_rows) best = block, least_rows = own;
+    }
+    // No more than there are.
+    return least(best, most((int64_t)MR, round_up((rows + threads - 1) / threads, MR)));
+  }
+
   // Steps of the largest group.
   int64_t room_of(int64_t most_steps) const {
     int64_t steps = 0;
@@ -158,9 +167,10 @@ template <class M, class IO> class Projection {
     return fault.get() == CH_OK;
   }
 
-  // Blocks of rows, and of panels where there are too few of rows for the threads.
+  // Blocks of rows, and of panels where there are too few of rows for the threads; in halves where that costs nothing,
+  // so that no thread waits for another's last block.
   bool multiply(const Group& group, int64_t panel, int64_t count) {
-    const int64_t parts = least(count, (2 * threads + blocks - 1) / blocks);
+    const int64_t parts = least(count, most((2 * threads + blocks - 1) / blocks, (int64_t)(direct && threads > 1 ? 2 : 1)));
     const int64_t per_part = (count + parts - 1) / parts;
     Fault fault;
     parallel(threads, blocks * parts, [&](int64_t unit) {

@@ -12,7 +12,8 @@ from torch import Tensor
 from clearhead import linear
 from clearhead.backends import native_library
 from clearhead.backends.native_library import library, reason
-from clearhead.linear import LinearState, native
+from clearhead.linear import LinearState, forms, native
+from clearhead.masks import Padding
 from tests.linear.members import MEMBERS, Inputs, Member
 
 pytestmark = pytest.mark.skipif(library() is None, reason=f"the CPU kernels {reason()}")
@@ -136,6 +137,56 @@ def test_outputs_states_and_gradients_are_those_of_float64(
         # Twice the error of torch's operations in the same precision, and the rounding of a sum of some tens of terms.
         allowed = 2 * float((textbook.detach().double() - true.detach()).abs().max()) + 8 * EPS * size
         assert float((own.detach().double() - true.detach()).abs().max()) <= allowed
+
+
+@pytest.mark.parametrize("name", ["elu", "relu", "identity", "performer"])
+@every_shape
+@pytest.mark.usefixtures("instruction_set")
+def test_without_an_order_outputs_states_and_gradients_are_those_of_float64(
+    name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms, "_WORTH_KERNELS", 1)
+    calls = used(monkeypatch)
+    member, inputs, state, fixed = draw(name, shape)
+    fixed["causal"] = False
+    # Fewer queries than keys, as in cross-attention.
+    fewer = Inputs(inputs.query[:, :, : max(1, shape[3] // 2)], inputs.key, inputs.value, inputs.extra)
+    for own in (inputs, fewer):
+        exact = results(member, own, state, fixed, torch.float64, shape[-1])
+        assert not calls
+        ours = results(member, own, state, fixed, torch.float32, shape[-1])
+        assert len(calls) == 2
+        with monkeypatch.context() as apart:
+            apart.setattr(native, "takes", lambda *given: False)
+            plain = results(member, own, state, fixed, torch.float32, shape[-1])
+        calls.clear()
+        for got, textbook, true in zip(ours, plain, exact, strict=True):
+            size = float(true.detach().abs().max())
+            allowed = 2 * float((textbook.detach().double() - true.detach()).abs().max()) + 16 * EPS * size
+            assert float((got.detach().double() - true.detach()).abs().max()) <= allowed
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_without_an_order_a_bad_query_reaches_its_own_row_only(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "_WORTH_KERNELS", 1)
+    member, inputs, _, fixed = draw("elu", (1, 2, 1, 60, 16, 16, 32))
+    fixed["causal"] = False
+    clean, _ = member.verb(inputs.query, inputs.key, inputs.value, **fixed)
+    inputs.query[..., 21, 3] = number
+    output, _ = member.verb(inputs.query, inputs.key, inputs.value, **fixed)
+    others = [place for place in range(60) if place != 21]
+    assert float((output[:, :, others] - clean[:, :, others]).abs().max()) <= 8 * EPS * float(clean.abs().max())
+    assert not output[:, :, 21].isfinite().all()
+
+
+def test_without_an_order_padding_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "_WORTH_KERNELS", 1)
+    member, inputs, _, fixed = draw("elu", (2, 2, 2, 40, 16, 16, 32))
+    fixed["causal"] = False
+    padded, _ = member.verb(inputs.query, inputs.key, inputs.value, **fixed, mask=Padding(torch.tensor([40, 0])))
+    alone, _ = member.verb(inputs.query[:1], inputs.key[:1], inputs.value[:1], **fixed)
+    assert float((padded[:1] - alone).abs().max()) <= 8 * EPS * float(alone.abs().max())
+    assert torch.equal(padded[1], torch.zeros_like(padded[1]))
 
 
 @own_features

@@ -29,6 +29,8 @@ from clearhead.linear.state import LinearState
 
 __all__ = ["FORMS", "Form", "whole"]
 
+#: Numbers of a tensor from which two calls of the kernels are faster than a dozen of torch's operations.
+_WORTH_KERNELS: Final = 2**15
 #: A call, the state before it and the size of chunks in; the output and the state after it out.
 Form: TypeAlias = Callable[[Recurrence, LinearState, int], tuple[Tensor, LinearState]]
 
@@ -123,8 +125,11 @@ FORMS: Final[dict[str, Form]] = {"recurrent": recurrent, "chunked": chunked, "pa
 """Every form by its name."""
 
 
-def whole(call: Recurrence, state: LinearState, form: str) -> tuple[Tensor, LinearState]:
+def whole(call: Recurrence, state: LinearState, form: str, chunk: int) -> tuple[Tensor, LinearState]:
     """Every query over every key and the state: without an order among keys there is one sum for all queries."""
+    numbers = min(call.query.numel(), call.key.numel(), call.value.numel())
+    if form in ("auto", "chunked") and numbers >= _WORTH_KERNELS and native.takes(call, chunk):
+        return native.native_whole(call, state, chunk, _chunked)
     call = call.featured()
     # What reads one state are queries of one head.
     query = call.query.unflatten(1, (-1, call.group)).flatten(2, 3)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -31,7 +31,7 @@ from clearhead.linear.feature_maps import FEATURE_MAPS, FeatureMap
 from clearhead.linear.recurrence import Recurrence, transformed
 from clearhead.linear.state import LinearState
 
-__all__ = ["native_chunks", "takes"]
+__all__ = ["native_chunks", "native_whole", "takes"]
 
 _FEATURES: Final = {"identity": Feature.IDENTITY, "elu": Feature.ELU, "relu": Feature.RELU}
 #: Heads per thread from which each keeps its state to itself; with fewer, chunks are handed out one by one.
@@ -56,12 +56,40 @@ def takes(call: Recurrence, chunk: int) -> bool:
 
 def native_chunks(call: Recurrence, state: LinearState, chunk: int, again: Again) -> tuple[Tensor, LinearState]:
     """As ``chunked`` of the forms; ``again`` is that form without kernels, for second derivatives."""
-    if FEATURE_MAPS.get(call.feature_map.name) is not call.feature_map or call.feature_map.name not in _FEATURES:
+    if not _in_kernels(call.feature_map):
         call = call.featured()
     setting = _Setting(call.feature_map, call.scale, call.normalized, chunk, again)
     inputs = (call.query, call.key, call.value, call.log_decay, call.rate, state.matrix, state.normalizer)
     output, matrix, normalizer = _Native.apply(setting, *inputs)  # type: ignore[no-untyped-call]
     return output, LinearState(matrix=matrix, normalizer=normalizer)
+
+
+def native_whole(call: Recurrence, state: LinearState, chunk: int, again: Again) -> tuple[Tensor, LinearState]:
+    """As ``whole`` of the forms: keys are summed up with no query to answer, then queries answered with no key behind
+    the sum. A token that is not there has features of 0.
+
+    Cost: the products within chunks are made for nothing, twice; torch's operations take longer still, for each of them
+    writes every feature to memory.
+    """
+    if not _in_kernels(call.feature_map):
+        call = call.featured()
+    absent = call.feature_map.absent
+    assert absent is not None
+
+    def nothing(like: Tensor, length: int, number: float) -> Tensor:
+        batch, heads, _, dim = like.shape
+        return like.new_full((1, 1, 1, dim), number).expand(batch, heads, length, dim)
+
+    q_len, k_len = call.query.shape[2], call.key.shape[2]
+    summed = replace(call, query=nothing(call.query, k_len, absent))
+    after = native_chunks(summed, state, chunk, again)[1]
+    answered = replace(call, key=nothing(call.key, q_len, absent), value=nothing(call.value, q_len, 0.0))
+    return native_chunks(answered, after, chunk, again)[0], after
+
+
+def _in_kernels(feature_map: FeatureMap) -> bool:
+    """Whether the kernels take features themselves."""
+    return FEATURE_MAPS.get(feature_map.name) is feature_map and feature_map.name in _FEATURES
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class _Way:
         start, length = call.start(state, self.features), call.key.shape[2]
         form = self.form
         if not self.causal:
-            return whole(call, start, form)
+            return whole(call, start, form, self.chunk)
         if length == 0:
             return call.value.new_zeros((*call.query.shape[:3], call.value.shape[-1])), start
         # A chunk longer than the sequence would be padding.
