@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import clearhead as ch
 from clearhead.backends import native_projection
@@ -282,6 +283,17 @@ def test_autocast_and_functional_transforms_go_in_parts() -> None:
     plain = own(x)
     mapped = torch.func.functional_call(own, dict(own.named_parameters()), (x,))
     assert torch.equal(plain, mapped)
+
+
+def test_checkpoints_compute_it_again() -> None:
+    own, x = module(dropout=0.3), tokens()
+    found = []
+    for call in (own, lambda x: checkpoint(own, x, use_reentrant=False)):
+        torch.manual_seed(13)
+        output = call(x)
+        found.append([output, *torch.autograd.grad(output.square().sum(), [x, *own.parameters()])])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_errors_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """Self-attention with its projections as one step of autograd: two stretches of kernels instead of a dozen calls.
 
-Between two large products Python finds nothing of itself in the caches, and what takes it ten microseconds elsewhere
-takes it fifty: a tenth of a training step of some thousand tokens. Here the products and the attention are written
-down first and then run, one after the other.
+Between two large products Python finds nothing of itself in the caches, and whatever it does takes several times as
+long as elsewhere: up to a tenth of a training step of a thousand tokens. Here the products and the attention are
+written down first and then run, one after the other.
 """
 
 from __future__ import annotations
