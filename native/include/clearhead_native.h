@@ -278,7 +278,7 @@ CH_EXPORT void* ch_new_tensor(int32_t dtype, int32_t axes, const int64_t* shape,
 /* Bytes that are kept now. */
 CH_EXPORT int64_t ch_kept_memory(void);
 /* Keeps at most so many bytes from now on, what is above goes back at once; an eighth of the machine's memory until
-   this is called. Returns the limit before. */
+   this is called. Below 0 nothing changes. Returns the limit before. */
 CH_EXPORT int64_t ch_keep_memory(int64_t bytes);
 /* Whether `count` numbers of a ch_dtype are all finite, and as many others where `other` is not null: 1 or 0. */
 CH_EXPORT int ch_all_finite(const void* data, const void* other, int64_t count, int32_t dtype);

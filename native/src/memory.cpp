@@ -134,6 +134,14 @@ size_t kept_memory() {
   return found;
 }
 
+size_t memory_limit() {
+  pthread_once(&once, start);
+  hold();
+  const size_t found = most_bytes;
+  leave();
+  return found;
+}
+
 size_t keep_at_most(size_t bytes) {
   pthread_once(&once, start);
   hold();

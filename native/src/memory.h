@@ -14,6 +14,9 @@ void give_memory(void* data, size_t bytes);
 // Bytes that are kept at present.
 size_t kept_memory();
 
+// The most bytes that are kept.
+size_t memory_limit();
+
 // At most so many bytes are kept from now on, what is above goes back at once. Returns the limit before.
 size_t keep_at_most(size_t bytes);
 

@@ -65,7 +65,7 @@ void* ch_new_tensor(int32_t dtype, int32_t axes, const int64_t* shape, const int
 int64_t ch_kept_memory(void) { return static_cast<int64_t>(clearhead::kept_memory()); }
 
 int64_t ch_keep_memory(int64_t bytes) {
-  return static_cast<int64_t>(clearhead::keep_at_most(bytes > 0 ? static_cast<size_t>(bytes) : 0));
+  return static_cast<int64_t>(bytes < 0 ? clearhead::memory_limit() : clearhead::keep_at_most(static_cast<size_t>(bytes)));
 }
 
 }  // extern "C"

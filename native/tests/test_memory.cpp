@@ -62,7 +62,12 @@ void again() {
   drop(one);
   check(ch_keep_memory(0) == 64 * MIB && ch_kept_memory() == 0, "a limit of 0 gives all back");
   drop(bytes(2 * MIB));
-  check(ch_kept_memory() == 0 && ch_keep_memory(-5) == 0, "and keeps nothing");
+  check(ch_kept_memory() == 0, "and keeps nothing");
+  ch_keep_memory(8 * MIB);
+  drop(bytes(2 * MIB));
+  check(ch_keep_memory(-5) == 8 * MIB && ch_keep_memory(-1) == 8 * MIB, "asking for the limit changes nothing");
+  check(ch_kept_memory() == 2 * MIB, "and gives nothing back");
+  ch_keep_memory(0);
 }
 
 void limit() {

@@ -144,7 +144,9 @@ def test_threads_do_not_share_a_block() -> None:
 def test_the_limit_is_a_part_of_the_machine() -> None:
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert limit() == pytest.approx(machine / 8, abs=2**16)
+    a_mib(2)
     assert limit() == limit()
+    assert kept_memory() == 2 * MIB
 
 
 ASK = """

@@ -221,6 +221,13 @@ class TestPartsOf:
         assert parts.parts_of(mask, (1, 2, 5, 7), 2) is not first
         assert len(asked) == 2
 
+    def test_masks_that_are_combined_are_remembered_too(self) -> None:
+        mask = ch.Causal() & ch.Documents(lengths=[3, 4])
+        assert mask.placed(0) is mask
+        assert parts.parts_of(mask, (1, 2, 7, 7), 0) is parts.parts_of(mask.placed(0), (1, 2, 7, 7), 0)
+        table = ch.Causal() & ch.Dense(torch.ones(7, 7, dtype=torch.bool))
+        assert table.placed(2) is not table
+
     def test_numbers_that_changed_are_seen(self) -> None:
         lengths = torch.tensor([2, 5])
         mask = ch.Padding(lengths)

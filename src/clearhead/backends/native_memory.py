@@ -102,8 +102,7 @@ def limit() -> int:
     found = library()
     if found is None or _maker() is None:
         return 0
-    found.ch_keep_memory(most := int(found.ch_keep_memory(0)))
-    return most
+    return int(found.ch_keep_memory(-1))
 
 
 def _variable() -> int | None:

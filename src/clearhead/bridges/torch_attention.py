@@ -19,7 +19,7 @@ from clearhead.projection import project
 from clearhead.statistics import Want
 from clearhead.watch import attend, attend_wanting, edited, recognise, watched
 
-__all__ = ["SwappedMultiheadAttention"]
+__all__ = ["SwappedMultiheadAttention", "mask_reader"]
 
 _NAME = "MultiheadAttention"
 #: Multiplications below which a call is over before ``attention`` has chosen how to do it: without a mask it is
@@ -89,7 +89,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         # Nothing is left of a row whose weights are all dropped, which only torch allows.
         square = need_weights or small or dropout >= 1.0
         if square and watched():
-            call = self._by_head(query, key, value, masks, look=may_look(query), batched=batched)
+            call = self._by_head(query, key, value, masks, look=may_look(query))
             if edited():
                 return self._edited(call, dropout, need_weights, average_attn_weights, batched)
             # What is only looked at goes on as ever; watchers are shown the same attention beside it.
@@ -97,12 +97,12 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         if small and masks == (None, None, False):
             return self._torchs(query, key, value, masks, need_weights, average_attn_weights)
         if not square and query is key and key is value and self._is_one_step(query):
-            meaning = self._reader(query).meaning(*masks)
+            meaning = mask_reader(_NAME, self, query, key).meaning(*masks)
             fused = self._in_one_step(query, meaning, dropout)
             if fused is not None:
                 return fused, None
             masks = (meaning, None, False)
-        call = self._by_head(query, key, value, masks, look=not small and may_look(query), batched=batched)
+        call = self._by_head(query, key, value, masks, look=not small and may_look(query))
         weights = None
         if square:
             output, weights = with_weights(*call.tensors, call.meaning, dropout)
@@ -160,25 +160,13 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         weights = weights.mean(dim=1) if average else weights
         return joined, weights if batched else weights[0]
 
-    def _by_head(self, query: Tensor, key: Tensor, value: Tensor, masks: _Masks, *, look: bool, batched: bool) -> _Call:
+    def _by_head(self, query: Tensor, key: Tensor, value: Tensor, masks: _Masks, *, look: bool) -> _Call:
         """The attention of a call: its tensors by head, and what its masks mean."""
         heads, keys, values = self._projected(query, key, value)
-        batch, num_heads, q_len, _ = heads.shape
-        k_len = keys.shape[2]
-        reader = MaskReader(
-            function=_NAME, batched=batched, batch=batch, num_heads=num_heads, q_len=q_len, k_len=k_len, look=look
-        )
-        meaning = reader.meaning(*masks)
+        q_len, k_len = heads.shape[2], keys.shape[2]
+        meaning = mask_reader(_NAME, self, query, key, look=look).meaning(*masks)
         keys, values = self._extra_keys(keys, values)
         return _Call((heads, keys, values), meaning.extended(keys.shape[2] - k_len, q_len, k_len))
-
-    def _reader(self, x: Tensor) -> MaskReader:
-        """Reads the masks of self-attention over a batch."""
-        batch, length = (x.shape[0], x.shape[1]) if self.batch_first else (x.shape[1], x.shape[0])
-        return MaskReader(
-            function=_NAME, batched=True, batch=batch, num_heads=self.num_heads, q_len=length, k_len=length,
-            look=may_look(x),
-        )  # fmt: skip
 
     def _work(self, query: Tensor, key: Tensor) -> int:
         """Multiplications of a call, about."""
@@ -232,6 +220,20 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
 
 
 recognise(lambda module: isinstance(module, SwappedMultiheadAttention))
+
+
+def mask_reader(
+    function: str, attention: SwappedMultiheadAttention, queries: Tensor, keys: Tensor, *, look: bool | None = None
+) -> MaskReader:
+    """Reads the masks of a call of ``attention``, or of a stack whose layers attend so; ``look`` as numbers may be read
+    by default."""
+    batched = queries.ndim == 3
+    length = 1 if batched and attention.batch_first else 0
+    return MaskReader(
+        function=function, batched=batched, batch=queries.shape[1 - length] if batched else 1,
+        num_heads=attention.num_heads, q_len=queries.shape[length], k_len=keys.shape[length],
+        look=may_look(queries) if look is None else look,
+    )  # fmt: skip
 
 
 def _parts(x: Tensor, count: int) -> tuple[Tensor, ...]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from clearhead.bridges.torch_attention import SwappedMultiheadAttention
-from clearhead.bridges.torch_masks import MaskReader, Meaning, may_look, padded_keys
+from clearhead.bridges.torch_attention import SwappedMultiheadAttention, mask_reader
+from clearhead.bridges.torch_masks import Meaning, may_look, padded_keys
 from clearhead.bridges.torch_parts import SwappedLinear, is_plain
 from clearhead.masks import Documents, Mask
 from clearhead.nn.feedforward import rectified
@@ -112,7 +112,7 @@ class SwappedTransformerEncoder(nn.TransformerEncoder):
                               is_causal=bool(is_causal))  # fmt: skip
             return self._without_padding(output, src_key_padding_mask)
         attention = self.layers[0].self_attn
-        reader = _reader("TransformerEncoder", attention, src, src)
+        reader = mask_reader("TransformerEncoder", attention, src, src)
         attended, padding = reader.attn_mask(mask, bool(is_causal)), reader.key_padding(src_key_padding_mask)
         real = self._real_tokens(attended, padding, src, src_key_padding_mask)
         if real is None:
@@ -178,7 +178,7 @@ class SwappedTransformerDecoder(nn.TransformerDecoder):
                 tgt_is_causal=bool(tgt_is_causal), memory_is_causal=memory_is_causal,
             )  # fmt: skip
         attention = self.layers[0].self_attn
-        own, other = (_reader("TransformerDecoder", attention, tgt, keys) for keys in (tgt, memory))
+        own, other = (mask_reader("TransformerDecoder", attention, tgt, keys) for keys in (tgt, memory))
         return _through(
             self, tgt, memory, tgt_mask=own.meaning(tgt_mask, tgt_key_padding_mask, bool(tgt_is_causal)),
             memory_mask=other.meaning(memory_mask, memory_key_padding_mask, memory_is_causal),
@@ -191,16 +191,6 @@ def _through(
     for layer in stack.layers:
         x = layer(x, *args, **kwargs)
     return x if stack.norm is None else stack.norm(x)
-
-
-def _reader(function: str, attention: SwappedMultiheadAttention, queries: Tensor, keys: Tensor) -> MaskReader:
-    """Reads a stack's masks as each of its layers would."""
-    batched = queries.ndim == 3
-    length = 1 if batched and attention.batch_first else 0
-    return MaskReader(
-        function=function, batched=batched, batch=queries.shape[1 - length] if batched else 1,
-        num_heads=attention.num_heads, q_len=queries.shape[length], k_len=keys.shape[length], look=may_look(queries),
-    )  # fmt: skip
 
 
 def _laid_out(real: Tensor, batch_first: bool) -> tuple[Tensor, Documents]:

@@ -243,8 +243,11 @@ class Combined(Mask):
         return all(part.relative for part in self.parts())
 
     def placed(self, query_offset: int) -> Mask:
+        placed = {name: getattr(self, name).placed(query_offset) for name in self.fields}
+        if all(part is getattr(self, name) for name, part in placed.items()):
+            return self
         copy = self.mapped(lambda tensor: tensor)
-        copy.__dict__.update({name: getattr(self, name).placed(query_offset) for name in self.fields})
+        copy.__dict__.update(placed)
         return copy
 
     def check(self, function: str, batch: int, heads: int, q_pos: range, k_len: int) -> None:

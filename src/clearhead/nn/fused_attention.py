@@ -8,7 +8,7 @@ written down first and then run, one after the other.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -91,107 +91,89 @@ def self_attention(
         return None
     if not kernels_take(kinds, x, *last, width=joined):
         return None
-    step = _Step.of(x, [weight.shape[0] for weight, _ in sources], num_heads, num_kv_heads)
+    leading = (x.shape[0], x.shape[1])
+    projected = tuple(new_tensor(x, (leading[0] * leading[1], weight.shape[0])) for weight, _ in sources)
     problem = Problem.of(
-        _FUNCTION, *step.heads(step.projected), mask=mask, scores=scores, scale=scale, dropout=dropout, seed=0,
-        query_offset=query_offset,
+        _FUNCTION, *_by_head(projected, leading, (num_heads, num_kv_heads, num_kv_heads)), mask=mask, scores=scores,
+        scale=scale, dropout=dropout, seed=0, query_offset=query_offset,
     )  # fmt: skip
     if problem.rule_parameters or choose(_FUNCTION, problem, _NOTHING, backend) is not native.BACKEND:
         return None
     # Only now, so that whoever goes on without this step finds the generator as it was.
-    step = replace(step, problem=replace(problem, seed=draw_seed(dropout)))
+    problem = replace(problem, seed=draw_seed(dropout))
     if training:
-        output: Tensor = _SelfAttention.apply(step, x, *tensors)  # type: ignore[no-untyped-call]
+        output: Tensor = _SelfAttention.apply(problem, projected, x, *tensors)  # type: ignore[no-untyped-call]
         return output
-    return step.forward(x, layers, for_backward=False)[0]
+    return _forward(problem, projected, x, layers, for_backward=False)[0]
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What a call is besides the tensors that learn.
+def _by_head(projected: Sequence[Tensor], leading: tuple[int, int], counts: tuple[int, int, int]) -> tuple[Tensor, ...]:
+    """Queries, keys and values ``[batch, heads, len, dim]`` in ``[rows, width]`` each, or in one that holds them side
+    by side; ``counts`` are their heads."""
+    if len(projected) == 1:
+        rows = projected[0].view(*leading, sum(counts), -1)
+        return tuple(part.transpose(1, 2) for part in rows.split(counts, dim=2))
+    pairs = zip(projected, counts, strict=True)
+    return tuple(part.view(*leading, count, -1).transpose(1, 2) for part, count in pairs)
 
-    Attributes:
-        projected: queries, keys and values, ``[rows, width]`` each or side by side; written by forward.
-        leading: ``batch`` and ``len``.
-        num_heads: of queries.
-        num_kv_heads: of keys and values.
-        problem: the attention of what is projected.
-    """
 
-    projected: tuple[Tensor, ...]
-    leading: tuple[int, int]
-    num_heads: int
-    num_kv_heads: int
-    problem: Problem | None = None
+def _by_head_of(problem: Problem, projected: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The same for a problem of self-attention."""
+    counts = (problem.num_heads, problem.num_kv_heads, problem.num_kv_heads)
+    return _by_head(projected, (problem.batch, problem.q_len), counts)
 
-    @classmethod
-    def of(cls, x: Tensor, widths: Sequence[int], num_heads: int, num_kv_heads: int) -> _Step:
-        rows = x.shape[0] * x.shape[1]
-        projected = tuple(new_tensor(x, (rows, width)) for width in widths)
-        return cls(projected, (x.shape[0], x.shape[1]), num_heads, num_kv_heads)
 
-    def without_numbers(self) -> _Step:
-        """The same without what was projected."""
-        assert self.problem is not None
-        return replace(self, projected=(), problem=self.problem.without_numbers())
-
-    def heads(self, projected: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Queries, keys and values ``[batch, heads, len, dim]``."""
-        counts = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        if len(projected) == 1:
-            rows = projected[0].view(*self.leading, sum(counts), -1)
-            return tuple(part.transpose(1, 2) for part in rows.split(counts, dim=2))
-        pairs = zip(projected, counts, strict=True)
-        return tuple(part.view(*self.leading, count, -1).transpose(1, 2) for part, count in pairs)
-
-    def forward(
-        self, x: Tensor, layers: Sequence[Layer], *, for_backward: bool
-    ) -> tuple[Tensor, Float[Tensor, "rows width"], Rows | None]:
-        """The output, and what backward needs besides what is projected: the heads side by side, and their rows."""
-        assert self.problem is not None
-        *sources, last = layers
-        rows = x.reshape(-1, x.shape[-1])
-        products = [
-            Product([(rows, weight)], right_turned=True, bias=bias, output=output)
-            for (weight, bias), output in zip(sources, self.projected, strict=True)
-        ]
-        attended = ForwardWork(self.problem, _NOTHING, for_backward=for_backward)
-        joined = attended.output.transpose(1, 2).reshape(len(rows), -1)
-        output = new_tensor(x, (*self.leading, last[0].shape[0]))
-        mixed = Product([(joined, last[0])], right_turned=True, bias=last[1], output=output.view(len(rows), -1))
-        code, done = run([*(product.call for product in products), attended.call, mixed.call])
-        if done == len(products):
-            check("ch_forward", code)
-        check_product(code)
-        return output, joined, attended.rows
+def _forward(
+    problem: Problem, projected: Sequence[Tensor], x: Tensor, layers: Sequence[Layer], *, for_backward: bool
+) -> tuple[Tensor, Float[Tensor, "rows width"], Rows | None]:
+    """The output, after writing what is projected, which the problem is about; and what backward needs besides: the
+    heads side by side, and their rows."""
+    *sources, (weight, bias) = layers
+    rows = x.reshape(-1, x.shape[-1])
+    products = [
+        Product([(rows, own)], right_turned=True, bias=added, output=output)
+        for (own, added), output in zip(sources, projected, strict=True)
+    ]
+    attended = ForwardWork(problem, _NOTHING, for_backward=for_backward)
+    joined = attended.output.transpose(1, 2).reshape(len(rows), -1)
+    output = new_tensor(x, (*x.shape[:2], weight.shape[0]))
+    mixed = Product([(joined, weight)], right_turned=True, bias=bias, output=output.view(len(rows), -1))
+    code, done = run([*(product.call for product in products), attended.call, mixed.call])
+    if done == len(products):
+        check("ch_forward", code)
+    check_product(code)
+    return output, joined, attended.rows
 
 
 class _SelfAttention(torch.autograd.Function):
     """``x``, then a weight and a bias or None for each layer."""
 
     @staticmethod
-    def forward(ctx: Any, step: _Step, x: Tensor, *tensors: Tensor | None) -> Tensor:
-        output, joined, rows = step.forward(x, _layers(tensors), for_backward=True)
+    def forward(
+        ctx: Any, problem: Problem, projected: tuple[Tensor, ...], x: Tensor, *tensors: Tensor | None
+    ) -> Tensor:
+        output, joined, rows = _forward(problem, projected, x, _layers(tensors), for_backward=True)
         assert rows is not None
-        # What is saved goes when backward is done; the step stays as long as the output does.
-        ctx.step = step.without_numbers()
+        # What is saved goes when backward is done; the problem stays as long as the output does.
+        ctx.problem = problem.without_numbers()
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, *tensors, *step.projected, joined, rows.output, rows.lse, rows.softmax)
+        ctx.save_for_backward(x, *tensors, *projected, joined, rows.output, rows.lse, rows.softmax)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        step, needs = ctx.step, ctx.needs_input_grad[1:]
+        needs = ctx.needs_input_grad[2:]
         count = len(needs)
         if grad is None:
-            return (None,) * (count + 1)
-        x, *saved = ctx.saved_tensors
-        tensors, kept = saved[: count - 1], saved[count - 1 :]
+            return (None,) * (2 + count)
+        # Asked for once: a checkpoint hands them out a single time.
+        saved = ctx.saved_tensors
+        given, kept = saved[:count], saved[count:]
         if recorded(grad):
-            return None, *_known_gradients(step, grad, (x, *tensors), needs)
+            return None, None, *_known_gradients(ctx.problem, grad, given, needs)
         *projected, joined, output, lse, softmax = kept
-        layers, rows = _layers(tensors), Rows(output, lse, softmax)
-        return None, *_gradients(step, grad, x, layers, projected, joined, rows, needs)
+        layers, rows = _layers(given[1:]), Rows(output, lse, softmax)
+        return None, None, *_gradients(ctx.problem, grad, given[0], layers, projected, joined, rows, needs)
 
 
 def _layers(tensors: Sequence[Tensor | None]) -> list[Layer]:
@@ -200,11 +182,10 @@ def _layers(tensors: Sequence[Tensor | None]) -> list[Layer]:
 
 
 def _gradients(
-    step: _Step, grad: Tensor, x: Tensor, layers: Sequence[Layer], projected: Sequence[Tensor], joined: Tensor,
+    problem: Problem, grad: Tensor, x: Tensor, layers: Sequence[Layer], projected: Sequence[Tensor], joined: Tensor,
     rows: Rows, needs: Sequence[bool],
 ) -> list[Tensor | None]:  # fmt: skip
     """Of ``x`` and each layer's weight and bias; what is not needed is None."""
-    assert step.problem is not None
     *sources, (weight, _) = layers
     flat, arrived = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     mixed = WeightGradients(arrived, joined, *needs[-2:])
@@ -213,9 +194,10 @@ def _gradients(
         return [None] * (len(needs) - 2) + [*mixed.found()]
     of_joined = Product([(arrived, weight)])
     of_projected = [new_tensor(part, tuple(part.shape)) for part in projected]
-    problem = step.problem.with_tensors(*step.heads(projected))
-    of_heads = of_joined.output.view(*step.leading, step.num_heads, -1).transpose(1, 2)
-    attended = BackwardWork(problem, rows, of_heads, into=step.heads(of_projected))
+    problem = problem.with_tensors(*_by_head_of(problem, projected))
+    of_heads = of_joined.output.view(problem.batch, problem.q_len, problem.num_heads, -1).transpose(1, 2)
+    into = _by_head_of(problem, of_projected)
+    attended = BackwardWork(problem, rows, of_heads, into=into)
     own = [
         WeightGradients(part, flat, *needs[1 + 2 * place : 3 + 2 * place]) for place, part in enumerate(of_projected)
     ]
@@ -226,7 +208,7 @@ def _gradients(
     if done == len(before) and not check("ch_backward", code):
         # Rare: NaN or inf behind a mask, which takes a look of its own.
         found = native.gradients(problem, rows, native.Arrived(of_heads))
-        for place, gradient in zip(step.heads(of_projected), found, strict=True):
+        for place, gradient in zip(into, found, strict=True):
             place.copy_(gradient)
         run_all(after)
     else:
@@ -236,12 +218,10 @@ def _gradients(
 
 
 def _known_gradients(
-    step: _Step, grad: Tensor, tensors: Sequence[Tensor | None], needs: Sequence[bool]
+    problem: Problem, grad: Tensor, tensors: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """The same by parts that autograd and watchers know, from the inputs alone."""
     again = torch.is_grad_enabled()
-    problem = step.problem
-    assert problem is not None
     with torch.enable_grad():
         parts = [
             part.view_as(part) if part is not None and needed else part
@@ -252,7 +232,7 @@ def _known_gradients(
         *sources, last = layers
         projected = [project(x, *layer).flatten(0, 1) for layer in sources]
         output = attention(
-            *step.heads(projected), mask=problem.mask, scores=problem.scores, scale=problem.scale,
+            *_by_head_of(problem, projected), mask=problem.mask, scores=problem.scores, scale=problem.scale,
             dropout=problem.dropout, seed=problem.seed, query_offset=problem.query_offset, backend=native.BACKEND.name,
         )  # fmt: skip
         output = project(output.transpose(1, 2).flatten(-2), *last)

@@ -113,8 +113,11 @@ def _kernel_input_gradient(terms: Sequence[Term]) -> Tensor:
 
 
 def _kernel_weight_gradient(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
-    row_sums = grad.new_empty(grad.shape[1]) if sums else None
-    return kernels.product([(grad, x)], left_turned=True, row_sums=row_sums), row_sums
+    found = kernels.WeightGradients(grad, x, True, sums)
+    kernels.run_all(found.products)
+    weight, row_sums = found.found()
+    assert weight is not None
+    return weight, row_sums
 
 
 TORCH: Final = Path("torch", lambda: None, F.linear, _added(torch.matmul), _torch_weight_gradient)
