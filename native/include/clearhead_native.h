@@ -24,11 +24,13 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 7
+#define CH_ABI 8
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_RUNS 4
 #define CH_MAX_RULES 8
 #define CH_MAX_AXES 5
+/* Backward works through so many keys at a time. */
+#define CH_TILE 256
 
 enum ch_dtype { CH_FLOAT32 = 0, CH_BFLOAT16 = 1, CH_FLOAT16 = 2 };
 
@@ -146,7 +148,9 @@ typedef struct ch_attention {
   const float* sink;     /* a logit per head, stride sink_head; null for none                               */
   int64_t sink_head;
 
-  /* Backward only. It reads output32 (or output, where that is float32) and softmax as forward wrote them. */
+  /* Backward only. It reads softmax as forward wrote it, and output32 (or output, where that is float32) likewise:
+     null for both where there are at most CH_TILE keys, no tables and no statistics, and a row's delta is found where
+     its weights are.                                                                                        */
   ch_tensor grad_output; /* dtype of the tensors                                                            */
   const float* grad_lse; /* [batch, heads, q_len] contiguous, or null                                       */
   ch_tensor grad_query, grad_key, grad_value;

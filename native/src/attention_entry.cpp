@@ -225,8 +225,16 @@ int check_statistics_gradients(const ch_attention& work) {
   return s.grad_received == nullptr ? CH_OK : check_sheet(work, s.grad_received, 1, work.k_len, sizeof(float));
 }
 
+// Whether backward can do without what forward wrote.
+bool needs_output(const ch_attention& work) {
+  return work.k_len > CH_TILE || work.allowed.data != nullptr || work.blocks.data != nullptr ||
+         work.statistics != nullptr;
+}
+
 int check_backward(const ch_attention& work) {
-  if (work.output32 != nullptr || work.dtype != CH_FLOAT32) {
+  if (!needs_output(work) && work.output32 == nullptr && work.output.data == nullptr) {
+    // A row's delta is found where its weights are.
+  } else if (work.output32 != nullptr || work.dtype != CH_FLOAT32) {
     CH_TRY(check_plain(work, work.output32, work.value_dim));
   } else {
     CH_TRY(check_tensor(work, work.output, work.heads, work.q_len, work.value_dim, Access::read));

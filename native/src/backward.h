@@ -4,7 +4,8 @@
 // with a sum of its own, added in order at the end: which chunks there are depends on the shape alone.
 #pragma once
 
-#include "work.h"
+#include "ahead.h"
+#include "segments.h"
 
 namespace CH_NS {
 
@@ -15,7 +16,7 @@ template <class M, class IO> struct Backward {
   // Bytes of laid-out queries and gradients that a thread keeps, where a head's fit: every tile of keys reads them.
   static constexpr int64_t HELD = int64_t(1) << 23;
 
-  const ch_attention& w;
+  const Task& w;
   int64_t group, blocks;
   int tile;
   Panels keys, queries, grads;  // B of the last three products: a tile of keys, a block of queries and of gradients
@@ -23,6 +24,7 @@ template <class M, class IO> struct Backward {
   int64_t tiles, chunks, chunk_tiles;
   int64_t held;  // blocks of queries that stay laid out: all of a key head's, or the one at hand
   bool masked, plain, capped, share_batch, share_heads;
+  bool alone;  // one tile has all keys: a row's delta is summed where its weights are
   float base2;
   Dropout dropout;
   int64_t diagonals, learned;  // diagonal rules, and those of them with a gradient
@@ -48,11 +50,13 @@ template <class M, class IO> struct Backward {
     Span* spans;      // [group][blocks]
     number* staged;
     float* dq;  // [group][q_len][out], where there is one chunk
+    Ahead ahead;
+    bool first_keys, first_rows;  // the tile at hand is a chunk's first, the block a tile's: nothing was summed before
   };
 
   static int tile_of(const ch_attention& w) {
     if (has_tables(w)) return most(64, PW);
-    return 256;
+    return (int)least((int64_t)CH_TILE, most((int64_t)PW, round_up(w.k_len, PW)));
   }
 
   static bool has_gradients(const ch_statistics* s) {
@@ -60,7 +64,7 @@ template <class M, class IO> struct Backward {
                             s->grad_sink != nullptr || s->grad_received != nullptr);
   }
 
-  explicit Backward(const ch_attention& work)
+  explicit Backward(const Task& work)
       : w(work), tile(tile_of(work)), keys(work.head_dim, row_steps<M>(tile)),
         queries(work.head_dim, row_steps<M>(BLOCK)), grads(work.value_dim, row_steps<M>(BLOCK)) {
     group = w.heads / w.kv_heads;
@@ -78,6 +82,7 @@ template <class M, class IO> struct Backward {
     dropout = dropout_of(w);
     diagonals = count_diagonal(w);
     observed = has_gradients(w.statistics) ? w.statistics : nullptr;
+    alone = tiles == 1 && observed == nullptr;
     learned = 0;
     capped = share_batch = share_heads = false;
     for (int r = 0; r < w.num_rules; r++) {
@@ -89,7 +94,7 @@ template <class M, class IO> struct Backward {
       share_batch = share_batch || (rule.grad_batch == 0 && w.batch > 1);
       share_heads = share_heads || (rule.grad_head == 0 && w.kv_heads > 1);
     }
-    int64_t units = (share_batch ? 1 : w.batch) * (share_heads ? 1 : w.kv_heads);
+    int64_t units = share_batch || share_heads ? (share_batch ? 1 : w.batch) * (share_heads ? 1 : w.kv_heads) : w.units;
     chunks = most((int64_t)1, least((16 + units - 1) / most(units, (int64_t)1), tiles * tile / 512));
     chunk_tiles = most((int64_t)1, (tiles + chunks - 1) / chunks);
     chunks = most((int64_t)1, (tiles + chunk_tiles - 1) / chunk_tiles);
@@ -158,35 +163,33 @@ template <class M, class IO> struct Backward {
 
   int64_t sums_place(int64_t chunk, int64_t b, int64_t h) const { return (chunk * w.batch + b) * w.heads + h; }
 
-  void write_delta(int threads) const {
+  void write_delta(int64_t b, int64_t h) const {
     bool unrounded = w.output32 != nullptr;
-    parallel(threads, w.batch * w.heads, [&](int64_t unit) {
-      int64_t b = unit / w.heads, h = unit % w.heads;
-      for (int64_t i = 0; i < w.q_len; i++) {
-        int64_t place = row_index(w, b, h, i);
-        const element* g = at<IO>(w.grad_output, b, h, i);
-        const float* o = unrounded ? w.output32 + place * w.value_dim : at<Float32>(w.output, b, h, i);
-        vf sum = (vf){};
-        int c = 0;
-        for (; c + VL <= w.value_dim; c += VL) sum += get_vector<IO>(g + c) * load(o + c);
-        float total = sum_of(sum);
-        for (; c < w.value_dim; c++) total += get_one<IO>(g + c) * o[c];
-        w.delta[place] = w.grad_lse != nullptr ? total - w.grad_lse[place] : total;
-      }
-    });
+    for (int64_t i = 0; i < w.q_len; i++) {
+      int64_t place = row_index(w, b, h, i);
+      const element* g = at<IO>(w.grad_output, b, h, i);
+      const float* o = unrounded ? w.output32 + place * w.value_dim : at<Float32>(w.output, b, h, i);
+      vf sum = (vf){};
+      int c = 0;
+      for (; c + VL <= w.value_dim; c += VL) sum += get_vector<IO>(g + c) * load(o + c);
+      float total = sum_of(sum);
+      for (; c < w.value_dim; c++) total += get_one<IO>(g + c) * o[c];
+      w.delta[place] = w.grad_lse != nullptr ? total - w.grad_lse[place] : total;
+    }
   }
 
   // Zero weight times NaN is NaN, so under a mask such a call is the caller's to clean.
   void check_finite(int threads, Fault& fault) const {
-    parallel(threads, w.batch * w.heads, [&](int64_t unit) {
-      int64_t b = unit / w.heads, h = unit % w.heads;
+    parallel(threads, w.batch * w.heads, [&](int64_t unit) { check_finite(unit / w.heads, unit % w.heads, fault); });
+  }
+
+  void check_finite(int64_t b, int64_t h, Fault& fault) const {
       bool fine = all_finite<IO>(at<IO>(w.query, b, h, 0), w.query.row, w.q_len, (int)w.head_dim);
       if (h < w.kv_heads) {
         fine = fine && all_finite<IO>(at<IO>(w.key, b, h, 0), w.key.row, w.k_len, (int)w.head_dim);
         fine = fine && all_finite<IO>(at<IO>(w.value, b, h, 0), w.value.row, w.k_len, (int)w.value_dim);
       }
       if (!fine) fault.set(CH_NOT_FINITE);
-    });
   }
 
   void pack_keys(int64_t b, int64_t kh, int64_t t0, int count, Desk& d) const {
@@ -194,6 +197,8 @@ template <class M, class IO> struct Backward {
     pack_panels<M, IO>(key, w.key.row, count, (int)w.head_dim, d.kt, d.staged);
     pack_panels<M, IO>(at<IO>(w.value, b, kh, t0), w.value.row, count, (int)w.value_dim, d.vt, d.staged);
     pack_rows<M, IO>(key, w.key.row, count, (int)w.head_dim, d.kn, keys);
+    d.first_rows = !masked;
+    if (!masked) return;
     memset(d.dk, 0, (size_t)tile * out * sizeof(float));
     memset(d.dv, 0, (size_t)tile * v_out * sizeof(float));
   }
@@ -216,7 +221,7 @@ template <class M, class IO> struct Backward {
     d.open[slot] = true;
     for (int r = 0; r < count; r++) {
       int64_t place = row_index(w, b, h, first + r);
-      d.row[r] = mask_row(w, b, h, first + r);
+      if (masked) d.row[r] = mask_row(w, b, h, first + r);
       d.largest[r] = w.softmax[2 * place];
       d.share[r] = w.softmax[2 * place + 1];
       d.delta[r] = w.delta[place];
@@ -240,34 +245,52 @@ template <class M, class IO> struct Backward {
     }
   }
 
+  // Forbids what a row of the block may not attend to among columns [c0, c1) and behind them in the last vector.
+  CH_INLINE void close_row(const Desk& d, int row, int64_t t0, int c0, int c1, float* s) const {
+    const int c1r = (int)round_up(c1, VL);
+    if (!masked) end_scores(s, c1);
+    else if (!sees_all(d.row[row], t0 + c0, t0 + c1r)) forbid(w, d.row[row], t0 + c0, c1r - c0, s + c0);
+  }
+
+  // A row's scores to weights, and its delta, where all its keys are here.
+  template <bool DROPS>
+  CH_INLINE void weigh_alone(float* s, const float* dp, const float* keep, int c0, int c1r, int row, Desk& d) const {
+    const vf scale = all(base2), shift = all(d.largest[row]), share = all(d.share[row]);
+    vf sum = {};
+    for (int c = c0; c < c1r; c += VL) {
+      const vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
+      sum += DROPS ? e * load(keep + c) * load(dp + c) : e * load(dp + c);
+      store(s + c, e);
+    }
+    d.delta[row] += sum_of(sum);
+  }
+
+  // A row's scores to what multiplies its values, and the gradients of that to those of the scores.
+  template <bool DROPS>
+  CH_INLINE void differentiate_row(float* s, float* dp, const float* keep, int c0, int c1r, int row, Desk& d) const {
+    if (alone) weigh_alone<DROPS>(s, dp, keep, c0, c1r, row, d);
+    const vf scale = all(base2), shift = all(d.largest[row]), share = all(d.share[row]), delta = all(d.delta[row]);
+    for (int c = c0; c < c1r; c += VL) {
+      const vf e = alone ? load(s + c) : exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
+      const vf kept = DROPS ? load(keep + c) : (vf){};
+      store(s + c, DROPS ? e * kept : e);
+      store(dp + c, e * ((DROPS ? load(dp + c) * kept : load(dp + c)) - delta));
+    }
+  }
+
   // These to weights and gradients of scores.
   void differentiate(int64_t b, int64_t h, int64_t first, int r0, int count, int64_t t0, int c0, int c1, Desk& d,
                      const float* diagonal, float* diagonal_grads) const {
     int c1r = (int)round_up(c1, VL);
     for (int r = 0; r < count; r++) {
       float *s = d.s + r * tile, *dp = d.dp + r * tile, *slope = d.slope + r * tile;
-      const Row& row = d.row[r0 + r];
       int64_t i = first + r0 + r;
       if (!plain) apply_rules(w, diagonal, b, h, i, t0 + c0, c1 - c0, s + c0, capped ? slope + c0 : nullptr);
-      if (!sees_all(row, t0 + c0, t0 + c1r)) forbid(w, row, t0 + c0, c1r - c0, s + c0);
-      vf scale = all(base2), shift = all(d.largest[r0 + r]), share = all(d.share[r0 + r]);
-      vf delta = all(d.delta[r0 + r]);
+      close_row(d, r0 + r, t0, c0, c1, s);
       const float* keep = dropout.on ? kept(b, h, i, r, t0, c0, c1r, d) : nullptr;
-      if (observed != nullptr) {
-        differentiate_observed(b, h, i, r0 + r, t0, c0, c1r, keep, s, dp, d);
-      } else if (keep == nullptr) {
-        for (int c = c0; c < c1r; c += VL) {
-          vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
-          store(s + c, e);
-          store(dp + c, e * (load(dp + c) - delta));
-        }
-      } else {
-        for (int c = c0; c < c1r; c += VL) {
-          vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale) * share, k = load(keep + c);
-          store(s + c, e * k);
-          store(dp + c, e * (load(dp + c) * k - delta));
-        }
-      }
+      if (observed != nullptr) differentiate_observed(b, h, i, r0 + r, t0, c0, c1r, keep, s, dp, d);
+      else if (keep == nullptr) differentiate_row<false>(s, dp, keep, c0, c1r, r0 + r, d);
+      else differentiate_row<true>(s, dp, keep, c0, c1r, r0 + r, d);
       if (!plain) unapply_rules(b, h, i, t0, c0, c1, dp, slope, diagonal_grads);
     }
   }
@@ -275,9 +298,9 @@ template <class M, class IO> struct Backward {
   // What dropout multiplies a row's weights by.
   const float* kept(int64_t b, int64_t h, int64_t i, int r, int64_t t0, int c0, int c1r, Desk& d) const {
     float* keep = d.keep + r * tile;
-    int from = c0 / (4 * VL) * (4 * VL);
-    for (int c = from; c < c1r; c += VL) store(keep + c, all(dropout.factor));
-    drop(dropout, (uint32_t)b, (uint32_t)h, (uint32_t)(w.query_offset + i), t0 + from, c1r - from, keep + from);
+    for (int c = c0; c < c1r; c += VL) store(keep + c, all(dropout.factor));
+    drop(dropout, (uint32_t)(w.first_batch + b), (uint32_t)h, (uint32_t)(w.first_query + i), w.first_key + t0 + c0,
+         c1r - c0, keep + c0);
     return keep;
   }
 
@@ -392,27 +415,31 @@ template <class M, class IO> struct Backward {
   }
 
   // `differentiate` and `spread` in one, where nothing else looks at the floats: no rules, dropout or statistics.
-  void differentiate_pairs(int r0, int count, int64_t t0, int left, int right, int c0, int c1r, Desk& d) const {
+  void differentiate_pairs(int r0, int count, int64_t t0, int left, int right, int c0, int c1, Desk& d) const {
+    const int c1r = (int)round_up(c1, VL);
     const vf scale = all(base2), none = {};
     for (int r = 0; r < count; r += 2) {
       const bool both = r + 1 < count;
       const int below = both ? r0 + r + 1 : r0 + r;
       float *s = d.s + r * tile, *dp = d.dp + r * tile;
-      for (int own = r0 + r; own <= below; own++)
-        if (!sees_all(d.row[own], t0 + c0, t0 + c1r)) forbid(w, d.row[own], t0 + c0, c1r - c0, d.s + (own - r0) * tile + c0);
+      for (int own = r0 + r; own <= below; own++) {
+        close_row(d, own, t0, c0, c1, d.s + (own - r0) * tile);
+        if (alone) weigh_alone<false>(d.s + (own - r0) * tile, d.dp + (own - r0) * tile, nullptr, c0, c1r, own, d);
+      }
       const vf shift = all(d.largest[r0 + r]), share = all(d.share[r0 + r]), delta = all(d.delta[r0 + r]);
       const vf shift_below = all(d.largest[below]), delta_below = all(d.delta[below]);
       const vf share_below = all(d.share[below]);
       for (int c = left; c < c0; c += VL) put_pair(r0 + r, c, both, none, none, none, none, d);
       if (both) {
         for (int c = c0; c < c1r; c += VL) {
-          const vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
-          const vf f = exp2_of<DEGREE>((load(s + tile + c) - shift_below) * scale) * share_below;
+          const vf e = alone ? load(s + c) : exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
+          const vf f =
+              alone ? load(s + tile + c) : exp2_of<DEGREE>((load(s + tile + c) - shift_below) * scale) * share_below;
           put_pair(r0 + r, c, true, e, f, e * (load(dp + c) - delta), f * (load(dp + tile + c) - delta_below), d);
         }
       } else {
         for (int c = c0; c < c1r; c += VL) {
-          const vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
+          const vf e = alone ? load(s + c) : exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
           put_pair(r0 + r, c, false, e, none, e * (load(dp + c) - delta), none, d);
         }
       }
@@ -432,7 +459,8 @@ template <class M, class IO> struct Backward {
     int low = INT32_MAX, high = 0;
     for (int r0 = 0; r0 < count; r0 += MR) {
       Span span{INT32_MAX, 0};
-      for (int r = r0; r < least(r0 + MR, count); r++) {
+      if (!masked) span = Span{0, key_count};
+      for (int r = r0; r < least(r0 + MR, count) && masked; r++) {
         Span own = reach(w, d.row[r], t0, t1);
         if (own.high <= own.low) continue;
         span.low = least(span.low, (int)(own.low - t0));
@@ -451,21 +479,30 @@ template <class M, class IO> struct Backward {
       int n = least(MR, count - r0);
       Span span = spans[r0 / MR];
       int c0 = span.low / VL * VL, c1 = span.high;
+      d.ahead.step();
       if (c1 > c0) multiply_rows(r0, n, c0, c1, laid, d);
       const int c1r = (int)round_up(c1, VL);
       if (c1 > c0 && in_pairs()) {
-        differentiate_pairs(r0, n, t0, left, right, c0, c1r, d);
+        differentiate_pairs(r0, n, t0, left, right, c0, c1, d);
       } else {
         if (c1 > c0) differentiate(b, h, first, r0, n, t0, c0, c1, d, diagonal, diagonal_grads);
         spread(r0, n, left, right, c0, c1r, d);
       }
       if (c1 <= c0) continue;
+      if (alone) memcpy(w.delta + row_index(w, b, h, first + r0), d.delta + r0, (size_t)n * sizeof(float));
       for (int p = 0; p < keys.count; p++)
-        product<M, ADD>(n, keys.vectors(p, out), row_steps<M>(c1 - c0), d.dr + ((int64_t)r0 * tile + c0) / M::PAIR,
+        add_product(d.first_keys, n, keys.vectors(p, out), row_steps<M>(c1 - c0), d.dr + ((int64_t)r0 * tile + c0) / M::PAIR,
                         tile / M::PAIR, 1, d.kn + p * keys.size + (int64_t)(c0 / M::PAIR) * keys.ld, keys.ld,
                         dq + (first + r0) * out + p * PW, out);
     }
     gather(spans, count, low, high, laid, d);
+    d.first_rows = false;
+  }
+
+  CH_INLINE void add_product(bool first, int rows, int vecs, int64_t along, const number* a, int64_t a_row,
+                             int64_t a_step, const number* b, int64_t ldb, float* c, int64_t ldc) const {
+    if (first) product<M, SET>(rows, vecs, along, a, a_row, a_step, b, ldb, c, ldc);
+    else product<M, ADD>(rows, vecs, along, a, a_row, a_step, b, ldb, c, ldc);
   }
 
   // Gradients of keys and values [low, high): each few keys take the rows that see one of them.
@@ -481,10 +518,10 @@ template <class M, class IO> struct Backward {
       if (to <= from) continue;
       int64_t along = row_steps<M>(to - from), skipped = from / M::PAIR;
       for (int p = 0; p < grads.count; p++)
-        product<M, ADD>(n, grads.vectors(p, v_out), along, d.p + skipped * tile + j, 1, tile,
+        add_product(d.first_rows, n, grads.vectors(p, v_out), along, d.p + skipped * tile + j, 1, tile,
                         laid.gb + p * grads.size + skipped * grads.ld, grads.ld, d.dv + (int64_t)j * v_out + p * PW, v_out);
       for (int p = 0; p < queries.count; p++)
-        product<M, ADD>(n, queries.vectors(p, out), along, d.ds + skipped * tile + j, 1, tile,
+        add_product(d.first_rows, n, queries.vectors(p, out), along, d.ds + skipped * tile + j, 1, tile,
                         laid.qb + p * queries.size + skipped * queries.ld, queries.ld, d.dk + (int64_t)j * out + p * PW, out);
     }
   }
@@ -493,7 +530,8 @@ template <class M, class IO> struct Backward {
     for (int64_t g = 0; g < group; g++)
       for (int64_t block = 0; block < blocks; block++) {
         Span span{INT32_MAX, 0};
-        for (int64_t i = block * BLOCK; i < least((block + 1) * BLOCK, w.q_len); i++) {
+        if (!masked) span = Span{0, (int)w.k_len};
+        for (int64_t i = block * BLOCK; i < least((block + 1) * BLOCK, w.q_len) && masked; i++) {
           Row row = mask_row(w, b, kh * group + g, i);
           if (row.high <= row.low) continue;
           span.low = least(span.low, (int)row.low);
@@ -503,11 +541,40 @@ template <class M, class IO> struct Backward {
       }
   }
 
+  // What a row's delta is before weights are added.
+  void start_delta(int64_t b, int64_t h) const {
+    const int64_t from = row_index(w, b, h, 0);
+    for (int64_t r = from; r < from + w.q_len; r++) w.delta[r] = w.grad_lse != nullptr ? -w.grad_lse[r] : 0.0f;
+  }
+
+  // What a key head will write, asked for while it is worked on.
+  Ahead ahead_of(int64_t b, int64_t kh) const {
+    Ahead a;
+    a.clear();
+    if (chunks > 1) return a;
+    a.add<IO>(w.grad_key, b, kh, w.k_len, w.head_dim, true);
+    a.add<IO>(w.grad_value, b, kh, w.k_len, w.value_dim, true);
+    a.add<IO>(w.grad_query, b, kh * group, w.q_len, w.head_dim, true);
+    a.spread(group * ((w.q_len + MR - 1) / MR) * tiles);
+    return a;
+  }
+
+  // And what comes next, a key head of this call or of another.
+  void expect(Ahead& a, const Task& next, int64_t b, int64_t kh) const {
+    if (chunks > 1) return;
+    a.add<IO>(next.key, b, kh, next.k_len, next.head_dim);
+    a.add<IO>(next.value, b, kh, next.k_len, next.value_dim);
+    a.add<IO>(next.query, b, kh * group, next.q_len, next.head_dim);
+    a.add<IO>(next.grad_output, b, kh * group, next.q_len, next.value_dim);
+    a.spread(group * ((w.q_len + MR - 1) / MR) * tiles);
+  }
+
   // One chunk of a key head's keys.
   void do_chunk(int64_t b, int64_t kh, int64_t chunk, const Sums& sums, Desk& d) const {
     int64_t length = diagonal_length(w), h0 = kh * group, rows = w.q_len * out;
     float* dq = chunks == 1 ? d.dq : sums.dq + sums_place(chunk, b, h0) * rows;
-    memset(dq, 0, (size_t)(group * rows) * sizeof(float));
+    if (masked) memset(dq, 0, (size_t)(group * rows) * sizeof(float));
+    for (int64_t h = h0; h < h0 + group && chunks == 1; h++) alone ? start_delta(b, h) : write_delta(b, h);
     float* diagonal_grads = sums.diagonal + sums_place(chunk, b, h0) * learned * length;
     if (learned > 0) memset(diagonal_grads, 0, (size_t)(group * learned * length) * sizeof(float));
     for (int64_t g = 0; g < group && diagonals > 0; g++)
@@ -518,6 +585,7 @@ template <class M, class IO> struct Backward {
       int64_t t0 = t * tile;
       int key_count = (int)least((int64_t)tile, w.k_len - t0);
       pack_keys(b, kh, t0, key_count, d);
+      d.first_keys = !masked && t == chunk * chunk_tiles;
       for (int64_t g = 0; g < group; g++)
         for (int64_t block = 0; block < blocks; block++) {
           Span span = d.spans[g * blocks + block];
@@ -572,11 +640,59 @@ template <class M, class IO> struct Backward {
     }
   }
 
+  static double operations_of(const ch_attention& w, double places) {
+    return 5.0 * (double)w.heads * places * (double)(w.head_dim + w.value_dim);
+  }
+
+  // Large segments one after the other, with all threads for each; then the key heads of the others at once.
+  int run_segments(Segments& segments) const {
+    Fault fault;
+    const int threads = threads_for(w, operations_of(w, segments.operations));
+    segments.for_gaps(w, [&](int64_t b, int64_t first, int64_t end) {
+      for (int64_t kh = 0; kh < w.kv_heads; kh++) clear_keys(b, kh, first, end);
+    });
+    segments.sort(w.kv_heads);
+    for (int64_t s = 0; s < segments.large && fault.get() == CH_OK; s++) {
+      const Task part = segments.part(w, s, threads);
+      if (const int code = Backward(part).share(threads); code != CH_OK) fault.set(code);
+    }
+    const int64_t first = segments.large * w.kv_heads, units = segments.count * w.kv_heads - first;
+    parallel(threads, units, [&](int64_t unit) {
+      const int64_t own = first + unit, kh = own % w.kv_heads, next = own + threads;
+      const Task part = segments.part(w, own / w.kv_heads, 1);
+      const Backward one(part);
+      if (part.k_len == 0) return one.clear_queries(0, kh);
+      for (int64_t h = kh * group; h < (kh + 1) * group && one.masked; h++) one.check_finite(0, h, fault);
+      Ahead ahead = one.ahead_of(0, kh);
+      if (next < segments.count * w.kv_heads)
+        one.expect(ahead, segments.part(w, next / w.kv_heads, 1), 0, next % w.kv_heads);
+      one.do_head(0, kh, 0, Sums{nullptr, nullptr}, ahead, fault);
+    });
+    clearhead::trim_scratch();
+    return fault.get();
+  }
+
+  void do_head(int64_t b, int64_t kh, int64_t chunk, const Sums& sums, const Ahead& ahead, Fault& fault) const {
+    Desk d, need;
+    char* work = (char*)scratch(clearhead::SLOT_WORK, (size_t)desk_bytes(need, nullptr));
+    if (work == nullptr) return fault.set(CH_NO_MEMORY);
+    desk_bytes(d, work);
+    d.ahead = ahead;
+    do_chunk(b, kh, chunk, sums, d);
+  }
+
   int run() const {
     if (w.batch == 0 || w.q_len == 0 || w.k_len == 0) return empty();
-    double operations = 5.0 * (double)w.batch * (double)w.heads * (double)w.q_len * (double)w.k_len *
-                        (double)(w.head_dim + w.value_dim);
-    int threads = threads_for(w, operations);
+    Segments segments(w, true);
+    if (segments.no_memory) return CH_NO_MEMORY;
+    if (segments.count > 0) return run_segments(segments);
+    const int code = share(threads_for(w, operations_of(w, (double)w.batch * (double)w.q_len * (double)w.k_len)));
+    clearhead::trim_scratch();
+    return code;
+  }
+
+  int share(int threads) const {
+    if (w.k_len == 0) return empty();
     Fault fault;
     if (masked) check_finite(threads, fault);
     if (fault.get() != CH_OK) return fault.get();
@@ -585,41 +701,47 @@ template <class M, class IO> struct Backward {
     char* base = (char*)scratch(clearhead::SLOT_PARTIAL, (size_t)most(bytes, (int64_t)64));
     if (base == nullptr) return CH_NO_MEMORY;
     sums_bytes(sums, base);
-    write_delta(threads);
+    if (chunks > 1) parallel(threads, w.batch * w.heads, [&](int64_t unit) { write_delta(unit / w.heads, unit % w.heads); });
     int64_t outer_b = share_batch ? 1 : w.batch, outer_h = share_heads ? 1 : w.kv_heads;
     parallel(threads, outer_b * outer_h * chunks, [&](int64_t unit) {
       // Early keys first: under a causal mask they have the most queries.
       int64_t chunk = unit / (outer_b * outer_h), head = unit % (outer_b * outer_h);
-      Desk d, need;
-      char* work = (char*)scratch(clearhead::SLOT_WORK, (size_t)desk_bytes(need, nullptr));
-      if (work == nullptr) return fault.set(CH_NO_MEMORY);
-      desk_bytes(d, work);
       int64_t b0 = head / outer_h, h0 = head % outer_h;
       for (int64_t b = b0; b < (share_batch ? w.batch : b0 + 1); b++)
-        for (int64_t kh = h0; kh < (share_heads ? w.kv_heads : h0 + 1); kh++) do_chunk(b, kh, chunk, sums, d);
+        for (int64_t kh = h0; kh < (share_heads ? w.kv_heads : h0 + 1); kh++) {
+          Ahead ahead = ahead_of(b, kh);
+          const int64_t next = unit + threads;
+          if (!share_batch && !share_heads && next < w.units) expect(ahead, w, next / w.kv_heads, next % w.kv_heads);
+          do_head(b, kh, chunk, sums, ahead, fault);
+        }
     });
     if (fault.get() == CH_OK && chunks > 1) add_chunks(threads, sums);
     if (fault.get() == CH_OK && learned > 0) add_diagonals(sums);
-    clearhead::trim_scratch();
     return fault.get();
   }
 
   // Without queries or without keys every gradient is 0.
   int empty() const {
-    for (int64_t b = 0; b < w.batch; b++) {
-      for (int64_t h = 0; h < w.heads; h++)
-        for (int64_t i = 0; i < w.q_len; i++) {
-          memset(at<IO>(w.grad_query, b, h, i), 0, (size_t)w.head_dim * sizeof(element));
-          int64_t place = row_index(w, b, h, i);
-          w.delta[place] = w.grad_lse != nullptr ? -w.grad_lse[place] : 0.0f;
-        }
-      for (int64_t h = 0; h < w.kv_heads; h++)
-        for (int64_t j = 0; j < w.k_len; j++) {
-          memset(at<IO>(w.grad_key, b, h, j), 0, (size_t)w.head_dim * sizeof(element));
-          memset(at<IO>(w.grad_value, b, h, j), 0, (size_t)w.value_dim * sizeof(element));
-        }
-    }
+    for (int64_t b = 0; b < w.batch; b++)
+      for (int64_t kh = 0; kh < w.kv_heads; kh++) {
+        clear_queries(b, kh);
+        clear_keys(b, kh, 0, w.k_len);
+      }
     return CH_OK;
+  }
+
+  void clear_queries(int64_t b, int64_t kh) const {
+    for (int64_t h = kh * group; h < (kh + 1) * group; h++) {
+      start_delta(b, h);
+      for (int64_t i = 0; i < w.q_len; i++) memset(at<IO>(w.grad_query, b, h, i), 0, (size_t)w.head_dim * sizeof(element));
+    }
+  }
+
+  void clear_keys(int64_t b, int64_t kh, int64_t first, int64_t end) const {
+    for (int64_t j = first; j < end; j++) {
+      memset(at<IO>(w.grad_key, b, kh, j), 0, (size_t)w.head_dim * sizeof(element));
+      memset(at<IO>(w.grad_value, b, kh, j), 0, (size_t)w.value_dim * sizeof(element));
+    }
   }
 };
 

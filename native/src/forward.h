@@ -3,7 +3,9 @@
 // never leave the first cache. The grouped heads of a key head are rows like any other and share its keys.
 #pragma once
 
+#include "ahead.h"
 #include "dots.h"
+#include "segments.h"
 #include "statistics.h"
 
 namespace CH_NS {
@@ -17,7 +19,7 @@ template <class M, class IO> struct Forward {
   typedef typename M::number number;
   typedef typename IO::type element;
 
-  const ch_attention& w;
+  const Task& w;
   int tile;                 // keys of a tile
   int64_t group, rows;      // query heads per key head; rows per key head
   int numbers, steps, out;  // numbers of a row of A, and those to multiply; columns of O
@@ -39,46 +41,15 @@ template <class M, class IO> struct Forward {
     uint8_t* bad;  // per tile: values were not finite and are 0 here
   };
 
-  // Rows that the next unit will read, asked for a few at a time while this one computes: packing would otherwise
-  // wait for memory.
-  struct Ahead {
-    const char* next[3];
-    int64_t stride[3], left[3], bytes[3];
-    int at, rows_each;
-
-    void step() {
-      for (int n = rows_each; n > 0 && at < 3;) {
-        if (left[at] <= 0) {
-          at++;
-          continue;
-        }
-        for (int64_t c = 0; c < bytes[at]; c += 64) __builtin_prefetch(next[at] + c, 0, 2);
-        next[at] += stride[at];
-        left[at]--;
-        n--;
-      }
-    }
-  };
-
-  Ahead ahead_of(int64_t unit) const {
+  // What comes next, a key head of this call or of another: asked for while one of this call is worked on.
+  Ahead ahead_of(const Task& next, int64_t b, int64_t kh) const {
     Ahead a;
-    a.at = 3;
-    if (unit >= w.batch * w.kv_heads || blocks * tiles == 0) return a;
-    int64_t b = unit / w.kv_heads, kh = unit % w.kv_heads;
-    const ch_tensor* tensors[3] = {&w.key, &w.value, &w.query};
-    int64_t total = 0;
-    for (int x = 0; x < 3; x++) {
-      const ch_tensor& t = *tensors[x];
-      a.next[x] = (const char*)at<IO>(t, b, x < 2 ? kh : kh * group, 0);
-      a.stride[x] = t.row * (int64_t)sizeof(element);
-      a.bytes[x] = (x == 1 ? w.value_dim : w.head_dim) * (int64_t)sizeof(element);
-      // No more than a second cache holds beside the work.
-      a.left[x] = least(x < 2 ? w.k_len : w.q_len, (int64_t)(1 << 17) / most(a.bytes[x], (int64_t)1));
-      total += a.left[x];
-    }
-    int64_t visits = (rows + MR - 1) / MR * tiles;
-    a.rows_each = (int)(total / visits + 1);
-    a.at = 0;
+    a.clear();
+    if (blocks * tiles == 0) return a;
+    a.add<IO>(next.key, b, kh, next.k_len, next.head_dim);
+    a.add<IO>(next.value, b, kh, next.k_len, next.value_dim);
+    a.add<IO>(next.query, b, kh * group, next.q_len, next.head_dim);
+    a.spread((rows + MR - 1) / MR * tiles);
     return a;
   }
 
@@ -103,6 +74,7 @@ template <class M, class IO> struct Forward {
     Ahead ahead;
     Gather gather;
     Columns* columns;
+    bool once;  // the block at hand meets one tile: nothing was summed before
   };
 
   // Scores and then weights of up to MR rows over the columns of a tile, `ld` apart.
@@ -111,7 +83,7 @@ template <class M, class IO> struct Forward {
     int64_t ld;
   };
 
-  explicit Forward(const ch_attention& work, Gives what = Gives::ALL)
+  explicit Forward(const Task& work, Gives what = Gives::ALL)
       : w(work), tile(tile_of(work)), values(work.value_dim, row_steps<M>(tile)), gives(what),
         observed(work, what == Gives::OUTPUT ? nullptr : work.statistics, tile, ROWS) {
     group = w.heads / w.kv_heads;
@@ -151,7 +123,8 @@ template <class M, class IO> struct Forward {
     int64_t heads = w.batch * w.kv_heads;
     splits = 1;
     // Statistics are not gathered in parts.
-    if (gives != Gives::STATISTICS && rows <= 32 && heads < 64) splits = least((tiles * tile + 511) / 512, (64 + heads - 1) / most(heads, (int64_t)1));
+    if (gives != Gives::STATISTICS && rows <= 32 && w.units < 64)
+      splits = least((tiles * tile + 511) / 512, (64 + w.units - 1) / most(w.units, (int64_t)1));
     splits = most(splits, (int64_t)1);
     split_tiles = (tiles + splits - 1) / splits;
     splits = split_tiles > 0 ? (tiles + split_tiles - 1) / split_tiles : 1;
@@ -237,7 +210,6 @@ template <class M, class IO> struct Forward {
         span.high = most(span.high, (int)d.row[r].high);
       }
     }
-    memset(d.o, 0, (size_t)count * out * sizeof(float));
     if (observed.s != nullptr) d.gather.begin(observed, count);
     return span;
   }
@@ -245,7 +217,8 @@ template <class M, class IO> struct Forward {
   // What a tile does to its rows: its own largest scores, how far the exponents of what was summed move, and by which
   // factor that shrinks.
   struct Rise {
-    float peak[MR], before[MR], step[MR], factor[MR];
+    float peak[MR], before[MR];
+    float step[(MR + VL - 1) / VL * VL], factor[(MR + VL - 1) / VL * VL];
   };
 
   // The new largest score of each row, as the rules left it. All rows at a time: one row's maximum is a chain of
@@ -264,8 +237,11 @@ template <class M, class IO> struct Forward {
       largest[r] = now;
       rise.step[r] = now == before ? 0.0f : (before - now) * base2;
     }
-    for (int r = 0; r < count; r++)
-      rise.factor[r] = rise.step[r] == 0.0f ? 1.0f : exp2_of<5>(all(rise.step[r]))[0];
+    for (int r = count; r < MR; r++) rise.step[r] = 0.0f;
+    for (int r = 0; r < MR; r += VL) {
+      const vf step = load(rise.step + r);
+      store(rise.factor + r, step == (vf){} ? all(1.0f) : exp2_of<5>(step));
+    }
   }
 
   // Degree of the polynomial in the exponential: bfloat16 keeps no more.
@@ -331,10 +307,13 @@ template <class M, class IO> struct Forward {
     if (here.direct) return multiply_values_directly(b, kh, t0, count, c0, c1, sheet, factor, o);
     const number* weights = (M::PAIR == 1 ? (const number*)sheet.at : (const number*)d.half) + c0 / M::PAIR;
     int64_t apart = M::PAIR == 1 ? sheet.ld : tile / M::PAIR;
-    for (int p = 0; p < values.count; p++)
-      product<M, SCALE_ADD>(count, values.vectors(p, out), row_steps<M>(c1 - c0), weights, apart, 1,
-                            here.v + p * values.size + (int64_t)(c0 / M::PAIR) * values.ld, values.ld, o + p * PW, out,
-                            factor);
+    for (int p = 0; p < values.count; p++) {
+      const number* value = here.v + p * values.size + (int64_t)(c0 / M::PAIR) * values.ld;
+      const int vecs = values.vectors(p, out);
+      const int64_t along = row_steps<M>(c1 - c0);
+      if (d.once) product<M, SET>(count, vecs, along, weights, apart, 1, value, values.ld, o + p * PW, out);
+      else product<M, SCALE_ADD>(count, vecs, along, weights, apart, 1, value, values.ld, o + p * PW, out, factor);
+    }
   }
 
   // bfloat16 goes a few keys at a time, all columns of them, and asks for the next ones; floats are twice as long,
@@ -375,15 +354,20 @@ template <class M, class IO> struct Forward {
       span.low = least(span.low, own.low);
       span.high = most(span.high, own.high);
     }
-    if (span.high <= span.low) return;
+    if (span.high <= span.low) {
+      if (d.once) memset(d.o + (int64_t)r0 * out, 0, (size_t)count * out * sizeof(float));
+      return;
+    }
     d.ahead.step();
     int c0 = (span.low - (int)t0) / VL * VL, c1 = span.high - (int)t0, c1r = (int)round_up(c1, VL);
     Sheet sheet = observed.strip ? Sheet{d.gather.strip + r0 * observed.ld + t0, observed.ld} : Sheet{d.scores, tile};
     multiply_keys(b, kh, t0, r0, count, c0, c1, here, sheet, d);
     if (!plain) rule_rows(b, kh, r0, count, t0, c0, c1, sheet, d);
-    for (int r = 0; r < count; r++)
-      if (!sees_all(d.row[r0 + r], t0 + c0, t0 + c1r))
+    for (int r = 0; r < count; r++) {
+      if (!masked) end_scores(sheet.at + r * sheet.ld, c1);
+      else if (!sees_all(d.row[r0 + r], t0 + c0, t0 + c1r))
         forbid(w, d.row[r0 + r], t0 + c0, c1r - c0, sheet.at + r * sheet.ld + c0);
+    }
     Rise rise;
     raise(sheet, c0, c1r, count, d.m + r0, rise);
     // Weights stay floats while more is to be done to them.
@@ -429,11 +413,11 @@ template <class M, class IO> struct Forward {
 
   void drop_rows(int64_t b, int r0, int count, int64_t t0, int c0, int c1, const Sheet& sheet, Desk& d,
                  bool wide) const {
-    int from = c0 / (4 * VL) * (4 * VL);
     for (int r = 0; r < count; r++) {
       auto [h, i] = d.place[r0 + r];
       float* s = sheet.at + r * sheet.ld;
-      drop(dropout, (uint32_t)b, (uint32_t)h, (uint32_t)(w.query_offset + i), t0 + from, c1 - from, s + from);
+      drop(dropout, (uint32_t)(w.first_batch + b), (uint32_t)h, (uint32_t)(w.first_query + i), w.first_key + t0 + c0,
+           c1 - c0, s + c0);
       if (M::PAIR == 1 || wide) continue;
       for (int c = c0; c < c1; c += VL) put_vector<BFloat16>(d.half + r * tile + c, load(s + c));
     }
@@ -469,14 +453,15 @@ template <class M, class IO> struct Forward {
       }
     }
     bool empty = total == 0.0f, none = empty || largest == -INF;
-    Share share{none ? 0.0f : shrink / total, none ? -INF : shrink_log - __builtin_logf(total)};
+    const float log_total = w.lse != nullptr || observed.s != nullptr ? __builtin_logf(total) : 0.0f;
+    Share share{none ? 0.0f : shrink / total, none ? -INF : shrink_log - log_total};
     if (gives == Gives::STATISTICS) return total == total ? share : Share{total, total};
     float factor = empty ? 0.0f : shrink * dropout.factor / total;
     if (empty) memset(o, 0, (size_t)out * sizeof(float));
     put_row<IO>(at<IO>(w.output, b, h, i), (int)w.value_dim, o, factor);
     int64_t place = row_index(w, b, h, i);
     if (w.output32 != nullptr) put_row<Float32>(w.output32 + place * w.value_dim, (int)w.value_dim, o, factor);
-    if (w.lse != nullptr) w.lse[place] = empty ? -INF : top + __builtin_logf(total);
+    if (w.lse != nullptr) w.lse[place] = empty ? -INF : top + log_total;
     if (w.softmax != nullptr) {
       w.softmax[2 * place] = none ? INF : largest;
       w.softmax[2 * place + 1] = share.factor;
@@ -497,6 +482,8 @@ template <class M, class IO> struct Forward {
     } else {
       to = from;
     }
+    d.once = to - from == 1 && partial == nullptr && !direct;
+    if (!d.once) memset(d.o, 0, (size_t)count * out * sizeof(float));
     for (int64_t t = from; t < to; t++) {
       int64_t place = packed ? t : 0;
       number* k = keys.k + place * k_numbers;
@@ -533,7 +520,7 @@ template <class M, class IO> struct Forward {
       return false;
     }
     desk_bytes(d, base);
-    d.ahead.at = 3;
+    d.ahead.clear();
     d.columns = nullptr;
     if (diagonal_floats > 0)
       for (int64_t g = 0; g < group; g++)
@@ -557,30 +544,60 @@ template <class M, class IO> struct Forward {
     return columns;
   }
 
-  // A thread packs the keys of a key head, or of one tile at a time where there is only one block, and does all its rows.
+  // A thread does all rows of a key head, and packs its keys: once, or a tile at a time where there is only one block.
+  void do_head(int64_t b, int64_t kh, const Ahead* ahead, Fault& fault) const {
+    Desk d;
+    Keys keys, sizes;
+    if (!open_desk(d, kh, fault)) return;
+    bool packed = blocks > 1;
+    int64_t count = packed ? tiles : 1;
+    char* base = (char*)scratch(clearhead::SLOT_KEYS, (size_t)keys_bytes(sizes, nullptr, 1, count));
+    if (base == nullptr) return fault.set(CH_NO_MEMORY);
+    keys_bytes(keys, base, 1, count);
+    if (ahead != nullptr) d.ahead = *ahead;
+    if (packed)
+      for (int64_t t = 0; t < tiles; t++)
+        pack_tile(b, kh, t, keys.k + t * k_numbers, keys.v + t * v_numbers, keys.bad + t, d);
+    if (!observed.columns) return do_blocks(b, kh, 0, blocks, keys, packed, d);
+    char* room = columns_room(1);
+    if (room == nullptr) return fault.set(CH_NO_MEMORY);
+    observed.begin_head(b, kh);
+    for (int64_t span = 0; span < observed.spans; span++)
+      observed.add_span(b, kh, span, do_span(b, kh, span, room, keys, packed, d));
+    observed.end_head(b, kh);
+  }
+
   void run_whole(int threads, Fault& fault) const {
-    parallel(threads, w.batch * w.kv_heads, [&](int64_t unit) {
-      int64_t b = unit / w.kv_heads, kh = unit % w.kv_heads;
-      Desk d;
-      Keys keys, sizes;
-      if (!open_desk(d, kh, fault)) return;
-      bool packed = blocks > 1;
-      int64_t count = packed ? tiles : 1;
-      char* base = (char*)scratch(clearhead::SLOT_KEYS, (size_t)keys_bytes(sizes, nullptr, 1, count));
-      if (base == nullptr) return fault.set(CH_NO_MEMORY);
-      keys_bytes(keys, base, 1, count);
-      d.ahead = ahead_of(unit + threads);
-      if (packed)
-        for (int64_t t = 0; t < tiles; t++)
-          pack_tile(b, kh, t, keys.k + t * k_numbers, keys.v + t * v_numbers, keys.bad + t, d);
-      if (!observed.columns) return do_blocks(b, kh, 0, blocks, keys, packed, d);
-      char* room = columns_room(1);
-      if (room == nullptr) return fault.set(CH_NO_MEMORY);
-      observed.begin_head(b, kh);
-      for (int64_t span = 0; span < observed.spans; span++)
-        observed.add_span(b, kh, span, do_span(b, kh, span, room, keys, packed, d));
-      observed.end_head(b, kh);
+    const int64_t units = w.batch * w.kv_heads;
+    parallel(threads, units, [&](int64_t unit) {
+      const int64_t next = unit + threads;
+      Ahead ahead;
+      if (next < units) ahead = ahead_of(w, next / w.kv_heads, next % w.kv_heads);
+      do_head(unit / w.kv_heads, unit % w.kv_heads, next < units ? &ahead : nullptr, fault);
     });
+  }
+
+  // Large segments one after the other, with all threads for each; then the key heads of the others at once.
+  int run_segments(Segments& segments) const {
+    Fault fault;
+    segments.sort(w.kv_heads);
+    const int threads = threads_for(w, 2.0 * segments.operations * (double)w.heads * (double)(w.head_dim + w.value_dim));
+    for (int64_t s = 0; s < segments.large; s++) {
+      const Task part = segments.part(w, s, threads);
+      Forward(part, gives).share(threads, fault);
+    }
+    const int64_t first = segments.large * w.kv_heads, units = segments.count * w.kv_heads - first;
+    parallel(threads, units, [&](int64_t unit) {
+      const int64_t own = first + unit, next = own + threads;
+      const Task part = segments.part(w, own / w.kv_heads, 1);
+      const Forward one(part, gives);
+      Ahead ahead;
+      const bool more = next < segments.count * w.kv_heads;
+      if (more) ahead = one.ahead_of(segments.part(w, next / w.kv_heads, 1), 0, next % w.kv_heads);
+      one.do_head(0, own % w.kv_heads, more ? &ahead : nullptr, fault);
+    });
+    clearhead::trim_scratch();
+    return fault.get();
   }
 
   char* columns_room(int64_t count) const {
@@ -682,23 +699,30 @@ template <class M, class IO> struct Forward {
   }
 
   int run() const {
-    if (gives == Gives::ALL && observed.s != nullptr && (splits > 1 || (direct && observed.ties))) {
+    Segments segments(w, false);
+    if (segments.no_memory) return CH_NO_MEMORY;
+    const bool apart = splits > 1 || (direct && observed.ties) || segments.count > 0;
+    if (gives == Gives::ALL && observed.s != nullptr && apart) {
       int code = Forward(w, Gives::OUTPUT).run();
       return code != CH_OK ? code : Forward(w, Gives::STATISTICS).run();
     }
     if (w.batch == 0 || w.q_len == 0) return without_rows();
+    if (gives != Gives::STATISTICS && segments.count > 0) return run_segments(segments);
     Fault fault;
     double operations = 2.0 * (double)w.batch * (double)w.heads * (double)w.q_len * (double)w.k_len *
                         (double)(w.head_dim + w.value_dim);
-    int threads = threads_for(w, operations);
+    share(threads_for(w, operations), fault);
+    clearhead::trim_scratch();
+    return fault.get();
+  }
+
+  void share(int threads, Fault& fault) const {
     if (splits > 1)
       run_split(threads, fault);
     else if (whole)
       run_whole(threads, fault);
     else
       run_shared(threads, fault);
-    clearhead::trim_scratch();
-    return fault.get();
   }
 
   // Without queries, sums over them are 0.

@@ -11,7 +11,8 @@ namespace CH_NS {
 namespace {
 
 // Work is Forward or Backward: of products in pairs where the set has them for this dtype, else of single numbers.
-template <template <class, class> class Work, class IO> int run(const ch_attention& w) {
+template <template <class, class> class Work, class IO> int run(const ch_attention& call) {
+  const Task w(call);
 #if defined(CH_BF16DOT)
   if constexpr (__is_same(IO, BFloat16)) return Work<Pairs, IO>(w).run();
 #endif

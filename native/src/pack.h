@@ -128,14 +128,24 @@ template <class IO> CH_INLINE void put_row(typename IO::type* to, int count, con
   for (; c < count; c++) put_one<IO>(to + c, from[c] * factor);
 }
 
-// A row as the numbers of M: floats, or bfloat16 as they are.
+#if defined(CH_BF16DOT)
+// Pairs `width` at most from a row that has `count` numbers, 0 beyond.
+CH_INLINE __m512i get_pairs(const uint16_t* from, int count) {
+  if (count >= 2 * VL) return _mm512_loadu_si512(from);
+  return _mm512_maskz_loadu_epi16(count > 0 ? (__mmask32)((1ull << count) - 1) : 0, from);
+}
+#endif
+
+// A row as the numbers of M: floats, or bfloat16 as they are; whole vectors, 0 beyond its end.
 template <class M, class IO>
 CH_INLINE void get_numbers(const typename IO::type* from, int count, typename M::number* to, int ld) {
   if constexpr (M::PAIR == 1) {
     get_row<IO>(from, count, to, ld);
   } else {
-    memcpy(to, from, (size_t)count * 2);
-    if (count < 2 * ld) memset((uint16_t*)to + count, 0, (size_t)(2 * ld - count) * 2);
+#if defined(CH_BF16DOT)
+    // A call that copies memory costs more than most rows.
+    for (int c = 0; c < ld; c += VL) _mm512_storeu_si512(to + c, get_pairs(from + 2 * c, count - 2 * c));
+#endif
   }
 }
 
@@ -169,10 +179,10 @@ CH_INLINE void interleave_pairs(Words a, Words b, Words* to) {
 #endif
 
 // VL rows of VL words, four by four, each lane of the four transposed.
-CH_INLINE void transpose_lanes(const uint32_t* from, int64_t ld, Words* r) {
+CH_INLINE void transpose_lanes(const uint32_t* from, int64_t ld, int rows, Words* r) {
   Words t[VL];
 #pragma GCC unroll 16
-  for (int i = 0; i < VL; i++) r[i] = load_words(from + i * ld);
+  for (int i = 0; i < VL; i++) r[i] = i < rows ? load_words(from + i * ld) : Words{};
 #pragma GCC unroll 8
   for (int i = 0; i < VL; i += 2) interleave(r[i], r[i + 1], t + i);
 #pragma GCC unroll 4
@@ -183,11 +193,11 @@ CH_INLINE void transpose_lanes(const uint32_t* from, int64_t ld, Words* r) {
 }
 #endif
 
-// VL x VL words: the transpose.
+// VL x VL words: the transpose. Behind the first `rows` rows nothing is read; these are 0.
 #if defined(CH_AVX512)
-CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld) {
+CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld, int rows = VL) {
   Words r[16], t[16];
-  transpose_lanes(from, ld, r);
+  transpose_lanes(from, ld, rows, r);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
     t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
@@ -202,9 +212,9 @@ CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, i
   }
 }
 #elif defined(CH_AVX2)
-CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld) {
+CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld, int rows = VL) {
   Words r[8];
-  transpose_lanes(from, ld, r);
+  transpose_lanes(from, ld, rows, r);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
     _mm256_storeu_ps((float*)to + i * to_ld, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
@@ -212,9 +222,9 @@ CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, i
   }
 }
 #else
-CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld) {
+CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld, int rows = VL) {
   for (int c = 0; c < VL; c++)
-    for (int r = 0; r < VL; r++) to[c * to_ld + r] = from[r * ld + c];
+    for (int r = 0; r < VL; r++) to[c * to_ld + r] = r < rows ? from[r * ld + c] : 0;
 }
 #endif
 
@@ -224,29 +234,28 @@ template <class M, class IO> CH_INLINE bool lies_as(const typename IO::type* fro
   return __is_same(typename IO::type, typename M::number);
 }
 
-// Rows [first, first + count) of a tensor as panels; `staged` holds VL rows. Writes whole panels, zeros beyond.
+// Rows [first, first + count) of a tensor as panels; `staged` holds VL rows. Writes whole vectors, zeros beyond.
 template <class M, class IO>
 void pack_panels(const typename IO::type* from, int64_t stride, int count, int dim, typename M::number* to,
                  typename M::number* staged) {
   const int numbers = row_numbers<M>(dim), width = VL * M::PAIR;
-  // Whole blocks are transposed from where they lie; what an edge cuts is laid out first.
+  // Whole vectors are transposed from where they lie; what the end of a row cuts is laid out first.
   const int lying = lies_as<M, IO>(from, stride) ? dim / width * width : 0;
-  for (int row = 0; row < (int)round_up(count, PW); row += VL) {
+  const int done = lying / M::PAIR, rest = numbers - done;
+  for (int row = 0; row < count; row += VL) {
+    const typename IO::type* block = from + row * stride;
     typename M::number* panel = to + (int64_t)(row / PW) * numbers * PW + row % PW;
-    const int real = most(0, least(VL, count - row));
-    const int first = real == VL ? lying : 0;
-    // Beyond the last row there is no address to compute.
-    const typename IO::type* block = real > 0 ? from + row * stride : from;
-    for (int c = 0; c < first; c += width)
-      transpose_block((const uint32_t*)(block + c), stride / M::PAIR, (uint32_t*)panel + (int64_t)(c / M::PAIR) * PW,
-                      PW);
-    const int done = first / M::PAIR, rest = numbers - done;
-    if (rest == 0) continue;
-    for (int r = 0; r < real; r++)
-      get_numbers<M, IO>(block + r * stride + first, dim - first, staged + r * rest, rest);
-    for (int r = real; r < VL; r++) memset(staged + r * rest, 0, (size_t)rest * 4);
+    const int real = least(VL, count - row);
+    for (int c = 0; c < done; c += VL) {
+      const uint32_t* words = (const uint32_t*)(block + (int64_t)c * M::PAIR);
+      uint32_t* turned = (uint32_t*)panel + (int64_t)c * PW;
+      if (real == VL) transpose_block(words, stride / M::PAIR, turned, PW);
+      else transpose_block(words, stride / M::PAIR, turned, PW, real);
+    }
+    for (int r = 0; r < real && rest > 0; r++)
+      get_numbers<M, IO>(block + r * stride + lying, dim - lying, staged + r * rest, rest);
     for (int c = 0; c < rest; c += VL)
-      transpose_block((const uint32_t*)staged + c, rest, (uint32_t*)panel + (int64_t)(done + c) * PW, PW);
+      transpose_block((const uint32_t*)staged + c, rest, (uint32_t*)panel + (int64_t)(done + c) * PW, PW, real);
   }
 }
 

@@ -53,14 +53,16 @@ CH_INLINE void philox(vu counter[4], uint32_t key0, uint32_t key1) {
   }
 }
 
-// Sets to 0 the weights that are dropped: keys [first, first + count) of one row, `first` a multiple of 4 * VL.
-// `weights` may be written up to the next multiple of VL.
+// Sets to 0 the weights that are dropped: keys [first, first + count) of one row. Beyond them nothing is touched.
 CH_INLINE void drop(const Dropout& d, uint32_t batch, uint32_t head, uint32_t q_pos, int64_t first, int64_t count,
                     float* weights) {
+  // Counters have 4 keys each, and lie VL together.
+  const int64_t skipped = first % (4 * VL), end = skipped + count;
   vu lanes;
   for (int i = 0; i < VL; i++) lanes[i] = (uint32_t)i;
-  for (int64_t k = 0; k < count; k += 4 * VL) {
-    vu words[4] = {lanes + (uint32_t)((first + k) / 4), q_pos - (vu){}, head - (vu){}, batch - (vu){}};
+  weights -= skipped;
+  for (int64_t k = 0; k < end; k += 4 * VL) {
+    vu words[4] = {lanes + (uint32_t)((first - skipped + k) / 4), q_pos - (vu){}, head - (vu){}, batch - (vu){}};
     philox(words, d.key[0], d.key[1]);
 #if defined(CH_AVX512)
     __m512i least_word = _mm512_set1_epi32((int)d.threshold);
@@ -69,15 +71,16 @@ CH_INLINE void drop(const Dropout& d, uint32_t batch, uint32_t head, uint32_t q_
     keep |= _pdep_u64(_mm512_cmpge_epu32_mask((__m512i)words[1], least_word), 0x2222222222222222ull);
     keep |= _pdep_u64(_mm512_cmpge_epu32_mask((__m512i)words[2], least_word), 0x4444444444444444ull);
     keep |= _pdep_u64(_mm512_cmpge_epu32_mask((__m512i)words[3], least_word), 0x8888888888888888ull);
-    for (int v = 0; v < 4 && k + v * VL < count; v++) {
-      float* at = weights + k + v * VL;
-      _mm512_storeu_ps(at, _mm512_maskz_loadu_ps((__mmask16)(keep >> (16 * v)), at));
-    }
+    if (k < skipped) keep |= (1ull << (skipped - k)) - 1;
+    if (end - k < 64) keep |= ~0ull << (end - k);
+    // What is kept stays; the rest is overwritten with 0.
+    for (int v = 0; v < 4 && k + v * VL < end; v++)
+      _mm512_mask_storeu_ps(weights + k + v * VL, (__mmask16)(~keep >> (16 * v)), _mm512_setzero_ps());
 #else
     for (int lane = 0; lane < VL; lane++)
       for (int word = 0; word < 4; word++) {
         int64_t place = k + 4 * lane + word;
-        if (place < count && words[word][lane] < d.threshold) weights[place] = 0.0f;
+        if (place >= skipped && place < end && words[word][lane] < d.threshold) weights[place] = 0.0f;
       }
 #endif
   }

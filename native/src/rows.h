@@ -114,6 +114,12 @@ CH_INLINE void fill(float* p, int64_t from, int64_t to, float value) {
   for (int64_t c = from; c < to; c++) p[c] = value;
 }
 
+// Writes -inf over what lies behind the last of `count` scores in its vector.
+CH_INLINE void end_scores(float* scores, int count) {
+  const int whole = count / VL * VL;
+  if (whole < count) store(scores + whole, first_of(load(scores + whole), count - whole, all(-INF)));
+}
+
 // Writes -inf over the scores of keys [first, first + count) that the row may not attend to.
 inline void forbid(const ch_attention& w, const Row& row, int64_t first, int count, float* scores) {
   int64_t done = 0;

@@ -6,7 +6,7 @@
 namespace clearhead {
 
 // What a buffer is for; a thread has one of each.
-enum Slot { SLOT_WORK, SLOT_KEYS, SLOT_SHARED, SLOT_PARTIAL, SLOT_COLUMNS, SLOTS };
+enum Slot { SLOT_WORK, SLOT_KEYS, SLOT_SHARED, SLOT_PARTIAL, SLOT_COLUMNS, SLOT_SEGMENTS, SLOTS };
 
 // At least `bytes`, aligned to 64, the thread's own until it asks for the same slot again; null when there is none.
 // What was in it is lost when it grows.

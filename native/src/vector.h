@@ -69,12 +69,13 @@ CH_INLINE uint32_t above(vf a, vf b) {
 #endif
 }
 
-// The first `count` places, 0 behind them.
-CH_INLINE vf first_of(vf v, int64_t count) {
+// The first `count` places, and those of `rest` behind them.
+CH_INLINE vf first_of(vf v, int64_t count, vf rest = (vf){}) {
 #if defined(CH_AVX512)
-  return (vf)_mm512_maskz_mov_ps((__mmask16)((1u << count) - 1), (__m512)v);
+  return (vf)_mm512_mask_mov_ps((__m512)rest, (__mmask16)((1u << count) - 1), (__m512)v);
 #else
-  return (vf)((vi)v & (counting() < all((float)count)));
+  const vi inside = counting() < all((float)count);
+  return (vf)(((vi)v & inside) | ((vi)rest & ~inside));
 #endif
 }
 

@@ -32,8 +32,19 @@ template <class IO> CH_INLINE typename IO::type* at(const ch_tensor& t, int64_t 
   return (typename IO::type*)t.data + b * t.batch + h * t.head + row * t.row;
 }
 
-CH_INLINE int64_t row_index(const ch_attention& w, int64_t b, int64_t h, int64_t i) {
-  return (b * w.heads + h) * w.q_len + i;
+// A call, or a part of one that is worked on like a call.
+struct Task : ch_attention {
+  int64_t rows_apart;                            // from head to head, in what has a number for each row
+  int64_t first_batch, first_query, first_key;  // where dropout takes the first ones to be
+  int64_t units;                                // key heads of the whole call, in parts that know nothing of each other
+
+  explicit Task(const ch_attention& call)
+      : ch_attention(call), rows_apart(call.q_len), first_batch(0), first_query(call.query_offset), first_key(0),
+        units(call.batch * call.kv_heads) {}
+};
+
+CH_INLINE int64_t row_index(const Task& w, int64_t b, int64_t h, int64_t i) {
+  return (b * w.heads + h) * w.rows_apart + i;
 }
 
 // Threads that pay for `operations`: waking another one costs a few microseconds.

@@ -38,6 +38,7 @@ inline void draw_shape(Random& random, Case& c) {
     case 2: c.q_len = random.between(1, 16), c.k_len = random.between(500, 1500), c.batch = 1; break;  // decode
     case 3: c.q_len = random.between(200, 300), c.k_len = random.between(250, 700), c.heads = c.kv_heads = 1; break;
     case 4: c.batch = 5, c.kv_heads = 4, c.heads = 4; break;  // more heads than threads
+    case 5: c.q_len = c.k_len = random.between(520, 700), c.heads = c.kv_heads = 1, c.dim = c.value_dim = 8; break;
     default: break;
   }
   // The reference is slow.
@@ -66,6 +67,30 @@ inline void draw_runs(Random& random, Case& c) {
   }
 }
 
+// Neighbouring queries that see one run of keys each: end to end, with gaps, and now and then over each other.
+inline void draw_segments(Random& random, Case& c) {
+  c.runs = 1, c.same_runs = true;
+  const bool apart = !random.one_in(5);
+  for (int64_t b = 0; b < c.batch; ++b) {
+    std::vector<int32_t> start, stop;
+    int64_t at = 0;
+    while (static_cast<int64_t>(start.size()) < c.q_len) {
+      const int64_t queries = random.one_in(4) ? c.q_len : random.between(1, 40);
+      at = apart ? at + (random.one_in(3) ? random.between(0, 5) : 0) : random.between(-3, c.k_len);
+      const int64_t end = at + (random.one_in(6) ? 0 : random.between(1, 1 + c.k_len / (random.one_in(2) ? 1 : 4)));
+      for (int64_t i = 0; i < queries && static_cast<int64_t>(start.size()) < c.q_len; ++i) {
+        start.push_back(static_cast<int32_t>(at));
+        stop.push_back(static_cast<int32_t>(end));
+      }
+      at = end;
+    }
+    for (int64_t h = 0; h < c.heads; ++h) {
+      c.start.insert(c.start.end(), start.begin(), start.end());
+      c.stop.insert(c.stop.end(), stop.begin(), stop.end());
+    }
+  }
+}
+
 inline void draw_mask(Random& random, Case& c) {
   const int64_t bands[] = {0, 1, 5, 40, 255};
   switch (random.below(6)) {
@@ -74,6 +99,7 @@ inline void draw_mask(Random& random, Case& c) {
     case 2: c.before = bands[random.below(5)]; break;
     default: break;
   }
+  if (random.one_in(4)) return draw_segments(random, c);
   if (random.one_in(4)) draw_runs(random, c);
   if (random.one_in(4) && c.k_len > 0 && c.q_len > 0) {
     const int64_t full[4] = {c.batch, c.heads, c.q_len, c.k_len};

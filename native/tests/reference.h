@@ -33,6 +33,7 @@ struct Case {
   int64_t before = INT64_MAX, after = INT64_MAX;
   int runs = 0;
   std::vector<int32_t> start, stop;       // [batch, heads, q_len, runs]
+  bool same_runs = false;                 // in every head
   int64_t allowed_size[4] = {0, 0, 0, 0};  // 0: none
   std::vector<uint8_t> allowed;
   int64_t block_size = 0, block_rows = 0, block_columns = 0;

@@ -88,6 +88,41 @@ void containment() {
   }
 }
 
+// Two documents and padding behind them, which is NaN: backward never reads it.
+void contained_segments() {
+  for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
+    Case c;
+    c.dtype = dtype, c.heads = c.kv_heads = 2, c.q_len = c.k_len = 90, c.dim = 24, c.value_dim = 40, c.runs = 1;
+    c.same_runs = true;
+    Random random(static_cast<uint64_t>(dtype) + 11);
+    draw_numbers(random, c, c.query, 2 * 90 * 24, 2.0);
+    draw_numbers(random, c, c.key, 2 * 90 * 24, 2.0);
+    draw_numbers(random, c, c.value, 2 * 90 * 40, 2.0);
+    draw_numbers(random, c, c.grad_output, 2 * 90 * 40, 2.0);
+    for (int row = 0; row < 180; ++row) {
+      const int i = row % 90;
+      c.start.push_back(i < 50 ? 0 : i < 77 ? 50 : 77), c.stop.push_back(i < 50 ? 50 : 77);
+    }
+    const Expected right = Reference(c).r;
+    Case spoiled = c;
+    for (int64_t head = 0; head < 2; ++head)
+      for (int64_t row = 77; row < 90; ++row) {
+        for (int64_t x = 0; x < 24; ++x) spoiled.query[static_cast<size_t>((head * 90 + row) * 24 + x)] = NAN;
+        for (int64_t x = 0; x < 24; ++x) spoiled.key[static_cast<size_t>((head * 90 + row) * 24 + x)] = NAN;
+        for (int64_t x = 0; x < 40; ++x) spoiled.value[static_cast<size_t>((head * 90 + row) * 40 + x)] = INFINITY;
+      }
+    Call call(spoiled, random);
+    for (int isa : usable_sets()) {
+      const std::string name = std::string("NaN behind documents, ") + ch_isa_name(isa) + ", dtype " +
+                               std::to_string(dtype);
+      expect_done(call.forward(isa, 2), name);
+      call.compare_forward(right, name);
+      expect_done(call.backward(), name);
+      call.compare_backward(right, name);
+    }
+  }
+}
+
 struct Caller {
   const Case* c;
   const Expected* right;
@@ -134,6 +169,7 @@ int main(int arguments, char** argument) {
   int others = 0;
   if (arguments == 1) {
     test::containment();
+    test::contained_segments();
     test::many_callers();
     others = test::entry_tests();
   }

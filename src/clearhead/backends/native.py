@@ -126,7 +126,7 @@ class _Native(torch.autograd.Function):
         found = dict(zip(("entropy", "distance", "sink", "ties"), small, strict=True))
         with torch.no_grad():
             if grad_output is None:
-                grad_output = torch.zeros_like(output, dtype=query.dtype)
+                grad_output = query.new_zeros((*lse.shape, problem.value_dim))
             arrived = Arrived(grad_output, grad_lse, given, found, ctx.sink_keys)
             grads = gradients(problem, rows, arrived)
         return None, None, None, *once(grads, (query, key, value, grad_output))
@@ -162,11 +162,13 @@ def gradients(problem: Problem, rows: Rows, arrived: Arrived) -> list[Tensor]:
     """Gradients of query, key, value and the rules' parameters."""
     grads = _backward(problem, rows, arrived)
     if grads is None:
-        clean = contained(problem, rows.output, rows.lse)
+        # What is kept no longer where keys are few is computed again.
+        output = _forward(problem, Want()).output if rows.output is None else rows.output
+        clean = contained(problem, output, rows.lse)
         # A row with an infinite largest score and no share has no weights.
         gone = torch.tensor([torch.inf, 0.0])
         softmax = torch.where(clean.spoiled[..., None], gone, rows.softmax)
-        finite = Rows(clean.finite(rows.output), rows.lse, softmax)
+        finite = Rows(None if rows.output is None else clean.finite(rows.output), rows.lse, softmax)
         grads = _backward(clean.problem, finite, arrived.without(clean.spoiled))
         assert grads is not None
         grads.tensors = clean.spoil(grads.tensors)

@@ -21,20 +21,22 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 __all__ = [
     "ABI", "DTYPES", "LINEAR_PAD", "MAX_AXES", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS", "MAX_TERMS",
-    "MAX_THREADS", "UNBOUNDED",
+    "MAX_THREADS", "TILE", "UNBOUNDED",
     "Call", "Code", "Description", "Dtype", "Feature", "LinearDescription", "ProjectionDescription", "Rule", "RuleKind",
     "Statistics", "Table", "TensorView", "Term", "Verb", "all_finite", "in_memory", "isa_index", "isa_name",
     "isa_names", "library", "message", "quick", "reason", "run",
 ]  # fmt: skip
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
-ABI: Final = 7
+ABI: Final = 8
 MAX_HEAD_DIM: Final = 256
 MAX_RUNS: Final = 4
 MAX_RULES: Final = 8
 MAX_CHUNK: Final = 256
 MAX_TERMS: Final = 4
 MAX_AXES: Final = 5
+#: Keys that backward works through at a time.
+TILE: Final = 256
 #: More than the library takes would be refused.
 MAX_THREADS: Final = 4096
 #: States of the linear family that lie between calls are padded to a multiple of this.

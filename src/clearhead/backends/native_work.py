@@ -12,6 +12,7 @@ from torch import Tensor
 from clearhead.backends.native_library import (
     DTYPES,
     MAX_THREADS,
+    TILE,
     Code,
     Description,
     Rule,
@@ -35,9 +36,10 @@ __all__ = ["BackwardWork", "ForwardWork", "Rows", "Work", "check", "strides"]
 
 @dataclass(frozen=True)
 class Rows:
-    """What forward leaves for backward: its output in float32, log-sum-exp, and each row's largest score and share."""
+    """What forward leaves for backward: log-sum-exp, each row's largest score and share, and, where keys are many or
+    something else needs it, the output in float32."""
 
-    output: Tensor
+    output: Tensor | None
     lse: Tensor
     softmax: Float[Tensor, "batch heads q_len 2"]
 
@@ -166,15 +168,21 @@ class ForwardWork(Work):
         self.output = self.tensor("output", room_like(problem.query, problem.value_dim))
         self.rows: Rows | None = None
         if for_backward:
-            own = self.output
-            exact = own if own.dtype == torch.float32 else self.result("output32", problem.value_dim)
-            self.rows = Rows(exact, self.result("lse"), self.result("softmax", 2))
+            own: Tensor | None = self.output
+            if problem.query.dtype != torch.float32:
+                own = self.result("output32", problem.value_dim) if self._needs_output(want) else None
+            self.rows = Rows(own, self.result("lse"), self.result("softmax", 2))
             self.lse: Tensor | None = self.rows.lse
         else:
             self.lse = self.result("lse") if want.lse else None
         self.gathered = Gathered(problem, want, for_backward=for_backward) if kernel_gives(want) else None
         if self.gathered is not None:
             self.description.statistics = ctypes.addressof(self.gathered.structure)
+
+    def _needs_output(self, want: Want) -> bool:
+        """Whether backward will read what forward writes: one tile of keys tells a row's delta from its weights."""
+        tables = self.description.allowed.data or self.description.blocks.data
+        return self.problem.k_len > TILE or bool(tables) or kernel_gives(want)
 
 
 class BackwardWork(Work):
@@ -190,9 +198,10 @@ class BackwardWork(Work):
 
     def __init__(self, problem: Problem, rows: Rows, grad_output: Tensor, into: Sequence[Tensor] | None = None) -> None:
         super().__init__(problem)
-        self.tensor("output", rows.output)
-        if problem.query.dtype != torch.float32:
-            self.description.output32 = self.keep(rows.output).data_ptr()
+        if rows.output is not None:
+            self.tensor("output", rows.output)
+            if problem.query.dtype != torch.float32:
+                self.description.output32 = self.keep(rows.output).data_ptr()
         self.description.softmax = self.keep(rows.softmax).data_ptr()
         self.tensor("grad_output", grad_output)
         self.delta = self.result("delta")

@@ -1,0 +1,52 @@
+// Rows that will be read or written soon, asked for a few at a time while something else is computed: packing and
+// writing would otherwise wait for memory.
+#pragma once
+
+#include "work.h"
+
+namespace CH_NS {
+
+struct Ahead {
+  struct Stretch {
+    const char* next;
+    int64_t stride, left, bytes;
+    bool written;
+  };
+  // Bytes of one stretch: together no more than a second cache holds beside the work.
+  static constexpr int64_t MOST = int64_t(1) << 17;
+
+  Stretch stretches[7];
+  int count, at;
+  int64_t total, rows_each;
+
+  void clear() { count = at = 0, total = rows_each = 0; }
+
+  template <class IO> void add(const ch_tensor& t, int64_t b, int64_t h, int64_t rows, int64_t dim, bool written = false) {
+    const int64_t size = (int64_t)sizeof(typename IO::type), bytes = dim * size;
+    rows = least(rows, MOST / bytes);
+    stretches[count++] = Stretch{(const char*)CH_NS::at<IO>(t, b, h, 0), t.row * size, rows, bytes, written};
+    total += rows;
+  }
+  // All of it within so many steps.
+  void spread(int64_t steps) { rows_each = total / most(steps, (int64_t)1) + 1; }
+
+  CH_INLINE void step() {
+    for (int64_t n = rows_each; n > 0 && at < count;) {
+      Stretch& own = stretches[at];
+      if (own.left <= 0) {
+        at++;
+        continue;
+      }
+      if (own.written) {
+        for (int64_t c = 0; c < own.bytes; c += 64) __builtin_prefetch(own.next + c, 1, 2);
+      } else {
+        for (int64_t c = 0; c < own.bytes; c += 64) __builtin_prefetch(own.next + c, 0, 2);
+      }
+      own.next += own.stride;
+      own.left--;
+      n--;
+    }
+  }
+};
+
+}  // namespace CH_NS

@@ -1,0 +1,144 @@
+// Segments: neighbouring queries that see the same run of keys, each an attention of its own without that mask.
+//
+// Padding is one segment for each sequence, packed documents one for each document. Tiles then begin where a segment
+// does, nothing between segments is multiplied, and what is not finite in one touches no other.
+#pragma once
+
+#include "work.h"
+
+namespace CH_NS {
+
+struct Segment {
+  int64_t b, query, queries, key, keys;
+  double operations() const { return (double)queries * (double)keys; }
+};
+
+class Segments {
+  // Queries that pay for a segment's own beginning.
+  static constexpr int64_t LEAST = 8;
+  // Beyond so many queries or keys a segment is shared among threads, where there are few of them.
+  static constexpr int64_t LARGE = 512, MANY = 64;
+
+  Segment* list = nullptr;
+
+ public:
+  int64_t count = 0;
+  int64_t large = 0;  // of these, the first ones, once sorted
+  double operations = 0;
+  bool no_memory = false;
+
+  // Of a call whose masks say nothing else; none where they are not worth it. `disjoint`: whether only one may see a key.
+  Segments(const Task& w, bool disjoint) {
+    if (!may(w, disjoint)) return;
+    const int64_t room = w.batch + w.batch * w.q_len / LEAST;
+    list = (Segment*)scratch(clearhead::SLOT_SEGMENTS, (size_t)room * sizeof(Segment));
+    if (list == nullptr) {
+      no_memory = true;
+      return;
+    }
+    for (int64_t b = 0; b < w.batch; b++) {
+      int64_t last = 0;  // key that no later segment may begin before
+      for (int64_t i = 0; i < w.q_len; i++) {
+        const int64_t at = b * w.run_batch + i * w.run_row;
+        const int64_t key = clip(w.start[at], 0, w.k_len), keys = most((int64_t)0, clip(w.stop[at], 0, w.k_len) - key);
+        Segment* open = i > 0 ? list + count - 1 : nullptr;
+        if (open != nullptr && open->keys == keys && (keys == 0 || open->key == key)) {
+          open->queries++;
+          continue;
+        }
+        if (count == room || (disjoint && keys > 0 && key < last)) {
+          count = 0;
+          return;
+        }
+        list[count++] = Segment{b, i, 1, keys > 0 ? key : last, keys};
+        if (keys > 0) last = key + keys;
+      }
+    }
+    for (int64_t s = 0; s < count; s++) operations += list[s].operations();
+  }
+
+  const Segment& operator[](int64_t s) const { return list[s]; }
+
+  // Calls back with every stretch of keys that nobody sees: batch entry, first, end. Before they are sorted.
+  template <class Body> void for_gaps(const Task& w, const Body& body) const {
+    int64_t last = 0;
+    for (int64_t s = 0; s < count; s++) {
+      if (list[s].key > last) body(list[s].b, last, list[s].key);
+      last = list[s].key + list[s].keys;
+      if (s + 1 < count && list[s + 1].b == list[s].b) continue;
+      if (last < w.k_len) body(list[s].b, last, w.k_len);
+      last = 0;
+    }
+  }
+
+  // Large ones first, then by their work: what begins late should be short.
+  void sort(int64_t heads) {
+    const bool many = count * heads >= MANY;
+    auto before = [&](const Segment& one, const Segment& other) {
+      const bool first = !many && is_large(one), second = !many && is_large(other);
+      return first != second ? first : one.operations() > other.operations();
+    };
+    for (int64_t gap = count / 2; gap > 0; gap /= 2)
+      for (int64_t s = gap; s < count; s++) {
+        const Segment moved = list[s];
+        int64_t to = s;
+        for (; to >= gap && before(moved, list[to - gap]); to -= gap) list[to] = list[to - gap];
+        list[to] = moved;
+      }
+    for (large = 0; !many && large < count && is_large(list[large]);) large++;
+  }
+
+  // A segment as a call.
+  Task part(const Task& w, int64_t s, int threads) const {
+    const Segment& own = list[s];
+    const int64_t size = w.dtype == CH_FLOAT32 ? 4 : 2, row = own.b * w.heads * w.rows_apart + own.query;
+    Task t = w;
+    auto move = [&](ch_tensor& tensor, int64_t rows) {
+      if (tensor.data != nullptr) tensor.data = (char*)tensor.data + (own.b * tensor.batch + rows * tensor.row) * size;
+    };
+    auto skip = [&](auto*& rows, int64_t each) {
+      if (rows != nullptr) rows += row * each;
+    };
+    move(t.query, own.query);
+    move(t.output, own.query);
+    move(t.grad_output, own.query);
+    move(t.grad_query, own.query);
+    move(t.key, own.key);
+    move(t.value, own.key);
+    move(t.grad_key, own.key);
+    move(t.grad_value, own.key);
+    skip(t.output32, w.value_dim);
+    skip(t.lse, 1);
+    skip(t.softmax, 2);
+    skip(t.grad_lse, 1);
+    skip(t.delta, 1);
+    t.batch = 1;
+    t.q_len = own.queries;
+    t.k_len = own.keys;
+    t.query_offset += own.query - own.key;
+    t.start = t.stop = nullptr;
+    t.runs = 0;
+    t.threads = threads;
+    t.units = count * w.kv_heads;
+    t.first_batch += own.b;
+    t.first_query += own.query;
+    t.first_key += own.key;
+    return t;
+  }
+
+ private:
+  static bool is_large(const Segment& s) { return s.queries > LARGE || s.keys > LARGE; }
+
+  static bool may(const Task& w, bool backward) {
+    const bool by_row = w.start != nullptr && w.runs == 1 && (w.run_head == 0 || w.heads == 1);
+    if (!by_row || has_tables(w) || w.q_len < LEAST || w.batch == 0) return false;
+    if (backward && w.statistics != nullptr) return false;
+    for (int r = 0; r < w.num_rules; r++) {
+      const ch_rule& rule = w.rules[r];
+      if (rule.kind == CH_RULE_DENSE || (backward && rule.grad != nullptr)) return false;
+    }
+    return true;
+  }
+};
+
+}  // namespace CH_NS
