@@ -98,7 +98,9 @@ class _Native(torch.autograd.Function):
     """Output, log-sum-exp and statistics; rule parameters ride along so that autograd knows them."""
 
     @staticmethod
-    def forward(ctx: Any, problem: Problem, want: Want, names: list[str], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, problem: Problem, want: Want, names: list[str], *tensors: Tensor
+    ) -> tuple[Tensor | None, ...]:
         work = ForwardWork(problem, want, for_backward=True)
         work.run()
         output, rows, found = work.output, work.rows, {} if work.gathered is None else work.gathered.results()
@@ -126,7 +128,7 @@ class _Native(torch.autograd.Function):
         found = dict(zip(("entropy", "distance", "sink", "ties"), small, strict=True))
         with torch.no_grad():
             if grad_output is None:
-                grad_output = query.new_zeros((*lse.shape, problem.value_dim))
+                grad_output = query.new_zeros((*softmax.shape[:3], problem.value_dim))
             arrived = Arrived(grad_output, grad_lse, given, found, ctx.sink_keys)
             grads = gradients(problem, rows, arrived)
         return None, None, None, *once(grads, (query, key, value, grad_output))
@@ -162,9 +164,10 @@ def gradients(problem: Problem, rows: Rows, arrived: Arrived) -> list[Tensor]:
     """Gradients of query, key, value and the rules' parameters."""
     grads = _backward(problem, rows, arrived)
     if grads is None:
-        # What is kept no longer where keys are few is computed again.
-        output = _forward(problem, Want()).output if rows.output is None else rows.output
-        clean = contained(problem, output, rows.lse)
+        # Rare, so what was not kept for it is computed again.
+        again = _forward(problem, Want(lse=True))
+        assert again.lse is not None
+        clean = contained(problem, again.output, again.lse)
         # A row with an infinite largest score and no share has no weights.
         gone = torch.tensor([torch.inf, 0.0])
         softmax = torch.where(clean.spoiled[..., None], gone, rows.softmax)
@@ -194,6 +197,7 @@ def _backward(problem: Problem, rows: Rows, arrived: Arrived) -> BackwardWork | 
         found = arrived.found
         if "received" in arrived.statistics:
             found = {**found, "received_mean": _received_mean(problem, arrived.statistics["received"])}
+        assert rows.lse is not None
         extra = Grads(problem, arrived.statistics, found, rows.lse, arrived.sink_keys)
         work.description.statistics = extra.pointer()
         grad_lse = -extra.row_sums if grad_lse is None else grad_lse - extra.row_sums
@@ -202,9 +206,10 @@ def _backward(problem: Problem, rows: Rows, arrived: Arrived) -> BackwardWork | 
     return work if work.run() else None
 
 
-def _parameter_gradient(problem: Problem, parameter: Tensor, grads: BackwardWork, lse: Tensor) -> Tensor:
+def _parameter_gradient(problem: Problem, parameter: Tensor, grads: BackwardWork, lse: Tensor | None) -> Tensor:
     """One parameter's gradient in its own dtype."""
     if problem.sink is not None and parameter is problem.sink.logits:
+        assert lse is not None
         # A sink's weight is exp(logit - lse) and its value nothing, so its gradient is -weight * delta.
         logits = parameter.detach().to(torch.float32).view(1, -1, 1)
         # A logit of -inf beside an empty row is -inf less -inf.

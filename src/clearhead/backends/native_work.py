@@ -36,11 +36,11 @@ __all__ = ["BackwardWork", "ForwardWork", "Rows", "Work", "check", "strides"]
 
 @dataclass(frozen=True)
 class Rows:
-    """What forward leaves for backward: log-sum-exp, each row's largest score and share, and, where keys are many or
-    something else needs it, the output in float32."""
+    """What forward leaves for backward: each row's largest score and share, and the output in float32 and log-sum-exp
+    where something needs them: many keys; a sink or statistics."""
 
     output: Tensor | None
-    lse: Tensor
+    lse: Tensor | None
     softmax: Float[Tensor, "batch heads q_len 2"]
 
 
@@ -167,14 +167,13 @@ class ForwardWork(Work):
         super().__init__(problem)
         self.output = self.tensor("output", room_like(problem.query, problem.value_dim))
         self.rows: Rows | None = None
+        needs_lse = want.lse or (for_backward and (problem.sink is not None or kernel_gives(want)))
+        self.lse = self.result("lse") if needs_lse else None
         if for_backward:
             own: Tensor | None = self.output
             if problem.query.dtype != torch.float32:
                 own = self.result("output32", problem.value_dim) if self._needs_output(want) else None
-            self.rows = Rows(own, self.result("lse"), self.result("softmax", 2))
-            self.lse: Tensor | None = self.rows.lse
-        else:
-            self.lse = self.result("lse") if want.lse else None
+            self.rows = Rows(own, self.lse, self.result("softmax", 2))
         self.gathered = Gathered(problem, want, for_backward=for_backward) if kernel_gives(want) else None
         if self.gathered is not None:
             self.description.statistics = ctypes.addressof(self.gathered.structure)

@@ -79,7 +79,7 @@ def self_attention(
         ShapeError, MaskError, UnsupportedError: as ``attention``.
 
     Cost: that of the parts. Kept for backward are ``x``, queries, keys, values, the heads' output, in 16 bits
-    beyond 256 tokens in float32 too, and three numbers for each row of scores.
+    beyond 256 tokens in float32 too, and two numbers for each row of scores.
     """
     if torch.compiler.is_compiling() or watched() or _has_any_global_hook() or x.dim() != 3 or 0 in x.shape:
         return None
