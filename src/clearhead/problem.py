@@ -151,6 +151,13 @@ class Problem:
             other.__dict__["mask_parts"] = parts
         return other
 
+    def with_seed(self, seed: int) -> Problem:
+        """The same work with another seed."""
+        other = replace(self, seed=seed)
+        if (parts := self.__dict__.get("mask_parts")) is not None:
+            other.__dict__["mask_parts"] = parts
+        return other
+
     def without_numbers(self) -> Problem:
         """The same work on tensors that hold no memory, for ``with_tensors`` later."""
         hollow = (tensor.new_empty(1).expand(tensor.shape) for tensor in (self.query, self.key, self.value))

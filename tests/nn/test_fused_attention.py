@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
+import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import clearhead as ch
-from clearhead.backends import native_projection
+from clearhead.backends import native_memory, native_prepared, native_projection, native_work
 from clearhead.nn import fused_attention
 from clearhead.nn.linear import Linear
 from clearhead.projection import chosen, products
@@ -67,10 +70,13 @@ def numbers(call: Callable[[], Tensor], inputs: list[Tensor], *, step: bool) -> 
 
 
 def same(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Tensor], inputs: list[Tensor]) -> None:
-    together = numbers(call, inputs, step=True)
+    # From the third call on the calls of the second are made again.
+    together = [numbers(call, inputs, step=True) for _ in range(4)]
     in_parts(monkeypatch)
-    for own, part in zip(together, numbers(call, inputs, step=False), strict=True):
-        torch.testing.assert_close(own, part, rtol=0.0, atol=0.0, equal_nan=True)
+    parts = numbers(call, inputs, step=False)
+    for found in together:
+        for own, part in zip(found, parts, strict=True):
+            torch.testing.assert_close(own, part, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 MASKS = [
@@ -187,23 +193,137 @@ def test_an_output_may_be_changed_in_place() -> None:
     assert torch.equal(torch.autograd.grad(output.sum(), x)[0], plain)
 
 
-def test_what_is_saved_goes_with_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loss that is kept, as in a running sum, must not keep queries and keys."""
+@pytest.mark.parametrize("call", [1, 2, 3], ids=["written down", "written down again", "made again"])
+def test_what_is_saved_goes_with_backward(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss that is kept, as in a running sum, must not keep queries and keys, and neither must calls that are."""
     own, x = module(), tokens(batch=8, length=256)
     made: list[weakref.ref[Tensor]] = []
-    plain = fused_attention.new_tensor
+    plain = native_memory.new_tensor
 
-    def noted(*given: Any) -> Tensor:
-        made.append(weakref.ref(found := plain(*given)))
+    def noted(*given: Any, **options: Any) -> Tensor:
+        made.append(weakref.ref(found := plain(*given, **options)))
         return found
 
-    monkeypatch.setattr(fused_attention, "new_tensor", noted)
+    for _ in range(1, call):
+        own(x).sum().backward()
+    for place in (fused_attention, native_prepared, native_projection, native_work, native_memory):
+        monkeypatch.setattr(place, "new_tensor", noted)
     loss = own(x).sum()
     assert any(place() is not None for place in made)
     loss.backward()
+    for part in (x, *own.parameters()):
+        part.grad = None
     gc.collect()
     assert [place() for place in made if place() is not None] == []
     assert bool(loss.detach().isfinite())
+
+
+def kept_calls() -> int:
+    stretches = [
+        stretch for step in fused_attention._steps.values() for stretch in (step._forward, *step._backward.values())
+    ]
+    return sum(len(stretch._waiting) for stretch in stretches)
+
+
+class TestKeptCalls:
+    """From the third call of a layout on, only addresses change."""
+
+    def test_they_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fused_attention, "_steps", {})
+        own = module()
+        for count, expected in ((1, 0), (1, 2), (3, 2)):
+            for _ in range(count):
+                own(tokens(), mask=None).sum().backward()
+            assert kept_calls() == expected
+        monkeypatch.setattr(fused_attention, "run", None)
+        own(tokens()).sum().backward()
+
+    def test_other_tokens_and_weights(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        own = module()
+        for round_ in range(6):
+            x = torch.randn(3, 37, 48, generator=torch.Generator().manual_seed(round_)).requires_grad_()
+            for part in own.parameters():
+                part.data = part.data + 0.01 * round_  # elsewhere in memory
+            call = partial(own, x)
+            found = numbers(call, [x, *own.parameters()], step=True)
+            with monkeypatch.context() as patch:
+                in_parts(patch)
+                right = numbers(call, [x, *own.parameters()], step=False)
+            assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))
+
+    def test_masks_in_turn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        own, x = module(), tokens()
+        masks = [ch.Padding(torch.tensor(lengths)) for lengths in ([37, 5, 1], [2, 30, 37])]
+        for mask in masks * 4:
+            call = partial(own, x, mask=mask)
+            found = numbers(call, [x, *own.parameters()], step=True)
+            with monkeypatch.context() as patch:
+                in_parts(patch)
+                right = numbers(call, [x, *own.parameters()], step=False)
+            assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))
+
+    def test_a_mask_that_is_written_to(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        own, x, lengths = module(), tokens(), torch.tensor([37, 5, 1])
+        table = torch.ones(37, 37, dtype=torch.bool)
+        for mask in (ch.Padding(lengths), ch.Dense(table)):
+            for _ in range(4):
+                own(x, mask=mask).sum().backward()
+            lengths[1], table[:, 3] = 30, False
+            with monkeypatch.context() as patch:
+                same(patch, partial(own, x, mask=mask), [x, *own.parameters()])
+
+    @pytest.mark.parametrize("offset", [True, [1], 1.5, "1"])
+    def test_a_bad_option_is_told_after_good_ones(self, offset: Any) -> None:
+        own, x = module(), tokens()
+        for _ in range(3):
+            own(x, query_offset=1)
+        with pytest.raises(ch.ClearheadError, match="query_offset"):
+            own(x, query_offset=offset)
+
+    def test_another_dropout_each_time(self) -> None:
+        own, x = module(dropout=0.5), tokens()
+        outputs = [own(x).detach() for _ in range(5)]
+        assert all(not torch.equal(one, other) for one, other in itertools.pairwise(outputs))
+
+    def test_weights_that_are_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And later are not: what was written down for one would read the other."""
+        own, x = module(), tokens()
+        tied = own.query_projection.weight
+        own.key_projection.weight = tied
+        for _ in range(4):
+            own(x).sum().backward()
+        own.key_projection.weight = nn.Parameter(tied.detach() * 2.0)
+        same(monkeypatch, lambda: own(x), [x, *own.parameters()])
+
+    def test_many_threads(self) -> None:
+        own, x = module(), tokens(batch=2, length=100)
+        right = own(x).detach()
+        wrong: list[int] = []
+
+        def often() -> None:
+            for _ in range(40):
+                leaf = x.detach().requires_grad_()
+                output = own(leaf)
+                (grad,) = torch.autograd.grad(output.sum(), leaf)
+                if not torch.equal(output, right) or not torch.equal(grad, expected):
+                    wrong.append(1)
+
+        leaf = x.detach().requires_grad_()
+        (expected,) = torch.autograd.grad(own(leaf).sum(), leaf)
+        threads = [threading.Thread(target=often) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+
+    def test_layouts_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fused_attention, "_steps", {})
+        own = module()
+        with torch.no_grad():
+            for length in range(1, 2 + fused_attention._MOST):
+                own(tokens(length=length))
+        assert len(fused_attention._steps) == fused_attention._MOST
 
 
 class Doubled(Linear):

@@ -24,7 +24,7 @@ from clearhead.backends.native_library import (
 from clearhead.backends.native_memory import new_tensor
 from clearhead.shapes import Float
 
-__all__ = ["MAX_TERMS", "Product", "WeightGradients", "absent", "check", "product", "run_all"]
+__all__ = ["MAX_TERMS", "Product", "WeightGradients", "absent", "check", "product", "rows_of", "run_all"]
 
 
 def absent() -> str | None:
@@ -65,7 +65,7 @@ class Product:
         row_sums: Float[Tensor, " rows"] | None = None,
         output: Float[Tensor, "rows columns"] | None = None,
     ) -> None:
-        laid = [(_rows(left), _rows(right)) for left, right in terms]
+        laid = [(rows_of(left), rows_of(right)) for left, right in terms]
         left, right = laid[0]
         own = ProjectionDescription.new()
         own.threads = min(torch.get_num_threads(), MAX_THREADS)
@@ -85,7 +85,7 @@ class Product:
             own.bias = dense.data_ptr()
         own.relu = relu
         if gate is not None:
-            gate = _rows(gate)
+            gate = rows_of(gate)
             assert gate.shape == (rows, columns)
             assert gate.dtype is left.dtype
             own.gate, own.gate_row = gate.data_ptr(), gate.stride(0)
@@ -132,6 +132,12 @@ class WeightGradients:
         if needs_weight:
             self.products = [Product([(grad, x)], left_turned=True, row_sums=self._sums)]
 
+    @property
+    def written(self) -> list[Tensor]:
+        """What the products write: nothing, the weight's, or both."""
+        sums = [] if self._sums is None else [self._sums]
+        return [product.output for product in self.products] + sums
+
     def found(self) -> tuple[Float[Tensor, "out in"] | None, Float[Tensor, " out"] | None]:
         """Both, once the products have run; None for one that is not wanted."""
         if self.products:
@@ -160,7 +166,7 @@ def check(code: int) -> None:
         raise RuntimeError(f"clearhead: a linear layer's product failed: {message(code)}")
 
 
-def _rows(matrix: Tensor) -> Tensor:
+def rows_of(matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
     """The matrix with a contiguous last axis."""
     matrix = matrix.detach().resolve_neg() if matrix.is_neg() else matrix
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] <= 1 else matrix.detach().contiguous()

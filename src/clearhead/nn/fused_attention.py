@@ -2,30 +2,34 @@
 
 Between two large products Python finds nothing of itself in the caches, and whatever it does takes several times as
 long as elsewhere: up to a tenth of a training step of a thousand tokens. Here the products and the attention are
-written down first and then run, one after the other.
+written down first and then run, one after the other; and what was written down for one layout of tensors is kept, so
+that from the third call on only addresses change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from ctypes import Structure
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from clearhead.backends import native
-from clearhead.backends.native_library import run
+from clearhead.backends.native_library import Code, Verb, run
 from clearhead.backends.native_memory import new_tensor
-from clearhead.backends.native_projection import Product, WeightGradients, run_all
+from clearhead.backends.native_prepared import Prepared
+from clearhead.backends.native_projection import Product, WeightGradients, rows_of, run_all
 from clearhead.backends.native_projection import check as check_product
 from clearhead.backends.native_work import BackwardWork, ForwardWork, Rows, check
 from clearhead.dispatch import choose
 from clearhead.functional import attention
 from clearhead.masks import Mask
+from clearhead.masks.parts import parts_of
 from clearhead.problem import Problem, draw_seed
-from clearhead.projection import KINDS, has_choice, kernels_take, project, recorded
+from clearhead.projection import KINDS, are_plain, has_choice, kernels_take, project, recorded
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
 from clearhead.statistics import Want
@@ -38,6 +42,10 @@ Layer: TypeAlias = tuple[Tensor, Tensor | None]
 
 _FUNCTION = "attention"
 _NOTHING = Want()
+#: Layouts that are kept; the one that was used longest ago goes first.
+_MOST: Final = 64
+#: What options of calls that may recur are; others are for ``Problem`` to look at each time.
+_SIMPLE: Final = (int, float, str, type(None))
 
 
 def self_attention(
@@ -83,28 +91,54 @@ def self_attention(
     """
     if torch.compiler.is_compiling() or watched() or _has_any_global_hook() or x.dim() != 3 or 0 in x.shape:
         return None
-    layers = (*sources, last)
-    tensors = [part for layer in layers for part in layer]
+    tensors = [part for layer in (*sources, last) for part in layer]
+    rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
     training = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (x, *tensors))
-    kinds, joined = KINDS if training else KINDS[:1], last[0].shape[-1]
+    options = (scale, dropout, query_offset, backend)
+    recurs = (
+        not rules and are_plain(x, *tensors) and all(_lies_plainly(part) for part in tensors if part is not None)
+        and all(type(option) in _SIMPLE for option in options)
+    )  # fmt: skip
+    layout = (
+        x.shape, x.dtype, *(None if part is None else part.shape for part in tensors), num_heads, num_kv_heads,
+        id(mask), *options, training, torch.get_num_threads(),
+    )  # fmt: skip
+    step = _kept_step(layout) if recurs else None
+    if step is None:
+        problem = _problem_like(
+            x, sources, last, training, backend, (num_heads, num_kv_heads, num_kv_heads), mask=mask, scores=rules,
+            scale=scale, dropout=dropout, query_offset=query_offset,
+        )  # fmt: skip
+        if problem is None:
+            return None
+        recurs = recurs and _is_said_by_runs(problem)
+        step = _Step(problem, training, recurs)
+        if recurs:
+            _keep(layout, step)
+    # Only now, so that whoever goes on without this step finds the generator as it was.
+    seed = draw_seed(dropout)
+    if training:
+        output: Tensor = _SelfAttention.apply(step, seed, x, *tensors)  # type: ignore[no-untyped-call]
+        return output
+    return step.forward(x, tensors, seed)[-1]
+
+
+def _problem_like(
+    x: Tensor, sources: Sequence[Layer], last: Layer, training: bool, backend: str, counts: tuple[int, int, int],
+    **options: Any,
+) -> Problem | None:  # fmt: skip
+    """The problem without numbers, where the CPU kernels are what every part would use."""
+    kinds = KINDS if training else KINDS[:1]
     if not has_choice(x, *sources[0]) or not all(kernels_take(kinds, x, *layer) for layer in sources):
         return None
-    if not kernels_take(kinds, x, *last, width=joined):
+    if not kernels_take(kinds, x, *last, width=last[0].shape[-1]):
         return None
     leading = (x.shape[0], x.shape[1])
-    projected = tuple(new_tensor(x, (leading[0] * leading[1], weight.shape[0])) for weight, _ in sources)
-    problem = Problem.of(
-        _FUNCTION, *_by_head(projected, leading, (num_heads, num_kv_heads, num_kv_heads)), mask=mask, scores=scores,
-        scale=scale, dropout=dropout, seed=0, query_offset=query_offset,
-    )  # fmt: skip
+    hollow = [x.new_empty(1).expand(leading[0] * leading[1], weight.shape[0]) for weight, _ in sources]
+    problem = Problem.of(_FUNCTION, *_by_head(hollow, leading, counts), seed=0, **options)
     if problem.rule_parameters or choose(_FUNCTION, problem, _NOTHING, backend) is not native.BACKEND:
         return None
-    # Only now, so that whoever goes on without this step finds the generator as it was.
-    problem = replace(problem, seed=draw_seed(dropout))
-    if training:
-        output: Tensor = _SelfAttention.apply(problem, projected, x, *tensors)  # type: ignore[no-untyped-call]
-        return output
-    return _forward(problem, projected, x, layers, for_backward=False)[0]
+    return problem
 
 
 def _by_head(projected: Sequence[Tensor], leading: tuple[int, int], counts: tuple[int, int, int]) -> tuple[Tensor, ...]:
@@ -123,41 +157,258 @@ def _by_head_of(problem: Problem, projected: Sequence[Tensor]) -> tuple[Tensor, 
     return _by_head(projected, (problem.batch, problem.q_len), counts)
 
 
-def _forward(
-    problem: Problem, projected: Sequence[Tensor], x: Tensor, layers: Sequence[Layer], *, for_backward: bool
-) -> tuple[Tensor, Float[Tensor, "rows width"], Rows | None]:
-    """The output, after writing what is projected, which the problem is about; and what backward needs besides: the
-    heads side by side, and their rows."""
-    *sources, (weight, bias) = layers
-    rows = x.reshape(-1, x.shape[-1])
-    products = [
-        Product([(rows, own)], right_turned=True, bias=added, output=output)
-        for (own, added), output in zip(sources, projected, strict=True)
-    ]
-    attended = ForwardWork(problem, _NOTHING, for_backward=for_backward)
-    joined = attended.output.transpose(1, 2).reshape(len(rows), -1)
-    output = new_tensor(x, (*x.shape[:2], weight.shape[0]))
-    mixed = Product([(joined, weight)], right_turned=True, bias=bias, output=output.view(len(rows), -1))
-    code, done = run([*(product.call for product in products), attended.call, mixed.call])
-    if done == len(products):
-        check("ch_forward", code)
-    check_product(code)
-    return output, joined, attended.rows
+def _side_by_side(heads: Tensor) -> Float[Tensor, "rows width"]:
+    return heads.transpose(1, 2).reshape(heads.shape[0] * heads.shape[2], -1)
+
+
+def _is_said_by_runs(problem: Problem) -> bool:
+    """Whether a mask is a band and runs of keys, which are asked for again: a table, or a user's function, may say
+    something else each time."""
+    if problem.mask is None:
+        return True
+    parts = problem.mask_parts
+    return not parts.rest and parts.dense is None and parts.blocks is None
+
+
+def _lies_plainly(tensor: Tensor) -> bool:
+    """Whether the kernels read a tensor where it lies."""
+    return (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1) and not tensor.is_neg()
+
+
+@dataclass
+class _Written:
+    """Calls in order, the tensors that they write, those that they point into and that stay where they are, and what
+    else must live until they have run."""
+
+    calls: list[tuple[Verb, Structure]]
+    writes: list[Tensor]
+    stays: list[Tensor]
+    alive: object
+
+
+class _Stretch:
+    """Kernels that run one after the other: written down until it is known that they recur, and then made again."""
+
+    def __init__(self, may_recur: bool) -> None:
+        self._may_recur, self._seen = may_recur, False
+        self._waiting: list[Prepared] = []
+
+    def run(
+        self, reads: Sequence[Tensor], write_down: Callable[[], _Written], seed: int
+    ) -> tuple[list[Tensor], int, int]:
+        """What is written; the last code, and how many calls came to their end."""
+        try:
+            prepared = self._waiting.pop()
+        except IndexError:  # none yet, or all at work in other threads
+            return self._write_down(reads, write_down())
+        writes = prepared.rooms(reads[0])
+        code, done = prepared.run([*reads, *writes], seed)
+        self._waiting.append(prepared)
+        return writes, code, done
+
+    def _write_down(self, reads: Sequence[Tensor], written: _Written) -> tuple[list[Tensor], int, int]:
+        code, done = run(written.calls)
+        # Tensors that are one now need not be the next time.
+        if self._may_recur and self._seen and len({tensor.data_ptr() for tensor in reads}) == len(reads):
+            prepared = Prepared(written.calls, reads, written.writes, written.stays)
+            self._waiting += [prepared] if prepared.complete else []
+        self._seen = True
+        return written.writes, code, done
+
+
+class _Step:
+    """What calls of one layout share: a problem without numbers, and the kernels' calls.
+
+    Args:
+        problem: of hollow tensors.
+        training: whether forward keeps what backward needs.
+        recurs: whether the same may come again, so that calls are kept.
+    """
+
+    def __init__(self, problem: Problem, training: bool, recurs: bool) -> None:
+        self.problem, self.training, self._recurs = problem, training, recurs
+        self._forward = _Stretch(recurs)
+        self._backward: dict[tuple[bool, ...], _Stretch] = {}
+
+    def is_current(self) -> bool:
+        """Whether the mask's tensors are still what they were: somebody may have written into them."""
+        own = self.problem
+        if own.mask is None or not tuple(own.mask.tensors()):
+            return True
+        size = (own.batch, own.num_heads, own.q_len, own.k_len)
+        return parts_of(own.mask, size, own.query_offset) is own.mask_parts
+
+    def problem_of(self, projected: Sequence[Tensor], seed: int) -> Problem:
+        """The problem with its numbers."""
+        own = self.problem.with_tensors(*_by_head_of(self.problem, projected))
+        return own.with_seed(seed)
+
+    def forward(self, x: Tensor, tensors: Sequence[Tensor | None], seed: int) -> list[Tensor]:
+        """What is projected; the heads; while training their rows' statistics, and exact output where it is kept; and
+        the output."""
+        rows, layers = rows_of(x.reshape(-1, x.shape[-1])), _layers(tensors)
+        reads = [rows, *(part for part in tensors if part is not None)]
+        writes, code, done = self._forward.run(reads, lambda: self._forward_calls(rows, layers, seed), seed)
+        if done == len(layers) - 1:
+            check("ch_forward", code)
+        check_product(code)
+        return writes
+
+    def _forward_calls(self, rows: Tensor, layers: Sequence[Layer], seed: int) -> _Written:
+        *sources, (weight, bias) = layers
+        products = [Product([(rows, own)], right_turned=True, bias=added) for own, added in sources]
+        projected = [product.output for product in products]
+        attended = ForwardWork(self.problem_of(projected, seed), _NOTHING, for_backward=self.training)
+        output = new_tensor(rows, (self.problem.batch, self.problem.q_len, weight.shape[0]))
+        mixed = Product(
+            [(_side_by_side(attended.output), weight)], right_turned=True, bias=bias, output=output.view(len(rows), -1)
+        )
+        kept = [] if attended.rows is None else [attended.rows.softmax]
+        if attended.rows is not None and attended.rows.output is not None and rows.dtype != torch.float32:
+            kept.append(attended.rows.output)
+        return _Written(
+            [*(product.call for product in products), attended.call, mixed.call],
+            [*projected, attended.output, *kept, output], attended.held, (products, attended, mixed),
+        )  # fmt: skip
+
+    def backward(self, given: _Given, needs: tuple[bool, ...]) -> list[Tensor | None]:
+        """Gradients of ``x`` and each layer's weight and bias; what is not needed is None."""
+        # Sums for a bias alone are not the kernels'.
+        recurs = self._recurs and all(weight or not bias for weight, bias in zip(needs[1::2], needs[2::2], strict=True))
+        stretch = self._backward.setdefault(needs, _Stretch(True)) if recurs else _Stretch(False)
+        made: list[_Backward] = []
+
+        def write_down() -> _Written:
+            made.append(_Backward(self.problem_of(given.projected, given.seed), given, needs))
+            return made[-1].written()
+
+        writes, code, _ = stretch.run(given.reads(), write_down, given.seed)
+        if code == Code.NOT_FINITE:
+            # Rare: NaN or inf behind a mask, which takes a look of its own.
+            return _Backward(self.problem_of(given.projected, given.seed), given, needs).contained()
+        check_product(code)
+        if made:
+            return made[-1].found()
+        found = iter(writes)
+        return [next(found) if needed else None for needed in needs]
+
+
+_steps: dict[Hashable, _Step] = {}
+
+
+def _kept_step(layout: Hashable) -> _Step | None:
+    """The step of a layout, which is now the one used last."""
+    step = _steps.pop(layout, None)
+    if step is None or not step.is_current():
+        return None
+    _steps[layout] = step
+    return step
+
+
+def _keep(layout: Hashable, step: _Step) -> None:
+    # A mask's id is its own as long as the step holds the mask.
+    while len(_steps) >= _MOST:
+        _steps.pop(next(iter(_steps)), None)
+    _steps[layout] = step
+
+
+@dataclass
+class _Given:
+    """What backward reads: the gradient and ``x`` as rows, the shape of ``x``, weights and biases, and what forward
+    left."""
+
+    arrived: Float[Tensor, "rows out"]
+    rows: Float[Tensor, "rows in"]
+    shape: tuple[int, ...]
+    tensors: Sequence[Tensor | None]
+    projected: Sequence[Tensor]
+    heads: Tensor
+    kept: Sequence[Tensor]
+    seed: int
+
+    @property
+    def row_statistics(self) -> Rows:
+        softmax, *exact = self.kept
+        own = self.heads if self.heads.dtype == torch.float32 else exact[0] if exact else None
+        return Rows(own, None, softmax)
+
+    def reads(self) -> list[Tensor]:
+        """Tensors that lie elsewhere each time."""
+        parts = [part for part in self.tensors if part is not None]
+        return [self.arrived, self.rows, *parts, *self.projected, self.heads, *self.kept]
+
+
+class _Backward:
+    """The calls of one backward: products before the attention's, and behind it."""
+
+    def __init__(self, problem: Problem, given: _Given, needs: Sequence[bool]) -> None:
+        *sources, (weight, _) = _layers(given.tensors)
+        self._problem, self._given = problem, given
+        self._mixed = WeightGradients(given.arrived, _side_by_side(given.heads), *needs[-2:])
+        self._before, self._after = [*self._mixed.products], list[Product]()
+        self._own, self._of_x = list[WeightGradients](), list[Tensor]()
+        self._attended: BackwardWork | None = None
+        self._between: list[Tensor] = []
+        self._without = len(needs) - 2
+        if any(needs[:-2]):
+            self._add_attention(sources, weight, needs)
+
+    def _add_attention(self, sources: Sequence[Layer], weight: Tensor, needs: Sequence[bool]) -> None:
+        problem, given = self._problem, self._given
+        of_joined, rows = Product([(given.arrived, weight)]), given.rows
+        self._before.append(of_joined)
+        of_projected = [new_tensor(part, tuple(part.shape)) for part in given.projected]
+        self._of_heads = of_joined.output.view(problem.batch, problem.q_len, problem.num_heads, -1).transpose(1, 2)
+        self._into = _by_head_of(problem, of_projected)
+        self._attended = BackwardWork(problem, given.row_statistics, self._of_heads, into=self._into)
+        self._between = [of_joined.output, *of_projected, self._attended.delta]
+        self._own = [
+            WeightGradients(part, rows, *needs[1 + 2 * place : 3 + 2 * place])
+            for place, part in enumerate(of_projected)
+        ]
+        self._after = [product for layer in self._own for product in layer.products]
+        if needs[0]:
+            self._of_x = [new_tensor(rows, given.shape)]
+            terms = [(part, layer[0]) for part, layer in zip(of_projected, sources, strict=True)]
+            self._after.append(Product(terms, output=self._of_x[0].view(len(rows), -1)))
+
+    def written(self) -> _Written:
+        """Results first, in the order of what is needed."""
+        attended = self._attended
+        calls: list[tuple[Verb, Structure]] = [product.call for product in self._before]
+        calls += [] if attended is None else [attended.call]
+        calls += [product.call for product in self._after]
+        results = [*self._of_x, *(part for layer in (*self._own, self._mixed) for part in layer.written)]
+        return _Written(calls, [*results, *self._between], [] if attended is None else attended.held, self)
+
+    def found(self) -> list[Tensor | None]:
+        """Of ``x`` and each layer's weight and bias, once the calls are made."""
+        mixed = [*self._mixed.found()]
+        if self._attended is None:
+            return [None] * self._without + mixed
+        of_x = self._of_x[0] if self._of_x else None
+        return [of_x, *(part for layer in self._own for part in layer.found()), *mixed]
+
+    def contained(self) -> list[Tensor | None]:
+        """The same where NaN or inf may meet a mask."""
+        run_all(self._before)
+        arrived = native.Arrived(self._of_heads)
+        gradients = native.gradients(self._problem, self._given.row_statistics, arrived)
+        for place, gradient in zip(self._into, gradients, strict=True):
+            place.copy_(gradient)
+        run_all(self._after)
+        return self.found()
 
 
 class _SelfAttention(torch.autograd.Function):
     """``x``, then a weight and a bias or None for each layer."""
 
     @staticmethod
-    def forward(
-        ctx: Any, problem: Problem, projected: tuple[Tensor, ...], x: Tensor, *tensors: Tensor | None
-    ) -> Tensor:
-        output, joined, rows = _forward(problem, projected, x, _layers(tensors), for_backward=True)
-        assert rows is not None
-        # What is saved goes when backward is done; the problem stays as long as the output does.
-        ctx.problem = problem.without_numbers()
+    def forward(ctx: Any, step: _Step, seed: int, x: Tensor, *tensors: Tensor | None) -> Tensor:
+        *kept, output = step.forward(x, tensors, seed)
+        ctx.step, ctx.seed = step, seed
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, *tensors, *projected, joined, rows.output, rows.lse, rows.softmax)
+        ctx.save_for_backward(x, *tensors, *kept)
         return output
 
     @staticmethod
@@ -168,53 +419,19 @@ class _SelfAttention(torch.autograd.Function):
             return (None,) * (2 + count)
         # Asked for once: a checkpoint hands them out a single time.
         saved = ctx.saved_tensors
-        given, kept = saved[:count], saved[count:]
+        x, *tensors = saved[:count]
         if recorded(grad):
-            return None, None, *_known_gradients(ctx.problem, grad, given, needs)
-        *projected, joined, output, lse, softmax = kept
-        layers, rows = _layers(given[1:]), Rows(output, lse, softmax)
-        return None, None, *_gradients(ctx.problem, grad, given[0], layers, projected, joined, rows, needs)
+            return None, None, *_known_gradients(ctx.step.problem.with_seed(ctx.seed), grad, saved[:count], needs)
+        sources = len(_layers(tensors)) - 1
+        projected, (heads, *kept) = saved[count : count + sources], saved[count + sources :]
+        arrived, rows = (rows_of(part.reshape(-1, part.shape[-1])) for part in (grad, x))
+        given = _Given(arrived, rows, tuple(x.shape), tensors, projected, heads, kept, ctx.seed)
+        return None, None, *ctx.step.backward(given, needs)
 
 
 def _layers(tensors: Sequence[Tensor | None]) -> list[Layer]:
     pairs = zip(tensors[::2], tensors[1::2], strict=True)
     return [(weight, bias) for weight, bias in pairs if weight is not None]
-
-
-def _gradients(
-    problem: Problem, grad: Tensor, x: Tensor, layers: Sequence[Layer], projected: Sequence[Tensor], joined: Tensor,
-    rows: Rows, needs: Sequence[bool],
-) -> list[Tensor | None]:  # fmt: skip
-    """Of ``x`` and each layer's weight and bias; what is not needed is None."""
-    *sources, (weight, _) = layers
-    flat, arrived = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    mixed = WeightGradients(arrived, joined, *needs[-2:])
-    if not any(needs[:-2]):
-        run_all(mixed.products)
-        return [None] * (len(needs) - 2) + [*mixed.found()]
-    of_joined = Product([(arrived, weight)])
-    of_projected = [new_tensor(part, tuple(part.shape)) for part in projected]
-    problem = problem.with_tensors(*_by_head_of(problem, projected))
-    of_heads = of_joined.output.view(problem.batch, problem.q_len, problem.num_heads, -1).transpose(1, 2)
-    into = _by_head_of(problem, of_projected)
-    attended = BackwardWork(problem, rows, of_heads, into=into)
-    own = [
-        WeightGradients(part, flat, *needs[1 + 2 * place : 3 + 2 * place]) for place, part in enumerate(of_projected)
-    ]
-    of_x = Product([(part, layer[0]) for part, layer in zip(of_projected, sources, strict=True)]) if needs[0] else None
-    before = [*mixed.products, of_joined]
-    after = [product for layer in own for product in layer.products] + ([] if of_x is None else [of_x])
-    code, done = run([*(product.call for product in before), attended.call, *(product.call for product in after)])
-    if done == len(before) and not check("ch_backward", code):
-        # Rare: NaN or inf behind a mask, which takes a look of its own.
-        found = native.gradients(problem, rows, native.Arrived(of_heads))
-        for place, gradient in zip(into, found, strict=True):
-            place.copy_(gradient)
-        run_all(after)
-    else:
-        check_product(code)
-    each = [part for layer in (*own, mixed) for part in layer.found()]
-    return [None if of_x is None else of_x.output.view(x.shape), *each]
 
 
 def _known_gradients(

@@ -3,12 +3,13 @@
 from clearhead.projection.chosen import DTYPES, Choice, check_variable, choice, measured
 from clearhead.projection.feedforward import project_relu_project
 from clearhead.projection.paths import KINDS
-from clearhead.projection.products import has_choice, kernels_take, project, project_each, recorded
+from clearhead.projection.products import are_plain, has_choice, kernels_take, project, project_each, recorded
 
 __all__ = [
     "DTYPES",
     "KINDS",
     "Choice",
+    "are_plain",
     "check_variable",
     "choice",
     "has_choice",

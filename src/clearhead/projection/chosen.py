@@ -30,6 +30,8 @@ _MARGINS: Final = {torch.float32: 1.1, torch.bfloat16: 1.03}
 #: How much faster either must be than the kernels. They give the same bits at any number of threads, add the input
 #: gradients of several layers within one product and a bias's gradient on the way, which is not measured here.
 _LEAD: Final = 1.2
+#: How often the kernels are measured again before they are left out.
+_DOUBTS: Final = 2
 #: Of the tensors that have a choice.
 DTYPES: Final = tuple(_MARGINS)
 
@@ -124,6 +126,11 @@ def _decide(kind: str, dtype: torch.dtype) -> Choice:
     if len(absent) == len(PATHS) - 1:
         return Choice(kind, name, TORCH.name, "; ".join(absent))
     rates = _rates(kind, dtype)
+    for _ in range(_DOUBTS):
+        if rates[NATIVE.name] is None or _fastest(rates, _MARGINS[dtype]) is NATIVE:
+            break
+        # A core that somebody else took for these milliseconds must not cost the whole process its kernels.
+        rates = _better(rates, _rates(kind, dtype))
     # A weight's gradient sums over tokens, however small the weight is.
     narrow = None if kind == "weight gradient" else _fastest({**rates, NATIVE.name: None}, _MARGINS[dtype]).name
     return Choice(kind, name, _fastest(rates, _MARGINS[dtype]).name, "measured", rates, narrow)
@@ -134,6 +141,11 @@ def _fastest(rates: Mapping[str, float | None], margin: float) -> Path:
     known = {path: rate for path in PATHS.values() if (rate := rates[path.name]) is not None}
     other = ONEDNN if known.get(ONEDNN, 0.0) >= margin * known[TORCH] else TORCH
     return NATIVE if NATIVE in known and known[other] <= _LEAD * known[NATIVE] else other
+
+
+def _better(one: Mapping[str, float | None], other: Mapping[str, float | None]) -> dict[str, float | None]:
+    """The best of two measurements: others on the machine can only slow a path down."""
+    return {name: max((rate for rate in (one[name], other[name]) if rate is not None), default=None) for name in one}
 
 
 @torch.no_grad()

@@ -204,6 +204,13 @@ def is_layer(weight: Tensor, bias: Tensor | None, width: int, dtype: torch.dtype
     return bias is None or (_plain(bias) and bias.dtype is dtype and bias.shape == weight.shape[:1])
 
 
+def are_plain(first: Tensor, *others: Tensor | None) -> bool:
+    """Whether tensors are still what ``has_choice`` found them to be, where only their shapes are known to be the same:
+    plain ones of one dtype, with nobody watching operators."""
+    same = all(other is None or (_plain(other) and other.dtype is first.dtype) for other in others)
+    return same and _plain(first) and torch._C._get_tracing_state() is None and not watched()
+
+
 def _plain(tensor: Tensor) -> bool:
     """Numbers of a dtype that has a choice, in this machine's memory, and no subclass."""
     return (

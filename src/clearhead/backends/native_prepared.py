@@ -1,0 +1,108 @@
+"""Calls written down once and made again on tensors that lie elsewhere: of a description only its addresses change.
+
+Between two large products Python finds nothing of itself in the caches, and writing a call down takes several times as
+long as elsewhere. What depends on shapes, strides and dtypes alone need not be written twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from clearhead.backends.native_library import Call, Description, Verb, library
+from clearhead.backends.native_memory import new_tensor
+
+__all__ = ["Prepared"]
+
+_WORD = ctypes.sizeof(ctypes.c_uint64)
+#: Sizes, dtype and strides of a tensor that is written.
+_Room: TypeAlias = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
+
+
+class Prepared:
+    """Calls of one layout, one after the other; one thread makes them at a time.
+
+    Args:
+        calls: as ``native_library.run`` takes them.
+        reads: tensors that the descriptions point into and that lie elsewhere each time; no two share memory.
+        writes: the same for those that are written.
+        stays: tensors that are pointed into and stay where they are; those that lie in others are passed over.
+
+    Attributes:
+        complete: whether every address lies in one of these tensors; if not, the calls must not be made again.
+    """
+
+    def __init__(
+        self, calls: Sequence[tuple[Verb, ctypes.Structure]], reads: Sequence[Tensor], writes: Sequence[Tensor],
+        stays: Sequence[Tensor] = (),
+    ) -> None:  # fmt: skip
+        self._listed = (Call * len(calls))(*[Call(verb, 0, ctypes.addressof(own)) for verb, own in calls])
+        self._seeds = [own for _, own in calls if isinstance(own, Description)]
+        self._rooms: list[_Room] = [(tuple(own.shape), own.dtype, own.stride()) for own in writes]
+        moving = [*reads, *writes]
+        self._moves: list[list[tuple[ctypes.Array[ctypes.c_uint64], int, int]]] = [[] for _ in moving]
+        places, fixed = _places(moving), [own for own in stays if _find(_places(moving), own.data_ptr()) is None]
+        fixed_places = _places(fixed)
+        self.complete = True
+        for _, description in calls:
+            words = (ctypes.c_uint64 * (ctypes.sizeof(description) // _WORD)).from_buffer(description)
+            for word in _pointers(type(description)):
+                if (found := _find(places, words[word])) is not None:
+                    self._moves[found[0]].append((words, word, found[1]))
+                elif words[word] and _find(fixed_places, words[word]) is None:
+                    self.complete = False
+        self._held = ([description for _, description in calls], fixed)
+
+    def rooms(self, like: Tensor) -> list[Tensor]:
+        """New tensors for what is written."""
+        return [new_tensor(like, *room) for room in self._rooms]
+
+    def run(self, tensors: Sequence[Tensor], seed: int = 0) -> tuple[int, int]:
+        """Make the calls on these reads and writes, in their order: as ``native_library.run``."""
+        for moves, tensor in zip(self._moves, tensors, strict=True):
+            address = tensor.data_ptr()
+            for words, word, offset in moves:
+                words[word] = address + offset
+        for description in self._seeds:
+            description.seed = seed
+        found = library()
+        assert found is not None
+        done = ctypes.c_int32()
+        return int(found.ch_run(self._listed, len(self._listed), ctypes.byref(done))), done.value
+
+
+def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    """Where tensors begin, which they are, and their bytes, in order."""
+    return sorted((own.data_ptr(), place, _bytes(own)) for place, own in enumerate(tensors) if own.numel() > 0)
+
+
+def _find(places: list[tuple[int, int, int]], address: int) -> tuple[int, int] | None:
+    """The tensor that an address lies in, and how far from its start."""
+    before = bisect_right(places, (address, len(places), 0)) - 1
+    start, place, size = places[before] if before >= 0 else (0, 0, 0)
+    return (place, address - start) if address < start + size else None
+
+
+def _bytes(tensor: Tensor) -> int:
+    """From the first element to behind the last."""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()
+
+
+@cache
+def _pointers(kind: Any, first: int = 0) -> tuple[int, ...]:
+    """Words of a structure, or of an array of them, that are addresses."""
+    if issubclass(kind, ctypes.Array):
+        size = ctypes.sizeof(kind._type_)
+        parts = [(kind._type_, first + place * size) for place in range(kind._length_)]
+    elif issubclass(kind, ctypes.Structure):
+        parts = [(own, first + getattr(kind, name).offset) for name, own, *_ in kind._fields_]
+    else:
+        return (first // _WORD,) if kind is ctypes.c_void_p else ()
+    return tuple(word for own, at in parts for word in _pointers(own, at))
