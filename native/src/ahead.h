@@ -21,7 +21,8 @@ struct Ahead {
 
   void clear() { count = at = 0, total = rows_each = 0; }
 
-  template <class IO> void add(const ch_tensor& t, int64_t b, int64_t h, int64_t rows, int64_t dim, bool written = false) {
+  template <class IO>
+  void add(const ch_tensor& t, int64_t b, int64_t h, int64_t rows, int64_t dim, bool written = false) {
     const int64_t size = (int64_t)sizeof(typename IO::type), bytes = dim * size;
     rows = least(rows, MOST / bytes);
     stretches[count++] = Stretch{(const char*)CH_NS::at<IO>(t, b, h, 0), t.row * size, rows, bytes, written};

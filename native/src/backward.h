@@ -184,12 +184,12 @@ template <class M, class IO> struct Backward {
   }
 
   void check_finite(int64_t b, int64_t h, Fault& fault) const {
-      bool fine = all_finite<IO>(at<IO>(w.query, b, h, 0), w.query.row, w.q_len, (int)w.head_dim);
-      if (h < w.kv_heads) {
-        fine = fine && all_finite<IO>(at<IO>(w.key, b, h, 0), w.key.row, w.k_len, (int)w.head_dim);
-        fine = fine && all_finite<IO>(at<IO>(w.value, b, h, 0), w.value.row, w.k_len, (int)w.value_dim);
-      }
-      if (!fine) fault.set(CH_NOT_FINITE);
+    bool fine = all_finite<IO>(at<IO>(w.query, b, h, 0), w.query.row, w.q_len, (int)w.head_dim);
+    if (h < w.kv_heads) {
+      fine = fine && all_finite<IO>(at<IO>(w.key, b, h, 0), w.key.row, w.k_len, (int)w.head_dim);
+      fine = fine && all_finite<IO>(at<IO>(w.value, b, h, 0), w.value.row, w.k_len, (int)w.value_dim);
+    }
+    if (!fine) fault.set(CH_NOT_FINITE);
   }
 
   void pack_keys(int64_t b, int64_t kh, int64_t t0, int count, Desk& d) const {
@@ -491,9 +491,10 @@ template <class M, class IO> struct Backward {
       if (c1 <= c0) continue;
       if (alone) memcpy(w.delta + row_index(w, b, h, first + r0), d.delta + r0, (size_t)n * sizeof(float));
       for (int p = 0; p < keys.count; p++)
-        add_product(d.first_keys, n, keys.vectors(p, out), row_steps<M>(c1 - c0), d.dr + ((int64_t)r0 * tile + c0) / M::PAIR,
-                        tile / M::PAIR, 1, d.kn + p * keys.size + (int64_t)(c0 / M::PAIR) * keys.ld, keys.ld,
-                        dq + (first + r0) * out + p * PW, out);
+        add_product(d.first_keys, n, keys.vectors(p, out), row_steps<M>(c1 - c0),
+                    d.dr + ((int64_t)r0 * tile + c0) / M::PAIR,
+                    tile / M::PAIR, 1, d.kn + p * keys.size + (int64_t)(c0 / M::PAIR) * keys.ld, keys.ld,
+                    dq + (first + r0) * out + p * PW, out);
     }
     gather(spans, count, low, high, laid, d);
     d.first_rows = false;
@@ -519,10 +520,12 @@ template <class M, class IO> struct Backward {
       int64_t along = row_steps<M>(to - from), skipped = from / M::PAIR;
       for (int p = 0; p < grads.count; p++)
         add_product(d.first_rows, n, grads.vectors(p, v_out), along, d.p + skipped * tile + j, 1, tile,
-                        laid.gb + p * grads.size + skipped * grads.ld, grads.ld, d.dv + (int64_t)j * v_out + p * PW, v_out);
+                    laid.gb + p * grads.size + skipped * grads.ld, grads.ld, d.dv + (int64_t)j * v_out + p * PW,
+                    v_out);
       for (int p = 0; p < queries.count; p++)
         add_product(d.first_rows, n, queries.vectors(p, out), along, d.ds + skipped * tile + j, 1, tile,
-                        laid.qb + p * queries.size + skipped * queries.ld, queries.ld, d.dk + (int64_t)j * out + p * PW, out);
+                    laid.qb + p * queries.size + skipped * queries.ld, queries.ld, d.dk + (int64_t)j * out + p * PW,
+                    out);
     }
   }
 
@@ -701,7 +704,8 @@ template <class M, class IO> struct Backward {
     char* base = (char*)scratch(clearhead::SLOT_PARTIAL, (size_t)most(bytes, (int64_t)64));
     if (base == nullptr) return CH_NO_MEMORY;
     sums_bytes(sums, base);
-    if (chunks > 1) parallel(threads, w.batch * w.heads, [&](int64_t unit) { write_delta(unit / w.heads, unit % w.heads); });
+    if (chunks > 1)
+      parallel(threads, w.batch * w.heads, [&](int64_t unit) { write_delta(unit / w.heads, unit % w.heads); });
     int64_t outer_b = share_batch ? 1 : w.batch, outer_h = share_heads ? 1 : w.kv_heads;
     parallel(threads, outer_b * outer_h * chunks, [&](int64_t unit) {
       // Early keys first: under a causal mask they have the most queries.
@@ -733,7 +737,8 @@ template <class M, class IO> struct Backward {
   void clear_queries(int64_t b, int64_t kh) const {
     for (int64_t h = kh * group; h < (kh + 1) * group; h++) {
       start_delta(b, h);
-      for (int64_t i = 0; i < w.q_len; i++) memset(at<IO>(w.grad_query, b, h, i), 0, (size_t)w.head_dim * sizeof(element));
+      for (int64_t i = 0; i < w.q_len; i++)
+        memset(at<IO>(w.grad_query, b, h, i), 0, (size_t)w.head_dim * sizeof(element));
     }
   }
 

@@ -581,7 +581,8 @@ template <class M, class IO> struct Forward {
   int run_segments(Segments& segments) const {
     Fault fault;
     segments.sort(w.kv_heads);
-    const int threads = threads_for(w, 2.0 * segments.operations * (double)w.heads * (double)(w.head_dim + w.value_dim));
+    const double operations = 2.0 * segments.operations * (double)w.heads * (double)(w.head_dim + w.value_dim);
+    const int threads = threads_for(w, operations);
     for (int64_t s = 0; s < segments.large; s++) {
       const Task part = segments.part(w, s, threads);
       Forward(part, gives).share(threads, fault);

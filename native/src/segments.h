@@ -27,7 +27,8 @@ class Segments {
   double operations = 0;
   bool no_memory = false;
 
-  // Of a call whose masks say nothing else; none where they are not worth it. `disjoint`: whether only one may see a key.
+  // Of a call whose masks say nothing else; none where they are not worth it. `disjoint`: whether a key may be seen by
+  // one alone.
   Segments(const Task& w, bool disjoint) {
     if (!may(w, disjoint)) return;
     const int64_t room = w.batch + w.batch * w.q_len / LEAST;

@@ -235,7 +235,7 @@ class TestKeptCalls:
             for _ in range(count):
                 own(tokens(), mask=None).sum().backward()
             assert kept_calls() == expected
-        monkeypatch.setattr(fused_attention, "run", None)
+        monkeypatch.setattr(native_prepared, "run", None)
         own(tokens()).sum().backward()
 
     def test_other_tokens_and_weights(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from clearhead.backends.native_library import Call, Description, Verb, library
+from clearhead.backends.native_library import Call, Description, Verb, library, run
 from clearhead.backends.native_memory import new_tensor
 
-__all__ = ["Prepared"]
+__all__ = ["Prepared", "Stretch", "Written"]
 
 _WORD = ctypes.sizeof(ctypes.c_uint64)
 #: Sizes, dtype and strides of a tensor that is written.
@@ -75,6 +76,47 @@ class Prepared:
         assert found is not None
         done = ctypes.c_int32()
         return int(found.ch_run(self._listed, len(self._listed), ctypes.byref(done))), done.value
+
+
+@dataclass
+class Written:
+    """Calls in order, the tensors that they write, those that they point into and that stay where they are, and what
+    else must live until they have run."""
+
+    calls: list[tuple[Verb, ctypes.Structure]]
+    writes: list[Tensor]
+    stays: list[Tensor]
+    alive: object
+
+
+class Stretch:
+    """Kernels that run one after the other: written down until it is known that they recur, and then made again."""
+
+    def __init__(self, may_recur: bool) -> None:
+        self._may_recur, self._seen = may_recur, False
+        self._waiting: list[Prepared] = []
+
+    def run(
+        self, reads: Sequence[Tensor], write_down: Callable[[], Written], seed: int
+    ) -> tuple[list[Tensor], int, int]:
+        """What is written; the last code, and how many calls came to their end."""
+        try:
+            prepared = self._waiting.pop()
+        except IndexError:  # none yet, or all at work in other threads
+            return self._write_and_run(reads, write_down())
+        writes = prepared.rooms(reads[0])
+        code, done = prepared.run([*reads, *writes], seed)
+        self._waiting.append(prepared)
+        return writes, code, done
+
+    def _write_and_run(self, reads: Sequence[Tensor], written: Written) -> tuple[list[Tensor], int, int]:
+        code, done = run(written.calls)
+        # Tensors that are one now need not be the next time.
+        if self._may_recur and self._seen and len({tensor.data_ptr() for tensor in reads}) == len(reads):
+            prepared = Prepared(written.calls, reads, written.writes, written.stays)
+            self._waiting += [prepared] if prepared.complete else []
+        self._seen = True
+        return written.writes, code, done
 
 
 def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:

@@ -8,7 +8,7 @@ that from the third call on only addresses change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from ctypes import Structure
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from clearhead.backends import native
-from clearhead.backends.native_library import Code, Verb, run
+from clearhead.backends.native_library import Code, Verb
 from clearhead.backends.native_memory import new_tensor
-from clearhead.backends.native_prepared import Prepared
+from clearhead.backends.native_prepared import Stretch, Written
 from clearhead.backends.native_projection import Product, WeightGradients, rows_of, run_all
 from clearhead.backends.native_projection import check as check_product
 from clearhead.backends.native_work import BackwardWork, ForwardWork, Rows, check
@@ -175,47 +175,6 @@ def _lies_plainly(tensor: Tensor) -> bool:
     return (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1) and not tensor.is_neg()
 
 
-@dataclass
-class _Written:
-    """Calls in order, the tensors that they write, those that they point into and that stay where they are, and what
-    else must live until they have run."""
-
-    calls: list[tuple[Verb, Structure]]
-    writes: list[Tensor]
-    stays: list[Tensor]
-    alive: object
-
-
-class _Stretch:
-    """Kernels that run one after the other: written down until it is known that they recur, and then made again."""
-
-    def __init__(self, may_recur: bool) -> None:
-        self._may_recur, self._seen = may_recur, False
-        self._waiting: list[Prepared] = []
-
-    def run(
-        self, reads: Sequence[Tensor], write_down: Callable[[], _Written], seed: int
-    ) -> tuple[list[Tensor], int, int]:
-        """What is written; the last code, and how many calls came to their end."""
-        try:
-            prepared = self._waiting.pop()
-        except IndexError:  # none yet, or all at work in other threads
-            return self._write_down(reads, write_down())
-        writes = prepared.rooms(reads[0])
-        code, done = prepared.run([*reads, *writes], seed)
-        self._waiting.append(prepared)
-        return writes, code, done
-
-    def _write_down(self, reads: Sequence[Tensor], written: _Written) -> tuple[list[Tensor], int, int]:
-        code, done = run(written.calls)
-        # Tensors that are one now need not be the next time.
-        if self._may_recur and self._seen and len({tensor.data_ptr() for tensor in reads}) == len(reads):
-            prepared = Prepared(written.calls, reads, written.writes, written.stays)
-            self._waiting += [prepared] if prepared.complete else []
-        self._seen = True
-        return written.writes, code, done
-
-
 class _Step:
     """What calls of one layout share: a problem without numbers, and the kernels' calls.
 
@@ -227,8 +186,8 @@ class _Step:
 
     def __init__(self, problem: Problem, training: bool, recurs: bool) -> None:
         self.problem, self.training, self._recurs = problem, training, recurs
-        self._forward = _Stretch(recurs)
-        self._backward: dict[tuple[bool, ...], _Stretch] = {}
+        self._forward = Stretch(recurs)
+        self._backward: dict[tuple[bool, ...], Stretch] = {}
 
     def is_current(self) -> bool:
         """Whether the mask's tensors are still what they were: somebody may have written into them."""
@@ -254,7 +213,7 @@ class _Step:
         check_product(code)
         return writes
 
-    def _forward_calls(self, rows: Tensor, layers: Sequence[Layer], seed: int) -> _Written:
+    def _forward_calls(self, rows: Tensor, layers: Sequence[Layer], seed: int) -> Written:
         *sources, (weight, bias) = layers
         products = [Product([(rows, own)], right_turned=True, bias=added) for own, added in sources]
         projected = [product.output for product in products]
@@ -266,7 +225,7 @@ class _Step:
         kept = [] if attended.rows is None else [attended.rows.softmax]
         if attended.rows is not None and attended.rows.output is not None and rows.dtype != torch.float32:
             kept.append(attended.rows.output)
-        return _Written(
+        return Written(
             [*(product.call for product in products), attended.call, mixed.call],
             [*projected, attended.output, *kept, output], attended.held, (products, attended, mixed),
         )  # fmt: skip
@@ -275,10 +234,10 @@ class _Step:
         """Gradients of ``x`` and each layer's weight and bias; what is not needed is None."""
         # Sums for a bias alone are not the kernels'.
         recurs = self._recurs and all(weight or not bias for weight, bias in zip(needs[1::2], needs[2::2], strict=True))
-        stretch = self._backward.setdefault(needs, _Stretch(True)) if recurs else _Stretch(False)
+        stretch = self._backward.setdefault(needs, Stretch(True)) if recurs else Stretch(False)
         made: list[_Backward] = []
 
-        def write_down() -> _Written:
+        def write_down() -> Written:
             made.append(_Backward(self.problem_of(given.projected, given.seed), given, needs))
             return made[-1].written()
 
@@ -372,14 +331,14 @@ class _Backward:
             terms = [(part, layer[0]) for part, layer in zip(of_projected, sources, strict=True)]
             self._after.append(Product(terms, output=self._of_x[0].view(len(rows), -1)))
 
-    def written(self) -> _Written:
+    def written(self) -> Written:
         """Results first, in the order of what is needed."""
         attended = self._attended
         calls: list[tuple[Verb, Structure]] = [product.call for product in self._before]
         calls += [] if attended is None else [attended.call]
         calls += [product.call for product in self._after]
         results = [*self._of_x, *(part for layer in (*self._own, self._mixed) for part in layer.written)]
-        return _Written(calls, [*results, *self._between], [] if attended is None else attended.held, self)
+        return Written(calls, [*results, *self._between], [] if attended is None else attended.held, self)
 
     def found(self) -> list[Tensor | None]:
         """Of ``x`` and each layer's weight and bias, once the calls are made."""

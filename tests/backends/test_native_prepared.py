@@ -1,0 +1,87 @@
+"""Calls made again on tensors that lie elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+
+from clearhead.backends.native_library import Call, Description, ProjectionDescription, Rule, TensorView
+from clearhead.backends.native_prepared import Prepared, Stretch, Written, _pointers
+from clearhead.backends.native_projection import Product
+from tests.agreement import needs_native
+
+
+class TestAddresses:
+    def test_of_a_structure(self) -> None:
+        assert _pointers(TensorView) == (0,)
+        assert _pointers(Call) == (1,)
+
+    @pytest.mark.parametrize("kind", [Description, ProjectionDescription], ids=lambda kind: kind.__name__)
+    def test_every_pointer_is_found(self, kind: type[ctypes.Structure]) -> None:
+        """Words that are set by name are those that are listed."""
+        one = kind()
+        words = (ctypes.c_uint64 * (ctypes.sizeof(one) // 8)).from_buffer(one)
+        for name, own, *_ in kind._fields_:
+            if own is ctypes.c_void_p:
+                setattr(one, name, 1)
+            elif own is TensorView:
+                getattr(one, name).data = 1
+        found = {place for place, word in enumerate(words) if word}
+        assert found <= set(_pointers(kind))
+
+    def test_those_in_arrays_of_structures(self) -> None:
+        first, second, *_ = _pointers(Rule * 3)
+        assert first < second < ctypes.sizeof(Rule) // 8
+        assert len(_pointers(Rule * 3)) == 3 * len(_pointers(Rule))
+
+
+def product(left: Tensor, right: Tensor) -> tuple[Product, list[Tensor]]:
+    made = Product([(left, right)])
+    return made, [left, right]
+
+
+@needs_native
+class TestPrepared:
+    def test_other_tensors(self) -> None:
+        made, reads = product(torch.randn(5, 7), torch.randn(7, 3))
+        prepared = Prepared([made.call], reads, [made.output])
+        assert prepared.complete
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            left, right = torch.randn(5, 7, generator=generator), torch.randn(7, 3, generator=generator)
+            (output,) = prepared.rooms(left)
+            assert prepared.run([left, right, output]) == (0, 1)
+            assert torch.equal(output, Product([(left, right)]).run())
+
+    def test_a_part_of_a_tensor(self) -> None:
+        """An address within a tensor keeps its distance from the start."""
+        both, right = torch.randn(10, 7), torch.randn(7, 3)
+        made = Product([(both[5:], right)])
+        prepared = Prepared([made.call], [both, right], [made.output])
+        other = torch.randn(10, 7)
+        output = torch.empty(5, 3)
+        prepared.run([other, right, output])
+        assert torch.equal(output, Product([(other[5:], right)]).run())
+
+    def test_an_address_that_nobody_owns(self) -> None:
+        made, (left, right) = product(torch.randn(5, 7), torch.randn(7, 3))
+        assert not Prepared([made.call], [left], [made.output]).complete
+        assert Prepared([made.call], [left], [made.output], stays=[right]).complete
+
+    def test_a_stretch_keeps_what_comes_again(self) -> None:
+        stretch, written = Stretch(may_recur=True), list[Tensor]()
+        for count in range(4):
+            left, right = torch.full((5, 7), float(count)), torch.ones(7, 3)
+
+            def write_down(left: Tensor = left, right: Tensor = right) -> Written:
+                made, _ = product(left, right)
+                written.append(made.output)
+                return Written([made.call], [made.output], [], made)
+
+            (output,), code, done = stretch.run([left, right], write_down, seed=0)
+            assert (code, done) == (0, 1)
+            assert bool((output == 7.0 * count).all())
+        assert len(written) == 2
