@@ -111,7 +111,8 @@ def self_attention(
         )  # fmt: skip
         if problem is None:
             return None
-        recurs = recurs and _is_said_by_runs(problem)
+        # One that had to be placed first is another, and may have copied numbers that somebody writes into later.
+        recurs = recurs and problem.mask is mask and _is_said_by_runs(problem)
         step = _Step(problem, training, recurs)
         if recurs:
             _keep(layout, step)
@@ -266,8 +267,8 @@ def _kept_step(layout: Hashable) -> _Step | None:
 
 def _keep(layout: Hashable, step: _Step) -> None:
     # A mask's id is its own as long as the step holds the mask.
-    while len(_steps) >= _MOST:
-        _steps.pop(next(iter(_steps)), None)
+    for oldest in list(_steps)[: max(0, len(_steps) + 1 - _MOST)]:
+        _steps.pop(oldest, None)
     _steps[layout] = step
 
 
