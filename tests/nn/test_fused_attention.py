@@ -219,17 +219,15 @@ def test_what_is_saved_goes_with_backward(call: int, monkeypatch: pytest.MonkeyP
 
 
 def kept_calls() -> int:
-    stretches = [
-        stretch for step in fused_attention._steps.values() for stretch in (step._forward, *step._backward.values())
-    ]
-    return sum(len(stretch._waiting) for stretch in stretches)
+    steps = fused_attention._KEPT.steps.values()
+    return sum(len(part._waiting) for step in steps for part in (step._forward, *step._backward.values()))
 
 
 class TestKeptCalls:
     """From the third call of a layout on, only addresses change."""
 
     def test_they_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fused_attention, "_steps", {})
+        monkeypatch.setattr(fused_attention._KEPT, "steps", {})
         own = module()
         for count, expected in ((1, 0), (1, 2), (3, 2)):
             for _ in range(count):
@@ -318,12 +316,12 @@ class TestKeptCalls:
         assert wrong == []
 
     def test_layouts_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fused_attention, "_steps", {})
+        monkeypatch.setattr(fused_attention._KEPT, "steps", {})
         own = module()
         with torch.no_grad():
-            for length in range(1, 2 + fused_attention._MOST):
+            for length in range(1, 2 + fused_attention._KEPT.most):
                 own(tokens(length=length))
-        assert len(fused_attention._steps) == fused_attention._MOST
+        assert len(fused_attention._KEPT.steps) == fused_attention._KEPT.most
 
 
 class Doubled(Linear):

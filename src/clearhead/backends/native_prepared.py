@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from torch import Tensor
 from clearhead.backends.native_library import Call, Description, Verb, library, run
 from clearhead.backends.native_memory import new_tensor
 
-__all__ = ["Prepared", "Stretch", "Written"]
+__all__ = ["Kept", "Prepared", "Stretch", "Written"]
+
+_Step = TypeVar("_Step")
 
 _WORD = ctypes.sizeof(ctypes.c_uint64)
 #: Sizes, dtype and strides of a tensor that is written.
@@ -97,7 +99,7 @@ class Stretch:
         self._waiting: list[Prepared] = []
 
     def run(
-        self, reads: Sequence[Tensor], write_down: Callable[[], Written], seed: int
+        self, reads: Sequence[Tensor], write_down: Callable[[], Written], seed: int = 0
     ) -> tuple[list[Tensor], int, int]:
         """What is written; the last code, and how many calls came to their end."""
         try:
@@ -117,6 +119,25 @@ class Stretch:
             self._waiting += [prepared] if prepared.complete else []
         self._seen = True
         return written.writes, code, done
+
+
+class Kept(Generic[_Step]):
+    """What is kept by layout, ``most`` of them: the one that was used longest ago goes first."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.steps: dict[Hashable, _Step] = {}
+
+    def get(self, layout: Hashable) -> _Step | None:
+        step = self.steps.pop(layout, None)
+        if step is not None:
+            self.steps[layout] = step
+        return step
+
+    def put(self, layout: Hashable, step: _Step) -> None:
+        for oldest in list(self.steps)[: max(0, len(self.steps) + 1 - self.most)]:
+            self.steps.pop(oldest, None)
+        self.steps[layout] = step
 
 
 def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:

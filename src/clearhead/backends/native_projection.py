@@ -24,7 +24,17 @@ from clearhead.backends.native_library import (
 from clearhead.backends.native_memory import new_tensor
 from clearhead.shapes import Float
 
-__all__ = ["MAX_TERMS", "Product", "WeightGradients", "absent", "check", "product", "rows_of", "run_all"]
+__all__ = [
+    "MAX_TERMS",
+    "Product",
+    "WeightGradients",
+    "absent",
+    "check",
+    "lies_plainly",
+    "product",
+    "rows_of",
+    "run_all",
+]
 
 
 def absent() -> str | None:
@@ -164,6 +174,11 @@ def check(code: int) -> None:
         raise MemoryError(f"clearhead: a linear layer's product: {message(code)}")
     if code != Code.OK:
         raise RuntimeError(f"clearhead: a linear layer's product failed: {message(code)}")
+
+
+def lies_plainly(tensor: Tensor) -> bool:
+    """Whether the kernels read a weight or a bias where it lies."""
+    return (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1) and not tensor.is_neg()
 
 
 def rows_of(matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:

@@ -8,7 +8,7 @@ that from the third call on only addresses change.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import Structure
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -20,8 +20,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from clearhead.backends import native
 from clearhead.backends.native_library import Code, Verb
 from clearhead.backends.native_memory import new_tensor
-from clearhead.backends.native_prepared import Stretch, Written
-from clearhead.backends.native_projection import Product, WeightGradients, rows_of, run_all
+from clearhead.backends.native_prepared import Kept, Stretch, Written
+from clearhead.backends.native_projection import Product, WeightGradients, lies_plainly, rows_of, run_all
 from clearhead.backends.native_projection import check as check_product
 from clearhead.backends.native_work import BackwardWork, ForwardWork, Rows, check
 from clearhead.dispatch import choose
@@ -29,7 +29,7 @@ from clearhead.functional import attention
 from clearhead.masks import Mask
 from clearhead.masks.parts import parts_of
 from clearhead.problem import Problem, draw_seed
-from clearhead.projection import KINDS, are_plain, has_choice, kernels_take, project, recorded
+from clearhead.projection import KINDS, are_plain, choices, has_choice, kernels_take, project, recorded
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
 from clearhead.statistics import Want
@@ -42,8 +42,6 @@ Layer: TypeAlias = tuple[Tensor, Tensor | None]
 
 _FUNCTION = "attention"
 _NOTHING = Want()
-#: Layouts that are kept; the one that was used longest ago goes first.
-_MOST: Final = 64
 #: What options of calls that may recur are; others are for ``Problem`` to look at each time.
 _SIMPLE: Final = (int, float, str, type(None))
 
@@ -96,15 +94,15 @@ def self_attention(
     training = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (x, *tensors))
     options = (scale, dropout, query_offset, backend)
     recurs = (
-        not rules and are_plain(x, *tensors) and all(_lies_plainly(part) for part in tensors if part is not None)
+        not rules and are_plain(x, *tensors) and all(lies_plainly(part) for part in tensors if part is not None)
         and all(type(option) in _SIMPLE for option in options)
     )  # fmt: skip
     layout = (
         x.shape, x.dtype, *(None if part is None else part.shape for part in tensors), num_heads, num_kv_heads,
-        id(mask), *options, training, torch.get_num_threads(),
+        id(mask), *options, training, torch.get_num_threads(), *(choices(x.dtype) if recurs else ()),
     )  # fmt: skip
-    step = _kept_step(layout) if recurs else None
-    if step is None:
+    step = _KEPT.get(layout) if recurs else None
+    if step is None or not step.is_current():
         problem = _problem_like(
             x, sources, last, training, backend, (num_heads, num_kv_heads, num_kv_heads), mask=mask, scores=rules,
             scale=scale, dropout=dropout, query_offset=query_offset,
@@ -115,7 +113,7 @@ def self_attention(
         recurs = recurs and problem.mask is mask and _is_said_by_runs(problem)
         step = _Step(problem, training, recurs)
         if recurs:
-            _keep(layout, step)
+            _KEPT.put(layout, step)
     # Only now, so that whoever goes on without this step finds the generator as it was.
     seed = draw_seed(dropout)
     if training:
@@ -169,11 +167,6 @@ def _is_said_by_runs(problem: Problem) -> bool:
         return True
     parts = problem.mask_parts
     return not parts.rest and parts.dense is None and parts.blocks is None
-
-
-def _lies_plainly(tensor: Tensor) -> bool:
-    """Whether the kernels read a tensor where it lies."""
-    return (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1) and not tensor.is_neg()
 
 
 class _Step:
@@ -253,23 +246,8 @@ class _Step:
         return [next(found) if needed else None for needed in needs]
 
 
-_steps: dict[Hashable, _Step] = {}
-
-
-def _kept_step(layout: Hashable) -> _Step | None:
-    """The step of a layout, which is now the one used last."""
-    step = _steps.pop(layout, None)
-    if step is None or not step.is_current():
-        return None
-    _steps[layout] = step
-    return step
-
-
-def _keep(layout: Hashable, step: _Step) -> None:
-    # A mask's id is its own as long as the step holds the mask.
-    for oldest in list(_steps)[: max(0, len(_steps) + 1 - _MOST)]:
-        _steps.pop(oldest, None)
-    _steps[layout] = step
+#: A mask's id is its own as long as the step holds the mask.
+_KEPT: Final = Kept[_Step](64)
 
 
 @dataclass

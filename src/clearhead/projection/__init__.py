@@ -1,6 +1,6 @@
 """Products of linear layers, forward and backward, by whichever path was measured to be faster."""
 
-from clearhead.projection.chosen import DTYPES, Choice, check_variable, choice, measured
+from clearhead.projection.chosen import DTYPES, Choice, check_variable, choice, choices, measured
 from clearhead.projection.feedforward import project_relu_project
 from clearhead.projection.paths import KINDS
 from clearhead.projection.products import are_plain, has_choice, kernels_take, project, project_each, recorded
@@ -12,6 +12,7 @@ __all__ = [
     "are_plain",
     "check_variable",
     "choice",
+    "choices",
     "has_choice",
     "kernels_take",
     "measured",

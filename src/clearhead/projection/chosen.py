@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import UnsupportedError
-from clearhead.projection.paths import NATIVE, ONEDNN, PATHS, TORCH, Path
+from clearhead.projection.paths import KINDS, NATIVE, ONEDNN, PATHS, TORCH, Path
 
-__all__ = ["DTYPES", "Choice", "check_variable", "choice", "measured"]
+__all__ = ["DTYPES", "Choice", "check_variable", "choice", "choices", "measured"]
 
 _VARIABLE: Final = "CLEARHEAD_PROJECTION"
 #: What the measurement multiplies, and how often: some 20 milliseconds for each kind.
@@ -82,6 +82,11 @@ def choice(kind: str, dtype: torch.dtype = torch.float32) -> Choice:
             found = _CHOICES.get((kind, dtype)) or _decide(kind, dtype)
             _CHOICES[kind, dtype] = found
     return found
+
+
+def choices(dtype: torch.dtype) -> tuple[tuple[str, str | None], ...]:
+    """The path of every kind of product, and that of narrow ones: what is kept of calls holds while these do."""
+    return tuple((found.path, found.narrow) for found in (choice(kind, dtype) for kind in KINDS))
 
 
 def measured(kind: str, dtype: torch.dtype = torch.float32) -> Choice:

@@ -207,8 +207,10 @@ def is_layer(weight: Tensor, bias: Tensor | None, width: int, dtype: torch.dtype
 def are_plain(first: Tensor, *others: Tensor | None) -> bool:
     """Whether tensors are still what ``has_choice`` found them to be, where only their shapes are known to be the same:
     plain ones of one dtype, with nobody watching operators."""
-    same = all(other is None or (_plain(other) and other.dtype is first.dtype) for other in others)
-    return same and _plain(first) and torch._C._get_tracing_state() is None and not watched()
+    # In this order: what is compiled or traced must not look further.
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or not _plain(first):
+        return False
+    return all(other is None or (_plain(other) and other.dtype is first.dtype) for other in others) and not watched()
 
 
 def _plain(tensor: Tensor) -> bool:
