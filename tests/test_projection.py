@@ -286,8 +286,8 @@ def test_the_choice_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, d
 @needs_another
 def test_many_threads_decide_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    rates = choosing._rates
-    monkeypatch.setattr(choosing, "_rates", lambda kind, dtype: calls.append(kind) or rates(kind, dtype))
+    decide = choosing._decide
+    monkeypatch.setattr(choosing, "_decide", lambda kind, dtype: calls.append(kind) or decide(kind, dtype))
     x, weight = _numbers(64, 64), _numbers(64, 64, seed=1)
     results: list[Tensor] = []
     threads = [threading.Thread(target=lambda: results.append(project(x, weight))) for _ in range(8)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +48,9 @@ def _peak_resident() -> int:
 
 
 def _give_back_free_memory() -> None:
-    """Freed memory that is kept, by the kernels or the C library, would hide what the call takes from it."""
+    """Freed memory that is kept, by the kernels or the C library, would hide what the call takes from it; and so would
+    garbage that happens to be collected during the call."""
+    gc.collect()
     release_memory()
     try:
         ctypes.CDLL(None).malloc_trim(0)
