@@ -225,7 +225,7 @@ int check_statistics_gradients(const ch_attention& work) {
   return s.grad_received == nullptr ? CH_OK : check_sheet(work, s.grad_received, 1, work.k_len, sizeof(float));
 }
 
-// Whether backward can do without what forward wrote.
+// Whether backward reads the output that forward wrote.
 bool needs_output(const ch_attention& work) {
   return work.k_len > CH_TILE || work.allowed.data != nullptr || work.blocks.data != nullptr ||
          work.statistics != nullptr;

@@ -129,7 +129,7 @@ template <class IO> CH_INLINE void put_row(typename IO::type* to, int count, con
 }
 
 #if defined(CH_BF16DOT)
-// Pairs `width` at most from a row that has `count` numbers, 0 beyond.
+// A vector of pairs from a row that has `count` numbers left, 0 beyond.
 CH_INLINE __m512i get_pairs(const uint16_t* from, int count) {
   if (count >= 2 * VL) return _mm512_loadu_si512(from);
   return _mm512_maskz_loadu_epi16(count > 0 ? (__mmask32)((1ull << count) - 1) : 0, from);

@@ -69,9 +69,9 @@ def numbers(call: Callable[[], Tensor], inputs: list[Tensor], *, step: bool) -> 
     return [output.detach(), *torch.autograd.grad(output, inputs, upstream), after]
 
 
-def same(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Tensor], inputs: list[Tensor]) -> None:
+def same(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Tensor], inputs: list[Tensor], times: int = 4) -> None:
     # From the third call on the calls of the second are made again.
-    together = [numbers(call, inputs, step=True) for _ in range(4)]
+    together = [numbers(call, inputs, step=True) for _ in range(times)]
     in_parts(monkeypatch)
     parts = numbers(call, inputs, step=False)
     for found in together:
@@ -242,23 +242,15 @@ class TestKeptCalls:
             x = torch.randn(3, 37, 48, generator=torch.Generator().manual_seed(round_)).requires_grad_()
             for part in own.parameters():
                 part.data = part.data + 0.01 * round_  # elsewhere in memory
-            call = partial(own, x)
-            found = numbers(call, [x, *own.parameters()], step=True)
             with monkeypatch.context() as patch:
-                in_parts(patch)
-                right = numbers(call, [x, *own.parameters()], step=False)
-            assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))
+                same(patch, partial(own, x), [x, *own.parameters()], times=1)
 
     def test_masks_in_turn(self, monkeypatch: pytest.MonkeyPatch) -> None:
         own, x = module(), tokens()
         masks = [ch.Padding(torch.tensor(lengths)) for lengths in ([37, 5, 1], [2, 30, 37])]
         for mask in masks * 4:
-            call = partial(own, x, mask=mask)
-            found = numbers(call, [x, *own.parameters()], step=True)
             with monkeypatch.context() as patch:
-                in_parts(patch)
-                right = numbers(call, [x, *own.parameters()], step=False)
-            assert all(torch.equal(*pair) for pair in zip(found, right, strict=True))
+                same(patch, partial(own, x, mask=mask), [x, *own.parameters()], times=1)
 
     def test_a_mask_that_is_written_to(self, monkeypatch: pytest.MonkeyPatch) -> None:
         own, x, lengths = module(), tokens(), torch.tensor([37, 5, 1])

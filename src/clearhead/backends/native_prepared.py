@@ -50,7 +50,8 @@ class Prepared:
         self._rooms: list[_Room] = [(tuple(own.shape), own.dtype, own.stride()) for own in writes]
         moving = [*reads, *writes]
         self._moves: list[list[tuple[ctypes.Array[ctypes.c_uint64], int, int]]] = [[] for _ in moving]
-        places, fixed = _places(moving), [own for own in stays if _find(_places(moving), own.data_ptr()) is None]
+        places = _places(moving)
+        fixed = [own for own in stays if _find(places, own.data_ptr()) is None]
         fixed_places = _places(fixed)
         self.complete = True
         for _, description in calls:
