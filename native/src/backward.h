@@ -651,6 +651,13 @@ template <class M, class IO> struct Backward {
   int run_segments(Segments& segments) const {
     Fault fault;
     const int threads = threads_for(w, operations_of(w, segments.operations));
+    // Before anything is written: a band is left within segments, and their tokens may meet it.
+    if (w.before != INT64_MAX || w.after != INT64_MAX)
+      parallel(threads, segments.count * w.heads, [&](int64_t unit) {
+        const Task part = segments.part(w, unit / w.heads, 1);
+        if (part.k_len > 0) Backward(part).check_finite(0, unit % w.heads, fault);
+      });
+    if (fault.get() != CH_OK) return fault.get();
     segments.for_gaps(w, [&](int64_t b, int64_t first, int64_t end) {
       for (int64_t kh = 0; kh < w.kv_heads; kh++) clear_keys(b, kh, first, end);
     });
@@ -665,7 +672,6 @@ template <class M, class IO> struct Backward {
       const Task part = segments.part(w, own / w.kv_heads, 1);
       const Backward one(part);
       if (part.k_len == 0) return one.clear_queries(0, kh);
-      for (int64_t h = kh * group; h < (kh + 1) * group && one.masked; h++) one.check_finite(0, h, fault);
       Ahead ahead = one.ahead_of(0, kh);
       if (next < segments.count * w.kv_heads)
         one.expect(ahead, segments.part(w, next / w.kv_heads, 1), 0, next % w.kv_heads);

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.backends.native_work import ForwardWork
+from clearhead.backends.native_work import BackwardWork, ForwardWork
 from clearhead.problem import Problem
 from clearhead.statistics import Want
 from tests.agreement import draw, needs_native
@@ -85,3 +85,15 @@ def test_the_exact_output_is_kept_only_where_keys_are_many(k_len: int) -> None:
     work = ForwardWork(Problem.of("attention", query, key, value), Want(), for_backward=True)
     assert work.rows is not None
     assert (work.rows.output is None) == (k_len <= 256)
+
+
+def test_nothing_is_written_where_a_band_meets_what_is_not_finite() -> None:
+    query, key, value, arrived = tensors(1, 2, 100, 16, dtype=torch.float32)
+    key[0, 0, 90] = torch.nan
+    problem = Problem.of("attention", query, key, value, mask=ch.Documents([10, 40, 50]) & ch.Causal())
+    forward = ForwardWork(problem, Want(), for_backward=True)
+    forward.run()
+    assert forward.rows is not None
+    into = [torch.full_like(tensor, 7.0) for tensor in (query, key, value)]
+    assert not BackwardWork(problem, forward.rows, arrived, into=into).run()
+    assert all(bool((tensor == 7.0).all()) for tensor in into)
