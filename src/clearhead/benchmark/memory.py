@@ -16,6 +16,8 @@ _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
 # Documented in Linux's proc(5): writing 5 sets the peak of resident memory back to the present value.
 _RESET_PEAK = "5"
+#: Bytes that the C library takes from its heap, never as a mapping of their own.
+_PIECE = 2**16
 
 
 def peak_extra_bytes(call: Callable[[], object]) -> int | None:
@@ -53,6 +55,34 @@ def _give_back_free_memory() -> None:
     gc.collect()
     release_memory()
     try:
-        ctypes.CDLL(None).malloc_trim(0)
+        library = ctypes.CDLL(None)
+        library.malloc_trim(0)
+        _give_back_the_last(library)
     except (OSError, AttributeError, TypeError):
         return
+
+
+class _Usage(ctypes.Structure):
+    """What ``mallinfo2`` returns (glibc 2.33 and later): free bytes, and those of them at the end of the heap."""
+
+    _fields_ = [
+        *((f"not_read_{place}", ctypes.c_size_t) for place in range(8)),
+        ("free", ctypes.c_size_t), ("last", ctypes.c_size_t),
+    ]  # fmt: skip
+
+
+def _give_back_the_last(library: ctypes.CDLL) -> None:
+    """``malloc_trim`` leaves the free block at the end of a heap behind which something else is mapped. So pieces are
+    taken until it is gone; what is free again before the last of them is not at the end."""
+    library.mallinfo2.restype, library.malloc.restype = _Usage, ctypes.c_void_p
+    library.malloc.argtypes, library.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+    usage, pieces = library.mallinfo2(), []
+    for _ in range(usage.free // _PIECE):
+        if library.mallinfo2().last < _PIECE:
+            break
+        pieces.append(library.malloc(_PIECE))
+    for piece in pieces[:-1]:
+        library.free(piece)
+    library.malloc_trim(0)
+    for piece in pieces[-1:]:
+        library.free(piece)

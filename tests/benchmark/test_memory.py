@@ -1,0 +1,53 @@
+"""Memory that a call needs is measured whatever the process has done before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from clearhead.benchmark import peak_extra_bytes
+
+#: Something is mapped right behind the heap, so that the C library goes on elsewhere and cannot shrink what it has.
+_BEHIND_A_CLOSED_HEAP = """
+import ctypes
+import torch
+from clearhead.benchmark import peak_extra_bytes
+
+library = ctypes.CDLL(None)
+library.sbrk.restype = library.mmap.restype = ctypes.c_void_p
+library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+rows = torch.zeros(4, 1024, 16)
+call = lambda: torch.softmax(rows @ rows.mT, -1)
+call()
+end = (library.sbrk(0) + 4095) // 4096 * 4096
+PROT_NONE, PRIVATE_ANONYMOUS_FIXED_NOREPLACE = 0, 0x100022
+assert library.mmap(end, 4096, PROT_NONE, PRIVATE_ANONYMOUS_FIXED_NOREPLACE, -1, 0) == end
+print(*[peak_extra_bytes(call) for _ in range(5)])
+"""
+
+
+def _needs_a_peak() -> None:
+    if peak_extra_bytes(lambda: None) is None:
+        pytest.skip("this system does not tell the peak of resident memory")
+
+
+def test_what_a_call_takes_and_leaves_is_its_peak() -> None:
+    _needs_a_peak()
+    found = peak_extra_bytes(lambda: torch.ones(2**24))
+    assert found is not None
+    assert 2**26 <= found < 1.1 * 2**26
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_free_memory_at_the_end_of_a_heap_that_cannot_shrink_hides_nothing() -> None:
+    _needs_a_peak()
+    done = subprocess.run(
+        [sys.executable, "-c", _BEHIND_A_CLOSED_HEAP], capture_output=True, text=True, check=True, timeout=120
+    )
+    peaks = [int(word) for word in done.stdout.split()]
+    assert len(peaks) == 5
+    assert all(2**25 <= peak < 1.1 * 2**25 for peak in peaks), peaks
