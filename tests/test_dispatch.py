@@ -21,11 +21,7 @@ def _or_native(without: str) -> str:
 
 
 def test_first_that_can() -> None:
-    assert _choice() == "sdpa", "a training step this small is torch's"
-    with torch.no_grad():
-        assert _choice() == _or_native("sdpa")
-    large = torch.zeros(1, 8, 128, 32, requires_grad=True)
-    assert ch.explain_dispatch(large, large, large).choice == _or_native("sdpa")
+    assert _choice() == _or_native("sdpa")
     assert _choice(mask=ch.Causal() & ch.Padding([3, 13])) == _or_native("sdpa")
     assert _choice(scores=ch.SoftCap(2.0)) == _or_native("tiled")
     assert _choice(dropout=0.1) == _or_native("tiled")

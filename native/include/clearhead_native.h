@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 8
+#define CH_ABI 9
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_RUNS 4
 #define CH_MAX_RULES 8
@@ -284,8 +284,6 @@ CH_EXPORT int64_t ch_kept_memory(void);
 /* Keeps at most so many bytes from now on, what is above goes back at once; an eighth of the machine's memory until
    this is called. Below 0 nothing changes. Returns the limit before. */
 CH_EXPORT int64_t ch_keep_memory(int64_t bytes);
-/* Whether `count` numbers of a ch_dtype are all finite, and as many others where `other` is not null: 1 or 0. */
-CH_EXPORT int ch_all_finite(const void* data, const void* other, int64_t count, int32_t dtype);
 
 #ifdef __cplusplus
 }

@@ -96,11 +96,6 @@ int ch_isa_best(void) {
   return index;
 }
 
-int ch_all_finite(const void* data, const void* other, int64_t count, int32_t dtype) {
-  const auto finite = clearhead::kernels_of(-1)->all_finite;
-  return finite(data, count, dtype) && (other == nullptr || finite(other, count, dtype));
-}
-
 int ch_run(const ch_call* calls, int32_t count, int32_t* done) {
   if (calls == nullptr || done == nullptr) return CH_BAD_POINTER;
   for (*done = 0; *done < count; ++*done) {

@@ -13,7 +13,6 @@ struct Kernels {
   int (*linear_forward)(const ch_linear* work);
   int (*linear_backward)(const ch_linear* work);
   int (*project)(const ch_projection* work);
-  bool (*all_finite)(const void* data, int64_t count, int32_t dtype);
 };
 
 // Those of a set by its index, -1 for the best; null where this processor lacks it.

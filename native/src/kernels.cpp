@@ -39,19 +39,11 @@ int run_projection(const ch_projection* w) {
   }
 }
 
-bool finite_numbers(const void* data, int64_t count, int32_t dtype) {
-  switch (dtype) {
-    case CH_FLOAT32: return finite_run<Float32>((const float*)data, count);
-    case CH_BFLOAT16: return finite_run<BFloat16>((const uint16_t*)data, count);
-    default: return finite_run<Float16>((const uint16_t*)data, count);
-  }
-}
-
 template <class Way> int run_linear(const ch_linear* w) { return Way(*w).run(); }
 
 }  // namespace
 
 extern const clearhead::Kernels kernels = {run_dtype<Forward>, run_dtype<Backward>, run_linear<LinearForward>,
-                                           run_linear<LinearBackward>, run_projection, finite_numbers};
+                                           run_linear<LinearBackward>, run_projection};
 
 }  // namespace CH_NS

@@ -314,28 +314,18 @@ void pack_rows(const typename IO::type* from, int64_t stride, int count, int dim
 // Rows of B that a product along `count` rows reads.
 template <class M> CH_INLINE int64_t row_steps(int64_t count) { return (count + M::PAIR - 1) / M::PAIR; }
 
-// Whether any of `count` rows holds NaN or inf.
-template <class IO> bool all_finite(const typename IO::type* from, int64_t stride, int64_t count, int dim) {
+// Whether none of `count` rows holds NaN or inf. Rows that follow one another are one.
+template <class IO> bool all_finite(const typename IO::type* from, int64_t stride, int64_t count, int64_t dim) {
+  if (stride == dim) dim *= count, count = least((int64_t)1, count);
   vf zero = (vf){};
   float rest = 0.0f;
   for (int64_t r = 0; r < count; r++) {
     const typename IO::type* row = from + r * stride;
-    int c = 0;
+    int64_t c = 0;
     for (; c + VL <= dim; c += VL) zero += get_vector<IO>(row + c) * (vf){};
     for (; c < dim; c++) rest += get_one<IO>(row + c) * 0.0f;
   }
   return sum_of(zero) + rest == 0.0f;
-}
-
-// The same of one long run; four sums do not wait for each other.
-template <class IO> bool finite_run(const typename IO::type* from, int64_t count) {
-  vf zero[4] = {};
-  int64_t c = 0;
-  for (; c + 4 * VL <= count; c += 4 * VL)
-    for (int i = 0; i < 4; i++) zero[i] += get_vector<IO>(from + c + i * VL) * (vf){};
-  float rest = 0.0f;
-  for (; c < count; c++) rest += get_one<IO>(from + c) * 0.0f;
-  return sum_of(zero[0] + zero[1] + zero[2] + zero[3]) + rest == 0.0f;
 }
 
 }  // namespace CH_NS

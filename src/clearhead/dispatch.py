@@ -70,7 +70,7 @@ def choose(function: str, problem: Problem, want: Want, backend: str = "auto") -
     for candidate in candidates:
         reasons = candidate.capability.reasons_against(problem, want)
         if not reasons:
-            return candidate if backend != "auto" else _faster(candidate, problem, want)
+            return candidate
         against.append(f"{candidate.name}: {'; '.join(reasons)}")
     raise UnsupportedError.about(
         function, "backend", must="be able to run this call", got=" | ".join(against),
@@ -81,13 +81,6 @@ def choose(function: str, problem: Problem, want: Want, backend: str = "auto") -
 def _automatic(want: Want) -> tuple[Backend, ...]:
     """The backends that "auto" looks at, in order."""
     return tuple(backend for backend in BACKENDS if want.names or backend.name not in _FOR_STATISTICS)
-
-
-def _faster(candidate: Backend, problem: Problem, want: Want) -> Backend:
-    """The backend that the candidate yields to, where that can run; else the candidate."""
-    name = candidate.yields(problem)
-    other = candidate if name is None else _named("dispatch", name)
-    return other if name is None or not other.capability.reasons_against(problem, want) else candidate
 
 
 def run(function: str, problem: Problem, want: Want, backend: str = "auto") -> Observation:
@@ -105,6 +98,4 @@ def report(function: str, problem: Problem, want: Want, backend: str = "auto") -
     reasons = {each.name: tuple(each.capability.reasons_against(problem, want)) for each in BACKENDS}
     candidates = _automatic(want) if backend == "auto" else (_named(function, backend),)
     eligible = [each for each in candidates if not reasons[each.name]]
-    if backend == "auto" and eligible:
-        eligible = [_faster(eligible[0], problem, want)]
     return DispatchReport(choice=eligible[0].name if eligible else None, reasons=reasons)

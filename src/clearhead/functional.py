@@ -9,7 +9,6 @@ from torch import Tensor
 
 from clearhead import torch_op
 from clearhead.backends.native_replay import replay
-from clearhead.backends.sdpa import small_step
 from clearhead.dispatch import DispatchReport, report, run
 from clearhead.errors import UnsupportedError
 from clearhead.masks import Causal, Mask
@@ -82,12 +81,10 @@ def attention(
         )  # fmt: skip
     causal = type(mask) is Causal
     if (
-        (causal or mask is None) and scores == () and scale is None and not dropout and query_offset is None
-        and backend in _MAY_REPLAY
+        (causal or mask is None) and scores == () and (scale is None or type(scale) is float) and not dropout
+        and query_offset is None and backend in _MAY_REPLAY
     ):  # fmt: skip
-        again = replay(query, key, value, causal=causal)
-        if again is None and backend == "auto":
-            again = small_step(query, key, value, causal=causal)
+        again = replay(query, key, value, causal, scale)
         if again is not None:
             return again
     problem = Problem.of(

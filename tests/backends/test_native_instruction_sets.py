@@ -30,7 +30,7 @@ def force(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert library is not None
     index = next(place for place in range(99) if library.ch_isa_name(place) == name.encode())
     monkeypatch.setattr(native_library, "isa_index", lambda: index)
-    monkeypatch.setattr(native_replay, "_plans", {})
+    monkeypatch.setattr(native_replay, "_played", native_replay.Played())
     assert native_library.Description.new().isa == index
 
 

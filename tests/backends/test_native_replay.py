@@ -2,38 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import clearhead as ch
-from clearhead.backends import native_replay, sdpa
+from clearhead.backends import native_replay
 from tests.agreement import needs_native
 
 pytestmark = needs_native
 
+MASKS = [None, ch.Causal()]
 
-def _tensors(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = (torch.randn(shape) for _ in range(3))
+
+def _tensors(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (torch.randn(shape).to(dtype) for _ in range(3))
     return query, key, value
 
 
 @pytest.fixture(autouse=True)
-def _nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_replay, "_plans", {})
+def played(monkeypatch: pytest.MonkeyPatch) -> native_replay.Played:
+    """Nothing is remembered before a test."""
+    own = native_replay.Played()
+    monkeypatch.setattr(native_replay, "_played", own)
+    return own
 
 
-@pytest.mark.parametrize("mask", [None, ch.Causal()], ids=repr)
-def test_played_back_on_other_numbers(mask: ch.Mask | None) -> None:
+@pytest.fixture(params=["one question", "looked up"])
+def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's own comparison of tensors, and without it."""
+    if request.param == "looked up":
+        monkeypatch.setattr(native_replay, "_guards", native_replay._Guards)
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+def test_played_back_on_other_numbers(mask: ch.Mask | None, played: native_replay.Played) -> None:
     ch.attention(*_tensors(2, 3, 17, 8), mask=mask)
-    assert native_replay._plans
+    assert played.layouts
     for _ in range(3):
         inputs = _tensors(2, 3, 17, 8)
         again = native_replay.replay(*inputs, causal=mask is not None)
         assert again is not None
-        whole = ch.attention(*inputs, mask=mask, scale=8**-0.5, backend="native")
+        whole = ch.attention(*inputs, mask=mask, query_offset=0, backend="native")
         assert torch.equal(again, whole)
         assert torch.equal(ch.attention(*inputs, mask=mask), whole)
 
@@ -42,6 +58,7 @@ def test_another_layout_is_another_call() -> None:
     query, key, value = _tensors(2, 3, 17, 8)
     ch.attention(query, key, value)
     assert native_replay.replay(query, key, value, causal=True) is None
+    assert native_replay.replay(query, key, value, causal=False, scale=0.5) is None
     assert native_replay.replay(query[:1], key[:1], value[:1], causal=False) is None
     side_by_side = query.transpose(1, 2).contiguous().transpose(1, 2)
     assert native_replay.replay(side_by_side, key, value, causal=False) is None
@@ -50,6 +67,24 @@ def test_another_layout_is_another_call() -> None:
     assert torch.equal(ch.attention(side_by_side, key, value), first)
     with pytest.raises(ch.ShapeError, match="head_dim"):
         ch.attention(query, key[..., :4], value)
+    with pytest.raises(ch.ShapeError, match="query"):
+        ch.attention(query.numpy(), key, value)  # type: ignore[arg-type]
+
+
+def test_a_scale_and_missing_axes_are_part_of_the_layout() -> None:
+    """The usual scale is the same call whether it is given or not."""
+    query, key, value = _tensors(3, 17, 16)
+    first = ch.attention(query, key, value, scale=0.5)
+    assert torch.equal(native_replay.replay(query, key, value, causal=False, scale=0.5), first)
+    usual = ch.attention(query, key, value)
+    assert torch.equal(native_replay.replay(query, key, value, causal=False, scale=0.25), usual)
+    assert torch.equal(native_replay.replay(query, key, value, causal=False), usual)
+    assert native_replay.replay(query[0], key[0], value[0], causal=False) is None
+    alone = ch.attention(query[0], key[0], value[0])
+    again = native_replay.replay(query[0], key[0], value[0], causal=False)
+    assert again is not None
+    assert again.shape == alone.shape == (17, 16)
+    assert torch.equal(again, alone)
 
 
 def test_not_where_more_than_the_layout_matters() -> None:
@@ -65,42 +100,237 @@ def test_not_where_more_than_the_layout_matters() -> None:
         pass
 
     assert native_replay.replay(query.as_subclass(Own), key, value, causal=False) is None
+    assert native_replay.replay(torch._neg_view(query), key, value, causal=False) is None
     turned = query.transpose(2, 3).contiguous().transpose(2, 3)
     ch.attention(turned, key, value)
     assert native_replay.replay(turned, key, value, causal=False) is None
 
 
-def test_threads_that_call_at_once_do_not_share_a_description() -> None:
+def test_threads_that_call_at_once_do_not_share_a_description(played: native_replay.Played) -> None:
     query, key, value = _tensors(1, 1, 4, 8)
     ch.attention(query, key, value)
-    (waiting,) = native_replay._plans.values()
-    taken = waiting.pop()
+    (layout,) = played.layouts.values()
+    taken = layout.forward.pop()
     assert native_replay.replay(query, key, value, causal=False) is None
     ch.attention(query, key, value)
-    waiting.append(taken)
-    assert len(waiting) == 2
+    layout.forward.append(taken)
+    assert len(layout.forward) == 2
 
 
-def test_layouts_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_do_not_pile_up(monkeypatch: pytest.MonkeyPatch, played: native_replay.Played) -> None:
     monkeypatch.setattr(native_replay, "_MOST", 3)
     for length in range(1, 9):
         ch.attention(*_tensors(1, 1, length, 8))
-        assert len(native_replay._plans) <= 3
+        assert len(played.layouts) <= 3
 
 
-def test_a_small_step_is_torchs_own() -> None:
-    query, key, value = (tensor.requires_grad_() for tensor in _tensors(2, 3, 17, 8))
-    output = sdpa.small_step(query, key, value, causal=False)
-    assert output is not None
-    assert torch.equal(output, torch.nn.functional.scaled_dot_product_attention(query, key, value))
-    assert sdpa.small_step(query, key[:, :1], value[:, :1], causal=False) is None
-    assert sdpa.small_step(*(tensor.detach() for tensor in (query, key, value)), causal=False) is None
-    assert sdpa.small_step(*(tensor.double() for tensor in (query, key, value)), causal=False) is None
-    large = torch.randn(1, 8, 256, 64, requires_grad=True)
-    assert sdpa.small_step(large, large, large, causal=False) is None
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+def _heads_in_turn(*shape: int) -> Tensor:
+    batch, heads, length, dim = shape
+    return torch.randn(batch, length, heads, dim).transpose(1, 2)
+
+
+#: Queries, keys and values anew.
+LAYOUTS: dict[str, Callable[[], Sequence[Tensor]]] = {
+    "equal": lambda: _tensors(2, 3, 17, 8),
+    "one": lambda: _tensors(1, 1, 1, 1),
+    "heads in turn": lambda: [_heads_in_turn(2, 3, 17, 8) for _ in range(3)],
+    "of one projection": lambda: torch.randn(2, 17, 9, 8).transpose(1, 2).split(3, dim=1),
+    "grouped": lambda: (torch.randn(2, 6, 9, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 24)),
+    "one tile": lambda: _tensors(1, 2, 256, 8),
+    "beyond one tile": lambda: _tensors(1, 2, 257, 8),
+    "no queries": lambda: (torch.randn(2, 3, 0, 8), *_tensors(2, 3, 4, 8)[:2]),
+    "no keys": lambda: (torch.randn(2, 3, 4, 8), *_tensors(2, 3, 0, 8)[:2]),
+    "no batch": lambda: _tensors(3, 17, 8),
+    "no heads": lambda: _tensors(17, 8),
+    "bfloat16": lambda: _tensors(2, 3, 33, 16, dtype=torch.bfloat16),
+    "float16": lambda: _tensors(2, 3, 33, 16, dtype=torch.float16),
+}
+
+
+#: Where positions of queries would have to be told.
+UNEQUAL = ("no queries", "no keys")
+
+
+def _step(
+    inputs: Sequence[Tensor], needs: Sequence[bool] = (True, True, True), arrives: str = "as the output lies",
+    **options: Any,
+) -> list[Tensor]:  # fmt: skip
+    """The output, and gradients of the inputs that need some."""
+    leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(inputs, needs, strict=True)]
+    output = ch.attention(*leaves, **options)
+    # From the numbers, so that two steps are given the same.
+    numbers = output.detach().cos()
+    upstream = {
+        "as the output lies": numbers,
+        "a sum's": torch.ones((), dtype=numbers.dtype).expand(numbers.shape),
+        "turned": numbers.mT.contiguous().mT,
+        "negative": torch._neg_view(numbers),
+    }[arrives]
+    return [output, *torch.autograd.grad(output, [leaf for leaf in leaves if leaf.requires_grad], upstream)]
+
+
+def _same(inputs: Sequence[Tensor], **options: Any) -> None:
+    mask = options.get("mask")
+    # Played back is only what has no offset.
+    written = _step(inputs, **options, **({} if mask is None else {"query_offset": 0}), backend="native")
+    played = _step(inputs, **options)
+    for own, other, given in zip(played, written, [inputs[0], *inputs], strict=False):
+        assert torch.equal(own, other)
+        assert own.stride() == other.stride()
+        assert own.dtype == given.dtype
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_of_training_is_played_back(name: str, mask: ch.Mask | None, played: native_replay.Played) -> None:
+    for _ in range(5):
+        _same(LAYOUTS[name](), mask=mask if name not in UNEQUAL else None)
+    if name not in ("beyond one tile", "no queries"):
+        (layout,) = played.layouts.values()
+        assert len(layout.forward) == len(layout.backward) == 1
+
+
+@pytest.mark.usefixtures("asked")
+def test_steps_of_several_layouts_take_turns() -> None:
+    for _ in range(3):
+        for scale, mask in ((None, None), (None, ch.Causal()), (0.5, ch.Causal())):
+            for needs in ((True, True, True), (True, False, False), (False, False, True)):
+                inputs = LAYOUTS["equal"]()
+                leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(inputs, needs, strict=True)]
+                output = ch.attention(*leaves, mask=mask, scale=scale)
+                output.sum().backward()
+                exact = [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in leaves]
+                ch.attention(*exact, mask=mask, scale=scale, backend="reference").sum().backward()
+                for leaf, true in zip(leaves, exact, strict=True):
+                    assert (leaf.grad is None) == (true.grad is None)
+                    if leaf.grad is not None and true.grad is not None:
+                        torch.testing.assert_close(leaf.grad.double(), true.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize("arrives", ["a sum's", "turned", "negative"])
+def test_gradients_that_lie_otherwise(arrives: str) -> None:
+    for _ in range(3):
+        inputs = LAYOUTS["equal"]()
+        _same(inputs)
+        plain = _step(inputs, arrives=arrives, backend="native", scores=ch.SoftCap(1e30))
+        for own, other in zip(_step(inputs, arrives=arrives), plain, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_of_another_class() -> None:
+    class Own(Tensor):
+        pass
+
+    for _ in range(4):
+        query, key, value = (tensor.requires_grad_() for tensor in _tensors(2, 3, 17, 8))
+        output = ch.attention(query, key, value)
+        upstream = torch.randn_like(output)
+        (plain,) = torch.autograd.grad(output, query, upstream, retain_graph=True)
+        (found,) = torch.autograd.grad(output, query, upstream.as_subclass(Own))
+        assert torch.equal(found.as_subclass(Tensor), plain)
+
+
+@pytest.mark.usefixtures("asked")
+def test_hooks_may_keep_what_is_saved_in_another_form() -> None:
+    """Rows that lay in turn come back side by side."""
+    for _ in range(3):
+        _same(LAYOUTS["heads in turn"]())
+    inputs = LAYOUTS["heads in turn"]()
+    plain = _step(inputs)
+    for form in (torch.Tensor.contiguous, lambda own: own.mT.contiguous().mT):
+        with torch.autograd.graph.saved_tensors_hooks(lambda own: own, form):
+            found = _step(inputs)
+        for own, other in zip(found, plain, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("asked")
+def test_a_graph_may_be_kept_and_walked_again() -> None:
+    for _ in range(4):
+        query, key, value = (tensor.requires_grad_() for tensor in _tensors(2, 3, 17, 8))
+        output = ch.attention(query, key, value)
+        upstream = torch.randn_like(output)
+        first = torch.autograd.grad(output, (query, key, value), upstream, retain_graph=True)
+        again = torch.autograd.grad(output, (query, key, value), upstream)
+        assert all(torch.equal(own, other) for own, other in zip(first, again, strict=True))
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(output, query, upstream)
+
+
+def test_what_is_written_into_is_noticed() -> None:
+    for _ in range(4):
+        query, key, value = (tensor.requires_grad_() for tensor in _tensors(2, 3, 17, 8))
+        output = ch.attention(query, key, value)
+        with torch.no_grad():
+            value += 1.0
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+def test_a_second_derivative_says_that_there_is_none() -> None:
+    for _ in range(4):
+        query, key, value = (tensor.requires_grad_() for tensor in _tensors(2, 3, 17, 8))
+        output = ch.attention(query, key, value)
+        (grad,) = torch.autograd.grad(output, query, torch.ones_like(output), create_graph=True)
+        with pytest.raises(ch.UnsupportedError, match="second derivative"):
+            grad.sum().backward()
+        _same(LAYOUTS["equal"]())
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_numbers_that_are_not_finite_stay_where_they_may_be_seen(bad: float) -> None:
+    for _ in range(4):
+        inputs = _tensors(2, 3, 17, 8)
+        for tensor in inputs[1:]:
+            tensor[0, 1, 16, 3] = bad
+        written = _step(inputs, mask=ch.Causal(), query_offset=0, backend="native")
+        for own, other in zip(_step(inputs, mask=ch.Causal()), written, strict=True):
+            assert torch.equal(own.nan_to_num(7.0), other.nan_to_num(7.0))
+        assert torch.isfinite(written[0][:, :, :16]).all()
+
+
+@pytest.mark.usefixtures("asked")
+def test_transformations_and_modes_are_not_played_through() -> None:
+    inputs = _tensors(2, 3, 17, 8)
+    for _ in range(3):
+        _same(inputs)
+    query, key, value = inputs
+    exact = _step(inputs, arrives="a sum's")[1]
+    found = torch.func.grad(lambda own: ch.attention(own, key, value).sum())(query)
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
+    many = torch.func.vmap(ch.attention)(query[None], key[None], value[None])
+    torch.testing.assert_close(many[0], ch.attention(query, key, value), rtol=1e-5, atol=1e-6)
+    seen: list[Tensor | None] = []
+    make_fx(lambda own: (seen.append(native_replay.replay(own, key, value, causal=False)), own)[1])(query)
+    assert seen == [None]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert sdpa.small_step(query, key, value, causal=False) is None
-        assert ch.attention(query, key, value).dtype == torch.float32
+        _same(inputs)
+        assert ch.attention(*inputs).dtype == torch.float32
+
+
+def test_many_threads_train_at_once() -> None:
+    inputs = [LAYOUTS["equal"]() for _ in range(8)]
+    wanted = [_step(own, mask=ch.Causal(), query_offset=0, backend="native") for own in inputs]
+    wrong: list[int] = []
+
+    def work(which: int) -> None:
+        for _ in range(200):
+            found = _step(inputs[which], mask=ch.Causal())
+            if not all(torch.equal(own, other) for own, other in zip(found, wanted[which], strict=True)):
+                wrong.append(which)
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -113,15 +343,15 @@ def test_a_small_step_in_16_bits_is_as_exact_as_any(
     generator = torch.Generator().manual_seed(1)
     drawn = [torch.randn(shape, generator=generator).to(dtype) for _ in range(4)]
 
-    def step(call: Callable[..., Tensor | None], dtype: torch.dtype) -> list[Tensor]:
+    def step(call: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
         inputs = [part.to(dtype).requires_grad_() for part in drawn[:3]]
         output = call(*inputs)
-        assert output is not None
         return [output.detach(), *torch.autograd.grad(output, inputs, drawn[3].to(dtype))]
 
     mask = ch.Causal() if causal else None
     exact = step(lambda *given: ch.attention(*given, mask=mask, backend="reference"), torch.float64)
-    ours = step(lambda *given: sdpa.small_step(*given, causal=causal), dtype)
+    for _ in range(3):
+        ours = step(lambda *given: ch.attention(*given, mask=mask), dtype)
     plain = step(lambda query, key, value: _textbook(query, key, value, causal), dtype)
     for own, textbook, true in zip(ours, plain, exact, strict=True):
         assert own.dtype == dtype
@@ -135,18 +365,3 @@ def _textbook(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
     return scores.softmax(dim=-1) @ value
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_small_causal_step_spreads_no_nan(dtype: torch.dtype) -> None:
-    # Where other draws round an output above 2 apart, one place of bfloat16 is more than is allowed.
-    torch.manual_seed(0)
-    inputs = [tensor.to(dtype).requires_grad_() for tensor in _tensors(2, 3, 17, 8)]
-    output = sdpa.small_step(*inputs, causal=True)
-    assert output is not None
-    other = ch.attention(*inputs, mask=ch.Causal(), backend="native")
-    torch.testing.assert_close(output, other, rtol=0, atol=2e-6 if dtype == torch.float32 else 2**-7)
-    with torch.no_grad():
-        inputs[2][0, 0, 16, 3] = torch.nan
-    assert sdpa.small_step(*inputs, causal=True) is None
-    assert torch.isfinite(ch.attention(*inputs, mask=ch.Causal())[:, :, :16]).all()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 
@@ -12,21 +11,11 @@ from clearhead.problem import DTYPES, Problem
 from clearhead.scores import ScoreRule
 from clearhead.statistics import Observation, Want
 
-__all__ = ["ALL_STATISTICS", "SMALL_TRAINING", "Backend", "Capability", "multiplications"]
+__all__ = ["ALL_STATISTICS", "Backend", "Capability"]
 
 ALL_STATISTICS = frozenset(
     {"lse", "max_score", "entropy", "top_k", "received", "row_weights", "heatmap", "sink", "distance", "rows"}
 )
-
-#: Multiplications up to which a plain training call is torch's. Measured: at 1x8x64x64 (2**22) both take the same in
-#: float32; in 16 bits, which torch is handed as float32, they do at 16x4x32x16 (2**21).
-SMALL_TRAINING: Final = {torch.float32: 2**22, torch.bfloat16: 2**20, torch.float16: 2**20}
-
-
-def multiplications(problem: Problem) -> int:
-    """Of the two products of forward, masked scores included."""
-    scores = problem.batch * problem.num_heads * problem.q_len * problem.k_len
-    return scores * (problem.head_dim + problem.value_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,12 +108,9 @@ class Backend:
         summary: what it is, in a few words.
         capability: what it can do.
         run: computes.
-        yields: the name of a backend that was measured to be faster on a problem; "auto" takes that one where it can
-            run.
     """
 
     name: str
     summary: str
     capability: Capability
     run: Callable[[Problem, Want], Observation]
-    yields: Callable[[Problem], str | None] = lambda problem: None

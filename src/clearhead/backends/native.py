@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from clearhead.backends.capability import SMALL_TRAINING, Backend, Capability, multiplications
+from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import contained
-from clearhead.backends.native_library import DTYPES, MAX_HEAD_DIM, MAX_RULES, in_memory, reason
+from clearhead.backends.native_library import DTYPES, MAX_HEAD_DIM, MAX_RULES, Description, in_memory, reason
 from clearhead.backends.native_replay import remember
 from clearhead.backends.native_statistics import DIFFERENTIABLE, Grads
 from clearhead.backends.native_work import BackwardWork, ForwardWork, Rows
@@ -72,22 +73,25 @@ def _forward(problem: Problem, want: Want) -> Observation:
     work = ForwardWork(problem, want, for_backward=False)
     work.run()
     if not want.names and _may_come_again(problem):
-        remember(
-            problem.query, problem.key, problem.value, causal=problem.mask is not None,
-            description=work.description, output=work.output,
-        )  # fmt: skip
+        _remember(problem, work)
     return Observation(output=work.output, lse=work.lse, **({} if work.gathered is None else work.gathered.results()))
+
+
+def _remember(problem: Problem, work: ForwardWork, **training: Any) -> None:
+    """Keep a call under the tensors as they were given."""
+
+    def given(tensor: Tensor) -> Tensor:
+        return tensor.view(tensor.shape[2 - problem.leading :])
+
+    remember(
+        given(problem.query), given(problem.key), given(problem.value), causal=problem.mask is not None,
+        scale=problem.scale, description=work.description, output=given(work.output), **training,
+    )  # fmt: skip
 
 
 def _may_come_again(problem: Problem) -> bool:
     """Whether shapes, strides and dtype say all there is to say about a call."""
-    return (
-        problem.leading == 2
-        and not problem.scores
-        and problem.dropout == 0.0
-        and problem.scale == 1.0 / math.sqrt(problem.head_dim)
-        and (problem.mask is None or _square_causal(problem))
-    )
+    return not problem.scores and problem.dropout == 0.0 and (problem.mask is None or _square_causal(problem))
 
 
 def _square_causal(problem: Problem) -> bool:
@@ -106,6 +110,8 @@ class _Native(torch.autograd.Function):
         output, rows, found = work.output, work.rows, {} if work.gathered is None else work.gathered.results()
         assert rows is not None
         names.extend(found)
+        if not want.names and _may_come_again(problem) and rows.output is None and rows.lse is None:
+            _remember(problem, work, softmax=rows.softmax, otherwise=partial(_step_backward, problem.without_numbers()))
         # What is saved below goes when backward is done; the problem stays as long as the output does.
         ctx.problem, ctx.names, ctx.sink_keys = problem.without_numbers(), names, want.sink
         ctx.set_materialize_grads(False)
@@ -132,6 +138,22 @@ class _Native(torch.autograd.Function):
             arrived = Arrived(grad_output, grad_lse, given, found, ctx.sink_keys)
             grads = gradients(problem, rows, arrived)
         return None, None, None, *once(grads, (query, key, value, grad_output))
+
+
+def _step_backward(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, softmax: Tensor, grad_output: Tensor
+) -> tuple[Sequence[Tensor], tuple[Description, Tensor] | None]:
+    """Gradients of a step that was played back, and the call that makes them, where that is all there is to it."""
+    given = (query, key, value, grad_output)
+    rows = Rows(None, None, softmax)
+    with torch.no_grad():
+        *inputs, arrived = (tensor.view((1,) * (4 - tensor.dim()) + tensor.shape) for tensor in given)
+        own = problem.with_tensors(*inputs)
+        work = BackwardWork(own, rows, arrived)
+        call = (work.description, work.delta) if work.run() else None
+        found = work.tensors if call is not None else gradients(own, rows, Arrived(arrived))
+        grads = [grad.view(tensor.shape) for grad, tensor in zip(found, given, strict=False)]
+    return once(grads, given), call
 
 
 @dataclass(frozen=True)
@@ -234,13 +256,6 @@ def run(problem: Problem, want: Want) -> Observation:
     return Observation(output=output, lse=lse if want.lse else None, **found)
 
 
-def _yields(problem: Problem) -> str | None:
-    """A training step this small is over in torch before autograd has called back into Python."""
-    plain = not problem.scores and (problem.mask is None or isinstance(problem.mask, Causal))
-    small = multiplications(problem) <= SMALL_TRAINING.get(problem.query.dtype, 0)
-    return "sdpa" if plain and small and problem.needs_gradient else None
-
-
 BACKEND = Backend(
     name="native",
     summary="clearhead's own CPU kernels",
@@ -254,5 +269,4 @@ BACKEND = Backend(
         also=_also,
     ),
     run=run,
-    yields=_yields,
 )

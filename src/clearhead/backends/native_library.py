@@ -23,12 +23,12 @@ __all__ = [
     "ABI", "DTYPES", "LINEAR_PAD", "MAX_AXES", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS", "MAX_TERMS",
     "MAX_THREADS", "TILE", "UNBOUNDED",
     "Call", "Code", "Description", "Dtype", "Feature", "LinearDescription", "ProjectionDescription", "Rule", "RuleKind",
-    "Statistics", "Table", "TensorView", "Term", "Verb", "all_finite", "in_memory", "isa_index", "isa_name",
+    "Statistics", "Table", "TensorView", "Term", "Verb", "in_memory", "isa_index", "isa_name",
     "isa_names", "library", "message", "quick", "reason", "run",
 ]  # fmt: skip
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
-ABI: Final = 8
+ABI: Final = 9
 MAX_HEAD_DIM: Final = 256
 MAX_RUNS: Final = 4
 MAX_RULES: Final = 8
@@ -266,17 +266,6 @@ def isa_name() -> str | None:
     return None if found.library is None else str(found.library.ch_isa_name(found.index).decode())
 
 
-def all_finite(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two small, contiguous tensors of one size and dtype hold neither NaN nor inf; False without the kernels.
-
-    A microsecond where torch takes twelve.
-    """
-    found = quick()
-    return found is not None and bool(
-        found.ch_all_finite(one.data_ptr(), other.data_ptr(), one.numel(), DTYPES[one.dtype])
-    )
-
-
 def in_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor's memory holds its numbers."""
     return (
@@ -344,7 +333,6 @@ def _quick() -> ctypes.PyDLL:
     """The library that has just been loaded, without the types that would be checked on every call."""
     found = ctypes.PyDLL(str(PATH))
     # Addresses are Python integers, which would be passed as 32 bits.
-    found.ch_all_finite.argtypes = [_pointer, _pointer, _int64, _int32]
     found.ch_new_tensor.argtypes, found.ch_new_tensor.restype = [_int32, _int32, _pointer, _pointer], _pointer
     found.ch_keep_memory.argtypes, found.ch_keep_memory.restype = [_int64], _int64
     return found

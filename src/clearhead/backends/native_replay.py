@@ -1,109 +1,353 @@
 """The same call again: a plain or causal call on tensors laid out as before skips everything but the kernel.
 
-Checking a call, choosing a backend and writing its description takes some thirty microseconds, which is nothing beside
-a long sequence and everything beside a short one. All of it depends on shapes, strides and dtype alone when there are
-no rules, no dropout and no mask but ``Causal()``; so the description is kept under these, and only its four pointers
-change.
+Checking a call, choosing a backend and writing its description takes some fifty microseconds, and three times as long
+in training, which is nothing beside a long sequence and everything beside a short one. All of it depends on shapes,
+strides and dtype alone when there are no rules, no dropout and no mask but ``Causal()``; so the description is kept
+under these, and only its addresses change. A training step is played back where backward needs nothing of the output:
+where one tile has all keys.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable
-from typing import Final
+import math
+from collections.abc import Callable, Hashable, Sequence
+from ctypes import addressof
+from functools import partial
+from typing import Any, Final, TypeAlias, cast
 
 import torch
-from torch import Tensor, empty_like
-from torch._C._functorch import maybe_current_level
+from torch import Tensor, empty_like, get_num_threads, is_grad_enabled
+from torch._C import _len_torch_dispatch_stack as modes
+from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
 from torch.autograd import forward_ad
 
 from clearhead.backends.native_library import Code, Description, library, quick
 from clearhead.backends.native_memory import LEAST, new_tensor
 
-__all__ = ["remember", "replay"]
+__all__ = ["Otherwise", "Played", "remember", "replay"]
 
 #: Layouts kept; when there are more, all are forgotten.
 _MOST: Final = 1024
 #: Multiplications of a call that is over before another thread could have had Python's lock.
 _BRIEF: Final = 2**18
+#: Rows of a training step that is kept: some floats are kept for each. Larger ones have other things to wait for.
+_MOST_ROWS: Final = 2**16
 _TYPES: Final = (Tensor, torch.nn.Parameter)
-_QUERY, _KEY, _VALUE, _OUTPUT = (getattr(Description, name).offset // 8 for name in ("query", "key", "value", "output"))
 _OK: Final = int(Code.OK)
 _WORDS: Final = ctypes.sizeof(Description) // 8
 
 
+def _word(name: str) -> int:
+    place: int = getattr(Description, name).offset
+    return place // 8
+
+
+_QUERY, _KEY, _VALUE, _OUTPUT, _SOFTMAX = map(_word, ("query", "key", "value", "output", "softmax"))
+_GRAD_OUTPUT, _GRAD_QUERY, _GRAD_KEY, _GRAD_VALUE = map(
+    _word, ("grad_output", "grad_query", "grad_key", "grad_value")
+)  # fmt: skip
+
+#: Gradients of query, key and value from these, the rows' statistics and the gradient that arrived, the long way; and
+#: the description of the kernel's call and the rows' deltas that it writes, if that call was all there was to it.
+Otherwise: TypeAlias = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Sequence[Tensor], tuple[Description, Tensor] | None]
+]
+
+
+class _Guards:
+    """Whether tensors are like others: class, dtype, device, sizes, strides, bits of dispatch, ``requires_grad``.
+
+    What torch has for compiled functions does this in a third of a microsecond, with what is in force around the call.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.like = self._traits(tensors)
+
+    def check(self, *tensors: Tensor) -> bool:
+        """Whether these are."""
+        return self._traits(tensors) == self.like
+
+    @staticmethod
+    def _traits(tensors: Sequence[Tensor]) -> list[Hashable]:
+        own: list[Hashable] = [maybe_current_level()]
+        for tensor in tensors:
+            own += [type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad]
+            own += [tensor.stride(), tensor.is_neg(), is_functorch_wrapped_tensor(tensor)]
+        return own
+
+
+def _torchs_guards() -> Callable[..., Any]:
+    """torch's own, where it has them in the form that is known here."""
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        make: Callable[..., Any] = partial(cast(Any, TensorGuards), dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        make(torch.empty(1)).check(torch.empty(1))
+    except (ImportError, AttributeError, TypeError):
+        return _Guards
+    return make
+
+
+_guards = _torchs_guards()
+
+
 class _Plan:
-    """A description that waits for pointers. One thread uses it at a time: taken from its list, and put back."""
+    """A description that waits for addresses. One thread uses it at a time: taken from its list, and put back."""
 
-    __slots__ = ("description", "forward", "like", "reference", "shape", "strides", "words")
+    __slots__ = ("description", "guards", "held", "kernel", "layout", "like", "reference", "rooms", "words")
 
-    def __init__(self, description: Description, query: Tensor, output: Tensor) -> None:
-        self.description = description
-        self.reference = ctypes.byref(description)
-        self.words = (ctypes.c_uint64 * _WORDS).from_buffer(description)
-        self.shape, self.strides = tuple(output.shape), output.stride()
+    def __init__(
+        self, layout: _Layout, verb: str, description: Description, written: Sequence[tuple[Tensor, Tensor]],
+        held: object = None,
+    ) -> None:  # fmt: skip
+        """``written`` are tensors in pairs: one that is given to each call, and the one that was written beside it."""
+        self.layout, self.held = layout, held
+        self.guards: Any = None
+        self.description = Description.from_buffer_copy(description)
+        self.reference = ctypes.byref(self.description)
+        self.words = (ctypes.c_uint64 * _WORDS).from_buffer(self.description)
+        self.rooms = [(tuple(own.shape), own.stride()) for _, own in written]
         # The quicker way to room of the same shape and strides.
-        same = torch.empty_like(query).stride() == self.strides and query.shape == output.shape
-        self.like = same and output.nbytes < LEAST
+        self.like = all(
+            empty_like(given).stride() == own.stride() and given.shape == own.shape and own.nbytes < LEAST
+            for given, own in written
+        )
         scores = description.batch * description.heads * description.q_len * description.k_len
         kernels = quick() if scores * (description.head_dim + description.value_dim) <= _BRIEF else library()
         assert kernels is not None
-        self.forward = kernels.ch_forward
+        self.kernel = getattr(kernels, verb)
+
+    def room(self, place: int, given: Tensor) -> Tensor:
+        """Where something is written, if ``empty_like`` is not the way."""
+        shape, strides = self.rooms[place]
+        return new_tensor(given, shape, strides=strides)
 
 
-_plans: dict[Hashable, list[_Plan]] = {}
+class _Layout:
+    """What calls of one layout share: plans that wait."""
+
+    def __init__(self, training: bool) -> None:
+        self.training, self.threads = training, get_num_threads()
+        self.forward: list[_Plan] = []
+        self.backward: list[_Plan] = []
+        # What the call that was looked up last was like.
+        self.guards: Any = None
+        self.learns, self.causal = training, False
+        self.scale: float | None = None
+        self.otherwise: Otherwise | None = None
+        self.shape: tuple[int, ...] = ()
+        self.statistics: type[ctypes.Array[ctypes.c_float]] = ctypes.c_float * 0
+
+    def trains(self, softmax: Tensor, otherwise: Otherwise) -> None:
+        """What a step of training has besides: rows' statistics, and another way back."""
+        self.otherwise = otherwise
+        # A tensor takes ten times as long to make.
+        self.shape, self.statistics = tuple(softmax.shape), ctypes.c_float * softmax.numel()
+
+    def guard(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> None:
+        """Know calls like this one without looking them up."""
+        self.causal, self.scale = causal, scale
+        if self.guards is None or not self.guards.check(query, key, value):
+            self.guards = _guards(query, key, value)
+            self.learns = query.requires_grad or key.requires_grad or value.requires_grad
 
 
-def _layout(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Hashable:
+class Played:
+    """Layouts that were remembered, and the one that was asked for last."""
+
+    def __init__(self) -> None:
+        self.layouts: dict[Hashable, _Layout] = {}
+        self.recent: _Layout | None = None
+
+    def find(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
+    ) -> _Layout | None:  # fmt: skip
+        """The layout of a call, if there is one."""
+        if not self.layouts or not _fits(query, key, value):
+            return None
+        training = is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        found = self.layouts.get(_layout(query, key, value, causal, _other_than_usual(query, scale), training))
+        if found is not None:
+            found.guard(query, key, value, causal, scale)
+            self.recent = found
+        return found
+
+    def keep(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, training: bool
+    ) -> _Layout:  # fmt: skip
+        """The layout of a call, new if need be."""
+        if len(self.layouts) >= _MOST:
+            self.layouts.clear()
+            self.recent = None
+        layout = _layout(query, key, value, causal, _other_than_usual(query, scale), training)
+        return self.layouts.setdefault(layout, _Layout(training))
+
+
+_played = Played()
+
+
+def _other_than_usual(query: Tensor, scale: float | None) -> float | None:
+    """A scale; None for the one that a call has if none is given."""
+    usual = scale is None or query.dim() == 0 or (query.shape[-1] > 0 and scale == 1.0 / math.sqrt(query.shape[-1]))
+    return None if usual else scale
+
+
+def _layout(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None, training: bool
+) -> Hashable:  # fmt: skip
     return (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
-        query.dtype, key.dtype, value.dtype, causal, torch.get_num_threads(),
+        query.dtype, key.dtype, value.dtype, causal, scale, training, get_num_threads(),
     )  # fmt: skip
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether nothing about the tensors but their layout matters: no gradient, no subclass, no transformation."""
+    """Whether nothing about the tensors but their layout matters: no subclass, no transformation."""
     return (
         type(query) in _TYPES and type(key) in _TYPES and type(value) in _TYPES
-        # Early, for what a training step has spent here is lost.
-        and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
         and query.is_cpu and key.is_cpu and value.is_cpu
         and not (query.is_neg() or key.is_neg() or value.is_neg())
         and maybe_current_level() is None and forward_ad._current_level < 0
-        and torch._C._len_torch_dispatch_stack() == 0
+        and not modes()
     )  # fmt: skip
 
 
-def replay(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor | None:
+def _rows_lie(*tensors: Tensor) -> bool:
+    """Whether the description points at the tensors: what has a last axis that is not contiguous was copied first."""
+    return all(tensor.stride(-1) == 1 for tensor in tensors)
+
+
+def replay(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None = None) -> Tensor | None:
     """The output of a call like one that was remembered, or None where there was none."""
-    if not _plans or not _fits(query, key, value):
+    layout = _played.recent
+    try:
+        if not (
+            layout is not None and layout.causal is causal and layout.scale == scale
+            and layout.guards.check(query, key, value)
+            and layout.training is (layout.learns and is_grad_enabled())
+            and layout.threads == get_num_threads() and forward_ad._current_level < 0 and not modes()
+        ):  # fmt: skip
+            layout = _played.find(query, key, value, causal, scale)
+    except TypeError:  # not a tensor
         return None
-    waiting = _plans.get(_layout(query, key, value, causal))
-    if not waiting:
+    if layout is None:
         return None
     try:
-        plan = waiting.pop()
+        plan = layout.forward.pop()
     except IndexError:  # another thread took it
         return None
-    output = empty_like(query) if plan.like else new_tensor(query, plan.shape, strides=plan.strides)
+    if layout.training:
+        output: Tensor = _again(plan, query, key, value)  # type: ignore[no-untyped-call]
+        return output
+    written = empty_like(query) if plan.like else plan.room(0, query)
     words = plan.words
     words[_QUERY] = query.data_ptr()
     words[_KEY] = key.data_ptr()
     words[_VALUE] = value.data_ptr()
-    words[_OUTPUT] = output.data_ptr()
-    code = plan.forward(plan.reference)
-    waiting.append(plan)
-    return output if code == _OK else None
+    words[_OUTPUT] = written.data_ptr()
+    code = plan.kernel(plan.reference)
+    layout.forward.append(plan)
+    return written if code == _OK else None
+
+
+class _Again(torch.autograd.Function):
+    """A step of training played back."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ctx.layout = layout = plan.layout
+        ctx.softmax = softmax = layout.statistics()
+        output = empty_like(query) if plan.like else plan.room(0, query)
+        words = plan.words
+        words[_QUERY] = query.data_ptr()
+        words[_KEY] = key.data_ptr()
+        words[_VALUE] = value.data_ptr()
+        words[_OUTPUT] = output.data_ptr()
+        words[_SOFTMAX] = addressof(softmax)
+        code = plan.kernel(plan.reference)
+        layout.forward.append(plan)
+        if code != _OK:
+            raise MemoryError("attention: memory must suffice for the kernels' own; got none. Free some.")
+        ctx.save_for_backward(query, key, value)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors
+        waiting = ctx.layout.backward
+        try:
+            plan = waiting.pop()
+        except IndexError:  # none yet, or all are taken by other threads
+            return _long_way(ctx, query, key, value, grad)
+        # A sum's gradient is one number; hooks may hand out what was saved in another form.
+        if not plan.guards.check(query, key, value, grad):
+            grad = grad.contiguous()
+        if is_grad_enabled() or modes() or not plan.guards.check(query, key, value, grad):
+            return _long_way(ctx, query, key, value, grad)
+        if plan.like:
+            grad_query, grad_key, grad_value = empty_like(query), empty_like(key), empty_like(value)
+        else:
+            grad_query, grad_key, grad_value = plan.room(0, query), plan.room(1, key), plan.room(2, value)
+        words = plan.words
+        words[_QUERY] = query.data_ptr()
+        words[_KEY] = key.data_ptr()
+        words[_VALUE] = value.data_ptr()
+        words[_SOFTMAX] = addressof(ctx.softmax)
+        words[_GRAD_OUTPUT] = grad.data_ptr()
+        words[_GRAD_QUERY] = grad_query.data_ptr()
+        words[_GRAD_KEY] = grad_key.data_ptr()
+        words[_GRAD_VALUE] = grad_value.data_ptr()
+        code = plan.kernel(plan.reference)
+        waiting.append(plan)
+        if code != _OK:
+            return _long_way(ctx, query, key, value, grad)
+        return None, grad_query, grad_key, grad_value
+
+
+def _long_way(ctx: Any, query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Backward that writes its call down, which is kept; or that is more than a call."""
+    layout: _Layout = ctx.layout
+    assert layout.otherwise is not None
+    softmax = torch.frombuffer(ctx.softmax, dtype=torch.float32).view(layout.shape)
+    grads, call = layout.otherwise(query, key, value, softmax, grad)
+    if call is not None and _fits(query, key, value) and _fits(grad, grad, grad) and _rows_lie(query, key, value, grad):
+        description, delta = call
+        pairs = list(zip((query, key, value), grads, strict=True))
+        plan = _Plan(layout, "ch_backward", description, pairs, held=delta)
+        plan.guards = _guards(query, key, value, grad)
+        layout.backward.append(plan)
+    return None, *grads
 
 
 def remember(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, description: Description, output: Tensor
-) -> None:
-    """Keep the description of a call that has just run, for ``replay``."""
-    # A last axis that is not contiguous was copied first.
-    if not _fits(query, key, value) or any(tensor.stride(-1) != 1 for tensor in (query, key, value)):
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float, description: Description,
+    output: Tensor, softmax: Tensor | None = None, otherwise: Otherwise | None = None,
+) -> None:  # fmt: skip
+    """Keep the description of a call that has just run, for ``replay``.
+
+    Args:
+        query: as it was, and so are the others.
+        key: see there.
+        value: see there.
+        causal: whether the mask was ``Causal()``.
+        scale: see ``attention``.
+        description: of the kernel's call.
+        output: what it wrote.
+        softmax: rows' statistics that it wrote for backward, if it was a step of training.
+        otherwise: backward of such a step.
+    """
+    if not (_fits(query, key, value) and _rows_lie(query, key, value)):
         return
-    if len(_plans) >= _MOST:
-        _plans.clear()
-    copy = Description.from_buffer_copy(description)
-    _plans.setdefault(_layout(query, key, value, causal), []).append(_Plan(copy, query, output))
+    if softmax is not None and not 0 < softmax.numel() <= 2 * _MOST_ROWS:
+        return
+    layout = _played.keep(query, key, value, causal, scale, softmax is not None)
+    if softmax is not None and otherwise is not None:
+        layout.trains(softmax, otherwise)
+    # There is one that waits where a call was written down for another reason.
+    if not layout.forward:
+        layout.forward.append(_Plan(layout, "ch_forward", description, [(query, output)]))
+
+
+#: ``_Again.apply`` without its look at transformations, of which there are none here.
+_again: Final = super(torch.autograd.Function, _Again).apply

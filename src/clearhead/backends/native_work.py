@@ -170,16 +170,17 @@ class ForwardWork(Work):
         needs_lse = want.lse or (for_backward and (problem.sink is not None or kernel_gives(want)))
         self.lse = self.result("lse") if needs_lse else None
         if for_backward:
-            own: Tensor | None = self.output
-            if problem.query.dtype != torch.float32:
-                own = self.result("output32", problem.value_dim) if self._needs_output(want) else None
+            own: Tensor | None = None
+            if self._backward_reads_output(want):
+                exact = problem.query.dtype == torch.float32
+                own = self.output if exact else self.result("output32", problem.value_dim)
             self.rows = Rows(own, self.lse, self.result("softmax", 2))
         self.gathered = Gathered(problem, want, for_backward=for_backward) if kernel_gives(want) else None
         if self.gathered is not None:
             self.description.statistics = ctypes.addressof(self.gathered.structure)
 
-    def _needs_output(self, want: Want) -> bool:
-        """Whether backward will read what forward writes: one tile of keys tells a row's delta from its weights."""
+    def _backward_reads_output(self, want: Want) -> bool:
+        """One tile of keys tells a row's delta from its weights."""
         tables = self.description.allowed.data or self.description.blocks.data
         return self.problem.k_len > TILE or bool(tables) or kernel_gives(want)
 

@@ -6,27 +6,23 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level
 from torch.nn.functional import scaled_dot_product_attention
 
-from clearhead.backends.capability import SMALL_TRAINING, Backend, Capability
+from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import all_finite
 from clearhead.backends.documents import Group, documents_in, groups, rest_of
-from clearhead.backends.native_library import all_finite as finite_numbers
 from clearhead.masks import Causal, Mask
 from clearhead.masks.base import carried_sizes
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias
 from clearhead.statistics import Observation, Want
 
-__all__ = ["BACKEND", "small_step"]
+__all__ = ["BACKEND"]
 
 #: The largest mask, in entries, that is worth writing out for torch; above it the tiles win.
 _MAX_MASK_ENTRIES: Final = 2**24
 #: The largest score matrix that torch may hold where it has no fused path.
 _MAX_UNFUSED_SCORES: Final = 2**26
-
-_TYPES: Final = (Tensor, torch.nn.Parameter)
 
 _Bounds = tuple[Tensor | None, bool, Tensor | None]
 
@@ -175,47 +171,6 @@ def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds:
     if empty is not None:
         output = output.masked_fill(empty, 0.0)
     return output.to(dtype)
-
-
-def _surely_finite(key: Tensor, value: Tensor) -> bool:
-    """Whether small tensors of one size hold neither NaN nor inf; False also where finding out would take longer."""
-    return key.is_contiguous() and value.is_contiguous() and finite_numbers(key, value)
-
-
-#: Rows in one block of torch's backward on a CPU.
-_ONE_BLOCK: Final = 32
-#: Multiplications up to which converting 16 bits costs more than it saves. Measured: 33 against 52 us at 1x1x8x8.
-_TINY: Final = 2**12
-
-
-def small_step(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor | None:
-    """A plain or causal training call that is small and cannot be wrong, without ceremony; None for any other.
-
-    Everything that ``Problem`` and the capability would look at is looked at here: equal shapes of four axes, one dtype
-    on the CPU, no autocast, and under the causal mask no NaN that torch would spread. Beside a call of thirty
-    microseconds their own forty would show. 16 bits are computed in float32, as ``run`` does; the very smallest are
-    not, for torch's kernel then has one block each way, whose sums are made in float32 and rounded once.
-    """
-    if not (type(query) in _TYPES and type(key) in _TYPES and type(value) in _TYPES and torch.is_grad_enabled()):
-        return None
-    if not (query.requires_grad or key.requires_grad or value.requires_grad):
-        return None
-    shape, dtype = query.shape, query.dtype
-    plain = (
-        len(shape) == 4 and shape == key.shape and shape == value.shape
-        and key.dtype is dtype and value.dtype is dtype
-        and query.is_cpu and key.is_cpu and value.is_cpu
-        and 0 < 2 * query.numel() * shape[2] <= SMALL_TRAINING.get(dtype, 0)
-    )  # fmt: skip
-    if not plain or torch.is_autocast_enabled("cpu"):
-        return None
-    wide = dtype is not torch.float32 and (shape[2] > _ONE_BLOCK or 2 * query.numel() * shape[2] > _TINY)
-    if wide:
-        query, key, value = query.float(), key.float(), value.float()
-    if causal and (maybe_current_level() is not None or not _surely_finite(key, value)):
-        return None
-    output = scaled_dot_product_attention(query, key, value, is_causal=causal)
-    return output.to(dtype) if wide else output
 
 
 BACKEND = Backend(
