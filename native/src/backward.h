@@ -199,8 +199,8 @@ template <class M, class IO> struct Backward {
     pack_rows<M, IO>(key, w.key.row, count, (int)w.head_dim, d.kn, keys);
     d.first_rows = !masked;
     if (!masked) return;
-    memset(d.dk, 0, (size_t)tile * out * sizeof(float));
-    memset(d.dv, 0, (size_t)tile * v_out * sizeof(float));
+    memset(d.dk, 0, (size_t)count * out * sizeof(float));
+    memset(d.dv, 0, (size_t)count * v_out * sizeof(float));
   }
 
   void lay_out(int64_t b, int64_t h, int64_t first, int count, const Laid& to) const {
@@ -533,8 +533,10 @@ template <class M, class IO> struct Backward {
     for (int64_t g = 0; g < group; g++)
       for (int64_t block = 0; block < blocks; block++) {
         Span span{INT32_MAX, 0};
-        if (!masked) span = Span{0, (int)w.k_len};
-        for (int64_t i = block * BLOCK; i < least((block + 1) * BLOCK, w.q_len) && masked; i++) {
+        // Where there is one visit it finds out itself.
+        const bool skips = masked && (blocks > 1 || tiles > 1);
+        if (!skips) span = Span{0, (int)w.k_len};
+        for (int64_t i = block * BLOCK; i < least((block + 1) * BLOCK, w.q_len) && skips; i++) {
           Row row = mask_row(w, b, kh * group + g, i);
           if (row.high <= row.low) continue;
           span.low = least(span.low, (int)row.low);

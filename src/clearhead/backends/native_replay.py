@@ -95,7 +95,7 @@ _guards = _torchs_guards()
 class _Plan:
     """A description that waits for addresses. One thread uses it at a time: taken from its list, and put back."""
 
-    __slots__ = ("description", "guards", "held", "kernel", "layout", "like", "reference", "rooms", "words")
+    __slots__ = ("check", "description", "held", "kernel", "layout", "like", "reference", "rooms", "words")
 
     def __init__(
         self, layout: _Layout, verb: str, description: Description, written: Sequence[tuple[Tensor, Tensor]],
@@ -103,7 +103,7 @@ class _Plan:
     ) -> None:  # fmt: skip
         """``written`` are tensors in pairs: one that is given to each call, and the one that was written beside it."""
         self.layout, self.held = layout, held
-        self.guards: Any = None
+        self.check: Callable[..., bool] | None = None
         self.description = Description.from_buffer_copy(description)
         self.reference = ctypes.byref(self.description)
         self.words = (ctypes.c_uint64 * _WORDS).from_buffer(self.description)
@@ -128,13 +128,10 @@ class _Layout:
     """What calls of one layout share: plans that wait."""
 
     def __init__(self, training: bool) -> None:
-        self.training, self.threads = training, get_num_threads()
+        self.training = training
         self.forward: list[_Plan] = []
         self.backward: list[_Plan] = []
-        # What the call that was looked up last was like.
-        self.guards: Any = None
-        self.learns, self.causal = training, False
-        self.scale: float | None = None
+        self.known: _Known | None = None
         self.otherwise: Otherwise | None = None
         self.shape: tuple[int, ...] = ()
         self.statistics: type[ctypes.Array[ctypes.c_float]] = ctypes.c_float * 0
@@ -145,20 +142,34 @@ class _Layout:
         # A tensor takes ten times as long to make.
         self.shape, self.statistics = tuple(softmax.shape), ctypes.c_float * softmax.numel()
 
-    def guard(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> None:
-        """Know calls like this one without looking them up."""
+    def know(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> _Known:
+        """What tells calls like this one."""
+        known = self.known
+        if known is None or known.scale != scale or not known.check(query, key, value):
+            known = self.known = _Known(self, query, key, value, causal, scale)
+        return known
+
+
+class _Known:
+    """What tells calls of a layout without looking them up. It is never changed, so that threads may share it."""
+
+    __slots__ = ("causal", "check", "layout", "learns", "scale", "threads", "training")
+
+    def __init__(
+        self, layout: _Layout, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
+    ) -> None:  # fmt: skip
+        self.layout, self.training, self.threads = layout, layout.training, get_num_threads()
         self.causal, self.scale = causal, scale
-        if self.guards is None or not self.guards.check(query, key, value):
-            self.guards = _guards(query, key, value)
-            self.learns = query.requires_grad or key.requires_grad or value.requires_grad
+        self.check: Callable[..., bool] = _guards(query, key, value).check
+        self.learns = query.requires_grad or key.requires_grad or value.requires_grad
 
 
 class Played:
-    """Layouts that were remembered, and the one that was asked for last."""
+    """Layouts that were remembered, and what tells calls like the last one."""
 
     def __init__(self) -> None:
         self.layouts: dict[Hashable, _Layout] = {}
-        self.recent: _Layout | None = None
+        self.recent: _Known | None = None
 
     def find(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
@@ -169,8 +180,7 @@ class Played:
         training = is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         found = self.layouts.get(_layout(query, key, value, causal, _other_than_usual(query, scale), training))
         if found is not None:
-            found.guard(query, key, value, causal, scale)
-            self.recent = found
+            self.recent = found.know(query, key, value, causal, scale)
         return found
 
     def keep(
@@ -220,15 +230,15 @@ def _rows_lie(*tensors: Tensor) -> bool:
 
 def replay(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None = None) -> Tensor | None:
     """The output of a call like one that was remembered, or None where there was none."""
-    layout = _played.recent
+    known = _played.recent
     try:
-        if not (
-            layout is not None and layout.causal is causal and layout.scale == scale
-            and layout.guards.check(query, key, value)
-            and layout.training is (layout.learns and is_grad_enabled())
-            and layout.threads == get_num_threads() and forward_ad._current_level < 0 and not modes()
-        ):  # fmt: skip
-            layout = _played.find(query, key, value, causal, scale)
+        layout = (
+            known.layout
+            if known is not None and known.causal is causal and known.scale == scale
+            and known.check(query, key, value) and known.training is (known.learns and is_grad_enabled())
+            and known.threads == get_num_threads() and forward_ad._current_level < 0 and not modes()
+            else _played.find(query, key, value, causal, scale)
+        )  # fmt: skip
     except TypeError:  # not a tensor
         return None
     if layout is None:
@@ -280,11 +290,14 @@ class _Again(torch.autograd.Function):
             plan = waiting.pop()
         except IndexError:  # none yet, or all are taken by other threads
             return _long_way(ctx, query, key, value, grad)
-        # A sum's gradient is one number; hooks may hand out what was saved in another form.
-        if not plan.guards.check(query, key, value, grad):
-            grad = grad.contiguous()
-        if is_grad_enabled() or modes() or not plan.guards.check(query, key, value, grad):
+        if is_grad_enabled() or modes():
+            waiting.append(plan)
             return _long_way(ctx, query, key, value, grad)
+        # A sum's gradient is one number; hooks may hand out what was saved in another form.
+        if not plan.check(query, key, value, grad):
+            grad = grad.contiguous()
+            if not plan.check(query, key, value, grad):
+                return _long_way(ctx, query, key, value, grad)
         if plan.like:
             grad_query, grad_key, grad_value = empty_like(query), empty_like(key), empty_like(value)
         else:
@@ -311,11 +324,12 @@ def _long_way(ctx: Any, query: Tensor, key: Tensor, value: Tensor, grad: Tensor)
     assert layout.otherwise is not None
     softmax = torch.frombuffer(ctx.softmax, dtype=torch.float32).view(layout.shape)
     grads, call = layout.otherwise(query, key, value, softmax, grad)
-    if call is not None and _fits(query, key, value) and _fits(grad, grad, grad) and _rows_lie(query, key, value, grad):
+    plain = _fits(query, key, value) and _fits(grad, grad, grad) and _rows_lie(query, key, value, grad)
+    if call is not None and plain and not layout.backward:
         description, delta = call
         pairs = list(zip((query, key, value), grads, strict=True))
         plan = _Plan(layout, "ch_backward", description, pairs, held=delta)
-        plan.guards = _guards(query, key, value, grad)
+        plan.check = _guards(query, key, value, grad).check
         layout.backward.append(plan)
     return None, *grads
 
