@@ -219,15 +219,21 @@ def test_what_is_saved_goes_with_backward(call: int, monkeypatch: pytest.MonkeyP
 
 
 def kept_calls() -> int:
-    steps = fused_attention._KEPT.steps.values()
-    return sum(len(part._waiting) for step in steps for part in (step._forward, *step._backward.values()))
+    kept = fused_attention._CALLS.steps.values()
+    return sum(len(part._waiting) for calls in kept for part in (calls.forward, *calls._backward.values()))
+
+
+@pytest.fixture
+def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kept in (fused_attention._KEPT, fused_attention._CALLS):
+        monkeypatch.setattr(kept, "steps", {})
 
 
 class TestKeptCalls:
     """From the third call of a layout on, only addresses change."""
 
+    @pytest.mark.usefixtures("_nothing_kept")
     def test_they_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fused_attention._KEPT, "steps", {})
         own = module()
         for count, expected in ((1, 0), (1, 2), (3, 2)):
             for _ in range(count):
@@ -244,6 +250,32 @@ class TestKeptCalls:
                 part.data = part.data + 0.01 * round_  # elsewhere in memory
             with monkeypatch.context() as patch:
                 same(patch, partial(own, x), [x, *own.parameters()], times=1)
+
+    @pytest.mark.usefixtures("_nothing_kept")
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("band", [None, ch.Causal(), ch.Window(5)], ids=str)
+    def test_each_batch_has_a_mask_of_its_own(
+        self, band: ch.Mask | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Packed sequences of other lengths: where runs begin and end is read elsewhere."""
+        own, x = module(dtype), tokens(dtype, batch=1)
+
+        def masked(*lengths: int) -> ch.Mask:
+            documents = ch.Documents(lengths=lengths)
+            return documents if band is None else documents & band
+
+        for lengths in ((30, 7), (1, 36), (12, 25)):
+            own(x, mask=masked(*lengths)).sum().backward()
+        assert kept_calls() == 2
+        for lengths in ((2, 35), (20, 17)):
+            mask = masked(*lengths)
+            with monkeypatch.context() as patch:
+                patch.setattr(native_prepared, "run", None)
+                together = numbers(partial(own, x, mask=mask), [x, *own.parameters()], step=True)
+            with monkeypatch.context() as patch:
+                in_parts(patch)
+                parts = numbers(partial(own, x, mask=mask), [x, *own.parameters()], step=False)
+            assert all(torch.equal(one, other) for one, other in zip(together, parts, strict=True))
 
     def test_masks_in_turn(self, monkeypatch: pytest.MonkeyPatch) -> None:
         own, x = module(), tokens()
@@ -307,13 +339,13 @@ class TestKeptCalls:
             thread.join()
         assert wrong == []
 
-    def test_layouts_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fused_attention._KEPT, "steps", {})
+    @pytest.mark.usefixtures("_nothing_kept")
+    def test_layouts_are_bounded(self) -> None:
         own = module()
         with torch.no_grad():
             for length in range(1, 2 + fused_attention._KEPT.most):
                 own(tokens(length=length))
-        assert len(fused_attention._KEPT.steps) == fused_attention._KEPT.most
+        assert len(fused_attention._KEPT.steps) == len(fused_attention._CALLS.steps) == fused_attention._KEPT.most
 
 
 class Doubled(Linear):

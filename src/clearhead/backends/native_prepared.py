@@ -19,7 +19,7 @@ from torch import Tensor
 from clearhead.backends.native_library import Call, Description, Verb, library, run
 from clearhead.backends.native_memory import new_tensor
 
-__all__ = ["Kept", "Prepared", "Stretch", "Written"]
+__all__ = ["Kept", "Prepared", "Stretch", "Stretches", "Written"]
 
 _Step = TypeVar("_Step")
 
@@ -120,6 +120,26 @@ class Stretch:
             self._waiting += [prepared] if prepared.complete else []
         self._seen = True
         return written.writes, code, done
+
+
+class Stretches:
+    """The kernels of one layout: forward, and backward by what is needed of it.
+
+    Args:
+        may_recur: as for each ``Stretch``.
+    """
+
+    def __init__(self, may_recur: bool) -> None:
+        self._may_recur, self.forward = may_recur, Stretch(may_recur)
+        self._backward: dict[tuple[bool, ...], Stretch] = {}
+
+    def backward(self, needs: tuple[bool, ...]) -> Stretch:
+        """Those of the gradients that are needed: of the input, then of the weight and the bias of each layer."""
+        # Sums for a bias alone are not the kernels'.
+        recurs = self._may_recur and all(
+            weight or not bias for weight, bias in zip(needs[1::2], needs[2::2], strict=True)
+        )
+        return self._backward.setdefault(needs, Stretch(True)) if recurs else Stretch(False)
 
 
 class Kept(Generic[_Step]):

@@ -8,7 +8,7 @@ that from the third call on only addresses change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from ctypes import Structure
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -20,7 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from clearhead.backends import native
 from clearhead.backends.native_library import Code, Verb
 from clearhead.backends.native_memory import new_tensor
-from clearhead.backends.native_prepared import Kept, Stretch, Written
+from clearhead.backends.native_prepared import Kept, Stretches, Written
 from clearhead.backends.native_projection import Product, WeightGradients, lies_plainly, rows_of, run_all
 from clearhead.backends.native_projection import check as check_product
 from clearhead.backends.native_work import BackwardWork, ForwardWork, Rows, check
@@ -99,9 +99,9 @@ def self_attention(
     )  # fmt: skip
     layout = (
         x.shape, x.dtype, *(None if part is None else part.shape for part in tensors), num_heads, num_kv_heads,
-        id(mask), *options, training, torch.get_num_threads(), *(choices(x.dtype) if recurs else ()),
+        *options, training, torch.get_num_threads(), *(choices(x.dtype) if recurs else ()),
     )  # fmt: skip
-    step = _KEPT.get(layout) if recurs else None
+    step = _KEPT.get((id(mask), layout)) if recurs else None
     if step is None or not step.is_current():
         problem = _problem_like(
             x, sources, last, training, backend, (num_heads, num_kv_heads, num_kv_heads), mask=mask, scores=rules,
@@ -111,9 +111,9 @@ def self_attention(
             return None
         # One that had to be placed first is another, and may have copied numbers that somebody writes into later.
         recurs = recurs and problem.mask is mask and _is_said_by_runs(problem)
-        step = _Step(problem, training, recurs)
+        step = _Step(problem, training, layout if recurs else None)
         if recurs:
-            _KEPT.put(layout, step)
+            _KEPT.put((id(mask), layout), step)
     # Only now, so that whoever goes on without this step finds the generator as it was.
     seed = draw_seed(dropout)
     if training:
@@ -170,18 +170,25 @@ def _is_said_by_runs(problem: Problem) -> bool:
 
 
 class _Step:
-    """What calls of one layout share: a problem without numbers, and the kernels' calls.
+    """What calls of one layout under one mask share: a problem without numbers, and the kernels' calls.
 
     Args:
         problem: of hollow tensors.
         training: whether forward keeps what backward needs.
-        recurs: whether the same may come again, so that calls are kept.
+        layout: of calls that may come again, so that the kernels' are kept; None of others.
     """
 
-    def __init__(self, problem: Problem, training: bool, recurs: bool) -> None:
-        self.problem, self.training, self._recurs = problem, training, recurs
-        self._forward = Stretch(recurs)
-        self._backward: dict[tuple[bool, ...], Stretch] = {}
+    def __init__(self, problem: Problem, training: bool, layout: Hashable | None) -> None:
+        self.problem, self.training = problem, training
+        # Each batch of packed sequences has a mask of its own, which differs in where its runs begin and end alone.
+        self._edges: tuple[Tensor, ...] = ()
+        if layout is not None and problem.mask is not None:
+            parts = problem.mask_parts
+            self._edges = () if parts.runs is None else parts.edges
+            layout = (layout, parts.before, parts.after, problem.query_offset, *(edge.shape for edge in self._edges))
+        self._calls = Stretches(may_recur=False) if layout is None else _CALLS.get(layout) or Stretches(may_recur=True)
+        if layout is not None:
+            _CALLS.put(layout, self._calls)
 
     def is_current(self) -> bool:
         """Whether the mask's tensors are still what they were: somebody may have written into them."""
@@ -200,8 +207,8 @@ class _Step:
         """What is projected; the heads; while training their rows' statistics, and exact output where it is kept; and
         the output."""
         rows, layers = rows_of(x.reshape(-1, x.shape[-1])), _layers(tensors)
-        reads = [rows, *(part for part in tensors if part is not None)]
-        writes, code, done = self._forward.run(reads, lambda: self._forward_calls(rows, layers, seed), seed)
+        reads = [rows, *(part for part in tensors if part is not None), *self._edges]
+        writes, code, done = self._calls.forward.run(reads, lambda: self._forward_calls(rows, layers, seed), seed)
         if done == len(layers) - 1:
             check("ch_forward", code)
         check_product(code)
@@ -226,16 +233,14 @@ class _Step:
 
     def backward(self, given: _Given, needs: tuple[bool, ...]) -> list[Tensor | None]:
         """Gradients of ``x`` and each layer's weight and bias; what is not needed is None."""
-        # Sums for a bias alone are not the kernels'.
-        recurs = self._recurs and all(weight or not bias for weight, bias in zip(needs[1::2], needs[2::2], strict=True))
-        stretch = self._backward.setdefault(needs, Stretch(True)) if recurs else Stretch(False)
         made: list[_Backward] = []
 
         def write_down() -> Written:
             made.append(_Backward(self.problem_of(given.projected, given.seed), given, needs))
             return made[-1].written()
 
-        writes, code, _ = stretch.run(given.reads(), write_down, given.seed)
+        reads = [*given.reads(), *self._edges]
+        writes, code, _ = self._calls.backward(needs).run(reads, write_down, given.seed)
         if code == Code.NOT_FINITE:
             # Rare: NaN or inf behind a mask, which takes a look of its own.
             return _Backward(self.problem_of(given.projected, given.seed), given, needs).contained()
@@ -248,6 +253,7 @@ class _Step:
 
 #: A mask's id is its own as long as the step holds the mask.
 _KEPT: Final = Kept[_Step](64)
+_CALLS: Final = Kept[Stretches](64)
 
 
 @dataclass

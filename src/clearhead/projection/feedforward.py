@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead.backends import native_projection as kernels
-from clearhead.backends.native_prepared import Kept, Stretch, Written
+from clearhead.backends.native_prepared import Kept, Stretches, Written
 from clearhead.projection.chosen import choices
 from clearhead.projection.paths import KINDS, flat
 from clearhead.projection.products import are_plain, has_choice, kernels_take, recorded
@@ -75,8 +75,7 @@ class _Step:
     """The kernels' calls for one layout."""
 
     def __init__(self, recurs: bool) -> None:
-        self._recurs, self._forward = recurs, Stretch(recurs)
-        self._backward: dict[tuple[bool, ...], Stretch] = {}
+        self._calls = Stretches(recurs)
 
     def forward(
         self, x: Tensor, expand: Tensor, expand_bias: Tensor | None, contract: Tensor, contract_bias: Tensor | None
@@ -90,7 +89,7 @@ class _Step:
             return Written([hidden.call, output.call], [hidden.output, output.output], [], (hidden, output))
 
         parts = [part for part in (rows, expand, expand_bias, contract, contract_bias) if part is not None]
-        (hidden, output), code, _ = self._forward.run(parts, write_down)
+        (hidden, output), code, _ = self._calls.forward.run(parts, write_down)
         kernels.check(code)
         # Not a view: autograd would refuse to let it be changed in place.
         return torch.ops.aten._unsafe_view(output, (*x.shape[:-1], contract.shape[0])), hidden
@@ -101,16 +100,14 @@ class _Step:
         """Of ``x``, both weights and both biases; what is not needed is None."""
         x, expand, _, contract, _ = parts
         arrived, rows = kernels.rows_of(flat(grad)), kernels.rows_of(flat(x))
-        # Sums for a bias alone are not the kernels'.
-        recurs = self._recurs and needs[1] >= needs[2] and needs[3] >= needs[4]
-        stretch = self._backward.setdefault(needs, Stretch(True)) if recurs else Stretch(False)
         made: list[_Backward] = []
 
         def write_down() -> Written:
             made.append(_Backward(arrived, rows, expand, contract, hidden, needs))
             return made[-1].written()
 
-        writes, code, _ = stretch.run([arrived, rows, expand, contract, hidden], write_down)
+        reads = [arrived, rows, expand, contract, hidden]
+        writes, code, _ = self._calls.backward(needs).run(reads, write_down)
         kernels.check(code)
         if made:
             of_x, *others = made[-1].found()
