@@ -225,20 +225,21 @@ int check_statistics_gradients(const ch_attention& work) {
   return s.grad_received == nullptr ? CH_OK : check_sheet(work, s.grad_received, 1, work.k_len, sizeof(float));
 }
 
-// Whether backward reads the output that forward wrote.
+// Whether backward reads the output that forward wrote: where one tile has all keys, a row's delta is found where its
+// weights are.
 bool needs_output(const ch_attention& work) {
   return work.k_len > CH_TILE || work.allowed.data != nullptr || work.blocks.data != nullptr ||
          work.statistics != nullptr;
 }
 
+int check_output(const ch_attention& work) {
+  if (work.output32 != nullptr || work.dtype != CH_FLOAT32) return check_plain(work, work.output32, work.value_dim);
+  return check_tensor(work, work.output, work.heads, work.q_len, work.value_dim, Access::read);
+}
+
 int check_backward(const ch_attention& work) {
-  if (!needs_output(work) && work.output32 == nullptr && work.output.data == nullptr) {
-    // A row's delta is found where its weights are.
-  } else if (work.output32 != nullptr || work.dtype != CH_FLOAT32) {
-    CH_TRY(check_plain(work, work.output32, work.value_dim));
-  } else {
-    CH_TRY(check_tensor(work, work.output, work.heads, work.q_len, work.value_dim, Access::read));
-  }
+  const bool given = work.output32 != nullptr || work.output.data != nullptr;
+  if (given || needs_output(work)) CH_TRY(check_output(work));
   CH_TRY(check_plain(work, work.softmax, 2));
   CH_TRY(check_plain(work, work.delta, 1));
   if (work.grad_lse != nullptr) CH_TRY(check_plain(work, work.grad_lse, 1));

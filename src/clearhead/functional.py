@@ -81,10 +81,10 @@ def attention(
         )  # fmt: skip
     causal = type(mask) is Causal
     if (
-        (causal or mask is None) and scores == () and (scale is None or type(scale) is float) and not dropout
-        and query_offset is None and backend in _MAY_REPLAY
+        (causal or mask is None) and scores == () and (scale is None or type(scale) is float)
+        and type(dropout) is float and seed is None and query_offset is None and backend in _MAY_REPLAY
     ):  # fmt: skip
-        again = replay(query, key, value, causal, scale)
+        again = replay(query, key, value, causal, scale, dropout)
         if again is not None:
             return again
     problem = Problem.of(

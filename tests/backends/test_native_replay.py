@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import clearhead as ch
 from clearhead.backends import native_replay
+from clearhead.problem import draw_seed
 from tests.agreement import needs_native
 
 pytestmark = needs_native
@@ -172,11 +174,13 @@ def _step(
     return [output, *torch.autograd.grad(output, [leaf for leaf in leaves if leaf.requires_grad], upstream)]
 
 
-def _same(inputs: Sequence[Tensor], **options: Any) -> None:
-    mask = options.get("mask")
-    # Played back is only what has no offset.
-    written = _step(inputs, **options, **({} if mask is None else {"query_offset": 0}), backend="native")
-    played = _step(inputs, **options)
+def _same(inputs: Sequence[Tensor], dropout: float = 0.0, **options: Any) -> None:
+    """What is played back has the bits of what is written down, where its seed is the next that is drawn."""
+    torch.manual_seed(5)
+    # Played back is only what is given no seed.
+    written = _step(inputs, **options, dropout=dropout, seed=draw_seed(dropout), backend="native")
+    torch.manual_seed(5)
+    played = _step(inputs, **options, dropout=dropout)
     for own, other, given in zip(played, written, [inputs[0], *inputs], strict=False):
         assert torch.equal(own, other)
         assert own.stride() == other.stride()
@@ -184,14 +188,40 @@ def _same(inputs: Sequence[Tensor], **options: Any) -> None:
 
 
 @pytest.mark.usefixtures("asked")
-@pytest.mark.parametrize("mask", MASKS, ids=repr)
+@pytest.mark.parametrize("mask", MASKS, ids=["full", "causal"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_step_of_training_is_played_back(name: str, mask: ch.Mask | None, played: native_replay.Played) -> None:
+def test_a_step_of_training_is_played_back(
+    name: str, dropout: float, mask: ch.Mask | None, played: native_replay.Played
+) -> None:
     for _ in range(5):
-        _same(LAYOUTS[name](), mask=mask if name not in UNEQUAL else None)
+        _same(LAYOUTS[name](), dropout, mask=mask if name not in UNEQUAL else None)
     if name not in ("beyond one tile", "no queries"):
         (layout,) = played.layouts.values()
         assert len(layout.forward) == len(layout.backward) == 1
+
+
+def test_each_call_drops_other_weights() -> None:
+    """And a bad probability, or seed, is told after good ones."""
+    inputs = LAYOUTS["equal"]()
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+            found = [ch.attention(*leaves, dropout=0.5).detach() for _ in range(5)]
+        assert all(not torch.equal(one, other) for one, other in itertools.pairwise(found))
+    for bad in (1.0, -0.5, torch.nan):
+        with pytest.raises(ch.ShapeError, match="dropout"):
+            ch.attention(*inputs, dropout=bad)
+    with pytest.raises(ch.ShapeError, match="seed"):
+        ch.attention(*inputs, seed="1")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("arrives", ["a sum's", "turned"])
+def test_dropout_is_that_of_forward_on_the_long_way_too(arrives: str) -> None:
+    for _ in range(3):
+        inputs = LAYOUTS["equal"]()
+        _same(inputs, 0.5)
+        _same(inputs, 0.5, arrives=arrives)
 
 
 @pytest.mark.usefixtures("asked")

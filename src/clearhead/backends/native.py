@@ -85,13 +85,14 @@ def _remember(problem: Problem, work: ForwardWork, **training: Any) -> None:
 
     remember(
         given(problem.query), given(problem.key), given(problem.value), causal=problem.mask is not None,
-        scale=problem.scale, description=work.description, output=given(work.output), **training,
+        scale=problem.scale, dropout=problem.dropout, description=work.description, output=given(work.output),
+        **training,
     )  # fmt: skip
 
 
 def _may_come_again(problem: Problem) -> bool:
-    """Whether shapes, strides and dtype say all there is to say about a call."""
-    return not problem.scores and problem.dropout == 0.0 and (problem.mask is None or _square_causal(problem))
+    """Whether shapes, strides, dtype and two numbers say all there is to say about a call."""
+    return not problem.scores and (problem.mask is None or _square_causal(problem))
 
 
 def _square_causal(problem: Problem) -> bool:
@@ -141,14 +142,14 @@ class _Native(torch.autograd.Function):
 
 
 def _step_backward(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, softmax: Tensor, grad_output: Tensor
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, softmax: Tensor, grad_output: Tensor, seed: int
 ) -> tuple[Sequence[Tensor], tuple[Description, Tensor] | None]:
     """Gradients of a step that was played back, and the call that makes them, where that is all there is to it."""
     given = (query, key, value, grad_output)
     rows = Rows(None, None, softmax)
     with torch.no_grad():
         *inputs, arrived = (tensor.view((1,) * (4 - tensor.dim()) + tensor.shape) for tensor in given)
-        own = problem.with_tensors(*inputs)
+        own = problem.with_tensors(*inputs).with_seed(seed)
         work = BackwardWork(own, rows, arrived)
         call = (work.description, work.delta) if work.run() else None
         found = work.tensors if call is not None else gradients(own, rows, Arrived(arrived))

@@ -2,9 +2,9 @@
 
 Checking a call, choosing a backend and writing its description takes some fifty microseconds, and three times as long
 in training, which is nothing beside a long sequence and everything beside a short one. All of it depends on shapes,
-strides and dtype alone when there are no rules, no dropout and no mask but ``Causal()``; so the description is kept
-under these, and only its addresses change. A training step is played back where backward needs nothing of the output:
-where one tile has all keys.
+strides, dtype, scale and dropout alone when there are no rules and no mask but ``Causal()``; so the description is kept
+under these, and only its addresses and its seed change. A training step is played back where backward needs nothing of
+the output: where one tile has all keys.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.autograd import forward_ad
 
 from clearhead.backends.native_library import Code, Description, library, quick
 from clearhead.backends.native_memory import LEAST, new_tensor
+from clearhead.problem import draw_seed
 
 __all__ = ["Otherwise", "Played", "remember", "replay"]
 
@@ -48,10 +49,10 @@ _GRAD_OUTPUT, _GRAD_QUERY, _GRAD_KEY, _GRAD_VALUE = map(
     _word, ("grad_output", "grad_query", "grad_key", "grad_value")
 )  # fmt: skip
 
-#: Gradients of query, key and value from these, the rows' statistics and the gradient that arrived, the long way; and
-#: the description of the kernel's call and the rows' deltas that it writes, if that call was all there was to it.
+#: Gradients of query, key and value from these, the rows' statistics, the gradient that arrived and the seed, the long
+#: way; and the description of the kernel's call and the rows' deltas that it writes, if that was all there was to it.
 Otherwise: TypeAlias = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Sequence[Tensor], tuple[Description, Tensor] | None]
+    [Tensor, Tensor, Tensor, Tensor, Tensor, int], tuple[Sequence[Tensor], tuple[Description, Tensor] | None]
 ]
 
 
@@ -127,8 +128,8 @@ class _Plan:
 class _Layout:
     """What calls of one layout share: plans that wait."""
 
-    def __init__(self, training: bool) -> None:
-        self.training = training
+    def __init__(self, training: bool, dropout: float) -> None:
+        self.training, self.dropout = training, dropout
         self.forward: list[_Plan] = []
         self.backward: list[_Plan] = []
         self.known: _Known | None = None
@@ -142,7 +143,9 @@ class _Layout:
         # A tensor takes ten times as long to make.
         self.shape, self.statistics = tuple(softmax.shape), ctypes.c_float * softmax.numel()
 
-    def know(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> _Known:
+    def know(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
+    ) -> _Known:  # fmt: skip
         """What tells calls like this one."""
         known = self.known
         if known is None or known.scale != scale or not known.check(query, key, value):
@@ -153,13 +156,13 @@ class _Layout:
 class _Known:
     """What tells calls of a layout without looking them up. It is never changed, so that threads may share it."""
 
-    __slots__ = ("causal", "check", "layout", "learns", "scale", "threads", "training")
+    __slots__ = ("causal", "check", "dropout", "layout", "learns", "scale", "threads", "training")
 
     def __init__(
         self, layout: _Layout, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
     ) -> None:  # fmt: skip
         self.layout, self.training, self.threads = layout, layout.training, get_num_threads()
-        self.causal, self.scale = causal, scale
+        self.causal, self.scale, self.dropout = causal, scale, layout.dropout
         self.check: Callable[..., bool] = _guards(query, key, value).check
         self.learns = query.requires_grad or key.requires_grad or value.requires_grad
 
@@ -172,26 +175,26 @@ class Played:
         self.recent: _Known | None = None
 
     def find(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None, dropout: float
     ) -> _Layout | None:  # fmt: skip
         """The layout of a call, if there is one."""
         if not self.layouts or not _fits(query, key, value):
             return None
         training = is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-        found = self.layouts.get(_layout(query, key, value, causal, _other_than_usual(query, scale), training))
+        found = self.layouts.get(_layout(query, key, value, causal, _other_than_usual(query, scale), dropout, training))
         if found is not None:
             self.recent = found.know(query, key, value, causal, scale)
         return found
 
     def keep(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, training: bool
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float, dropout: float, training: bool
     ) -> _Layout:  # fmt: skip
         """The layout of a call, new if need be."""
         if len(self.layouts) >= _MOST:
             self.layouts.clear()
             self.recent = None
-        layout = _layout(query, key, value, causal, _other_than_usual(query, scale), training)
-        return self.layouts.setdefault(layout, _Layout(training))
+        layout = _layout(query, key, value, causal, _other_than_usual(query, scale), dropout, training)
+        return self.layouts.setdefault(layout, _Layout(training, dropout))
 
 
 _played = Played()
@@ -204,11 +207,11 @@ def _other_than_usual(query: Tensor, scale: float | None) -> float | None:
 
 
 def _layout(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None, training: bool
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None, dropout: float, training: bool
 ) -> Hashable:  # fmt: skip
     return (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
-        query.dtype, key.dtype, value.dtype, causal, scale, training, get_num_threads(),
+        query.dtype, key.dtype, value.dtype, causal, scale, dropout, training, get_num_threads(),
     )  # fmt: skip
 
 
@@ -228,16 +231,18 @@ def _rows_lie(*tensors: Tensor) -> bool:
     return all(tensor.stride(-1) == 1 for tensor in tensors)
 
 
-def replay(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None = None) -> Tensor | None:
-    """The output of a call like one that was remembered, or None where there was none."""
+def replay(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None = None, dropout: float = 0.0
+) -> Tensor | None:  # fmt: skip
+    """The output of a call like one that was remembered, or None where there was none; its seed is drawn."""
     known = _played.recent
     try:
         layout = (
             known.layout
-            if known is not None and known.causal is causal and known.scale == scale
+            if known is not None and known.causal is causal and known.scale == scale and known.dropout == dropout
             and known.check(query, key, value) and known.training is (known.learns and is_grad_enabled())
             and known.threads == get_num_threads() and forward_ad._current_level < 0 and not modes()
-            else _played.find(query, key, value, causal, scale)
+            else _played.find(query, key, value, causal, scale, dropout)
         )  # fmt: skip
     except TypeError:  # not a tensor
         return None
@@ -247,6 +252,8 @@ def replay(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
         plan = layout.forward.pop()
     except IndexError:  # another thread took it
         return None
+    if dropout:
+        plan.description.seed = draw_seed(dropout)
     if layout.training:
         output: Tensor = _again(plan, query, key, value)  # type: ignore[no-untyped-call]
         return output
@@ -267,6 +274,8 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: _Plan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         ctx.layout = layout = plan.layout
+        if layout.dropout:
+            ctx.seed = plan.description.seed
         ctx.softmax = softmax = layout.statistics()
         output = empty_like(query) if plan.like else plan.room(0, query)
         words = plan.words
@@ -311,6 +320,8 @@ class _Again(torch.autograd.Function):
         words[_GRAD_QUERY] = grad_query.data_ptr()
         words[_GRAD_KEY] = grad_key.data_ptr()
         words[_GRAD_VALUE] = grad_value.data_ptr()
+        if plan.layout.dropout:
+            plan.description.seed = ctx.seed
         code = plan.kernel(plan.reference)
         waiting.append(plan)
         if code != _OK:
@@ -323,7 +334,8 @@ def _long_way(ctx: Any, query: Tensor, key: Tensor, value: Tensor, grad: Tensor)
     layout: _Layout = ctx.layout
     assert layout.otherwise is not None
     softmax = torch.frombuffer(ctx.softmax, dtype=torch.float32).view(layout.shape)
-    grads, call = layout.otherwise(query, key, value, softmax, grad)
+    seed = ctx.seed if layout.dropout else 0
+    grads, call = layout.otherwise(query, key, value, softmax, grad, seed)
     plain = _fits(query, key, value) and _fits(grad, grad, grad) and _rows_lie(query, key, value, grad)
     if call is not None and plain and not layout.backward:
         description, delta = call
@@ -335,8 +347,8 @@ def _long_way(ctx: Any, query: Tensor, key: Tensor, value: Tensor, grad: Tensor)
 
 
 def remember(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float, description: Description,
-    output: Tensor, softmax: Tensor | None = None, otherwise: Otherwise | None = None,
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float, dropout: float,
+    description: Description, output: Tensor, softmax: Tensor | None = None, otherwise: Otherwise | None = None,
 ) -> None:  # fmt: skip
     """Keep the description of a call that has just run, for ``replay``.
 
@@ -346,6 +358,7 @@ def remember(
         value: see there.
         causal: whether the mask was ``Causal()``.
         scale: see ``attention``.
+        dropout: see there.
         description: of the kernel's call.
         output: what it wrote.
         softmax: rows' statistics that it wrote for backward, if it was a step of training.
@@ -355,7 +368,7 @@ def remember(
         return
     if softmax is not None and not 0 < softmax.numel() <= 2 * _MOST_ROWS:
         return
-    layout = _played.keep(query, key, value, causal, scale, softmax is not None)
+    layout = _played.keep(query, key, value, causal, scale, dropout, softmax is not None)
     if softmax is not None and otherwise is not None:
         layout.trains(softmax, otherwise)
     # There is one that waits where a call was written down for another reason.
