@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -145,6 +147,8 @@ LAYOUTS: dict[str, Callable[[], Sequence[Tensor]]] = {
     "beyond one tile": lambda: _tensors(1, 2, 257, 8),
     "no queries": lambda: (torch.randn(2, 3, 0, 8), *_tensors(2, 3, 4, 8)[:2]),
     "no keys": lambda: (torch.randn(2, 3, 4, 8), *_tensors(2, 3, 0, 8)[:2]),
+    "many rows": lambda: _tensors(1, 40, 103, 4),
+    "many rows, grouped": lambda: (_heads_in_turn(2, 32, 96, 8), *_tensors(2, 2, 96, 8)[:2]),
     "no batch": lambda: _tensors(3, 17, 8),
     "no heads": lambda: _tensors(17, 8),
     "bfloat16": lambda: _tensors(2, 3, 33, 16, dtype=torch.bfloat16),
@@ -266,11 +270,12 @@ def test_a_gradient_of_another_class() -> None:
 
 
 @pytest.mark.usefixtures("asked")
-def test_hooks_may_keep_what_is_saved_in_another_form() -> None:
+@pytest.mark.parametrize("name", ["heads in turn", "many rows, grouped"])
+def test_hooks_may_keep_what_is_saved_in_another_form(name: str) -> None:
     """Rows that lay in turn come back side by side."""
     for _ in range(3):
-        _same(LAYOUTS["heads in turn"]())
-    inputs = LAYOUTS["heads in turn"]()
+        _same(LAYOUTS[name]())
+    inputs = LAYOUTS[name]()
     plain = _step(inputs)
     for form in (torch.Tensor.contiguous, lambda own: own.mT.contiguous().mT):
         with torch.autograd.graph.saved_tensors_hooks(lambda own: own, form):
@@ -290,6 +295,21 @@ def test_a_graph_may_be_kept_and_walked_again() -> None:
         assert all(torch.equal(own, other) for own, other in zip(first, again, strict=True))
         with pytest.raises(RuntimeError, match="second time"):
             torch.autograd.grad(output, query, upstream)
+
+
+@pytest.mark.parametrize("name", ["equal", "many rows"])
+def test_what_is_saved_goes_with_backward(name: str) -> None:
+    """A loss that is kept, as in a running sum, keeps no queries and keys."""
+    for _ in range(4):
+        given = [2.0 * own.requires_grad_() for own in LAYOUTS[name]()]
+        places = [weakref.ref(own) for own in given]
+        loss = ch.attention(*given).sum()
+        del given
+        assert None not in [place() for place in places]
+        loss.backward()
+        gc.collect()
+        assert [place() for place in places] == [None] * 3
+        assert bool(loss.detach().isfinite())
 
 
 def test_what_is_written_into_is_noticed() -> None:

@@ -32,8 +32,8 @@ __all__ = ["Otherwise", "Played", "remember", "replay"]
 _MOST: Final = 1024
 #: Multiplications of a call that is over before another thread could have had Python's lock.
 _BRIEF: Final = 2**18
-#: Rows of a training step that is kept: some floats are kept for each. Larger ones have other things to wait for.
-_MOST_ROWS: Final = 2**16
+#: Rows up to which a step of training has memory of its own in place of tensors, which take ten times as long to make.
+_FEW_ROWS: Final = 2**12
 _TYPES: Final = (Tensor, torch.nn.Parameter)
 _OK: Final = int(Code.OK)
 _WORDS: Final = ctypes.sizeof(Description) // 8
@@ -44,7 +44,9 @@ def _word(name: str) -> int:
     return place // 8
 
 
-_QUERY, _KEY, _VALUE, _OUTPUT, _SOFTMAX = map(_word, ("query", "key", "value", "output", "softmax"))
+_QUERY, _KEY, _VALUE, _OUTPUT, _SOFTMAX, _DELTA = map(
+    _word, ("query", "key", "value", "output", "softmax", "delta")
+)  # fmt: skip
 _GRAD_OUTPUT, _GRAD_QUERY, _GRAD_KEY, _GRAD_VALUE = map(
     _word, ("grad_output", "grad_query", "grad_key", "grad_value")
 )  # fmt: skip
@@ -135,13 +137,13 @@ class _Layout:
         self.known: _Known | None = None
         self.otherwise: Otherwise | None = None
         self.shape: tuple[int, ...] = ()
-        self.statistics: type[ctypes.Array[ctypes.c_float]] = ctypes.c_float * 0
+        self.few: type[ctypes.Array[ctypes.c_float]] | None = None
 
     def trains(self, softmax: Tensor, otherwise: Otherwise) -> None:
         """What a step of training has besides: rows' statistics, and another way back."""
-        self.otherwise = otherwise
-        # A tensor takes ten times as long to make.
-        self.shape, self.statistics = tuple(softmax.shape), ctypes.c_float * softmax.numel()
+        self.otherwise, self.shape = otherwise, tuple(softmax.shape)
+        # Such memory stays as long as the graph; a tensor that is saved goes when backward is done.
+        self.few = ctypes.c_float * softmax.numel() if softmax.numel() <= 2 * _FEW_ROWS else None
 
     def know(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
@@ -276,37 +278,42 @@ class _Again(torch.autograd.Function):
         ctx.layout = layout = plan.layout
         if layout.dropout:
             ctx.seed = plan.description.seed
-        ctx.softmax = softmax = layout.statistics()
         output = empty_like(query) if plan.like else plan.room(0, query)
         words = plan.words
         words[_QUERY] = query.data_ptr()
         words[_KEY] = key.data_ptr()
         words[_VALUE] = value.data_ptr()
         words[_OUTPUT] = output.data_ptr()
-        words[_SOFTMAX] = addressof(softmax)
+        if layout.few is not None:
+            ctx.softmax = softmax = layout.few()
+            words[_SOFTMAX] = addressof(softmax)
+            ctx.save_for_backward(query, key, value)
+        else:
+            rows = torch.empty(layout.shape)
+            words[_SOFTMAX] = rows.data_ptr()
+            ctx.save_for_backward(query, key, value, rows)
         code = plan.kernel(plan.reference)
         layout.forward.append(plan)
         if code != _OK:
             raise MemoryError("attention: memory must suffice for the kernels' own; got none. Free some.")
-        ctx.save_for_backward(query, key, value)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value = ctx.saved_tensors
+        query, key, value, *rows = ctx.saved_tensors
         waiting = ctx.layout.backward
         try:
             plan = waiting.pop()
         except IndexError:  # none yet, or all are taken by other threads
-            return _long_way(ctx, query, key, value, grad)
+            return _long_way(ctx, query, key, value, rows, grad)
         if is_grad_enabled() or modes():
             waiting.append(plan)
-            return _long_way(ctx, query, key, value, grad)
+            return _long_way(ctx, query, key, value, rows, grad)
         # A sum's gradient is one number; hooks may hand out what was saved in another form.
         if not plan.check(query, key, value, grad):
             grad = grad.contiguous()
             if not plan.check(query, key, value, grad):
-                return _long_way(ctx, query, key, value, grad)
+                return _long_way(ctx, query, key, value, rows, grad)
         if plan.like:
             grad_query, grad_key, grad_value = empty_like(query), empty_like(key), empty_like(value)
         else:
@@ -315,7 +322,12 @@ class _Again(torch.autograd.Function):
         words[_QUERY] = query.data_ptr()
         words[_KEY] = key.data_ptr()
         words[_VALUE] = value.data_ptr()
-        words[_SOFTMAX] = addressof(ctx.softmax)
+        if rows:
+            softmax, delta = rows[0].contiguous(), torch.empty(ctx.layout.shape[:-1])
+            words[_SOFTMAX] = softmax.data_ptr()
+            words[_DELTA] = delta.data_ptr()
+        else:
+            words[_SOFTMAX] = addressof(ctx.softmax)
         words[_GRAD_OUTPUT] = grad.data_ptr()
         words[_GRAD_QUERY] = grad_query.data_ptr()
         words[_GRAD_KEY] = grad_key.data_ptr()
@@ -325,22 +337,24 @@ class _Again(torch.autograd.Function):
         code = plan.kernel(plan.reference)
         waiting.append(plan)
         if code != _OK:
-            return _long_way(ctx, query, key, value, grad)
+            return _long_way(ctx, query, key, value, rows, grad)
         return None, grad_query, grad_key, grad_value
 
 
-def _long_way(ctx: Any, query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _long_way(
+    ctx: Any, query: Tensor, key: Tensor, value: Tensor, rows: list[Tensor], grad: Tensor
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Backward that writes its call down, which is kept; or that is more than a call."""
     layout: _Layout = ctx.layout
     assert layout.otherwise is not None
-    softmax = torch.frombuffer(ctx.softmax, dtype=torch.float32).view(layout.shape)
+    softmax = rows[0] if rows else torch.frombuffer(ctx.softmax, dtype=torch.float32).view(layout.shape)
     seed = ctx.seed if layout.dropout else 0
     grads, call = layout.otherwise(query, key, value, softmax, grad, seed)
     plain = _fits(query, key, value) and _fits(grad, grad, grad) and _rows_lie(query, key, value, grad)
     if call is not None and plain and not layout.backward:
         description, delta = call
         pairs = list(zip((query, key, value), grads, strict=True))
-        plan = _Plan(layout, "ch_backward", description, pairs, held=delta)
+        plan = _Plan(layout, "ch_backward", description, pairs, held=None if rows else delta)
         plan.check = _guards(query, key, value, grad).check
         layout.backward.append(plan)
     return None, *grads
@@ -366,7 +380,7 @@ def remember(
     """
     if not (_fits(query, key, value) and _rows_lie(query, key, value)):
         return
-    if softmax is not None and not 0 < softmax.numel() <= 2 * _MOST_ROWS:
+    if softmax is not None and softmax.numel() == 0:
         return
     layout = _played.keep(query, key, value, causal, scale, dropout, softmax is not None)
     if softmax is not None and otherwise is not None:
