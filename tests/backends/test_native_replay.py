@@ -110,6 +110,19 @@ def test_not_where_more_than_the_layout_matters() -> None:
     assert native_replay.replay(turned, key, value, causal=False) is None
 
 
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize("training", [False, True])
+def test_what_is_not_in_memory_is_not_played(training: bool) -> None:
+    inputs = _tensors(2, 3, 17, 8)
+    for _ in range(3):
+        leaves = [tensor.detach().requires_grad_(training) for tensor in inputs]
+        ch.attention(*leaves)
+    assert native_replay.replay(leaves[0], leaves[1], leaves[2], causal=False) is not None
+    nothing = torch._efficientzerotensor((2, 3, 17, 8))
+    for other in (nothing, leaves[2].detach().to_sparse(), torch.empty(2, 3, 17, 8, device="meta")):
+        assert native_replay.replay(leaves[0], leaves[1], other, causal=False) is None
+
+
 def test_threads_that_call_at_once_do_not_share_a_description(played: native_replay.Played) -> None:
     query, key, value = _tensors(1, 1, 4, 8)
     ch.attention(query, key, value)

@@ -19,10 +19,10 @@ from typing import Any, Final, TypeAlias, cast
 import torch
 from torch import Tensor, empty_like, get_num_threads, is_grad_enabled
 from torch._C import _len_torch_dispatch_stack as modes
-from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level
+from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
-from clearhead.backends.native_library import Code, Description, library, quick
+from clearhead.backends.native_library import Code, Description, in_memory, library, quick
 from clearhead.backends.native_memory import LEAST, new_tensor
 from clearhead.problem import draw_seed
 
@@ -34,7 +34,6 @@ _MOST: Final = 1024
 _BRIEF: Final = 2**18
 #: Rows up to which a step of training has memory of its own in place of tensors, which take ten times as long to make.
 _FEW_ROWS: Final = 2**12
-_TYPES: Final = (Tensor, torch.nn.Parameter)
 _OK: Final = int(Code.OK)
 _WORDS: Final = ctypes.sizeof(Description) // 8
 
@@ -75,8 +74,10 @@ class _Guards:
     def _traits(tensors: Sequence[Tensor]) -> list[Hashable]:
         own: list[Hashable] = [maybe_current_level()]
         for tensor in tensors:
-            own += [type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad]
-            own += [tensor.stride(), tensor.is_neg(), is_functorch_wrapped_tensor(tensor)]
+            own += [type(tensor), tensor.requires_grad]
+            # What is not in memory has no strides to ask for.
+            if in_memory(tensor):
+                own += [tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg()]
         return own
 
 
@@ -220,7 +221,7 @@ def _layout(
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether nothing about the tensors but their layout matters: no subclass, no transformation."""
     return (
-        type(query) in _TYPES and type(key) in _TYPES and type(value) in _TYPES
+        in_memory(query) and in_memory(key) and in_memory(value)
         and query.is_cpu and key.is_cpu and value.is_cpu
         and not (query.is_neg() or key.is_neg() or value.is_neg())
         and maybe_current_level() is None and forward_ad._current_level < 0
