@@ -252,17 +252,21 @@ template <class M, class IO> struct Backward {
     else if (!sees_all(d.row[row], t0 + c0, t0 + c1r)) forbid(w, d.row[row], t0 + c0, c1r - c0, s + c0);
   }
 
-  // A row's scores to weights, and its delta, where all its keys are here.
+  // A row's scores to weights, and its delta, where all its keys are here. Forward may have rounded the scores otherwise,
+  // and weights that do not add up to one would leave what should cancel: the delta is the mean by these weights.
   template <bool DROPS>
   CH_INLINE void weigh_alone(float* s, const float* dp, const float* keep, int c0, int c1r, int row, Desk& d) const {
     const vf scale = all(base2), shift = all(d.largest[row]), share = all(d.share[row]);
-    vf sum = {};
+    vf sum = {}, whole = {};
     for (int c = c0; c < c1r; c += VL) {
       const vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
       sum += DROPS ? e * load(keep + c) * load(dp + c) : e * load(dp + c);
+      whole += e;
       store(s + c, e);
     }
-    d.delta[row] += sum_of(sum);
+    // A sink's weight is not among them.
+    const float total = w.sink == nullptr ? sum_of(whole) : 1.0f;
+    d.delta[row] += total > 0.0f ? sum_of(sum) / total : sum_of(sum);
   }
 
   // A row's scores to what multiplies its values, and the gradients of that to those of the scores.
