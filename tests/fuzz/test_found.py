@@ -24,6 +24,21 @@ def test_a_scale_that_is_not_positive_under_a_causal_mask(backend: str, scale: f
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", HERE)
+def test_a_packed_batch_of_padding_alone(backend: str) -> None:
+    """``sdpa`` gave zeros that nothing led back from, so that a loss could not be differentiated."""
+    query, key, value = (torch.full((1, 2, 3, 8), torch.nan).requires_grad_() for _ in range(3))
+    mask = ch.Documents(ids=torch.full((1, 3), -1))
+    if ch.explain_dispatch(query, key, value, mask=mask).reasons[backend]:
+        query, key, value = (torch.ones(1, 2, 3, 8).requires_grad_() for _ in range(3))
+        if ch.explain_dispatch(query, key, value, mask=mask).reasons[backend]:
+            return
+    output = ch.attention(query, key, value, mask=mask, backend=backend)
+    assert not output.any()
+    for grad in torch.autograd.grad(output, (query, key, value), torch.ones_like(output)):
+        assert not grad.any()
+
+
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_query_that_sees_one_key_has_no_gradient(dtype: torch.dtype) -> None:

@@ -101,12 +101,19 @@ def _by_documents(problem: Problem, parts: list[Group], rest: list[Mask]) -> Ten
         rows.append(output.transpose(0, 1)[:, group.valid])
         places.append(group.slots[group.valid])
     if not rows:
-        return problem.query.new_zeros(1, problem.num_heads, total, problem.value_dim)
+        return _nothing(problem)
     joined, place = torch.cat(rows, dim=1), torch.cat(places)
     if place.shape[0] == total:
         return joined[None, :, place.argsort()]
     empty = joined.new_zeros(problem.num_heads, total, problem.value_dim)
     return empty.index_copy(1, place, joined)[None]
+
+
+def _nothing(problem: Problem) -> Tensor:
+    """The output of queries that may attend to nothing: 0, with gradients of 0."""
+    place = problem.query[..., :1] + (problem.key[..., :1].sum() + problem.value[..., :1].sum())
+    everywhere = torch.ones((), dtype=torch.bool, device=place.device)
+    return place.expand(*place.shape[:-1], problem.value_dim).masked_fill(everywhere, 0.0)
 
 
 def _group_bounds(problem: Problem, group: Group, rest: list[Mask]) -> _Bounds:
