@@ -22,7 +22,7 @@ from torch._C import _len_torch_dispatch_stack as modes
 from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
-from clearhead.backends.native_library import Code, Description, in_memory, library, quick
+from clearhead.backends.native_library import Code, Description, in_memory, library, message, quick
 from clearhead.backends.native_memory import LEAST, new_tensor
 from clearhead.problem import draw_seed
 
@@ -272,7 +272,7 @@ def replay(
 
 
 class _Again(torch.autograd.Function):
-    """A step of training played back."""
+    """A step of training played back. Addresses are written out here as in ``replay``: a call for it would be felt."""
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ class _Again(torch.autograd.Function):
         code = plan.kernel(plan.reference)
         layout.forward.append(plan)
         if code != _OK:
-            raise MemoryError("attention: memory must suffice for the kernels' own; got none. Free some.")
+            raise MemoryError(f"ch_forward: {message(code)}")
         return output
 
     @staticmethod
