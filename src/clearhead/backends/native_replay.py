@@ -218,15 +218,10 @@ def _layout(
     )  # fmt: skip
 
 
-def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _fits(*tensors: Tensor) -> bool:
     """Whether nothing about the tensors but their layout matters: no subclass, no transformation."""
-    return (
-        in_memory(query) and in_memory(key) and in_memory(value)
-        and query.is_cpu and key.is_cpu and value.is_cpu
-        and not (query.is_neg() or key.is_neg() or value.is_neg())
-        and maybe_current_level() is None and forward_ad._current_level < 0
-        and not modes()
-    )  # fmt: skip
+    plain = all(in_memory(tensor) and tensor.is_cpu and not tensor.is_neg() for tensor in tensors)
+    return plain and maybe_current_level() is None and forward_ad._current_level < 0 and not modes()
 
 
 def _rows_lie(*tensors: Tensor) -> bool:
@@ -351,7 +346,7 @@ def _long_way(
     softmax = rows[0] if rows else torch.frombuffer(ctx.softmax, dtype=torch.float32).view(layout.shape)
     seed = ctx.seed if layout.dropout else 0
     grads, call = layout.otherwise(query, key, value, softmax, grad, seed)
-    plain = _fits(query, key, value) and _fits(grad, grad, grad) and _rows_lie(query, key, value, grad)
+    plain = _fits(query, key, value, grad) and _rows_lie(query, key, value, grad)
     if call is not None and plain and not layout.backward:
         description, delta = call
         pairs = list(zip((query, key, value), grads, strict=True))
