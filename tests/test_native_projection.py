@@ -25,7 +25,7 @@ from tests.budget import within_budget
 #: By its full name: the package's own ``choice`` is the function.
 choosing = importlib.import_module("clearhead.projection.chosen")
 needs_native = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
-OTHERS = [name for name, path in paths.PATHS.items() if path.absent() is None and name != "torch"]
+OTHERS = [name for name, path in paths.PATHS.items() if path.absent(torch.float32) is None and name != "torch"]
 needs_another = pytest.mark.skipif(not OTHERS, reason="there is no path but torch's")
 SETS = native_library.isa_names()
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -328,7 +328,7 @@ def test_without_the_operator_or_the_kernels_there_is_less_to_choose_from(monkey
     there = " or ".join(["torch", *(name for name in OTHERS if name != "onednn")])
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "onednn")
     with pytest.raises(
-        UnsupportedError, match=rf"^project: CLEARHEAD_PROJECTION must be {there} here; got onednn, but"
+        UnsupportedError, match=rf"^project: CLEARHEAD_PROJECTION must be {there} for float32 here; got onednn, but"
     ):
         choice("input gradient")
     monkeypatch.delenv("CLEARHEAD_PROJECTION")
@@ -342,7 +342,7 @@ def test_without_the_operator_or_the_kernels_there_is_less_to_choose_from(monkey
     assert found.reason.endswith("; the CPU kernels are not here")
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
     with pytest.raises(
-        UnsupportedError, match=r"must be torch here; got native, but the CPU kernels are not here\. Unset it\.$"
+        UnsupportedError, match=r"must be torch for float32 here; got native, but the CPU kernels are not here\. Unset it\.$"
     ):
         choice("input gradient")
 
@@ -364,10 +364,27 @@ def test_a_path_that_fails_or_is_wrong_is_not_chosen(
         # No other may be chosen, whatever it reaches, so that this one would be if it were timed.
         changed = wrong if other == name else lambda *given: pytest.fail("unused")
         absent = None if other == name else "not here"
-        own = replace(paths.PATHS[other], absent=lambda absent=absent: absent, **{field: changed})
+        own = replace(paths.PATHS[other], absent=lambda dtype, absent=absent: absent, **{field: changed})
         monkeypatch.setitem(paths.PATHS, other, own)
     found = choice(kind)
     assert (found.path, found.gflops.get(name)) == ("torch", None)
+
+
+def test_a_processor_without_bfloat16_in_onednn_leaves_it_out_for_that_dtype_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its operator is there, and would raise."""
+    theirs = SimpleNamespace(_linear_pointwise=None, _is_mkldnn_bf16_supported=lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", theirs)
+    assert [paths.ONEDNN.absent(dtype) for dtype in (torch.float32, torch.bfloat16)] == [
+        None,
+        "oneDNN has no bfloat16 products on this processor",
+    ]
+    assert measured("forward", torch.bfloat16).gflops["onednn"] is None
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "onednn")
+    assert choice("forward").path == "onednn"
+    with pytest.raises(UnsupportedError, match=r"^project: CLEARHEAD_PROJECTION must be torch.* for bfloat16 here; got"):
+        choice("input gradient", torch.bfloat16)
 
 
 ALONE = """
@@ -389,7 +406,7 @@ def test_without_kernels_and_operator_a_new_process_says_why_it_is_torch() -> No
 
 
 @pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
-@pytest.mark.skipif(paths.ONEDNN.absent() is not None, reason=f"{paths.ONEDNN.absent()}")
+@pytest.mark.skipif("onednn" not in OTHERS, reason=f"{paths.ONEDNN.absent(torch.float32)}")
 def test_a_small_weight_goes_by_the_fastest_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for its gradient, which sums over as many tokens as that of any weight."""
     monkeypatch.delenv("CLEARHEAD_PROJECTION", raising=False)

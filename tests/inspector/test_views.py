@@ -79,8 +79,11 @@ def test_the_grid_shows_every_head_and_chooses_one(open_page: Open) -> None:
     seen = open_page()
     thumbs = seen.page.locator(".thumb")
     assert thumbs.count() == LAYERS * HEADS
+    before = seen.text("#readout")
     thumbs.nth(4).click()
     assert seen.read(AT)[:2] == [1, 1]
+    # A head's numbers come after the click; what is said of them stands there last.
+    seen.page.wait_for_function("(before) => document.querySelector('#readout').innerText !== before", arg=before)
     assert "head 1" in seen.text("#head-title")
     row = T - 1
     weight = WEIGHTS[1][1, row, row]

@@ -19,8 +19,9 @@ from tests.budget import within_budget
 #: By its full name: the package's own ``choice`` is the function.
 choosing = importlib.import_module("clearhead.projection.chosen")
 OTHERS = [
-    pytest.param(name, marks=pytest.mark.skipif(PATHS[name].absent() is not None, reason=f"{PATHS[name].absent()}"))
+    pytest.param(name, marks=pytest.mark.skipif(why is not None, reason=f"{why}"))
     for name in ("onednn", "native")
+    for why in [PATHS[name].absent(torch.float32)]
 ]
 #: Large enough for the faster product.
 ROWS, WIDTH, OUT = 64, 256, 320

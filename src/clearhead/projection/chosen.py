@@ -99,11 +99,11 @@ def measured(kind: str, dtype: torch.dtype = torch.float32) -> Choice:
     return found if found.gflops else replace(found, gflops=_rates(kind, dtype))
 
 
-def check_variable() -> str | None:
+def check_variable(dtype: torch.dtype = torch.float32) -> str | None:
     """The path that ``CLEARHEAD_PROJECTION`` forces, if it forces one.
 
     Raises:
-        UnsupportedError: it names no path, or one that is not there.
+        UnsupportedError: it names no path, or one that is not there for the dtype.
     """
     forced = os.environ.get(_VARIABLE, "")
     if not forced:
@@ -113,21 +113,22 @@ def check_variable() -> str | None:
             "project", _VARIABLE, must=f"be one of {', '.join(PATHS)}", got=repr(forced)[:80],
             then="Unset it to let the fastest one be measured.",
         )  # fmt: skip
-    absent = PATHS[forced].absent()
+    absent = PATHS[forced].absent(dtype)
     if absent is not None:
-        there = [name for name, path in PATHS.items() if path.absent() is None]
+        there = " or ".join(name for name, path in PATHS.items() if path.absent(dtype) is None)
         raise UnsupportedError.about(
-            "project", _VARIABLE, must=f"be {' or '.join(there)} here", got=f"{forced}, but {absent}", then="Unset it."
-        )
+            "project", _VARIABLE, must=f"be {there} for {str(dtype)[6:]} here", got=f"{forced}, but {absent}",
+            then="Unset it.",
+        )  # fmt: skip
     return forced
 
 
 def _decide(kind: str, dtype: torch.dtype) -> Choice:
     name = str(dtype)[6:]
-    forced = check_variable()
+    forced = check_variable(dtype)
     if forced is not None:
         return Choice(kind, name, forced, f"{_VARIABLE}={forced}")
-    absent = [why for path in PATHS.values() if (why := path.absent()) is not None]
+    absent = [why for path in PATHS.values() if (why := path.absent(dtype)) is not None]
     if len(absent) == len(PATHS) - 1:
         return Choice(kind, name, TORCH.name, "; ".join(absent))
     rates = _rates(kind, dtype)
@@ -163,8 +164,8 @@ def _rates(kind: str, dtype: torch.dtype) -> dict[str, float | None]:
         torch.rand(rows, _WIDTH, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
         for rows in (_ROWS, second)
     )
-    calls = {name: _call(path, kind, left, right) for name, path in PATHS.items()}
-    usable = {name: call for name, call in calls.items() if name == TORCH.name or _agrees(PATHS[name], call, calls)}
+    calls = {name: _call(path, kind, left, right) for name, path in PATHS.items() if path.absent(dtype) is None}
+    usable = {name: call for name, call in calls.items() if name == TORCH.name or _agrees(call, calls[TORCH.name])}
     return {**dict.fromkeys(PATHS), **_timed(usable)}
 
 
@@ -188,13 +189,11 @@ def _timed(calls: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
     return {name: round(2e-9 * _ROWS * _WIDTH**2 / best, 1) for name, best in seconds.items()}
 
 
-def _agrees(path: Path, call: Callable[[], Tensor], calls: Mapping[str, Callable[[], Tensor]]) -> bool:
+def _agrees(call: Callable[[], Tensor], reference: Callable[[], Tensor]) -> bool:
     """Whether a path runs and computes what torch computes; also the first, slow call of each."""
-    if path.absent() is not None:
-        return False
     try:
         found = call()
     except RuntimeError:
         return False
-    own = calls[TORCH.name]()
+    own = reference()
     return torch.allclose(found, own, rtol=max(1e-3, 2 * torch.finfo(own.dtype).eps))

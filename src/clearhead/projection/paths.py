@@ -29,7 +29,7 @@ class Path:
 
     Attributes:
         name: as ``CLEARHEAD_PROJECTION`` spells it.
-        absent: why it cannot be asked for at all, or None.
+        absent: why it cannot be asked for products of a dtype, or None.
         forward: ``x [*batch, in]``, ``weight [out, in]`` and a bias to ``[*batch, out]``.
         input_gradient: the sum over terms of ``grad @ weight``.
         weight_gradient: ``grad^T @ x`` of ``[rows, out]`` and ``[rows, in]``, and where it is wanted ``grad``'s sum
@@ -38,7 +38,7 @@ class Path:
     """
 
     name: str
-    absent: Callable[[], str | None]
+    absent: Callable[[torch.dtype], str | None]
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     input_gradient: Callable[[Sequence[Term]], Tensor]
     weight_gradient: Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
@@ -61,12 +61,21 @@ def _torch_weight_gradient(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor,
     return grad.t() @ x, grad.sum(0) if sums else None
 
 
-def _onednn_absent() -> str | None:
+def _onednn_absent(dtype: torch.dtype) -> str | None:
     if not torch.backends.mkldnn.is_available():
         return "this torch was built without oneDNN"
-    if not hasattr(getattr(torch.ops, "mkldnn", None), "_linear_pointwise"):
+    operators = getattr(torch.ops, "mkldnn", None)
+    if not hasattr(operators, "_linear_pointwise"):
         return "this torch has no operator mkldnn::_linear_pointwise"
+    # A processor without AVX-512: the operator would raise.
+    knows = getattr(operators, "_is_mkldnn_bf16_supported", None)
+    if dtype is torch.bfloat16 and knows is not None and not knows():
+        return "oneDNN has no bfloat16 products on this processor"
     return None
+
+
+def _kernels_absent(_dtype: torch.dtype) -> str | None:
+    return kernels.absent()
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -120,10 +129,10 @@ def _kernel_weight_gradient(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor
     return weight, row_sums
 
 
-TORCH: Final = Path("torch", lambda: None, F.linear, _added(torch.matmul), _torch_weight_gradient)
+TORCH: Final = Path("torch", lambda _dtype: None, F.linear, _added(torch.matmul), _torch_weight_gradient)
 ONEDNN: Final = Path(
     "onednn", _onednn_absent, _onednn, _added(lambda grad, weight: _onednn(grad, weight.t())),
     _onednn_weight_gradient, prepares=True,
 )  # fmt: skip
-NATIVE: Final = Path("native", kernels.absent, _kernel_forward, _kernel_input_gradient, _kernel_weight_gradient)
+NATIVE: Final = Path("native", _kernels_absent, _kernel_forward, _kernel_input_gradient, _kernel_weight_gradient)
 PATHS: Final[Mapping[str, Path]] = {path.name: path for path in (TORCH, ONEDNN, NATIVE)}
