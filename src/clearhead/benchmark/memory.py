@@ -63,24 +63,26 @@ def _give_back_free_memory() -> None:
 
 
 class _Usage(ctypes.Structure):
-    """What ``mallinfo2`` returns (glibc 2.33 and later): free bytes, and those of them at the end of the heap."""
+    """What ``mallinfo2`` returns (glibc 2.33 and later): what its heaps hold, and what of that is free, in bytes."""
 
     _fields_ = [
-        *((f"not_read_{place}", ctypes.c_size_t) for place in range(8)),
+        ("held", ctypes.c_size_t), *((f"not_read_{place}", ctypes.c_size_t) for place in range(7)),
         ("free", ctypes.c_size_t), ("last", ctypes.c_size_t),
     ]  # fmt: skip
 
 
 def _give_back_the_last(library: ctypes.CDLL) -> None:
-    """``malloc_trim`` leaves the free block at the end of a heap behind which something else is mapped. So pieces are
-    taken until it is gone; what is free again before the last of them is not at the end."""
+    """``malloc_trim`` leaves the free block at the end of a heap behind which something else is mapped, and of every
+    heap but the first: a thread goes on in another when the first could not grow, be it that a number of bytes was
+    absurd. So pieces are taken until the heap of this thread has to grow; what is free again before the last of them is
+    not at the end."""
     library.mallinfo2.restype, library.malloc.restype = _Usage, ctypes.c_void_p
     library.malloc.argtypes, library.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
     usage, pieces = library.mallinfo2(), []
-    for _ in range(usage.free // _PIECE):
-        if library.mallinfo2().last < _PIECE:
-            break
+    for _ in range(usage.free // _PIECE + 1):
         pieces.append(library.malloc(_PIECE))
+        if library.mallinfo2().held > usage.held:
+            break
     for piece in pieces[:-1]:
         library.free(piece)
     library.malloc_trim(0)
