@@ -60,5 +60,5 @@ def test_free_memory_at_the_end_of_a_heap_that_does_not_shrink_hides_nothing(hap
     )
     peaks = [int(word) for word in done.stdout.split()]
     assert len(peaks) == 5
-    # The last of the pieces that are taken on the way, of 64 KiB, stays where it is.
-    assert all(2**25 - 2**16 <= peak < 1.1 * 2**25 for peak in peaks), peaks
+    # The last of the pieces that are taken on the way, of 64 KiB, stays where it is, with the pages around it.
+    assert all(2**25 - 2**17 <= peak < 1.1 * 2**25 for peak in peaks), peaks
