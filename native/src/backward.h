@@ -221,7 +221,7 @@ template <class M, class IO> struct Backward {
     d.open[slot] = true;
     for (int r = 0; r < count; r++) {
       int64_t place = row_index(w, b, h, first + r);
-      if (masked) d.row[r] = mask_row(w, b, h, first + r);
+      if (masked) mask_row(w, b, h, first + r, d.row[r]);
       d.largest[r] = w.softmax[2 * place];
       d.share[r] = w.softmax[2 * place + 1];
       d.delta[r] = w.delta[place];
@@ -541,7 +541,8 @@ template <class M, class IO> struct Backward {
         const bool skips = masked && (blocks > 1 || tiles > 1);
         if (!skips) span = Span{0, (int)w.k_len};
         for (int64_t i = block * BLOCK; i < least((block + 1) * BLOCK, w.q_len) && skips; i++) {
-          Row row = mask_row(w, b, kh * group + g, i);
+          Row row;
+          mask_row(w, b, kh * group + g, i, row);
           if (row.high <= row.low) continue;
           span.low = least(span.low, (int)row.low);
           span.high = most(span.high, (int)row.high);

@@ -194,7 +194,6 @@ template <class M, class IO> struct Forward {
   // Rows [first, first + count) of a key head: queries, masks, and empty sums.
   Span begin_block(int64_t b, int64_t kh, int64_t first, int count, Desk& d) const {
     Span span{INT32_MAX, 0};
-    Row same = mask_row(w, b, kh * group, 0);
     int64_t h = kh * group + first / w.q_len, i = first % w.q_len;
     for (int r = 0; r < count; r++, i++) {
       if (i == w.q_len) h++, i = 0;
@@ -202,7 +201,8 @@ template <class M, class IO> struct Forward {
       get_numbers<M, IO>(at<IO>(w.query, b, h, i), (int)w.head_dim, d.q + (int64_t)r * numbers, numbers);
       const char* written = (const char*)at<IO>(w.output, b, h, i);
       for (int64_t c = 0; c < w.value_dim * (int64_t)sizeof(element); c += 64) __builtin_prefetch(written + c, 1, 2);
-      d.row[r] = masked ? mask_row(w, b, h, i) : same;
+      if (masked || r == 0) mask_row(w, b, h, i, d.row[r]);
+      else d.row[r] = d.row[0];
       d.m[r] = -INF;
       store(d.l + r * VL, (vf){});
       if (d.row[r].high > d.row[r].low) {

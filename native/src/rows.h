@@ -20,8 +20,8 @@ CH_INLINE int64_t clip(int64_t value, int64_t low, int64_t high) {
   return value < low ? low : value > high ? high : value;
 }
 
-inline Row mask_row(const ch_attention& w, int64_t b, int64_t h, int64_t i) {
-  Row row;
+// Into its place: a row that is returned is copied there in pieces that were not written as such, and waits for them.
+inline void mask_row(const ch_attention& w, int64_t b, int64_t h, int64_t i, Row& row) {
   int64_t q_pos = w.query_offset + i, k_len = w.k_len;
   int64_t from = w.before == INT64_MAX ? 0 : clip(q_pos - w.before, 0, k_len);
   int64_t to = w.after == INT64_MAX ? k_len : clip(q_pos + w.after + 1, 0, k_len);
@@ -50,7 +50,6 @@ inline Row mask_row(const ch_attention& w, int64_t b, int64_t h, int64_t i) {
   if (w.blocks.data != nullptr)
     row.blocks = (const uint8_t*)w.blocks.data + b * w.blocks.batch + h * w.blocks.head +
                  q_pos / w.block_size * w.blocks.row;
-  return row;
 }
 
 CH_INLINE bool has_tables(const ch_attention& w) { return w.allowed.data != nullptr || w.blocks.data != nullptr; }

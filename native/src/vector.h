@@ -82,6 +82,10 @@ CH_INLINE vf first_of(vf v, int64_t count, vf rest = (vf){}) {
 CH_INLINE float sum_of(vf v) {
 #if defined(CH_AVX512)
   return _mm512_reduce_add_ps((__m512)v);
+#elif defined(CH_AVX2)
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 #else
   float s = 0;
   for (int i = 0; i < VL; i++) s += v[i];
@@ -92,6 +96,10 @@ CH_INLINE float sum_of(vf v) {
 CH_INLINE float max_of(vf v) {
 #if defined(CH_AVX512)
   return _mm512_reduce_max_ps((__m512)v);
+#elif defined(CH_AVX2)
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 #else
   float s = v[0];
   for (int i = 1; i < VL; i++) s = s > v[i] ? s : v[i];
@@ -107,15 +115,21 @@ template <int DEGREE> CH_INLINE vf exp2_of(vf x) {
   // The immediate 1 rounds down; a fraction of -inf is 0 there, and scalef of -inf is 0.
   vf f = (vf)_mm512_reduce_ps((__m512)x, 0x09);
 #else
-  // Below -126 the power is not a normal number: it is flushed to 0 at the end.
-  vf low = all(-126.0f), high = all(127.0f);
+  // Below -126 the power is not a normal number: the exponent 0 of -127 makes it 0.
+  const vf low = all(-127.0f), high = all(127.0f);
+#if defined(CH_AVX2)
+  // NaN, as the second of two, stays.
+  const vf bounded = (vf)_mm256_min_ps((__m256)high, _mm256_max_ps((__m256)low, (__m256)x));
+  const vf floor = (vf)_mm256_floor_ps((__m256)bounded);
+  const vi whole = (vi)_mm256_cvtps_epi32((__m256)floor);
+  const vf f = bounded - floor;
+#else
   vf bounded = x < low ? low : x;
   bounded = bounded > high ? high : bounded;
   vi whole = __builtin_convertvector(bounded, vi);
-  vf back = __builtin_convertvector(whole, vf);
-  vi over = back > bounded;  // -1 where the conversion rounded up
-  whole += over;
-  vf f = bounded - __builtin_convertvector(whole, vf);
+  whole += __builtin_convertvector(whole, vf) > bounded;  // -1 where the conversion rounded up
+  const vf f = bounded - __builtin_convertvector(whole, vf);
+#endif
 #endif
   vf p;
   if constexpr (DEGREE == 5) {
@@ -135,9 +149,12 @@ template <int DEGREE> CH_INLINE vf exp2_of(vf x) {
 #if defined(CH_AVX512)
   return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
 #else
-  vf power = p * (vf)((whole + 127) << 23);
-  power = x < low ? all(0.0f) : power;
+  const vf power = p * (vf)((whole + 127) << 23);
+#if defined(CH_AVX2)
+  return power;
+#else
   return x == x ? power : x;
+#endif
 #endif
 }
 
