@@ -9,6 +9,17 @@ namespace CH_NS {
 // Rows ahead of the one in use that are asked for: memory answers late, and a strided cache hides the pattern.
 constexpr int AHEAD = 24;
 
+// Floats times rows of 16 bits as they lie in a tensor.
+template <class IO> struct Widened {
+  typedef float number;
+  typedef typename IO::type right;
+  static constexpr int PAIR = 1;
+  static CH_INLINE vf spread(const float* a) { return all(*a); }
+  static CH_INLINE vf get(const right* b) { return get_vector<IO>(b); }
+  static CH_INLINE vf row(const float* a) { return load(a); }
+  static CH_INLINE vf madd(vf sum, vf a, vf b) { return sum + a * b; }
+};
+
 // The sums of four vectors.
 CH_INLINE void four_sums(const vf v[4], float* to) {
 #if defined(CH_AVX512)
@@ -21,59 +32,82 @@ CH_INLINE void four_sums(const vf v[4], float* to) {
   _MM_TRANSPOSE4_PS(quarter[0], quarter[1], quarter[2], quarter[3]);
   __m128 sums = _mm_add_ps(_mm_add_ps(quarter[0], quarter[1]), _mm_add_ps(quarter[2], quarter[3]));
   _mm_storeu_ps(to, sums);
+#elif defined(CH_AVX2)
+  const __m256 pairs = _mm256_hadd_ps((__m256)v[0], (__m256)v[1]), others = _mm256_hadd_ps((__m256)v[2], (__m256)v[3]);
+  const __m256 halves = _mm256_hadd_ps(pairs, others);
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
 #else
   for (int i = 0; i < 4; i++) to[i] = sum_of(v[i]);
 #endif
 }
 
-// Scores of ROWS rows of A with keys [0, count): `vectors` vectors of numbers each, `key_row` numbers apart.
-template <class M, int ROWS>
-CH_INLINE void dot_rows(const typename M::number* a, int64_t a_row, const typename M::number* key, int64_t key_row,
-                        int count, int vectors, float* scores, int64_t ld) {
-  int c = 0;
-  for (; c + 4 <= count; c += 4) {
-    const typename M::number* line = key + c * key_row;
-    vf sum[ROWS][4];
+// Scores of ROWS rows of A with four keys: `vectors` vectors of numbers each, `key_row` numbers apart. The first rows
+// that read a key ask for those behind it.
+template <class M, int ROWS, bool FIRST>
+CH_INLINE void dot_four(const typename M::number* a, int64_t a_row, const typename M::right* key, int64_t key_row,
+                        int vectors, float* scores, int64_t ld) {
+  constexpr int LINE = most(1, 64 / (int)(VL * sizeof(typename M::right)));  // vectors of a line of the cache
+  vf sum[ROWS][4];
 #pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++)
+  for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-      for (int k = 0; k < 4; k++) sum[r][k] = (vf){};
-    for (int x = 0; x < vectors; x++) {
-      vf b[4];
+    for (int k = 0; k < 4; k++) sum[r][k] = (vf){};
+  for (int x = 0; x < vectors; x++) {
+    vf b[4];
 #pragma GCC unroll 4
-      for (int k = 0; k < 4; k++) {
-        __builtin_prefetch(line + (k + AHEAD) * key_row + x * VL);
-        b[k] = M::get(line + k * key_row + x * VL);
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < ROWS; r++) {
-        vf q = M::get(a + r * a_row + x * VL);
-#pragma GCC unroll 4
-        for (int k = 0; k < 4; k++) sum[r][k] = M::madd(sum[r][k], q, b[k]);
-      }
+    for (int k = 0; k < 4; k++) {
+      if (FIRST && x % LINE == 0) __builtin_prefetch(key + (k + AHEAD) * key_row + x * VL);
+      b[k] = M::get(key + k * key_row + x * VL);
     }
 #pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++) four_sums(sum[r], scores + r * ld + c);
-  }
-  for (; c < count; c++)
     for (int r = 0; r < ROWS; r++) {
-      vf sum = (vf){};
-      for (int x = 0; x < vectors; x++)
-        sum = M::madd(sum, M::get(a + r * a_row + x * VL), M::get(key + c * key_row + x * VL));
-      scores[r * ld + c] = sum_of(sum);
+      vf q = M::row(a + r * a_row + x * VL);
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; k++) sum[r][k] = M::madd(sum[r][k], q, b[k]);
     }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; r++) four_sums(sum[r], scores + r * ld);
 }
 
-template <class M>
-void dots(int rows, const typename M::number* a, int64_t a_row, const typename M::number* key, int64_t key_row,
-          int count, int vectors, float* scores, int64_t ld) {
-  while (rows >= 4) {
-    dot_rows<M, 4>(a, a_row, key, key_row, count, vectors, scores, ld);
-    a += 4 * a_row, scores += 4 * ld, rows -= 4;
+// Rows whose sums with four keys have room in registers.
+#if defined(CH_AVX512)
+constexpr int TOGETHER = 4;
+#else
+constexpr int TOGETHER = 2;
+#endif
+
+// The same for at most TOGETHER rows.
+template <class M, bool FIRST>
+CH_INLINE void dot_rows(int rows, const typename M::number* a, int64_t a_row, const typename M::right* key,
+                        int64_t key_row, int vectors, float* scores, int64_t ld) {
+  if constexpr (TOGETHER == 4) {
+    if (rows == 4) return dot_four<M, 4, FIRST>(a, a_row, key, key_row, vectors, scores, ld);
+    if (rows == 3) return dot_four<M, 3, FIRST>(a, a_row, key, key_row, vectors, scores, ld);
   }
-  if (rows == 3) dot_rows<M, 3>(a, a_row, key, key_row, count, vectors, scores, ld);
-  if (rows == 2) dot_rows<M, 2>(a, a_row, key, key_row, count, vectors, scores, ld);
-  if (rows == 1) dot_rows<M, 1>(a, a_row, key, key_row, count, vectors, scores, ld);
+  if (rows == 2) return dot_four<M, 2, FIRST>(a, a_row, key, key_row, vectors, scores, ld);
+  return dot_four<M, 1, FIRST>(a, a_row, key, key_row, vectors, scores, ld);
+}
+
+// Scores of `rows` rows of A with keys [0, count).
+template <class M>
+void dots(int rows, const typename M::number* a, int64_t a_row, const typename M::right* key, int64_t key_row,
+          int count, int vectors, float* scores, int64_t ld) {
+  int c = 0;
+  for (; c + 4 <= count; c += 4) {
+    const typename M::right* four = key + c * key_row;
+    dot_rows<M, true>(least(rows, TOGETHER), a, a_row, four, key_row, vectors, scores + c, ld);
+    for (int r = TOGETHER; r < rows; r += TOGETHER)
+      dot_rows<M, false>(least(rows - r, TOGETHER), a + r * a_row, a_row, four, key_row, vectors,
+                         scores + r * ld + c, ld);
+  }
+  for (; c < count; c++)
+    for (int r = 0; r < rows; r++) {
+      vf sum = (vf){};
+      for (int x = 0; x < vectors; x++)
+        sum = M::madd(sum, M::row(a + r * a_row + x * VL), M::get(key + c * key_row + x * VL));
+      scores[r * ld + c] = sum_of(sum);
+    }
 }
 
 }  // namespace CH_NS

@@ -108,8 +108,7 @@ template <class M, class IO> struct Forward {
   // and it packs.
   bool reads_directly() const {
     if (gives == Gives::STATISTICS && observed.ties) return false;
-    bool same = M::PAIR == 2 || __is_same(typename IO::type, float);
-    return same && rows <= 12 && w.head_dim % (VL * M::PAIR) == 0 && w.value_dim % VL == 0 && w.key.row % M::PAIR == 0 &&
+    return rows <= 12 && w.head_dim % (VL * M::PAIR) == 0 && w.value_dim % VL == 0 && w.key.row % M::PAIR == 0 &&
            w.key.head % M::PAIR == 0 && w.key.batch % M::PAIR == 0 && (uintptr_t)w.key.data % 4 == 0;
   }
 
@@ -291,8 +290,13 @@ template <class M, class IO> struct Forward {
                      const Sheet& sheet, Desk& d) const {
     const number* a = d.q + (int64_t)r0 * numbers;
     if (here.direct) {
-      const number* key = (const number*)at<IO>(w.key, b, kh, t0 + c0);
-      return dots<M>(count, a, numbers, key, w.key.row / M::PAIR, c1 - c0, steps / VL, sheet.at + c0, sheet.ld);
+      const element* key = at<IO>(w.key, b, kh, t0 + c0);
+      const int keys = c1 - c0, vectors = steps / VL;
+      float* scores = sheet.at + c0;
+      if constexpr (M::PAIR == 2 || __is_same(element, float))
+        return dots<M>(count, a, numbers, (const number*)key, w.key.row / M::PAIR, keys, vectors, scores, sheet.ld);
+      else
+        return dots<Widened<IO>>(count, a, numbers, key, w.key.row, keys, vectors, scores, sheet.ld);
     }
     for (int p = c0 / PW; p * PW < c1; p++) {
       int from = most(c0, p * PW), to = least((int)round_up(c1, VL), (p + 1) * PW);
@@ -316,7 +320,7 @@ template <class M, class IO> struct Forward {
     }
   }
 
-  // bfloat16 goes a few keys at a time, all columns of them, and asks for the next ones; floats are twice as long,
+  // 16 bits go a few keys at a time, all columns of them, and ask for the next ones; floats are twice as long,
   // and there the processor's own guesses do better (measured: 19 against 17 GB/s on one core).
   void multiply_values_directly(int64_t b, int64_t kh, int64_t t0, int count, int c0, int c1, const Sheet& sheet,
                                 const float* factor, float* o) const {
@@ -337,10 +341,8 @@ template <class M, class IO> struct Forward {
                                 const float* factor) const {
     if constexpr (__is_same(element, float))
       product<Single, SCALE_ADD>(count, vecs, keys, weights.at, weights.ld, 1, value, w.value.row, o, out, factor);
-#if defined(CH_AVX512)
-    if constexpr (__is_same(IO, BFloat16))
-      product<Widened, SCALE_ADD>(count, vecs, keys, weights.at, weights.ld, 1, value, w.value.row, o, out, factor);
-#endif
+    else
+      product<Widened<IO>, SCALE_ADD>(count, vecs, keys, weights.at, weights.ld, 1, value, w.value.row, o, out, factor);
   }
 
   // `count` rows of a block against one tile.

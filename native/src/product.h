@@ -26,6 +26,7 @@ struct Single {
   static constexpr int PAIR = 1;
   static CH_INLINE vf spread(const float* a) { return all(*a); }
   static CH_INLINE vf get(const float* b) { return load(b); }
+  static CH_INLINE vf row(const float* a) { return load(a); }
   static CH_INLINE vf madd(vf sum, vf a, vf b) { return sum + a * b; }
 };
 
@@ -36,23 +37,10 @@ struct Pairs {
   static constexpr int PAIR = 2;
   static CH_INLINE vf spread(const uint32_t* a) { return (vf)_mm512_set1_epi32((int)*a); }
   static CH_INLINE vf get(const uint32_t* b) { return (vf)_mm512_loadu_si512(b); }
+  static CH_INLINE vf row(const uint32_t* a) { return get(a); }
   static CH_INLINE vf madd(vf sum, vf a, vf b) {
     return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
   }
-};
-#endif
-
-#if defined(CH_AVX512)
-// Floats times bfloat16 rows as they lie in a tensor.
-struct Widened {
-  typedef float number;
-  typedef uint16_t right;
-  static constexpr int PAIR = 1;
-  static CH_INLINE vf spread(const float* a) { return all(*a); }
-  static CH_INLINE vf get(const uint16_t* b) {
-    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)b)), 16);
-  }
-  static CH_INLINE vf madd(vf sum, vf a, vf b) { return sum + a * b; }
 };
 #endif
 

@@ -33,8 +33,8 @@ CH_INLINE vf load(const float* p) { return *(const vf_any*)p; }
 CH_INLINE void store(float* p, vf v) { *(vf_any*)p = v; }
 CH_INLINE vf all(float x) { return x - (vf){}; }
 
-template <class T> CH_INLINE T least(T a, T b) { return a < b ? a : b; }
-template <class T> CH_INLINE T most(T a, T b) { return a > b ? a : b; }
+template <class T> CH_INLINE constexpr T least(T a, T b) { return a < b ? a : b; }
+template <class T> CH_INLINE constexpr T most(T a, T b) { return a > b ? a : b; }
 CH_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 CH_INLINE vf vmax(vf a, vf b) {

@@ -77,6 +77,14 @@ class TestInstructionSets:
         compare("native", inputs, mask=ch.Causal() & ch.Window(50), query_offset=sizes["k_len"] - sizes["q_len"])
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize(("q_len", "heads"), [(1, 2), (1, 4), (3, 2), (2, 4), (5, 2), (4, 6)], ids=str)
+    def test_a_few_rows_read_keys_where_they_lie(self, q_len: int, heads: int, dtype: torch.dtype) -> None:
+        """One row to twelve for a key head, as many at a time as have registers; keys in fours and a rest."""
+        inputs = tensors(dtype=dtype, q_len=q_len, k_len=1103, heads=heads, kv_heads=2, head_dim=64, value_dim=96)
+        compare("native", inputs, mask=None)
+        compare("native", inputs, mask=ch.Causal() & ch.Window(700), query_offset=1103 - q_len)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     def test_dropout_drops_the_same(self, dtype: torch.dtype) -> None:
         query, value = torch.zeros(2, 3, 7, 8, dtype=dtype), torch.eye(71, dtype=dtype).expand(2, 3, 71, 71)
         key = torch.zeros(2, 3, 71, 8, dtype=dtype)
