@@ -320,11 +320,12 @@ template <class M, class IO> struct Forward {
     }
   }
 
-  // 16 bits go a few keys at a time, all columns of them, and ask for the next ones; floats are twice as long,
-  // and there the processor's own guesses do better (measured: 19 against 17 GB/s on one core).
+  // A few keys at a time, all columns of them, which asks for the next ones. Floats are twice as long, and where a panel
+  // is as wide as with AVX-512 the processor's own guesses do better (measured: 19 against 17 GB/s on one core); with
+  // narrow panels, that come back to each row more often, they do not.
   void multiply_values_directly(int64_t b, int64_t kh, int64_t t0, int count, int c0, int c1, const Sheet& sheet,
                                 const float* factor, float* o) const {
-    constexpr int STEP = __is_same(element, float) ? 1 << 20 : 32;
+    constexpr int STEP = __is_same(element, float) && NV == 4 ? 1 << 20 : 32;
     const float ones[MR] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
     for (int c = c0; c < c1; c += STEP) {
       const element* value = at<IO>(w.value, b, kh, t0 + c);
