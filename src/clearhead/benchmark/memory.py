@@ -30,7 +30,7 @@ def peak_extra_bytes(call: Callable[[], object]) -> int | None:
         Bytes, or None where the system does not tell (anything but Linux).
     """
     call()
-    _give_back_free_memory()
+    last = _give_back_free_memory()
     try:
         _RESET.write_text(_RESET_PEAK)
         before = _peak_resident()
@@ -38,6 +38,8 @@ def peak_extra_bytes(call: Callable[[], object]) -> int | None:
         after = _peak_resident()
     except OSError:
         return None
+    finally:
+        last()
     del result
     return max(0, after - before)
 
@@ -49,17 +51,17 @@ def _peak_resident() -> int:
     return int(found[1]) * 1024
 
 
-def _give_back_free_memory() -> None:
+def _give_back_free_memory() -> Callable[[], object]:
     """Freed memory that is kept, by the kernels or the C library, would hide what the call takes from it; and so would
-    garbage that happens to be collected during the call."""
+    garbage that happens to be collected during the call. What is returned is to be called after it."""
     gc.collect()
     release_memory()
     try:
         library = ctypes.CDLL(None)
         library.malloc_trim(0)
-        _give_back_the_last(library)
+        return _give_back_the_last(library)
     except (OSError, AttributeError, TypeError):
-        return
+        return lambda: None
 
 
 class _Usage(ctypes.Structure):
@@ -67,15 +69,15 @@ class _Usage(ctypes.Structure):
 
     _fields_ = [
         ("held", ctypes.c_size_t), *((f"not_read_{place}", ctypes.c_size_t) for place in range(7)),
-        ("free", ctypes.c_size_t), ("last", ctypes.c_size_t),
+        ("free", ctypes.c_size_t), ("not_read_7", ctypes.c_size_t),
     ]  # fmt: skip
 
 
-def _give_back_the_last(library: ctypes.CDLL) -> None:
+def _give_back_the_last(library: ctypes.CDLL) -> Callable[[], object]:
     """``malloc_trim`` leaves the free block at the end of a heap behind which something else is mapped, and of every
     heap but the first: a thread goes on in another when the first could not grow, be it that a number of bytes was
     absurd. So pieces are taken until the heap of this thread has to grow; what is free again before the last of them is
-    not at the end."""
+    not at the end. The last is kept until what is returned is called: its pages would be found again."""
     library.mallinfo2.restype, library.malloc.restype = _Usage, ctypes.c_void_p
     library.malloc.argtypes, library.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
     usage, pieces = library.mallinfo2(), []
@@ -86,5 +88,4 @@ def _give_back_the_last(library: ctypes.CDLL) -> None:
     for piece in pieces[:-1]:
         library.free(piece)
     library.malloc_trim(0)
-    for piece in pieces[-1:]:
-        library.free(piece)
+    return lambda: [library.free(piece) for piece in pieces[-1:]]
