@@ -8,10 +8,10 @@ NATIVE := $(PYTHON) tools/build_native.py
 NATIVE_IF_ABLE := $(NATIVE) || [ $$? -eq 3 ]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native test-native demo test lint format bench fuzz quality clean
+.PHONY: help setup native test-native test-emulated demo test lint format bench fuzz quality clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
 
 # A torch asked for by name is installed even when everything else is up to date.
 ifdef TORCH
@@ -29,6 +29,9 @@ native: ## build the CPU kernels, only what changed
 
 test-native: ## the kernels' own tests, under AddressSanitizer and UBSan
 	@$(NATIVE) --tests
+
+test-emulated: ## the same for AVX-512 on a processor without it
+	@$(NATIVE) --tests --emulated
 
 demo: $(READY) ## train, explain and check a classifier of digits; writes one page
 	@$(NATIVE) || true

@@ -112,7 +112,8 @@ def test_ci_runs_lint_and_tests_and_stops_at_the_first_failure() -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["help", "setup", "native", "test-native", "demo", "test", "lint", "bench", "fuzz", "quality"]
+    "target",
+    ["help", "setup", "native", "test-native", "test-emulated", "demo", "test", "lint", "bench", "fuzz", "quality"],
 )
 def test_make_has_the_target_and_says_what_it_does(target: str) -> None:
     assert re.search(rf"(?m)^{target}:.*## \w", read("Makefile"))
@@ -288,3 +289,12 @@ class TestNative:
         said = capsys.readouterr().err
         assert "no-such-machine" in said
         assert said.splitlines()[-1].startswith("native: ")
+
+    def test_emulated_kernels_are_for_tests_only(
+        self, build: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys, "argv", ["build_native.py", "--emulated"])
+        with pytest.raises(SystemExit) as stopped:
+            build.main()
+        assert stopped.value.code == 2
+        assert "--emulated goes with --tests" in capsys.readouterr().err

@@ -19,6 +19,12 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "native"
 BIN = ROOT / ".venv" / "bin"
 FAILED, NO_TOOLS = 2, 3
+#: Where each form is built and what it asks of CMake, by whether it is the tests and whether AVX-512 is emulated.
+FORMS = {
+    (False, False): ("native", ["-DCLEARHEAD_IN_PLACE=ON"]),
+    (True, False): ("tests", ["-DCLEARHEAD_TESTS=ON"]),
+    (True, True): ("emulated", ["-DCLEARHEAD_TESTS=ON", "-DCLEARHEAD_EMULATED=avx512bf16;avx512"]),
+}
 
 
 def main() -> None:
@@ -28,7 +34,7 @@ def main() -> None:
         _stop(NO_TOOLS, "CMake is not here, so the CPU kernels are not built. Install cmake and run make native.")
     if not any(map(_tool, (os.environ.get("CXX"), "c++", "g++", "clang++"))):
         _stop(NO_TOOLS, "No C++ compiler is here, so the CPU kernels are not built. Install g++ and run make native.")
-    folder, flags = ("tests", ["-DCLEARHEAD_TESTS=ON"]) if options.tests else ("native", ["-DCLEARHEAD_IN_PLACE=ON"])
+    folder, flags = FORMS[options.tests, options.emulated]
     build = ROOT / "build" / folder
     try:
         if not _configured(build):
@@ -71,7 +77,13 @@ def _run(*command: str | Path) -> None:
 def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Build the CPU kernels into the source tree.")
     parser.add_argument("--tests", action="store_true", help="build and run the kernels' own tests, with sanitizers")
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--emulated", action="store_true", help="with --tests: the kernels for AVX-512, in plain C++, on any processor"
+    )
+    options = parser.parse_args(arguments)
+    if options.emulated and not options.tests:
+        parser.error("--emulated goes with --tests: such kernels are right and slow")
+    return options
 
 
 def _stop(code: int, line: str) -> NoReturn:

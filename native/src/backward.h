@@ -713,8 +713,7 @@ template <class M, class IO> struct Backward {
     if (masked) check_finite(threads, fault);
     if (fault.get() != CH_OK) return fault.get();
     Sums sums, sizes;
-    int64_t bytes = sums_bytes(sizes, nullptr);
-    char* base = (char*)scratch(clearhead::SLOT_PARTIAL, (size_t)most(bytes, (int64_t)64));
+    char* base = (char*)scratch(clearhead::SLOT_PARTIAL, (size_t)sums_bytes(sizes, nullptr));
     if (base == nullptr) return CH_NO_MEMORY;
     sums_bytes(sums, base);
     if (chunks > 1)

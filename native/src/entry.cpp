@@ -5,6 +5,8 @@
 #include "isa.h"
 #include "scratch.h"
 
+// The build defines CH_WITH_<SET> for each set that it makes, as the function below that says whether this processor
+// can run it.
 #define CH_DECLARE(set)                       \
   namespace set {                             \
   extern const clearhead::Kernels kernels;    \
@@ -47,13 +49,13 @@ bool always() { return true; }
 
 const Set sets[] = {
 #ifdef CH_WITH_AVX512BF16
-    {"avx512bf16", has_avx512bf16, &avx512bf16::kernels},
+    {"avx512bf16", CH_WITH_AVX512BF16, &avx512bf16::kernels},
 #endif
 #ifdef CH_WITH_AVX512
-    {"avx512", has_avx512, &avx512::kernels},
+    {"avx512", CH_WITH_AVX512, &avx512::kernels},
 #endif
 #ifdef CH_WITH_AVX2
-    {"avx2", has_avx2, &avx2::kernels},
+    {"avx2", CH_WITH_AVX2, &avx2::kernels},
 #endif
     {"baseline", always, &baseline::kernels},
 };

@@ -273,8 +273,8 @@ template <class M, class IO> struct Forward {
     } else {
       float far = (float)(w.query_offset + d.place[r0 + r].i - t0 - c0);
       int64_t sink_columns = observed.s->sink != nullptr ? observed.s->sink_keys - t0 : 0;
-      d.gather.template weigh<DEGREE>(observed, r0 + r, s, c0, c1, largest, rise.factor[r], rise.step[r], base2, far,
-                             sink_columns, d.l + (r0 + r) * VL, [&](int c, vf e) { store(s + c, e); });
+      d.gather.template weigh<DEGREE>(r0 + r, s, c0, c1, largest, rise.factor[r], rise.step[r], base2, far, sink_columns,
+                             d.l + (r0 + r) * VL, [&](int c, vf e) { store(s + c, e); });
     }
     if (M::PAIR == 2 && narrow)
       for (int c = c0; c < c1; c += VL) put_vector<BFloat16>(half + c, load(s + c));

@@ -62,10 +62,11 @@ void* scratch(Slot slot, size_t bytes) {
   Buffers* own = buffers();
   if (own == nullptr) return nullptr;
   Buffer& buffer = own->of[slot];
-  if (buffer.bytes < bytes) {
+  // Who wants no bytes, a row that sees no key, gets some all the same: null says that there is no memory.
+  if (buffer.data == nullptr || buffer.bytes < bytes) {
     free(buffer.data);
     // Some room above, so that lengths that grow by one do not ask anew each time.
-    size_t wanted = (bytes + bytes / 8 + 4095) / 4096 * 4096;
+    size_t wanted = ((bytes + bytes / 8) / 4096 + 1) * 4096;
     buffer.data = nullptr;
     buffer.bytes = 0;
     const bool large = wanted >= 2 * HUGE_PAGE;

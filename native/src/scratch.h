@@ -8,7 +8,8 @@ namespace clearhead {
 // What a buffer is for; a thread has one of each.
 enum Slot { SLOT_WORK, SLOT_KEYS, SLOT_SHARED, SLOT_PARTIAL, SLOT_COLUMNS, SLOT_SEGMENTS, SLOTS };
 
-// At least `bytes`, aligned to 64, the thread's own until it asks for the same slot again; null when there is none.
+// At least `bytes`, also for 0, aligned to 64, the thread's own until it asks for the same slot again; null when there
+// is none.
 // What was in it is lost when it grows.
 void* scratch(Slot slot, size_t bytes);
 

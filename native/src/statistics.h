@@ -346,8 +346,8 @@ struct Gather {
   // Beside `weigh`, with the same arithmetic: the sums of weight times exponent, and of weight times distance. `step`
   // is what the exponents of earlier tiles move by. `far` is q_pos - k_pos of the first column.
   template <int DEGREE, class Put>
-  CH_INLINE void weigh(const Statistics& of, int r, float* s, int c0, int c1, float largest, float factor, float step,
-                       float base2, float far, int64_t sink_columns, float* total, const Put& put) const {
+  CH_INLINE void weigh(int r, float* s, int c0, int c1, float largest, float factor, float step, float base2, float far,
+                       int64_t sink_columns, float* total, const Put& put) const {
     vf shift = all(largest == -INF ? 0.0f : largest), scale = all(base2), lowest = all(-1e4f);
     vf old = load(total), shrink = all(factor), sum = old * shrink;
     vf turned = factor == 0.0f ? (vf){} : (load(entropy + r * VL) + all(step) * old) * shrink;

@@ -123,6 +123,49 @@ void contained_segments() {
   }
 }
 
+struct First {
+  const Case* c;
+  int isa;
+};
+
+// More queries than are done in one piece see nothing, there being no keys or none for them, and the thread that is
+// asked has never been asked before: what it keeps between calls is not there yet.
+void* call_first(void* argument) {
+  const First& first = *static_cast<const First*>(argument);
+  const Case& c = *first.c;
+  const Expected right = Reference(c).r;
+  Random random(23);
+  Call call(c, random);
+  const std::string name = std::string("nothing to see at first, ") + ch_isa_name(first.isa) + ", keys " +
+                           std::to_string(c.k_len) + ", dtype " + std::to_string(c.dtype);
+  expect_done(call.forward(first.isa, 1), name);
+  call.compare_forward(right, name);
+  expect_done(call.backward(), name);
+  call.compare_backward(right, name);
+  return nullptr;
+}
+
+void nothing_at_first() {
+  for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
+    for (int64_t k_len : {0, 90}) {
+      Case c;
+      c.dtype = dtype, c.q_len = 700, c.k_len = k_len, c.dim = 24, c.value_dim = 40, c.runs = 1, c.same_runs = true;
+      Random random(static_cast<uint64_t>(dtype) + 17);
+      draw_numbers(random, c, c.query, 700 * 24, 2.0);
+      draw_numbers(random, c, c.key, k_len * 24, 2.0);
+      draw_numbers(random, c, c.value, k_len * 40, 2.0);
+      draw_numbers(random, c, c.grad_output, 700 * 40, 2.0);
+      c.start.assign(700, 0), c.stop.assign(700, 0);
+      for (int isa : usable_sets()) {
+        First first{&c, isa};
+        pthread_t thread;
+        pthread_create(&thread, nullptr, call_first, &first);
+        pthread_join(thread, nullptr);
+      }
+    }
+  }
+}
+
 struct Caller {
   const Case* c;
   const Expected* right;
@@ -170,6 +213,7 @@ int main(int arguments, char** argument) {
   if (arguments == 1) {
     test::containment();
     test::contained_segments();
+    test::nothing_at_first();
     test::many_callers();
     others = test::entry_tests();
   }

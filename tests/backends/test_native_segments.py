@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -97,3 +99,14 @@ def test_nothing_is_written_where_a_band_meets_what_is_not_finite() -> None:
     into = [torch.full_like(tensor, 7.0) for tensor in (query, key, value)]
     assert not BackwardWork(problem, forward.rows, arrived, into=into).run()
     assert all(bool((tensor == 7.0).all()) for tensor in into)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("keys", [0, 600])
+def test_a_thread_that_was_never_asked_before_sees_nothing_at_first(keys: int, dtype: torch.dtype) -> None:
+    """What a thread keeps between calls is not there yet, and such queries need none of it."""
+    query, key, value, arrived = tensors(1, 2, 600, 16, dtype=dtype)
+    mask = ch.Padding([0]) if keys else None
+    with ThreadPoolExecutor(1) as fresh:
+        found = fresh.submit(run, query, key[:, :, :keys], value[:, :, :keys], arrived, mask).result()
+    assert all(not tensor.any() for tensor in found)

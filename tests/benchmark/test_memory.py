@@ -11,6 +11,9 @@ import torch
 
 from clearhead.benchmark import peak_extra_bytes
 
+#: Pages that reading the peak before the call took, and the call finds free.
+_NOISE = 2**15
+
 _CALL = """
 import ctypes
 import torch
@@ -48,7 +51,7 @@ def test_what_a_call_takes_and_leaves_is_its_peak() -> None:
     _needs_a_peak()
     found = peak_extra_bytes(lambda: torch.ones(2**24))
     assert found is not None
-    assert 2**26 <= found < 1.1 * 2**26
+    assert 2**26 - _NOISE <= found < 1.1 * 2**26
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
@@ -60,4 +63,4 @@ def test_free_memory_at_the_end_of_a_heap_that_does_not_shrink_hides_nothing(hap
     )
     peaks = [int(word) for word in done.stdout.split()]
     assert len(peaks) == 5
-    assert all(2**25 <= peak < 1.1 * 2**25 for peak in peaks), peaks
+    assert all(2**25 - _NOISE <= peak < 1.1 * 2**25 for peak in peaks), peaks

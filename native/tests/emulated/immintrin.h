@@ -1,0 +1,306 @@
+// The instructions of AVX-512 that the kernels name, in plain C++: with this folder first in the search for headers,
+// the kernels of those sets compile for any processor and can be tested there. Right, not fast.
+//
+// Each does what its manual says, lane by lane (Intel 64 and IA-32 Architectures Software Developer's Manual, volume
+// 2). Only those that are used: one more is a compiler's error here, and a few lines.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define CH_EMULATED static inline __attribute__((always_inline))
+
+typedef float __m128 __attribute__((vector_size(16), may_alias));
+typedef float __m256 __attribute__((vector_size(32), may_alias));
+typedef long long __m256i __attribute__((vector_size(32), may_alias));
+typedef float __m512 __attribute__((vector_size(64), may_alias));
+typedef long long __m512i __attribute__((vector_size(64), may_alias));
+typedef short __m256bh __attribute__((vector_size(32), may_alias));
+typedef short __m512bh __attribute__((vector_size(64), may_alias));
+typedef uint16_t __mmask16;
+typedef uint32_t __mmask32;
+
+enum { _CMP_GE_OQ = 0x1d, _CMP_GT_OQ = 0x1e, _MM_FROUND_TO_NEAREST_INT = 0 };
+
+namespace emulated {
+
+typedef uint64_t Quads __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(64)));
+typedef uint16_t HalfOfHalves __attribute__((vector_size(32)));
+
+template <class V> CH_EMULATED V read(const void* from) {
+  V v;
+  memcpy(&v, from, sizeof(v));
+  return v;
+}
+
+CH_EMULATED uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+CH_EMULATED float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Numbers below the least normal one are 0 to the instructions of bfloat16, going in and coming out.
+CH_EMULATED float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
+
+CH_EMULATED uint16_t bfloat_of(float x) {
+  const uint32_t bits = bits_of(flushed(x));
+  if (x != x) return (uint16_t)(bits >> 16 | 0x40);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+CH_EMULATED float of_half(uint16_t half) {
+  const int exponent = half >> 10 & 31, digits = half & 0x3ff;
+  const float sign = half >> 15 ? -1.0f : 1.0f;
+  if (exponent == 31) return digits ? float_of(0x7fc00000 | (uint32_t)digits << 13) : sign * __builtin_inff();
+  return sign * (exponent ? ldexpf((float)(digits + 1024), exponent - 25) : ldexpf((float)digits, -24));
+}
+
+// To the nearest, of two the even one: the step between halves near x is 2**(exponent - 10), and no finer than 2**-24.
+CH_EMULATED uint16_t half_of(float x) {
+  const uint16_t sign = (uint16_t)(bits_of(x) >> 16 & 0x8000);
+  if (x != x) return (uint16_t)(sign | 0x7e00 | (bits_of(x) >> 13 & 0x1ff));
+  const float size = fabsf(x);
+  if (size >= 65520.0f) return sign | 0x7c00;
+  int exponent = -14;
+  if (size >= 0x1p-14f) exponent = ilogbf(size);
+  const int steps = (int)rintf(ldexpf(size, 10 - exponent));
+  return (uint16_t)(sign | (steps + (exponent + 14) * 1024));
+}
+
+}  // namespace emulated
+
+// ---- load, store, set ---------------------------------------------------------------------------------------
+
+CH_EMULATED __m256i _mm256_loadu_si256(const __m256i* from) { return emulated::read<__m256i>(from); }
+CH_EMULATED __m512i _mm512_loadu_si512(const void* from) { return emulated::read<__m512i>(from); }
+CH_EMULATED __m512 _mm512_loadu_ps(const void* from) { return emulated::read<__m512>(from); }
+CH_EMULATED void _mm_storeu_ps(float* to, __m128 v) { memcpy(to, &v, sizeof(v)); }
+CH_EMULATED void _mm256_storeu_si256(__m256i* to, __m256i v) { memcpy(to, &v, sizeof(v)); }
+CH_EMULATED void _mm512_storeu_si512(void* to, __m512i v) { memcpy(to, &v, sizeof(v)); }
+CH_EMULATED void _mm512_storeu_ps(void* to, __m512 v) { memcpy(to, &v, sizeof(v)); }
+
+// Places that the mask leaves out are not touched.
+CH_EMULATED __m512i _mm512_maskz_loadu_epi16(__mmask32 mask, const void* from) {
+  emulated::Halves v = {};
+  for (int i = 0; i < 32; i++)
+    if (mask >> i & 1) v[i] = emulated::read<uint16_t>((const char*)from + 2 * i);
+  return (__m512i)v;
+}
+CH_EMULATED void _mm512_mask_storeu_ps(void* to, __mmask16 mask, __m512 v) {
+  for (int i = 0; i < 16; i++)
+    if (mask >> i & 1) memcpy((char*)to + 4 * i, (const char*)&v + 4 * i, 4);
+}
+
+CH_EMULATED __m512 _mm512_setzero_ps() { return (__m512){}; }
+CH_EMULATED __m512 _mm512_set1_ps(float x) { return x - (__m512){}; }
+CH_EMULATED __m512i _mm512_set1_epi32(int x) { return (__m512i)((uint32_t)x + (emulated::Words){}); }
+
+// ---- parts and orders ---------------------------------------------------------------------------------------
+
+CH_EMULATED __m128 _mm256_castps256_ps128(__m256 v) { return emulated::read<__m128>(&v); }
+CH_EMULATED __m128 _mm256_extractf128_ps(__m256 v, int half) {
+  return emulated::read<__m128>((const char*)&v + 16 * half);
+}
+CH_EMULATED __m256 _mm512_castps512_ps256(__m512 v) { return emulated::read<__m256>(&v); }
+CH_EMULATED __m256i _mm512_castsi512_si256(__m512i v) { return emulated::read<__m256i>(&v); }
+CH_EMULATED __m256 _mm512_extractf32x8_ps(__m512 v, int half) {
+  return emulated::read<__m256>((const char*)&v + 32 * half);
+}
+CH_EMULATED __m256i _mm512_extracti64x4_epi64(__m512i v, int half) {
+  return emulated::read<__m256i>((const char*)&v + 32 * half);
+}
+
+CH_EMULATED __m512 _mm512_permutexvar_ps(__m512i order, __m512 v) {
+  const emulated::Words from = (emulated::Words)order;
+  __m512 r;
+  for (int i = 0; i < 16; i++) r[i] = v[from[i] & 15];
+  return r;
+}
+CH_EMULATED __m512i _mm512_permutexvar_epi32(__m512i order, __m512i v) {
+  return (__m512i)_mm512_permutexvar_ps(order, (__m512)v);
+}
+CH_EMULATED __m512i _mm512_permutexvar_epi16(__m512i order, __m512i v) {
+  const emulated::Halves from = (emulated::Halves)order, of = (emulated::Halves)v;
+  emulated::Halves r;
+  for (int i = 0; i < 32; i++) r[i] = of[from[i] & 31];
+  return (__m512i)r;
+}
+
+// Within each lane of 128 bits: two of its four words, or one of its two pairs, from a and b in turn.
+CH_EMULATED __m512i _mm512_unpacklo_epi32(__m512i a, __m512i b) {
+  const emulated::Words x = (emulated::Words)a, y = (emulated::Words)b;
+  emulated::Words r;
+  for (int i = 0; i < 16; i++) r[i] = i % 2 ? y[i / 4 * 4 + i % 4 / 2] : x[i / 4 * 4 + i % 4 / 2];
+  return (__m512i)r;
+}
+CH_EMULATED __m512i _mm512_unpackhi_epi32(__m512i a, __m512i b) {
+  const emulated::Words x = (emulated::Words)a, y = (emulated::Words)b;
+  emulated::Words r;
+  for (int i = 0; i < 16; i++) r[i] = i % 2 ? y[i / 4 * 4 + 2 + i % 4 / 2] : x[i / 4 * 4 + 2 + i % 4 / 2];
+  return (__m512i)r;
+}
+CH_EMULATED __m512i _mm512_unpacklo_epi64(__m512i a, __m512i b) {
+  __m512i r;
+  for (int i = 0; i < 8; i++) r[i] = i % 2 ? b[i / 2 * 2] : a[i / 2 * 2];
+  return r;
+}
+CH_EMULATED __m512i _mm512_unpackhi_epi64(__m512i a, __m512i b) {
+  __m512i r;
+  for (int i = 0; i < 8; i++) r[i] = i % 2 ? b[i / 2 * 2 + 1] : a[i / 2 * 2 + 1];
+  return r;
+}
+// Four rows of four become its columns.
+CH_EMULATED void _MM_TRANSPOSE4_PS(__m128& a, __m128& b, __m128& c, __m128& d) {
+  const __m128 rows[4] = {a, b, c, d};
+  for (int i = 0; i < 4; i++) a[i] = rows[i][0], b[i] = rows[i][1], c[i] = rows[i][2], d[i] = rows[i][3];
+}
+// Two lanes of a, then two of b, each named by two bits.
+CH_EMULATED __m512i _mm512_shuffle_i32x4(__m512i a, __m512i b, int lanes) {
+  __m512i r;
+  for (int i = 0; i < 8; i++) r[i] = i < 4 ? a[(lanes >> i / 2 * 2 & 3) * 2 + i % 2] : b[(lanes >> i / 2 * 2 & 3) * 2 + i % 2];
+  return r;
+}
+
+// The lowest places of v, one after the other, where the mask is set; those of `rest` elsewhere.
+CH_EMULATED __m512 _mm512_mask_expand_ps(__m512 rest, __mmask16 mask, __m512 v) {
+  int next = 0;
+  for (int i = 0; i < 16; i++)
+    if (mask >> i & 1) rest[i] = v[next++];
+  return rest;
+}
+CH_EMULATED __m512i _mm512_mask_expand_epi32(__m512i rest, __mmask16 mask, __m512i v) {
+  return (__m512i)_mm512_mask_expand_ps((__m512)rest, mask, (__m512)v);
+}
+CH_EMULATED __m512 _mm512_mask_mov_ps(__m512 rest, __mmask16 mask, __m512 v) {
+  for (int i = 0; i < 16; i++)
+    if (mask >> i & 1) rest[i] = v[i];
+  return rest;
+}
+CH_EMULATED __m512i _mm512_mask_mov_epi32(__m512i rest, __mmask16 mask, __m512i v) {
+  return (__m512i)_mm512_mask_mov_ps((__m512)rest, mask, (__m512)v);
+}
+
+// ---- whole numbers ------------------------------------------------------------------------------------------
+
+CH_EMULATED __m512i _mm512_or_si512(__m512i a, __m512i b) { return a | b; }
+CH_EMULATED __m512i _mm512_slli_epi32(__m512i v, int by) { return (__m512i)((emulated::Words)v << by); }
+CH_EMULATED __m512i _mm512_slli_epi64(__m512i v, int by) { return (__m512i)((emulated::Quads)v << by); }
+CH_EMULATED __m512i _mm512_srli_epi64(__m512i v, int by) { return (__m512i)((emulated::Quads)v >> by); }
+// The lower words of each pair.
+CH_EMULATED __m512i _mm512_mul_epu32(__m512i a, __m512i b) {
+  return (__m512i)(((emulated::Quads)a & 0xffffffff) * ((emulated::Quads)b & 0xffffffff));
+}
+CH_EMULATED __mmask16 _mm512_cmpge_epu32_mask(__m512i a, __m512i b) {
+  const emulated::Words x = (emulated::Words)a, y = (emulated::Words)b;
+  __mmask16 mask = 0;
+  for (int i = 0; i < 16; i++) mask |= (__mmask16)((x[i] >= y[i]) << i);
+  return mask;
+}
+CH_EMULATED __m512i _mm512_cvtepu16_epi32(__m256i v) {
+  const emulated::HalfOfHalves from = (emulated::HalfOfHalves)v;
+  return (__m512i)__builtin_convertvector(from, emulated::Words);
+}
+// The lowest bits of x go to the places of the mask.
+CH_EMULATED uint64_t _pdep_u64(uint64_t x, uint64_t mask) {
+  uint64_t r = 0;
+  for (; mask != 0; mask &= mask - 1, x >>= 1)
+    if (x & 1) r |= mask & -mask;
+  return r;
+}
+
+// ---- floats -------------------------------------------------------------------------------------------------
+
+CH_EMULATED __m128 _mm_add_ps(__m128 a, __m128 b) { return a + b; }
+CH_EMULATED __m256 _mm256_add_ps(__m256 a, __m256 b) { return a + b; }
+// The second of the two where one is NaN.
+CH_EMULATED __m512 _mm512_max_ps(__m512 a, __m512 b) { return a > b ? a : b; }
+
+// The halves first, then their halves, as compilers do it: no instruction.
+CH_EMULATED float _mm512_reduce_add_ps(__m512 v) {
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) v[i] += v[i + half];
+  return v[0];
+}
+CH_EMULATED float _mm512_reduce_max_ps(__m512 v) {
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
+  return v[0];
+}
+
+// Ordered comparisons: false where one is NaN.
+CH_EMULATED __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int how) {
+  __mmask16 mask = 0;
+  for (int i = 0; i < 16; i++) mask |= (__mmask16)((how == _CMP_GT_OQ ? a[i] > b[i] : a[i] >= b[i]) << i);
+  return mask;
+}
+
+// Only whole numbers (bits 4 to 7 are 0), to the nearest or down (bits 0 and 1).
+CH_EMULATED __m512 _mm512_roundscale_ps(__m512 v, int how) {
+  for (int i = 0; i < 16; i++) v[i] = how & 1 ? floorf(v[i]) : rintf(v[i]);
+  return v;
+}
+// What rounding takes away; 0 of infinity.
+CH_EMULATED __m512 _mm512_reduce_ps(__m512 v, int how) {
+  const __m512 whole = _mm512_roundscale_ps(v, how);
+  for (int i = 0; i < 16; i++) v[i] = fabsf(v[i]) == __builtin_inff() ? 0.0f : v[i] - whole[i];
+  return v;
+}
+// v * 2**floor(power).
+CH_EMULATED __m512 _mm512_scalef_ps(__m512 v, __m512 power) {
+  for (int i = 0; i < 16; i++) {
+    const float p = power[i];
+    if (p != p) v[i] = p;
+    else if (fabsf(p) == __builtin_inff()) v[i] *= p > 0 ? p : 0.0f;
+    else v[i] = ldexpf(v[i], (int)fmaxf(-1000.0f, fminf(1000.0f, floorf(p))));
+  }
+  return v;
+}
+
+// ---- numbers of 16 bits -------------------------------------------------------------------------------------
+
+CH_EMULATED __m512 _mm512_cvtph_ps(__m256i v) {
+  const emulated::HalfOfHalves from = (emulated::HalfOfHalves)v;
+  __m512 r;
+  for (int i = 0; i < 16; i++) r[i] = emulated::of_half(from[i]);
+  return r;
+}
+CH_EMULATED __m256i _mm512_cvtps_ph(__m512 v, int) {
+  emulated::HalfOfHalves r;
+  for (int i = 0; i < 16; i++) r[i] = emulated::half_of(v[i]);
+  return (__m256i)r;
+}
+CH_EMULATED __m256bh _mm512_cvtneps_pbh(__m512 v) {
+  emulated::HalfOfHalves r;
+  for (int i = 0; i < 16; i++) r[i] = emulated::bfloat_of(v[i]);
+  return (__m256bh)r;
+}
+// Those of b below those of a.
+CH_EMULATED __m512bh _mm512_cvtne2ps_pbh(__m512 a, __m512 b) {
+  emulated::Halves r;
+  for (int i = 0; i < 16; i++) r[i] = emulated::bfloat_of(b[i]);
+  for (int i = 0; i < 16; i++) r[i + 16] = emulated::bfloat_of(a[i]);
+  return (__m512bh)r;
+}
+// Of each pair the upper product first; a product of two bfloat16 is a float, so that two roundings are one.
+CH_EMULATED __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
+  const emulated::Words x = (emulated::Words)a, y = (emulated::Words)b;
+  for (int i = 0; i < 16; i++) {
+    float one = emulated::flushed(sum[i]);
+    for (int upper = 1; upper >= 0; upper--) {
+      const float of_x = emulated::float_of(upper ? x[i] & 0xffff0000 : x[i] << 16);
+      const float of_y = emulated::float_of(upper ? y[i] & 0xffff0000 : y[i] << 16);
+      one = emulated::flushed(one + emulated::flushed(of_x) * emulated::flushed(of_y));
+    }
+    sum[i] = one;
+  }
+  return sum;
+}
