@@ -29,32 +29,35 @@ void expect_done(int code, const std::string& name) {
 }
 
 // Right, inside its memory, and the same bits at any number of threads.
+void on_set(int isa, Call& call, Observed& observed, const Expected& right, const std::string& what) {
+  std::vector<std::vector<uint8_t>> first, first_statistics;
+  for (int threads : {1, 2, 5}) {
+    const std::string name = what + ", " + ch_isa_name(isa) + ", threads " + std::to_string(threads);
+    const int before = failures;
+    expect_done(call.forward(isa, threads), name + " forward");
+    if (threads == 1) call.compare_forward(right, name);
+    observed.run(isa, threads, right, name);
+    if (threads == 1) first_statistics = observed.results();
+    check(observed.results() == first_statistics, name + ": other bits of statistics than with one thread");
+    expect_done(call.backward(), name + " backward");
+    if (failures != before) return;
+    if (threads == 1) {
+      call.compare_backward(right, name);
+      first = call.results();
+    } else {
+      check(call.results() == first, name + ": other bits than with one thread");
+    }
+  }
+}
+
 void one_case(uint64_t number) {
   const Case c = draw(number);
   const Expected right = Reference(c).r;
   Random random(number + 1000003);
   Call call(c, random);
   Observed observed(call, random);
-  for (int isa : usable_sets()) {
-    std::vector<std::vector<uint8_t>> first, first_statistics;
-    for (int threads : {1, 2, 5}) {
-      const std::string name = describe(number, c) + ", " + ch_isa_name(isa) + ", threads " + std::to_string(threads);
-      const int before = failures;
-      expect_done(call.forward(isa, threads), name + " forward");
-      if (threads == 1) call.compare_forward(right, name);
-      observed.run(isa, threads, right, name);
-      if (threads == 1) first_statistics = observed.results();
-      check(observed.results() == first_statistics, name + ": other bits of statistics than with one thread");
-      expect_done(call.backward(), name + " backward");
-      if (failures != before) return;
-      if (threads == 1) {
-        call.compare_backward(right, name);
-        first = call.results();
-      } else {
-        check(call.results() == first, name + ": other bits than with one thread");
-      }
-    }
-  }
+  for (int isa : usable_sets())
+    on_a_fresh_thread([&] { on_set(isa, call, observed, right, describe(number, c)); });
 }
 
 // NaN in a key and a value that nobody may attend to reaches nothing; backward says that it saw it, and writes nothing.
@@ -123,29 +126,8 @@ void contained_segments() {
   }
 }
 
-struct First {
-  const Case* c;
-  int isa;
-};
-
-// More queries than are done in one piece see nothing, there being no keys or none for them, and the thread that is
-// asked has never been asked before: what it keeps between calls is not there yet.
-void* call_first(void* argument) {
-  const First& first = *static_cast<const First*>(argument);
-  const Case& c = *first.c;
-  const Expected right = Reference(c).r;
-  Random random(23);
-  Call call(c, random);
-  const std::string name = std::string("nothing to see at first, ") + ch_isa_name(first.isa) + ", keys " +
-                           std::to_string(c.k_len) + ", dtype " + std::to_string(c.dtype);
-  expect_done(call.forward(first.isa, 1), name);
-  call.compare_forward(right, name);
-  expect_done(call.backward(), name);
-  call.compare_backward(right, name);
-  return nullptr;
-}
-
-void nothing_at_first() {
+// More queries than are done in one piece see nothing, there being no keys or none for them.
+void nothing_to_see() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
     for (int64_t k_len : {0, 90}) {
       Case c;
@@ -156,11 +138,17 @@ void nothing_at_first() {
       draw_numbers(random, c, c.value, k_len * 40, 2.0);
       draw_numbers(random, c, c.grad_output, 700 * 40, 2.0);
       c.start.assign(700, 0), c.stop.assign(700, 0);
+      const Expected right = Reference(c).r;
+      Call call(c, random);
       for (int isa : usable_sets()) {
-        First first{&c, isa};
-        pthread_t thread;
-        pthread_create(&thread, nullptr, call_first, &first);
-        pthread_join(thread, nullptr);
+        const std::string name = std::string("nothing to see, ") + ch_isa_name(isa) + ", keys " +
+                                 std::to_string(k_len) + ", dtype " + std::to_string(dtype);
+        on_a_fresh_thread([&] {
+          expect_done(call.forward(isa, 1), name);
+          call.compare_forward(right, name);
+          expect_done(call.backward(), name);
+          call.compare_backward(right, name);
+        });
       }
     }
   }
@@ -213,7 +201,7 @@ int main(int arguments, char** argument) {
   if (arguments == 1) {
     test::containment();
     test::contained_segments();
-    test::nothing_at_first();
+    test::nothing_to_see();
     test::many_callers();
     others = test::entry_tests();
   }
