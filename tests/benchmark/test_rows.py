@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from clearhead.benchmark import SUITES
+from clearhead.benchmark import SUITES, product
 from clearhead.benchmark.cases import Case, noise_of
 from clearhead.benchmark.encoders import STACK, SWAPPED, EncoderWork, ragged
 from clearhead.benchmark.function_rows import DENSE, MADE
@@ -16,7 +16,7 @@ from clearhead.benchmark.linear_rows import FULL
 from clearhead.benchmark.lines import Line, measure_row
 from clearhead.benchmark.observed import MATERIALISED, PLAIN, ObserveRow
 from clearhead.benchmark.peers import MODULE, OURS, SDPA, SDPA_WINDOW, TensorWork
-from clearhead.benchmark.product import PRODUCT, product_call
+from clearhead.benchmark.product import PRODUCT, yardsticks
 from clearhead.benchmark.rows import AttentionRow, EncoderRow, ModuleRow, Row
 from clearhead.errors import UnsupportedError
 
@@ -172,7 +172,10 @@ def test_the_padding_counts_for_nothing_and_a_layer_too_few_is_found() -> None:
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
 def test_the_yardstick_is_a_product_and_is_not_compared(dtype: torch.dtype) -> None:
-    found = product_call(dtype)()
+    measure, absent = yardsticks(dtype)
+    if absent:
+        pytest.skip(absent[PRODUCT])
+    found = measure[PRODUCT]()
     assert found.shape == (2048, 2048)
     assert found.dtype == dtype
     one = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -182,3 +185,12 @@ def test_the_yardstick_is_a_product_and_is_not_compared(dtype: torch.dtype) -> N
     case = replace(ROWS["window"], yardstick=True).case()  # type: ignore[type-var]
     assert PRODUCT in case.timed
     assert PRODUCT not in case.check()
+
+
+def test_a_product_that_would_take_a_minute_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product, "ONEDNN", replace(product.ONEDNN, absent=lambda dtype: f"none in {dtype}"))
+    measured = measure_row(replace(ROWS["grouped"], yardstick=True), repeats=1, seconds=None)  # type: ignore[type-var]
+    assert PRODUCT not in measured.timings
+    assert measured.share(OURS) is None
+    assert measured.left_out[PRODUCT] == "none in torch.bfloat16"
+    assert PRODUCT in replace(ROWS["window"], yardstick=True).case().timed  # type: ignore[type-var]

@@ -13,7 +13,7 @@ from torch import Tensor
 from clearhead import linear
 from clearhead.benchmark.cases import Case
 from clearhead.benchmark.peers import OURS, Call, Groups
-from clearhead.benchmark.product import PRODUCT, product_call
+from clearhead.benchmark.product import PRODUCT, yardsticks
 from clearhead.functional import attention
 from clearhead.masks import Causal
 
@@ -98,11 +98,12 @@ class LinearRow:
             FULL: self._call(drawn, upstream, lambda parts: attention(parts["query"], parts["key"], parts["value"],
                                                                       mask=Causal())),
         }  # fmt: skip
+        measure, unmeasured = yardsticks(self.dtype)
         return Case(
-            title=self.title, calls=calls, checked={OURS: calls[OURS]},
+            title=self.title, calls=calls, checked={OURS: calls[OURS]}, left_out=unmeasured,
             exact=lambda: by(torch.float64, form=form, chunk_size=2 * linear.CHUNK),
             plain=lambda: by(self.dtype, form=form, chunk_size=2 * linear.CHUNK),
-            yardsticks={PRODUCT: product_call(self.dtype)}, apart=(PRODUCT,), backend=lambda: "chunked",
+            yardsticks=measure, apart=(PRODUCT,), backend=lambda: "chunked",
         )  # fmt: skip
 
     def _drawn(self) -> tuple[dict[str, Tensor], Tensor]:

@@ -15,7 +15,7 @@ from clearhead.benchmark.cases import Case
 from clearhead.benchmark.encoders import EncoderWork, ragged
 from clearhead.benchmark.onnx_runtime import ONNX_OPERATORS, onnx_calls
 from clearhead.benchmark.peers import MODULE, OURS, SDPA, Call, Groups, ModuleWork, TensorWork
-from clearhead.benchmark.product import PRODUCT, product_call
+from clearhead.benchmark.product import PRODUCT, yardsticks
 
 __all__ = ["AttentionRow", "EncoderRow", "ModuleRow", "Row"]
 
@@ -138,16 +138,16 @@ class AttentionRow:
         names = [OURS, *(name for name in self.peers if name not in ONNX_OPERATORS)]
         calls = {name: work.call(name, dropout=self.dropout) for name in names}
         foreign, left_out = self._onnx(work)
+        measure, unmeasured = yardsticks(self.dtype) if self.yardstick else ({}, {})
         # Torch's causal attention does more than a window asks for, and is timed for that.
         same = [name for name in names if self.window is None or name != SDPA]
         pairs = work.pairs(self.most_checked)
         return Case(
-            title=self.title, calls={**calls, **foreign}, left_out=left_out,
+            title=self.title, calls={**calls, **foreign}, left_out={**left_out, **unmeasured},
             exact=lambda: work.by_rows(torch.float64, pairs), plain=lambda: work.by_rows(self.dtype, pairs),
             checked={**{name: work.call(name) for name in same}, **foreign},
             noisy=names if self.dropout else (), pick=_picker(work, pairs),
-            yardsticks={PRODUCT: product_call(self.dtype)} if self.yardstick else {},
-            apart=(PRODUCT, *foreign), backend=lambda: work.backend,
+            yardsticks=measure, apart=(PRODUCT, *foreign), backend=lambda: work.backend,
         )  # fmt: skip
 
     def _onnx(self, work: TensorWork) -> tuple[dict[str, Call], dict[str, str]]:
