@@ -36,17 +36,8 @@ template <class V> CH_EMULATED V read(const void* from) {
   return v;
 }
 
-CH_EMULATED uint32_t bits_of(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return bits;
-}
-
-CH_EMULATED float float_of(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
-}
+CH_EMULATED uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
+CH_EMULATED float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
 // Numbers below the least normal one are 0 to the instructions of bfloat16, going in and coming out.
 CH_EMULATED float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
@@ -166,7 +157,10 @@ CH_EMULATED void _MM_TRANSPOSE4_PS(__m128& a, __m128& b, __m128& c, __m128& d) {
 // Two lanes of a, then two of b, each named by two bits.
 CH_EMULATED __m512i _mm512_shuffle_i32x4(__m512i a, __m512i b, int lanes) {
   __m512i r;
-  for (int i = 0; i < 8; i++) r[i] = i < 4 ? a[(lanes >> i / 2 * 2 & 3) * 2 + i % 2] : b[(lanes >> i / 2 * 2 & 3) * 2 + i % 2];
+  for (int i = 0; i < 8; i++) {
+    const int from = (lanes >> i / 2 * 2 & 3) * 2 + i % 2;
+    r[i] = i < 4 ? a[from] : b[from];
+  }
   return r;
 }
 
