@@ -21,6 +21,9 @@ template <class M, class IO> class Projection {
   static constexpr int64_t DEPTH = 512;
   // Steps that are packed before their products: of weights, whose steps are channels, and of tokens.
   static constexpr int64_t STEPS = 4096, TURNED_STEPS = 2048;
+  // Numbers of steps that are asked for ahead where left lies turned, whose steps lie far apart: where a row is a power
+  // of two long their lines share a few places of the innermost cache, which more would drive out before they are read.
+  static constexpr int64_t AHEAD = 8;
   // Rows of a block, and numbers of right that are packed at a time: 16 MiB, a share of the last cache.
   static constexpr int64_t BLOCK = 12 * MR, PACKED = int64_t(1) << 22;
 
@@ -309,12 +312,10 @@ template <class M, class IO> class Projection {
     const number one = unit();
     number staged[VL * (BLOCK + VL)];
     for (int64_t s = 0; s < row_steps<M>(count); s += VL) {
-      for (int64_t step = (s + VL) * M::PAIR; step < least(count, (s + 2 * VL) * M::PAIR); step++)
-        for (int64_t byte = 0; byte < rows * (int64_t)sizeof(type); byte += 64)
-          __builtin_prefetch((const char*)(from + step * stride) + byte);
       for (int64_t r = 0; r < VL; r++) {
         const int64_t step = (s + r) * M::PAIR;
         number* own = staged + r * wide;
+        ask_for(from, stride, step + AHEAD * M::PAIR, count, rows);
         if (step >= count) memset(own, 0, (size_t)wide * sizeof(number));
         else if constexpr (M::PAIR == 1) get_row<IO>(from + step * stride, rows, own, wide);
         else pair_row(from + step * stride, step + 1 < count ? from + (step + 1) * stride : nullptr, rows, own, wide);
@@ -326,6 +327,13 @@ template <class M, class IO> class Projection {
         transpose_block((const uint32_t*)staged + c, wide, (uint32_t*)to + c * to_row + s, to_row);
       }
     }
+  }
+
+  // Asks for the lines of the steps that make a number.
+  static CH_INLINE void ask_for(const type* from, int64_t stride, int64_t step, int64_t count, int rows) {
+    for (int64_t last = least(count, step + M::PAIR); step < last; step++)
+      for (int64_t byte = 0; byte < rows * (int64_t)sizeof(type); byte += 64)
+        __builtin_prefetch((const char*)(from + step * stride) + byte);
   }
 
   // 1 as a number: 1 and 1 where it is a pair.
