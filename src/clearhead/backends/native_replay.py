@@ -296,8 +296,9 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *rows = ctx.saved_tensors
-        waiting = ctx.layout.backward
+        layout, saved = ctx.layout, ctx.saved_tensors
+        query, key, value = saved[:3]
+        rows, waiting = saved[3:], layout.backward
         try:
             plan = waiting.pop()
         except IndexError:  # none yet, or all are taken by other threads
@@ -319,7 +320,7 @@ class _Again(torch.autograd.Function):
         words[_KEY] = key.data_ptr()
         words[_VALUE] = value.data_ptr()
         if rows:
-            softmax, delta = rows[0].contiguous(), torch.empty(ctx.layout.shape[:-1])
+            softmax, delta = rows[0].contiguous(), torch.empty(layout.shape[:-1])
             words[_SOFTMAX] = softmax.data_ptr()
             words[_DELTA] = delta.data_ptr()
         else:
@@ -328,7 +329,7 @@ class _Again(torch.autograd.Function):
         words[_GRAD_QUERY] = grad_query.data_ptr()
         words[_GRAD_KEY] = grad_key.data_ptr()
         words[_GRAD_VALUE] = grad_value.data_ptr()
-        if plan.layout.dropout:
+        if layout.dropout:
             plan.description.seed = ctx.seed
         code = plan.kernel(plan.reference)
         waiting.append(plan)
@@ -338,7 +339,7 @@ class _Again(torch.autograd.Function):
 
 
 def _long_way(
-    ctx: Any, query: Tensor, key: Tensor, value: Tensor, rows: list[Tensor], grad: Tensor
+    ctx: Any, query: Tensor, key: Tensor, value: Tensor, rows: Sequence[Tensor], grad: Tensor
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Backward that writes its call down, which is kept; or that is more than a call."""
     layout: _Layout = ctx.layout
@@ -388,3 +389,7 @@ def remember(
 
 #: ``_Again.apply`` without its look at transformations, of which there are none here.
 _again: Final = super(torch.autograd.Function, _Again).apply
+
+# A node's ``apply`` asks each time by which of two names its class calls backward: a microsecond of a step of fifty.
+if isinstance(_node := getattr(_Again, "_backward_cls", None), type):
+    _node.apply = _Again.backward  # type: ignore[attr-defined]
