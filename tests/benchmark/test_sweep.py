@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from clearhead.benchmark import Point, Timing, grid_rows, sweep, walk
+from clearhead.benchmark.cases import Case
+from clearhead.benchmark.peers import OURS, SDPA
+from clearhead.benchmark.results import Timed
 from clearhead.benchmark.rows import AttentionRow
 from clearhead.benchmark.sweep import measure_point
 
@@ -76,3 +79,19 @@ def test_a_point_is_measured_and_survives_its_file(retry: bool, monkeypatch: pyt
     assert (point.against_itself is not None) == retry
     assert 0.01 < point.ratio < 100
     assert Point.from_dict(point.to_dict()) == point
+
+
+def test_a_point_timed_again_has_both_twice_so_that_nobody_follows_itself_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[list[str]] = []
+
+    def timed(case: Case, **_settings: object) -> Timed:
+        taken.append(list(case.timed))
+        seconds = {name: (1.0, 3.0)[place < 2] for place, name in enumerate(case.timed)}
+        timings = {name: Timing.of((value,)) for name, value in seconds.items()}
+        return Timed(backend="native", timings=timings, errors={}, left_out={})
+
+    monkeypatch.setattr(sweep, "timed", timed)
+    again = measure_point(ROW, retry=True)
+    assert taken[0] == [OURS, SDPA, f"{OURS}, again", f"{SDPA}, again"]
+    assert (again.ours, again.theirs, again.ratio) == (2.0, 2.0, 1.0)
+    assert again.against_itself == pytest.approx(1 / 3)

@@ -43,8 +43,25 @@ def test_times_are_per_call_however_often_a_sample_repeats_it(clock: Clock) -> N
     )
     assert found["short"].median == pytest.approx(0.001)
     assert found["long"].median == pytest.approx(0.5)
-    assert clock.log.count("short") == 2 + 1 + 3 * 100
+    assert clock.log.count("short") == 2 + 2 + 10 + 100 + 3 * 100
     assert clock.log.count("long") == 2 + 1 + 3
+
+
+def test_a_slow_first_call_makes_no_sample_shorter(clock: Clock) -> None:
+    seconds = [0.02] + [0.0001] * 100_000
+
+    def call() -> None:
+        clock.now += seconds.pop(0)
+        clock.log.append("x")
+
+    interleaved({"call": call}, repeats=1, warmup=0, min_seconds=0.01)
+    settling = 2 + 10 + 100
+    assert len(clock.log) == settling + 100
+
+
+def test_a_call_of_no_time_ends(clock: Clock) -> None:
+    found = interleaved({"nothing": lambda: None}, repeats=1, min_seconds=1e-6)
+    assert found["nothing"].median == 0.0
 
 
 def test_a_time_limit_stops_rounds_but_not_before_three(clock: Clock) -> None:

@@ -17,6 +17,8 @@ __all__ = ["Timing", "geometric_mean", "interleaved"]
 _FEWEST_ROUNDS = 3
 #: Threads of ONNX Runtime that found no more work were seen to wait for it some 50 ms before they slept.
 _PAUSE_SECONDS = 0.1
+#: What is called a second time before it is decided how often a sample repeats it.
+_BRIEF_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,20 @@ def _order(names: list[str], turn: int) -> list[str]:
 
 
 def _settle(call: Callable[[], object], warmup: int, min_seconds: float) -> int:
-    """Warm a call up; how often a sample must repeat it to last ``min_seconds``."""
+    """Warm a call up; how often a sample must repeat it to last ``min_seconds``.
+
+    One call cannot tell where calls take microseconds: the first is much slower than the others, and who is repeated
+    less often for it is timed with colder caches.
+    """
     for _ in range(warmup):
         call()
-    once = _sample(call, 1)
-    return max(1, round(min_seconds / max(once, 1e-9)))
+    times, once = 1, _sample(call, 1)
+    if once < _BRIEF_SECONDS:
+        once = min(once, _sample(call, 1))
+    while times * (once := max(once, 1e-9)) < min_seconds / 2:
+        times = min(10 * times, max(times + 1, round(min_seconds / once)))
+        once = _sample(call, times)
+    return max(1, round(min_seconds / once))
 
 
 def _sample(call: Callable[[], object], times: int) -> float:
