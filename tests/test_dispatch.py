@@ -27,7 +27,8 @@ def test_first_that_can() -> None:
     assert _choice(dropout=0.1) == _or_native("tiled")
     assert _choice(want=ch.Want(lse=True)) == _or_native("tiled")
     assert _choice(want=ch.Want(max_score=True)) == _or_native("tiled")
-    assert _choice(scores=ch.ScoreFunction(lambda score, b, h, i, j: score)) == "tiled"
+    assert _choice(scores=ch.ScoreFunction(lambda score, b, h, i, j: score * 2)) == "tiled"
+    assert _choice(scores=ch.ScoreFunction(lambda score, b, h, i, j: score - (i - j).abs())) == _or_native("tiled")
     assert _choice(want=ch.Want(received=True)) == _or_native("tiled")
     assert _choice(want=ch.Want(received=True), backend="sdpa") is None
 

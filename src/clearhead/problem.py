@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from torch import Tensor
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks.base import Mask, index_tensors, resolve_offset
 from clearhead.masks.parts import Parts, parts_of
-from clearhead.scores import ScoreRule, Sink, as_rules
+from clearhead.scores import ScoreFunction, ScoreRule, Sink, as_rules
 from clearhead.shapes import Float
+from clearhead.traced_rules import Extent, traced_rules
 
 __all__ = ["DTYPES", "Problem", "draw_seed"]
 
@@ -144,16 +145,34 @@ class Problem:
         """The mask as a band, runs of keys and tables."""
         return parts_of(self.mask, (self.batch, self.num_heads, self.q_len, self.k_len), self.query_offset)
 
+    @cached_property
+    def with_traced_rules(self) -> Problem:
+        """The same work with score functions written as the rules that they come to, where tracing tells."""
+        extent = Extent(
+            batch=self.batch, heads=self.num_heads, q_len=self.q_len, k_len=self.k_len, query_offset=self.query_offset
+        )  # fmt: skip
+        like = self.query.new_empty(0, dtype=self.work_dtype)
+        traced = {
+            place: rules
+            for place, rule in enumerate(self.scores)
+            if isinstance(rule, ScoreFunction) and (rules := traced_rules(rule, extent, like)) is not None
+        }
+        if not traced:
+            return self
+        written = (one for place, rule in enumerate(self.scores) for one in traced.get(place, (rule,)))
+        return self._with(scores=tuple(written))
+
     def with_tensors(self, query: Tensor, key: Tensor, value: Tensor) -> Problem:
         """The same work on other tensors of the same shapes."""
-        other = replace(self, query=query, key=key, value=value)
-        if (parts := self.__dict__.get("mask_parts")) is not None:
-            other.__dict__["mask_parts"] = parts
-        return other
+        return self._with(query=query, key=key, value=value)
 
     def with_seed(self, seed: int) -> Problem:
         """The same work with another seed."""
-        other = replace(self, seed=seed)
+        return self._with(seed=seed)
+
+    def _with(self, **fields: Any) -> Problem:
+        """A copy that keeps the mask's parts, which depend on sizes alone."""
+        other = replace(self, **fields)
         if (parts := self.__dict__.get("mask_parts")) is not None:
             other.__dict__["mask_parts"] = parts
         return other

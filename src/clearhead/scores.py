@@ -236,7 +236,10 @@ class ScoreFunction(ScoreRule):
         ShapeError: during the call, names the function and the tile: it raised, or returned something else.
         UnsupportedError: likewise: it wrote into its arguments, or reaches a learned tensor in another way.
 
-    Cost: called once a tile forward and, with its derivative, once a tile backward; memory of a few tiles.
+    Cost: called once a tile forward and, with its derivative, once a tile backward; memory of a few tiles. On a CPU it
+    is called on stand-ins first: one that adds a bias of ``head`` and ``q_pos - k_pos``, or of ``k_pos``, or caps the
+    score as ``SoftCap`` does, in torch's elementwise operations, costs what ``RelativeBias``, ``DenseBias`` of one row
+    and ``SoftCap`` cost; ``explain_dispatch`` tells.
 
     >>> ScoreFunction(lambda score, batch, head, q_pos, k_pos: score - 0.1 * (q_pos - k_pos).abs())
     ScoreFunction(fn=<lambda>)

@@ -183,13 +183,19 @@ def _add_rule(meant: Meant, kind: str) -> None:
     elif kind == "function":
         meant.rules.append(lambda own: ch.ScoreFunction(lambda s, b, h, i, j: 1.25 * s - 0.0625 * (i - j).abs()))
         meant.plain.append(lambda s, b, h, i, j, own: 1.25 * s - 0.0625 * (i - j).abs())
+    elif kind == "traced":
+        meant.learned.append(size.noise(heads, 7, salt=14))
+        meant.rules.append(
+            lambda own: ch.ScoreFunction(lambda s, b, h, i, j: s + own[place].to(s.dtype)[h, (i - j).clamp(-3, 3) + 3])
+        )
+        meant.plain.append(lambda s, b, h, i, j, own: s + own[place].to(s.dtype)[h, (i - j).clamp(-3, 3) + 3])
     elif kind == "sink" and meant.sink is None:
         meant.sink = place
         meant.learned.append(size.noise(heads, salt=13))
         meant.rules.append(lambda own: ch.Sink(own[place]))
 
 
-RULES = ("alibi", "relative", "cap", "bias", "function", "sink")
+RULES = ("alibi", "relative", "cap", "bias", "function", "traced", "sink")
 
 
 @st.composite

@@ -20,7 +20,7 @@ from clearhead.backends.native_work import BackwardWork, ForwardWork, Rows
 from clearhead.backends.once import once
 from clearhead.masks import Causal
 from clearhead.problem import Problem
-from clearhead.scores import Alibi, DenseBias, RelativeBias, Sink, SoftCap
+from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, Sink, SoftCap
 from clearhead.statistics import Observation, Want
 
 __all__ = ["BACKEND", "Arrived", "gradients"]
@@ -34,7 +34,10 @@ def _also(problem: Problem) -> list[str]:
         return ["needs plain tensors, not subclasses, and not those of torch.func"]
     if torch._C._len_torch_dispatch_stack() > 0 or forward_ad._current_level >= 0:
         return ["is not seen by what traces operators or differentiates forward"]
+    problem = problem.with_traced_rules
     reasons = []
+    if any(isinstance(rule, ScoreFunction) for rule in problem.scores):
+        reasons.append("takes a ScoreFunction that caps scores or adds a bias of q_pos - k_pos or of the key alone")
     if sum(isinstance(rule, SoftCap) for rule in problem.scores) > 1:
         reasons.append("takes one SoftCap")
     if len(problem.elementwise) > MAX_RULES:
@@ -246,6 +249,7 @@ def _parameter_gradient(problem: Problem, parameter: Tensor, grads: BackwardWork
 
 def run(problem: Problem, want: Want) -> Observation:
     """Output, and the statistics that are wanted."""
+    problem = problem.with_traced_rules
     if not problem.needs_gradient:
         return _forward(problem, want)
     names: list[str] = []
@@ -263,7 +267,7 @@ BACKEND = Backend(
     capability=Capability(
         devices=frozenset({"cpu"}),
         dtypes=frozenset(DTYPES),
-        rules=(Alibi, RelativeBias, DenseBias, SoftCap, Sink),
+        rules=(Alibi, RelativeBias, DenseBias, SoftCap, Sink, ScoreFunction),
         max_head_dim=MAX_HEAD_DIM,
         learned_row_weights=False,
         requires=reason,
