@@ -83,6 +83,10 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "cap of a cap": lambda s, b, h, i, j: 2.0 * torch.tanh(2.0 * torch.tanh(s / 2.0) / 2.0),
     "added within the cap": lambda s, b, h, i, j: 2.0 * torch.tanh(s / 2.0 + 1.0),
     "cap beyond numbers": lambda s, b, h, i, j: 1e320 * torch.tanh(s / 1e320),
+    "whole numbers of fractions": lambda s, b, h, i, j: s - ((i / 4).long() - (j / 4).long()).abs(),
+    "whole numbers of products": lambda s, b, h, i, j: s + ((i * 0.25).to(torch.int32) == (j * 0.25).to(torch.int32)),
+    "a copy that knows nothing": lambda s, b, h, i, j: s + 0.01 * torch.as_tensor(i * j, dtype=s.dtype),
+    "a new tensor": lambda s, b, h, i, j: s + torch.tensor(float(i.max())),
     "matrix product": lambda s, b, h, i, j: s + (i - j).float() @ torch.ones(1, 1),
     "chosen by truth": lambda s, b, h, i, j: s + SLOPES[h > 0].sum(),
 }
@@ -232,7 +236,7 @@ _LEAVES: list[_Number] = [
 _ONE: list[Callable[[Any], Any]] = [
     lambda x: -x, abs, lambda x: 0.5 * x, lambda x: x / 4, lambda x: x * 3, lambda x: torch.as_tensor(x).float(),
     lambda x: torch.as_tensor(x).clamp(-2, 2), lambda x: torch.as_tensor(x).float().cos(),
-    lambda x: _HEADWISE[torch.as_tensor(x).long().remainder(3)],
+    lambda x: _HEADWISE[torch.as_tensor(x).long().remainder(3)], lambda x: torch.as_tensor(x / 3).long(),
 ]  # fmt: skip
 _TWO: list[Callable[[Any, Any], Any]] = [
     lambda x, y: x + y, lambda x, y: x - y, lambda x, y: x * y,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,8 @@ import torch
 
 from clearhead.benchmark import peak_extra_bytes
 
-#: Pages that reading the peak before the call took, and the call finds free.
-_NOISE = 2**15
+#: Pages that a processor may have counted and not told yet, 32 at most each (Linux, percpu_counter_batch).
+_NOISE = 32 * 4096 * (os.cpu_count() or 1)
 
 _CALL = """
 import ctypes

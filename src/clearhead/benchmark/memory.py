@@ -23,8 +23,8 @@ _PIECE = 2**16
 def peak_extra_bytes(call: Callable[[], object]) -> int | None:
     """The highest resident memory during ``call`` less that before it, its result included.
 
-    Counts everything, the scratch space of math libraries too, to the page of 4 KiB; so a call that needs less
-    than some hundred KiB reads as noise.
+    Counts everything, the scratch space of math libraries too. Linux counts pages on each processor and adds them up 32
+    at a time (proc(5): such values are inaccurate), so a call that needs less than some hundred KiB reads as noise.
 
     Returns:
         Bytes, or None where the system does not tell (anything but Linux).

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from clearhead.errors import ClearheadError, MaskError, UnsupportedError
 from clearhead.masks.base import Mask, seen
+from clearhead.masks.intervals import Intervals
+from clearhead.masks.traced import traced_intervals
 
 __all__ = ["MaskFunction", "call_user_function", "function_name", "tile_seen"]
 
@@ -24,8 +26,10 @@ class MaskFunction(Mask):
         MaskError: during the call, names the function and the tile: it raised, or returned something else.
         UnsupportedError: likewise: it wrote into its arguments.
 
-    Cost: it is read for every place to find the empty tiles, and again for those it neither empties nor fills. The CPU
-    kernels read it once and keep a byte per place, up to 2**26 of them; beyond, the tiles keep none.
+    Cost: it is called on stand-ins first, on a CPU. What compares positions, their distance, or numbers looked up by
+    them, with ``& | ~``, in torch's elementwise operations, is told as runs of keys at a cost of ``q_len + k_len``, as
+    ``Causal`` or ``Documents`` are. Anything else is read for every place to find the empty tiles, and again for those
+    it neither empties nor fills; the CPU kernels read it once and keep a byte per place, up to 2**26 of them.
 
     >>> MaskFunction(lambda batch, head, q_pos, k_pos: (q_pos + k_pos) % 2 == 0).dense(2, 2).int().tolist()
     [[1, 0], [0, 1]]
@@ -49,6 +53,12 @@ class MaskFunction(Mask):
                 then="Combine comparisons of the arguments with & | ~.",
             )  # fmt: skip
         return allowed.reshape((1,) * (len(shape) - allowed.ndim) + allowed.shape)
+
+    def intervals(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_len: int) -> Intervals | None:
+        plain = type(q_pos) is Tensor and q_pos.is_cpu and torch._C._len_torch_dispatch_stack() == 0
+        if not plain or torch.compiler.is_compiling():
+            return None
+        return traced_intervals(self.fn, batch, head, q_pos, k_len)
 
 
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:

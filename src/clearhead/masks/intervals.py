@@ -38,14 +38,14 @@ class Intervals:
         """Keys in both; None when that would take more than ``MAX_INTERVALS`` runs."""
         start = torch.maximum(self.start[..., :, None], other.start[..., None, :]).flatten(-2)
         stop = torch.minimum(self.stop[..., :, None], other.stop[..., None, :]).flatten(-2)
-        return Intervals(start, stop)._bounded()
+        return Intervals(start, stop).bounded()
 
     def union(self, other: Intervals) -> Intervals | None:
         """Keys in either, merged where runs overlap."""
         shape = torch.broadcast_shapes(self.start.shape[:-1], other.start.shape[:-1])
         start = torch.cat([part.start.expand(*shape, part.runs) for part in (self, other)], dim=-1)
         stop = torch.cat([part.stop.expand(*shape, part.runs) for part in (self, other)], dim=-1)
-        return Intervals(start, stop)._ordered()._bounded()
+        return Intervals(start, stop)._ordered().bounded()
 
     def complement(self, k_len: int) -> Intervals | None:
         """Keys of ``[0, k_len)`` in none of the runs."""
@@ -54,7 +54,7 @@ class Intervals:
         # An empty run is parked at the far end by _ordered, where it bounds nothing.
         gap_start = torch.cat([edge, ordered.stop.clamp(max=k_len)], dim=-1)
         gap_stop = torch.cat([ordered.start.clamp(max=k_len), edge + k_len], dim=-1)
-        return Intervals(gap_start, gap_stop)._bounded()
+        return Intervals(gap_start, gap_stop).bounded()
 
     def _ordered(self) -> Intervals:
         empty = self.stop <= self.start
@@ -64,7 +64,7 @@ class Intervals:
         reached = torch.cat([torch.zeros_like(stop[..., :1]), stop.cummax(dim=-1).values[..., :-1]], dim=-1)
         return Intervals(torch.maximum(start, reached), stop)
 
-    def _bounded(self) -> Intervals | None:
+    def bounded(self) -> Intervals | None:
         """The same rows in as few columns as they need, or None where that is too many."""
         used = (self.stop > self.start).flatten(0, -2).any(dim=0)
         keep = [run for run, filled in enumerate(used.tolist()) if filled] or [0]

@@ -1,0 +1,306 @@
+"""What a user's function of a place does, found by calling it once on stand-ins.
+
+``score - slope[head] * (q_pos - k_pos).abs()`` adds what depends on the head and the distance alone. Stand-ins for the
+score and the four indices go through the function; every torch operation on them is looked up in a table, which says
+what its result depends on: which of the indices, the score, and how it moves when both positions move by one. An
+operation that is not in the table, a decision taken in Python, a shape that was asked for: then nothing is known. What
+is known can be worked out again on other places, operation by operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = [
+    "BATCH", "COMPARISONS", "HEAD", "INDICES", "KEY", "MOST_POSITIONS", "QUERY", "SCORE", "Facts", "StandIn",
+    "facts_of", "few", "named", "trace", "worked_out",
+]  # fmt: skip
+
+#: float32 counts positions exactly below it, so that a difference of two tells their distance.
+MOST_POSITIONS: Final = 2**24
+BATCH, HEAD, QUERY, KEY = range(4)
+_EXACT: Final = (torch.int32, torch.int64, torch.float32, torch.float64)
+#: Operations one upon another that are worked out again.
+_DEEPEST: Final = 100
+
+
+class _Unknown(BaseException):
+    """What a function does to its arguments is not in the table; no ``except Exception`` of its own hides it."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a number depends on.
+
+    Attributes:
+        axes: indices of the place.
+        shift: by how much it grows when both positions grow by one; None where that differs.
+        score: which part of ``cap * tanh(score / cap)`` it has come to; "" where it is none.
+        cap: the number there, if one was met.
+        added: whether what is said above was added to the score.
+    """
+
+    axes: frozenset[int] = frozenset()
+    shift: float | None = 0.0
+    score: Literal["", "score", "score / cap", "tanh(score / cap)"] = ""
+    cap: float | None = None
+    added: bool = False
+
+
+_CONSTANT: Final = Facts()
+SCORE: Final = Facts(score="score")
+#: The facts of a batch entry, a head, a query's position and a key's.
+INDICES: Final = tuple(Facts(frozenset({axis}), 1.0 if axis in (QUERY, KEY) else 0.0) for axis in range(4))
+_Way: TypeAlias = Callable[..., Facts]
+
+
+class StandIn(Tensor):
+    """A number of one place, with its facts and the operation that made it; torch's operations on it come by here."""
+
+    facts: Facts
+    made_by: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]] | None
+    #: Which of a function's arguments it stands for.
+    argument: int | None
+    depth: int
+
+    @staticmethod
+    def of(value: Tensor, facts: Facts, *, made_by: Any = None, argument: int | None = None) -> StandIn:
+        stand_in: StandIn = Tensor._make_subclass(StandIn, value.detach())
+        stand_in.facts, stand_in.made_by, stand_in.argument = facts, made_by, argument
+        operands = () if made_by is None else (*made_by[1], *made_by[2].values())
+        stand_in.depth = 1 + max((part.depth for part in operands if isinstance(part, StandIn)), default=0)
+        if stand_in.depth > _DEEPEST:
+            raise _Unknown("a long way")
+        return stand_in
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _READ:
+                return func(*args, **options)
+            way = _WAYS.get(func)
+            if way is None or options.get("inplace"):
+                raise _Unknown(getattr(func, "__name__", func))
+            return cls.of(func(*args, **options), way(*args, **options), made_by=(func, args, options))
+
+
+def trace(fn: Callable[..., Any], arguments: Sequence[tuple[Tensor, Facts]]) -> StandIn | None:
+    """What a function makes of numbers of one place each; None where that cannot be told."""
+    try:
+        result = fn(*(StandIn.of(value, facts, argument=own) for own, (value, facts) in enumerate(arguments)))
+    except (Exception, _Unknown):  # what is wrong with a function, a tile will tell
+        return None
+    return result if isinstance(result, StandIn) else None
+
+
+def few(size: int) -> Tensor:
+    """Some places of an axis, its ends among them: where what was found is tried against the function itself."""
+    return torch.tensor(
+        sorted({place for place in (0, 1, size // 3, size * 5 // 8, size - 2, size - 1) if 0 <= place < size})
+    )
+
+
+def worked_out(result: StandIn, arguments: Sequence[Tensor]) -> Tensor:
+    """What a function that was traced makes of other arguments; differentiable in what it closes over."""
+    known: dict[int, Tensor] = {}
+
+    def value(part: Any) -> Any:
+        if isinstance(part, tuple):
+            return tuple(value(one) for one in part)
+        if not isinstance(part, StandIn):
+            return part
+        if part.argument is not None:
+            return arguments[part.argument]
+        if id(part) not in known:
+            assert part.made_by is not None
+            func, args, options = part.made_by
+            own = {name: value(one) for name, one in options.items()}
+            known[id(part)] = func(*(value(one) for one in args), **own)
+        return known[id(part)]
+
+    found: Tensor = value(result)
+    return found
+
+
+def facts_of(value: object) -> Facts:
+    """Those of an operand: a stand-in, a number, or a tensor that broadcasts over batch entries and heads alone."""
+    if isinstance(value, StandIn):
+        return value.facts
+    if value is None or isinstance(value, (bool, int, float)):
+        return _CONSTANT
+    if not isinstance(value, Tensor) or value.ndim > 4:
+        raise _Unknown(type(value).__name__)
+    shape = (1,) * (4 - value.ndim) + tuple(value.shape)
+    if shape[QUERY] != 1 or shape[KEY] != 1:
+        raise _Unknown("a tensor of a tile's shape")
+    return Facts(frozenset(axis for axis in (BATCH, HEAD) if shape[axis] > 1))
+
+
+def _joined(operands: Sequence[Facts]) -> frozenset[int]:
+    return frozenset().union(*(facts.axes for facts in operands))
+
+
+def _scoreless(values: Sequence[object]) -> list[Facts]:
+    found = [facts_of(value) for value in values]
+    if any(facts.score for facts in found):
+        raise _Unknown("a score that is not only added to")
+    return found
+
+
+def _any_function(*values: object, **options: object) -> Facts:
+    """Element by element: where nothing moves with the positions, the result does not either."""
+    found = _scoreless([*values, *options.values()])
+    return Facts(_joined(found), 0.0 if all(facts.shift == 0.0 for facts in found) else None)
+
+
+def _comparison(left: object, right: object) -> Facts:
+    """Two numbers that move alike compare as before."""
+    one, other = _scoreless([left, right])
+    return Facts(_joined([one, other]), 0.0 if one.shift is not None and one.shift == other.shift else None)
+
+
+def _sum(left: object, right: object, sign: float = 1.0) -> Facts:
+    one, other = facts_of(left), facts_of(right)
+    if other.score and (one.score or sign < 0.0):
+        raise _Unknown("two scores, or a score that is subtracted")
+    if {one.score, other.score} - {"", "score"}:
+        raise _Unknown("a score that is not capped yet")
+    known = one.shift is not None and other.shift is not None
+    shift = one.shift + sign * other.shift if known else None  # type: ignore[operator]
+    score = one if one.score else other
+    return Facts(_joined([one, other]), shift, score.score, score.cap, added=bool(score.score))
+
+
+def _difference(left: object, right: object) -> Facts:
+    return _sum(left, right, -1.0)
+
+
+def _reversed_difference(left: object, right: object) -> Facts:
+    return _sum(right, left, -1.0)
+
+
+def _product(left: object, right: object) -> Facts:
+    for moving, factor in ((left, right), (right, left)):
+        own = facts_of(moving)
+        if not isinstance(factor, (int, float)):
+            continue
+        if own.score:
+            return _scaled(own, factor)
+        if own.shift is not None:
+            return Facts(own.axes, own.shift * factor)
+    return _any_function(left, right)
+
+
+def _scaled(score: Facts, factor: float) -> Facts:
+    """A score on its way to a cap, times a number."""
+    if score == SCORE and factor > 0.0 and math.isfinite(1.0 / factor):
+        return Facts(score="score / cap", cap=1.0 / factor)
+    if score.score == "tanh(score / cap)" and score.cap is not None and math.isclose(factor, score.cap, rel_tol=1e-12):
+        return replace(score, score="score")
+    raise _Unknown("a score that is multiplied")
+
+
+def _quotient(left: object, right: object) -> Facts:
+    return _product(left, 1.0 / right) if isinstance(right, (int, float)) and right else _any_function(left, right)
+
+
+def _tanh(value: object) -> Facts:
+    own = facts_of(value)
+    return replace(own, score="tanh(score / cap)") if own.score == "score / cap" else _any_function(value)
+
+
+def _negated(value: object) -> Facts:
+    return _difference(0.0, value)
+
+
+def _converted(value: StandIn, *targets: object, **options: object) -> Facts:
+    """To another dtype; the score keeps its own, and what moves a dtype that counts positions exactly."""
+    given = [*targets, *options.values()]
+    facts, wanted = facts_of(value), [one.dtype if isinstance(one, Tensor) else one for one in given]
+    if any(not isinstance(one, torch.dtype) for one in wanted):
+        raise _Unknown("a conversion that is not to a dtype")
+    if facts.score and any(one != value.dtype for one in wanted):
+        raise _Unknown("a score in another dtype")
+    # A float that is cut to a whole number no longer moves evenly.
+    exact = all(one in _EXACT and (one.is_floating_point or not value.is_floating_point()) for one in wanted)
+    return facts if exact or facts.shift == 0.0 else Facts(facts.axes, None)
+
+
+def _to(dtype: torch.dtype) -> _Way:
+    return lambda value: _converted(value, dtype)
+
+
+def _looked_up(table: Tensor, index: object) -> Facts:
+    """``table[head, distance]``: one index for each axis, a place or a number."""
+    indices = index if isinstance(index, tuple) else (index,)
+    places = [one for one in indices if isinstance(one, StandIn)]
+    whole = all(isinstance(one, (StandIn, int)) and not isinstance(one, bool) for one in indices)
+    if isinstance(table, StandIn) or not whole or len(indices) != table.ndim or not places:
+        raise _Unknown("an index that is not a place")
+    if any(one.dtype not in (torch.int32, torch.int64) for one in places):
+        raise _Unknown("an index that chooses by truth")
+    return _any_function(*places)
+
+
+def _bucket(value: object, boundaries: Tensor, **options: object) -> Facts:
+    if isinstance(boundaries, StandIn):
+        raise _Unknown("boundaries that depend on the place")
+    return _any_function(value)
+
+
+def named(names: str) -> Iterator[Callable[..., Any]]:
+    """torch's functions and methods of these names, and the operators by which Python calls them."""
+    for name in names.split():
+        yield from (getattr(holder, name) for holder in (torch, Tensor, F) if callable(getattr(holder, name, None)))
+
+
+#: The names of each comparison.
+COMPARISONS: Final = {
+    "==": "eq __eq__", "!=": "ne not_equal __ne__", "<": "lt less __lt__", "<=": "le less_equal __le__",
+    ">": "gt greater __gt__", ">=": "ge greater_equal __ge__",
+}  # fmt: skip
+
+
+_ELEMENTWISE: Final = """
+    abs absolute __abs__ square sqrt rsqrt reciprocal exp exp2 expm1 log log2 log10 log1p sin cos tan sinh cosh sigmoid
+    relu softplus softsign elu gelu silu floor ceil round trunc sign sgn clamp clip clamp_min clamp_max pow __pow__
+    __rpow__ floor_divide __floordiv__ __rfloordiv__ __rtruediv__ __rdiv__ remainder fmod __mod__ __rmod__ minimum
+    maximum hypot atan2 where masked_fill logical_and logical_or logical_xor logical_not bitwise_and bitwise_or
+    bitwise_xor bitwise_not __and__ __or__ __xor__ __rand__ __ror__ __rxor__ __invert__ __lshift__ __rshift__ isfinite
+    isnan isinf nan_to_num zeros_like ones_like
+"""
+
+
+def _table() -> dict[Callable[..., Any], _Way]:
+    ways: dict[str, _Way] = {
+        "add __add__ __radd__": _sum,
+        "sub subtract __sub__": _difference,
+        "rsub __rsub__": _reversed_difference,
+        "mul multiply __mul__ __rmul__": _product,
+        "div divide true_divide __truediv__ __div__": _quotient,
+        "neg negative __neg__": _negated,
+        " ".join(COMPARISONS.values()): _comparison,
+        "to": _converted,
+        "float": _to(torch.float32), "double": _to(torch.float64), "long": _to(torch.int64), "int": _to(torch.int32),
+        "bool": _to(torch.bool),
+        "__getitem__": _looked_up,
+        "bucketize": _bucket,
+        "tanh": _tanh,
+        _ELEMENTWISE: _any_function,
+    }  # fmt: skip
+    return {func: way for names, way in ways.items() for func in named(names)}
+
+
+_WAYS: Final = _table()
+#: What may be asked of a stand-in: a tile's answer would be the same.
+_READ: Final = frozenset({Tensor.dtype.__get__, Tensor.device.__get__})  # type: ignore[attr-defined]
