@@ -240,3 +240,47 @@ def test_what_a_function_returns_is_not_written_into() -> None:
     assert torch.equal(bias, copy)
     assert inputs[0].grad is not None
     assert not inputs[0].grad.any()
+
+
+class Tied(torch.nn.Module):
+    """A rule's table is computed from a parameter that the rule's module holds as well."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([0.3, 0.1]))
+        self.change = change
+
+    def rule(self, s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return 1.5 * s - self.slope[h] * (i - j).abs()
+
+    def forward(self, inputs: list[Tensor], backend: str) -> Tensor:
+        self.slope = self.change(self.weight)
+        return ch.attention(*inputs, scores=ch.ScoreFunction(self.rule), backend=backend)
+
+
+TIED: dict[str, Callable[[Tensor], Tensor]] = {
+    "turned": lambda w: w.flip(0), "view": lambda w: w[:], "sum": lambda w: w + 1.0, "itself": lambda w: w,
+    "softplus": torch.nn.functional.softplus, "exponential": torch.exp,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [20, 700])
+@pytest.mark.parametrize("name", TIED)
+def test_a_tensor_computed_from_another_that_is_found_counts_once(name: str, length: int) -> None:
+    grads = []
+    for backend in ("tiled", "reference"):
+        module = Tied(TIED[name])
+        module(_inputs(length), backend).square().sum().backward()
+        assert module.weight.grad is not None
+        grads.append(module.weight.grad)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_rules_that_share_a_parameter_count_it_once() -> None:
+    weight = torch.randn(2, 9, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    grads = []
+    for backend in ("tiled", "reference"):
+        rules = [ch.RelativeBias(weight), ch.RelativeBias(weight.flip(1))]
+        output = ch.attention(*_inputs(50), scores=rules, backend=backend)
+        grads += torch.autograd.grad(output.square().sum(), weight)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)

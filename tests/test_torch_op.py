@@ -101,9 +101,91 @@ def test_learned_closures_are_refused_not_lost() -> None:
 
 def test_the_operator_is_well_formed() -> None:
     query, key, value = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
-    arguments = (query, key, value, [torch.tensor([3])], "Padding(t0)", "()", [], None, 0.0, None, "auto")
+    arguments = (query, key, value, [torch.tensor([3])], "0", "Padding(t0)", "()", [], None, 0.0, None, "auto")
     torch.library.opcheck(
         torch.ops.clearhead.attention.default,
         arguments,
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
+
+
+def _add(amount: float) -> ch.ScoreFunction:
+    return ch.ScoreFunction(lambda s, b, h, i, j: s + amount * j)
+
+
+def _near(width: int) -> ch.MaskFunction:
+    return ch.MaskFunction(lambda b, h, i, j: (i - j).abs() <= width)
+
+
+def test_functions_that_differ_in_what_they_close_over_are_told_apart() -> None:
+    def run(x: Tensor, rule: ch.ScoreFunction, mask: ch.MaskFunction) -> Tensor:
+        return ch.attention(x, x, x, mask=mask, scores=rule)
+
+    compiled, x = torch.compile(run, fullgraph=True, backend="aot_eager"), torch.randn(1, 2, 12, 4)
+    for amount, width in ((0.1, 1), (5.0, 3), (2.0, 0)):
+        rule, mask = _add(amount), _near(width)
+        torch.testing.assert_close(compiled(x, rule, mask), run(x, rule, mask))
+
+
+class Ruled(torch.nn.Module):
+    def __init__(self, amount: float) -> None:
+        super().__init__()
+        self.rule = _add(amount)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ch.attention(x, x, x, scores=self.rule)
+
+
+def test_a_rule_of_a_module_may_be_replaced() -> None:
+    x, modules = torch.randn(1, 2, 12, 4), [Ruled(0.1), Ruled(5.0)]
+    compiled = [torch.compile(module, fullgraph=True, backend="aot_eager") for module in modules]
+    for one, module in zip(compiled, modules, strict=True):
+        torch.testing.assert_close(one(x), module(x))
+    modules[0].rule = _add(3.0)
+    torch.testing.assert_close(compiled[0](x), modules[0](x))
+
+
+def test_a_function_of_another_process_is_refused() -> None:
+    x = torch.randn(1, 2, 5, 4)
+    with pytest.raises(ch.UnsupportedError, match="must name functions of this process"):
+        torch.ops.clearhead.attention(x, x, x, [], "", "None", "(ScoreFunction(f0_0),)", [], None, 0.0, None, "auto")
+
+
+def test_a_class_of_a_built_in_mask_s_name_takes_nothing_from_it() -> None:
+    class Window(ch.Mask):
+        fields = ("before", "after")
+
+        def __init__(self) -> None:
+            self.before, self.after = 0, 0
+
+        def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+            return k_pos < 2
+
+    x = torch.randn(1, 2, 9, 4)
+    for mask in (ch.Window(1), Window()):
+        compiled = torch.compile(lambda x: ch.attention(x, x, x, mask=mask), fullgraph=True, backend="aot_eager")  # noqa: B023
+        torch.testing.assert_close(compiled(x), ch.attention(x, x, x, mask=mask))
+        torch._dynamo.reset()
+
+
+def test_constants_of_rules_stay_constants() -> None:
+    """Alibi's slopes want no gradient, and native has none for them."""
+    x = torch.randn(1, 2, 9, 4, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        return ch.attention(x, x, x, scores=ch.Alibi(2), backend="native")
+
+    if ch.explain_dispatch(x, x, x, scores=ch.Alibi(2)).choice != "native":
+        pytest.skip("needs the native backend")
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    grads = [torch.autograd.grad(call(x).square().sum(), x)[0] for call in (run, compiled)]
+    torch.testing.assert_close(*grads)
+
+
+def test_seeds_of_64_bits_travel() -> None:
+    x = torch.randn(1, 2, 30, 4)
+
+    def run(x: Tensor) -> Tensor:
+        return ch.attention(x, x, x, dropout=0.4, seed=2**64 - 3)
+
+    assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x))

@@ -7,30 +7,35 @@ tensors, one torch operator can carry any of them through ``torch.compile`` and 
 from __future__ import annotations
 
 import ast
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from clearhead.errors import UnsupportedError
+
 __all__ = ["Record", "as_index", "constant_when_compiled", "decode", "describe"]
 
 Answer = TypeVar("Answer", bound=Callable[..., Any])
 
 _KINDS: dict[str, type[Record]] = {}
-_FUNCTIONS: dict[int, Callable[..., Any]] = {}
-_HANDLES = itertools.count()
+_FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 
 class Record:
     """A value described by its ``fields``: numbers, tensors, functions and other records, in order."""
 
     fields: ClassVar[tuple[str, ...]] = ()
+    #: Its name in a text; the class's own, but for one that another class has taken.
+    kind: ClassVar[str] = "Record"
+    #: The text that stands for its function, if it has one.
+    handle: str = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _KINDS[cls.__name__] = cls
+        cls.kind = _free_name(cls)
+        _KINDS[cls.kind] = cls
 
     def tensors(self) -> list[Tensor]:
         """Every tensor in the record and in the records within it, in field order."""
@@ -65,22 +70,33 @@ class Record:
         """The record as text, its tensors appended to ``tensors`` and named by their place there."""
         parts = []
         for name in self.fields:
-            parts.append(_encode(getattr(self, name), tensors))
-        return f"{type(self).__name__}({','.join(parts)})"
+            parts.append(_encode(getattr(self, name), tensors, self.handle))
+        return f"{self.kind}({','.join(parts)})"
 
     def __repr__(self) -> str:
         shown = (f"{name}={describe(getattr(self, name))}" for name in self.fields)
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-def _encode(value: Any, tensors: list[Tensor]) -> str:
+def _free_name(cls: type[Record]) -> str:
+    """The class's name, with a number where another class has it; one that is defined again keeps its own."""
+    known, number = _KINDS.get(cls.__name__), 1
+    name = cls.__name__
+    while known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        number += 1
+        name = f"{cls.__name__}_{number}"
+        known = _KINDS.get(name)
+    return name
+
+
+def _encode(value: Any, tensors: list[Tensor], handle: str) -> str:
     if isinstance(value, Tensor):
         tensors.append(value)
         return f"t{len(tensors) - 1}"
     if isinstance(value, Record):
         return value.encode(tensors)
     if callable(value):
-        return f"f{_handle(value)}"
+        return _named(value, handle)
     return repr(value)
 
 
@@ -91,17 +107,24 @@ def constant_when_compiled(function: Answer) -> Answer:
 
 
 @constant_when_compiled
-def _handle(function: Callable[..., Any]) -> int:
-    """A number that stands for a user's function in this process, the same one each time.
+def _named(function: Callable[..., Any], handle: str) -> str:
+    """The text that stands for a user's function in this process.
 
-    A compiled graph names the function by this number only, so a function once named is kept.
+    A compiled graph names the function by this text only, so a function once named is kept.
     """
-    for handle, known in _FUNCTIONS.items():
-        if known is function:
-            return handle
-    handle = next(_HANDLES)
-    _FUNCTIONS[handle] = function
-    return handle
+    name = handle or f"f_{id(function)}"
+    _FUNCTIONS[name] = function
+    return name
+
+
+def _function(name: str) -> Callable[..., Any]:
+    if name not in _FUNCTIONS:
+        raise UnsupportedError.about(
+            "attention", "mask or scores", must="name functions of this process",
+            got="a program exported elsewhere, which holds no functions",
+            then="Export masks and rules made of ch.Causal, ch.Window, ch.RelativeBias and others.",
+        )  # fmt: skip
+    return _FUNCTIONS[name]
 
 
 def decode(text: str, tensors: Sequence[Tensor]) -> Any:
@@ -121,7 +144,7 @@ def _decode(node: ast.expr, tensors: Sequence[Tensor]) -> Any:
         case ast.Name(id=name) if name[0] == "t":
             return tensors[int(name[1:])]
         case ast.Name(id=name) if name[0] == "f":
-            return _FUNCTIONS[int(name[1:])]
+            return _function(name)
         case _:
             return ast.literal_eval(node)
 

@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import math
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from clearhead.closure import Bound, closed_over
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks.function import call_user_function, function_name, tile_seen
 from clearhead.record import Record, constant_when_compiled
 from clearhead.shapes import Float, Int
 
 __all__ = ["Alibi", "DenseBias", "RelativeBias", "ScoreFunction", "ScoreRule", "Sink", "SoftCap"]
-
-#: Learned tensors are not looked for in longer collections.
-_MOST_MEMBERS: Final = 1024
 
 
 class ScoreRule(Record, ABC):
@@ -222,15 +218,17 @@ class Sink(ScoreRule):
         _check_heads(function, self, self.logits.shape[0], heads)
 
 
-class ScoreFunction(ScoreRule):
+class ScoreFunction(Bound, ScoreRule):
     """A user's rule ``fn(score, batch, head, q_pos, k_pos) -> score`` over a tile of scores.
 
     Learned tensors that the function closes over receive their gradients: those it names, and those in modules,
-    lists, dicts and further functions that it names.
+    lists, dicts and further functions that it names. Backward calls it as it was: with what its variables held when
+    attention was called.
 
     Args:
         fn: called with float scores ``[batch, heads, q_len, k_len]`` of a tile and int64 index tensors that
-            broadcast to it; must return the same shape and dtype, element by element, and write into none of them.
+            broadcast to it; must return the same shape and dtype, element by element, write into none of them and draw
+            no random numbers: backward calls it again.
 
     Raises:
         ShapeError: during the call, names the function and the tile: it raised, or returned something else.
@@ -253,7 +251,7 @@ class ScoreFunction(ScoreRule):
             raise ShapeError.about(
                 "ScoreFunction", "fn", must="be callable", got=repr(fn)[:80], then="Pass a function."
             )
-        self.fn = fn
+        self.hold(fn)
 
     def apply(self, score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         result = call_user_function("ScoreFunction", self.fn, ShapeError, score, batch, head, q_pos, k_pos)
@@ -266,8 +264,11 @@ class ScoreFunction(ScoreRule):
             )  # fmt: skip
         return result
 
+    def placed(self, query_offset: int) -> ScoreFunction:
+        return self.bound()
+
     def parameters(self) -> list[Tensor]:
-        return list(_closed_over(self.fn))
+        return list(closed_over(self.fn))
 
 
 def differentiated(
@@ -280,7 +281,7 @@ def differentiated(
         UnsupportedError: a user's function among the rules has no derivative; names it and the tile.
     """
     try:
-        return torch.autograd.grad(after, [before, *parameters], grad, allow_unused=True)
+        return _stopped_at(after, [before, *parameters], grad)
     except Exception as failure:
         names = [function_name(rule.fn) for rule in rules if isinstance(rule, ScoreFunction)]
         if not names:
@@ -290,6 +291,33 @@ def differentiated(
             got=f"{type(failure).__name__}: {failure} from {' or '.join(names)} on {tile_seen(*indices)}",
             then="Use differentiable tensor operations, out of place.",
         ) from failure  # fmt: skip
+
+
+def _stopped_at(after: Tensor, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of inputs, each as if the others were constants: autograd itself carries on from one that was computed
+    from another, once for the whole call."""
+    computed = [place for place, tensor in enumerate(inputs) if tensor.grad_fn is not None]
+    if not computed:
+        return torch.autograd.grad(after, inputs, grad, allow_unused=True)
+    arrived: dict[int, Tensor] = {}
+
+    def stopping(place: int) -> Callable[[Tensor], Tensor]:
+        def stop(own: Tensor) -> Tensor:
+            arrived[place] = own
+            return torch.zeros_like(own)
+
+        return stop
+
+    hooks = [inputs[place].register_hook(stopping(place)) for place in computed]
+    try:
+        # Graphs behind the inputs are walked with zeros, and are needed again.
+        found: list[Tensor | None] = [*torch.autograd.grad(after, inputs, grad, allow_unused=True, retain_graph=True)]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for place in computed:
+        found[place] = arrived.get(place)
+    return tuple(found)
 
 
 def check_reached(rules: Sequence[ScoreRule], after: Tensor, before: Tensor, parameters: Sequence[Tensor]) -> None:
@@ -317,49 +345,7 @@ def check_reached(rules: Sequence[ScoreRule], after: Tensor, before: Tensor, par
 @constant_when_compiled
 def closes_over_learned(fn: Callable[..., Any]) -> bool:
     """Whether a user's function reaches a tensor that wants a gradient."""
-    return any(tensor.requires_grad for tensor in _closed_over(fn))
-
-
-def _closed_over(fn: Callable[..., Any]) -> Iterator[Tensor]:
-    """Tensors that a function reaches through what it names and what that holds, each once."""
-    waiting: list[object] = [fn]
-    # The objects themselves are kept, so that no later one can have the same address.
-    seen: dict[int, object] = {}
-    while waiting:
-        value = waiting.pop(0)
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value
-        if isinstance(value, Tensor):
-            yield value
-        else:
-            waiting += value.parameters() if isinstance(value, torch.nn.Module) else _held_by(value)
-
-
-def _held_by(value: object) -> list[object]:
-    """What a collection, a function, a method or an object that can be called holds on to."""
-    if isinstance(value, (dict, list, tuple, set, frozenset)):
-        members = list(value.values() if isinstance(value, dict) else value)
-        return members if len(members) <= _MOST_MEMBERS else []
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, MethodType):
-        return [value.__self__, getattr(value.__self__, "__dict__", None), value.__func__]
-    if isinstance(value, FunctionType):
-        # An empty cell belongs to a name that is not bound yet.
-        held = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-        held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        named = (value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__)
-        # Functions of other files are libraries, which hold nothing learned but could lead anywhere.
-        return held + [one for one in named if getattr(one, "__globals__", value.__globals__) is value.__globals__]
-    call = next((vars(kind)["__call__"] for kind in type(value).__mro__ if "__call__" in vars(kind)), None)
-    return [getattr(value, "__dict__", None), call] if isinstance(call, FunctionType) else []
-
-
-def _names(code: CodeType) -> list[str]:
-    """Names that a function and the functions written inside it look up."""
-    inner = (name for part in code.co_consts if isinstance(part, CodeType) for name in _names(part))
-    return [*code.co_names, *inner]
+    return any(tensor.requires_grad for tensor in closed_over(fn))
 
 
 def _float_tensor(function: str, argument: str, value: object, *, axes: int) -> Tensor:

@@ -40,10 +40,12 @@ def attention(
     rule_texts = [rule.encode(tensors) for rule in rules]
     seeds = []
     if dropout > 0.0:
-        seeds.append(torch.randint(2**62, ()) if seed is None else torch.tensor(seed))
+        seeds.append(
+            torch.randint(2**62, ()) if seed is None else torch.tensor(seed - 2**64 if seed >= 2**63 else seed)
+        )
     output: Tensor = torch.ops.clearhead.attention(
-        query, key, value, tensors, mask_text, "(" + "".join(text + "," for text in rule_texts) + ")", seeds,
-        scale, dropout, query_offset, backend,
+        query, key, value, tensors, "".join("1" if tensor.requires_grad else "0" for tensor in tensors), mask_text,
+        "(" + "".join(text + "," for text in rule_texts) + ")", seeds, scale, dropout, query_offset, backend,
     )  # fmt: skip
     return output
 
@@ -54,7 +56,7 @@ def _run(
 ) -> Tensor:  # fmt: skip
     problem = Problem.of(
         "attention", query, key, value, mask=decode(mask, tensors), scores=decode(scores, tensors), scale=scale,
-        dropout=dropout, seed=int(seeds[0]) if seeds else None, query_offset=query_offset,
+        dropout=dropout, seed=int(seeds[0]) % 2**64 if seeds else None, query_offset=query_offset,
     )  # fmt: skip
     output = run("attention", problem, Want(), backend).output
     return output.reshape(output.shape[2 - problem.leading :])
@@ -62,8 +64,8 @@ def _run(
 
 @torch.library.custom_op("clearhead::attention", mutates_args=())
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], mask: str, scores: str, seeds: list[Tensor],
-    scale: float | None, dropout: float, query_offset: int | None, backend: str,
+    query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], learned: str, mask: str, scores: str,
+    seeds: list[Tensor], scale: float | None, dropout: float, query_offset: int | None, backend: str,
 ) -> Tensor:  # fmt: skip
     output = _run(query, key, value, tensors, mask, scores, seeds, scale, dropout, query_offset, backend)
     return output.contiguous()
@@ -71,8 +73,8 @@ def _attention(
 
 @_attention.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], mask: str, scores: str, seeds: list[Tensor],
-    scale: float | None, dropout: float, query_offset: int | None, backend: str,
+    query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], learned: str, mask: str, scores: str,
+    seeds: list[Tensor], scale: float | None, dropout: float, query_offset: int | None, backend: str,
 ) -> Tensor:  # fmt: skip
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
@@ -90,12 +92,12 @@ def _recording() -> Iterator[None]:
 
 @torch.library.custom_op("clearhead::attention_backward", mutates_args=())
 def _attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], mask: str, scores: str,
-    seeds: list[Tensor], scale: float | None, dropout: float, query_offset: int | None, backend: str,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], learned: str, mask: str,
+    scores: str, seeds: list[Tensor], scale: float | None, dropout: float, query_offset: int | None, backend: str,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of query, key, value and the tensors of mask and rules, by running forward again."""
     inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-    extra = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in tensors]
+    extra = [tensor.detach().requires_grad_(wants == "1") for tensor, wants in zip(tensors, learned, strict=True)]
     wanted = [*inputs, *(tensor for tensor in extra if tensor.requires_grad)]
     with _recording():
         output = _run(*inputs, extra, mask, scores, seeds, scale, dropout, query_offset, backend)  # type: ignore[call-arg, arg-type]
@@ -108,24 +110,24 @@ def _attention_backward(
 
 @_attention_backward.register_fake
 def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], mask: str, scores: str,
-    seeds: list[Tensor], scale: float | None, dropout: float, query_offset: int | None, backend: str,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], learned: str, mask: str,
+    scores: str, seeds: list[Tensor], scale: float | None, dropout: float, query_offset: int | None, backend: str,
 ) -> list[Tensor]:  # fmt: skip
     return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value, *tensors)]
 
 
 def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    query, key, value, tensors, mask, scores, seeds, *rest = inputs
+    query, key, value, tensors, learned, mask, scores, seeds, *rest = inputs
     ctx.save_for_backward(query, key, value, *tensors, *seeds)
-    ctx.counts, ctx.texts, ctx.rest = (len(tensors), len(seeds)), (mask, scores), rest
+    ctx.counts, ctx.texts, ctx.rest = (len(tensors), len(seeds)), (learned, mask, scores), rest
 
 
 def _backward(ctx, grad):  # type: ignore[no-untyped-def]
     query, key, value, *others = ctx.saved_tensors
     tensors, seeds = others[: ctx.counts[0]], others[ctx.counts[0] :]
     found = torch.ops.clearhead.attention_backward(grad, query, key, value, tensors, *ctx.texts, seeds, *ctx.rest)
-    rule_grads = [own if tensor.is_floating_point() else None for own, tensor in zip(found[3:], tensors, strict=True)]
-    return (*found[:3], rule_grads, None, None, [None] * ctx.counts[1], None, None, None, None)
+    rule_grads = [own if wants == "1" else None for own, wants in zip(found[3:], ctx.texts[0], strict=True)]
+    return (*found[:3], rule_grads, None, None, None, [None] * ctx.counts[1], None, None, None, None)
 
 
 _attention.register_autograd(_backward, setup_context=_setup)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from clearhead.closure import Bound
 from clearhead.errors import ClearheadError, MaskError, UnsupportedError
 from clearhead.masks.base import Mask, seen
 from clearhead.masks.intervals import Intervals
@@ -15,7 +16,7 @@ from clearhead.masks.traced import traced_intervals
 __all__ = ["MaskFunction", "call_user_function", "function_name", "tile_seen"]
 
 
-class MaskFunction(Mask):
+class MaskFunction(Bound, Mask):
     """A user's predicate ``fn(batch, head, q_pos, k_pos) -> bool`` over index tensors that broadcast.
 
     Args:
@@ -41,7 +42,10 @@ class MaskFunction(Mask):
     def __init__(self, fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
         if not callable(fn):
             raise MaskError.about("MaskFunction", "fn", must="be callable", got=seen(fn), then="Pass a function.")
-        self.fn = fn
+        self.hold(fn)
+
+    def placed(self, query_offset: int) -> MaskFunction:
+        return self.bound()
 
     def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         allowed = call_user_function("MaskFunction", self.fn, MaskError, batch, head, q_pos, k_pos)

@@ -1,0 +1,160 @@
+"""What a user's function closes over: the tensors that it reaches, and its variables as they are at a call."""
+
+from __future__ import annotations
+
+import dis
+import itertools
+import secrets
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor
+
+__all__ = ["Bound", "bound_now", "closed_over"]
+
+#: Learned tensors are not looked for in longer collections.
+_MOST_MEMBERS: Final = 1024
+_WRITES_GLOBALS: Final = {dis.opmap[name] for name in ("STORE_GLOBAL", "DELETE_GLOBAL")}
+_WRITES_CELLS: Final = {dis.opmap[name] for name in ("STORE_DEREF", "DELETE_DEREF")}
+#: A program that is exported here and run elsewhere must not find another function by the same name.
+_PROCESS: Final = secrets.token_hex(4)
+_NUMBERS: Final = itertools.count()
+
+
+class Bound:
+    """A record of one function: its name for compiled graphs, and itself as it is at a call."""
+
+    fn: Callable[..., Any]
+    #: Compiled code is guarded by this text: of a function itself the compiler compares the code alone.
+    handle: str = ""
+
+    def hold(self, fn: Callable[..., Any]) -> None:
+        """Take the function."""
+        self.fn, self.handle = fn, f"f{_PROCESS}_{next(_NUMBERS)}"
+
+    def bound(self) -> Self:
+        """The same with the function's variables as they are now: a loop's have moved on when backward comes."""
+        if torch.compiler.is_compiling():
+            return self
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__, fn=bound_now(self.fn))
+        return copy
+
+
+def bound_now(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that goes on with what its variables hold now, and those of the functions of its file that it names.
+
+    Variables that it writes itself stay shared; so does what is inside of objects.
+    """
+    found: Callable[..., Any] = _Binding().bound(fn)
+    return found
+
+
+class _Binding:
+    """One look at all variables: functions that name each other are bound once."""
+
+    def __init__(self) -> None:
+        self._functions: dict[int, tuple[object, FunctionType]] = {}
+        self._globals: dict[int, tuple[object, dict[str, Any]]] = {}
+
+    def bound(self, value: Any) -> Any:
+        if type(value) is partial:
+            return partial(self.bound(value.func), *value.args, **value.keywords)
+        if type(value) is MethodType:
+            return MethodType(self.bound(value.__func__), value.__self__)
+        return self._function(value) if type(value) is FunctionType else value
+
+    def _function(self, fn: FunctionType) -> FunctionType:
+        if id(fn) in self._functions:
+            return self._functions[id(fn)][1]
+        code = fn.__code__
+        cells = [CellType() for _ in fn.__closure__ or ()]
+        written = _written_cells(code)
+        closure = [
+            old if name in written or old == CellType() else new
+            for name, old, new in zip(code.co_freevars, fn.__closure__ or (), cells, strict=True)
+        ]
+        copy = FunctionType(code, self._names(fn), fn.__name__, fn.__defaults__, tuple(closure))
+        copy.__kwdefaults__, copy.__qualname__, copy.__module__ = fn.__kwdefaults__, fn.__qualname__, fn.__module__
+        copy.__dict__.update(fn.__dict__)
+        self._functions[id(fn)] = (fn, copy)
+        for old, new in zip(fn.__closure__ or (), closure, strict=True):
+            if new is not old:
+                new.cell_contents = self._helper(old.cell_contents, fn)
+        return copy
+
+    def _names(self, fn: FunctionType) -> dict[str, Any]:
+        """The global variables that a function looks up; its file's own where it writes some."""
+        if _uses(fn.__code__, _WRITES_GLOBALS):
+            return fn.__globals__
+        found = self._globals.setdefault(id(fn.__globals__), (fn.__globals__, {}))[1]
+        for name in ("__builtins__", "__name__", *_names(fn.__code__)):
+            if name in fn.__globals__ and name not in found:
+                # A function that names itself finds the name taken.
+                found[name] = fn.__globals__[name]
+                found[name] = self._helper(found[name], fn)
+        return found
+
+    def _helper(self, value: Any, fn: FunctionType) -> Any:
+        """Functions of other files are libraries, which hold nothing that a loop moves."""
+        return self.bound(value) if getattr(value, "__globals__", None) is fn.__globals__ else value
+
+
+def _uses(code: CodeType, operations: set[int]) -> bool:
+    """Whether a function's code, or that of one written inside it, may hold one of some operations."""
+    inner = (part for part in code.co_consts if isinstance(part, CodeType))
+    return not operations.isdisjoint(code.co_code[::2]) or any(_uses(part, operations) for part in inner)
+
+
+def _written_cells(code: CodeType) -> set[str]:
+    """Names from outside that a function, or one written inside it, writes."""
+    if not code.co_freevars or not _uses(code, _WRITES_CELLS):
+        return set()
+    own = {str(step.argval) for step in dis.get_instructions(code) if step.opcode in _WRITES_CELLS}
+    inner = (_written_cells(part) for part in code.co_consts if isinstance(part, CodeType))
+    return own.union(*inner)
+
+
+def closed_over(fn: Callable[..., Any]) -> Iterator[Tensor]:
+    """Tensors that a function reaches through what it names and what that holds, each once."""
+    waiting: list[object] = [fn]
+    # The objects themselves are kept, so that no later one can have the same address.
+    seen: dict[int, object] = {}
+    while waiting:
+        value = waiting.pop(0)
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, Tensor):
+            yield value
+        else:
+            waiting += value.parameters() if isinstance(value, torch.nn.Module) else _held_by(value)
+
+
+def _held_by(value: object) -> list[object]:
+    """What a collection, a function, a method or an object that can be called holds on to."""
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        members = list(value.values() if isinstance(value, dict) else value)
+        return members if len(members) <= _MOST_MEMBERS else []
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, MethodType):
+        return [value.__self__, getattr(value.__self__, "__dict__", None), value.__func__]
+    if isinstance(value, FunctionType):
+        # An empty cell belongs to a name that is not bound yet.
+        held = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        named = (value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__)
+        # Functions of other files are libraries, which hold nothing learned but could lead anywhere.
+        return held + [one for one in named if getattr(one, "__globals__", value.__globals__) is value.__globals__]
+    call = next((vars(kind)["__call__"] for kind in type(value).__mro__ if "__call__" in vars(kind)), None)
+    return [getattr(value, "__dict__", None), call] if isinstance(call, FunctionType) else []
+
+
+def _names(code: CodeType) -> list[str]:
+    """Names that a function and the functions written inside it look up."""
+    inner = (name for part in code.co_consts if isinstance(part, CodeType) for name in _names(part))
+    return [*code.co_names, *inner]
