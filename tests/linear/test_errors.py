@@ -22,6 +22,7 @@ from clearhead.linear import (
 
 X = torch.zeros(1, 2, 6, 4)
 STATE = linear_attention(X, X, X, causal=True)[1]
+MATRIX, NORMALIZER = torch.zeros(1, 2, 4, 4), torch.zeros(1, 2, 4)
 GATE, RATE = torch.zeros(1, 2, 6, 4), torch.zeros(1, 2, 6)
 L, R, G, D = linear_attention, retention, gated_linear_attention, delta_attention
 
@@ -53,7 +54,16 @@ WRONG: dict[str, tuple[Callable[[], Any], type[ClearheadError], str]] = {
         lambda: L(X, X, X, state=STATE, feature_map="identity"), ShapeError, "without a normalizer"
     ),
     "state's dtype": (
-        lambda: L(X.double(), X.double(), X.double(), state=STATE), ShapeError, "torch.float64, with a normalizer"
+        lambda: L(X.double(), X.double(), X.double(), state=STATE), ShapeError, "float64 on cpu, with a normalizer"
+    ),
+    "a short normalizer": (lambda: _on((MATRIX, NORMALIZER[:, :, :1])), ShapeError, "normalizer (1, 2, 1)"),
+    "a normalizer in float64": (lambda: _on((MATRIX, NORMALIZER.double())), ShapeError, "(1, 2, 4) torch.float64 on"),
+    "a normalizer elsewhere": (lambda: _on((MATRIX, NORMALIZER.to("meta"))), ShapeError, "torch.float32 on meta"),
+    "a matrix elsewhere": (lambda: _on((MATRIX.to("meta"), NORMALIZER)), ShapeError, "float32 on cpu, with a normal"),
+    "no normalizer": (lambda: _on((MATRIX, None)), ShapeError, "and normalizer NoneType"),
+    "a normalizer that is no tensor": (lambda: _on((MATRIX, 1.0)), ShapeError, "and normalizer float"),
+    "keys whose features are all 0": (
+        lambda: L(X, X + 1e3, X, feature_map="performer"), UnsupportedError, "key must have features that torch.float32"
     ),
     "state of documents": (
         lambda: L(X, X, X, state=STATE, mask=ch.Documents([3, 3])), ShapeError, "be of shape (2, 2, 4, 4)"
@@ -77,12 +87,24 @@ WRONG: dict[str, tuple[Callable[[], Any], type[ClearheadError], str]] = {
     "gate": (lambda: G(X, X, X, log_gate=GATE[:, :, :3]), ShapeError, "log_gate must have key's axes"),
     "gate above 0": (lambda: G(X, X, X, log_gate=GATE + 1), ShapeError, "be finite and at most 0; got values from 1"),
     "gate -inf": (lambda: G(X, X, X, log_gate=GATE - torch.inf), ShapeError, "-100 forgets all"),
+    "gate nan": (lambda: G(X, X, X, log_gate=GATE * torch.nan), ShapeError, "got values from nan to nan"),
+    "gate of a real token": (
+        lambda: G(X, X, X, log_gate=GATE + 1, mask=ch.Causal() & ch.Padding([1])), ShapeError, "finite and at most 0"
+    ),
     "gate's channels": (lambda: G(X, X, X, log_gate=GATE[..., :3]), ShapeError, "log_gate must have 4 features or 1"),
     "rate": (lambda: D(X, X, X, rate=GATE), ShapeError, "rate must have key's axes but the last, (1, 2, 6)"),
     "features": (lambda: PositiveRandomFeatures.draw(4, 0), ShapeError, "num_features must be a whole number"),
     "features' scale": (lambda: PositiveRandomFeatures.draw(4, scale=0.0), ShapeError, "scale must be positive"),
     "cache": (lambda: _twice(), ShapeError, "match what is held, [1, 2, 4, 4]"),
 }  # fmt: skip
+
+
+def _on(parts: tuple[Any, Any]) -> None:
+    """Every form goes on from a state, and each must refuse it; the last to be tried is the kernels'."""
+    for form in ("parallel", "recurrent"):
+        with pytest.raises(ShapeError):
+            L(X, X, X, causal=True, form=form, state=LinearState(matrix=parts[0], normalizer=parts[1]))
+    L(X, X, X, causal=True, form="chunked", state=LinearState(matrix=parts[0], normalizer=parts[1]))
 
 
 def _twice() -> None:

@@ -101,6 +101,43 @@ def test_performer_comes_near_softmax_attention_with_many_features() -> None:
     assert errors[2] < 0.01
 
 
+def test_keys_too_long_for_performer_are_refused_where_a_head_has_no_other() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 2, 3, 20, 64, generator=generator).unbind(0)
+    far = 10 * key
+    for causal in (False, True):
+        with pytest.raises(ch.UnsupportedError, match=r"key must have features that torch\.float32 can hold"):
+            linear_attention(query, far, value, feature_map="performer", causal=causal)
+        exact, _ = linear_attention(
+            query.double(), far.double(), value.double(), feature_map="performer", causal=causal
+        )
+        assert float(exact.abs().max()) > 0.1
+        # One key within reach has all the weight; a memory that holds keys goes on past one out of reach.
+        near = torch.cat([far[:, :, 1:], key[:, :, :1]], dim=2)
+        _, state = linear_attention(query, near, value, feature_map="performer", causal=causal)
+        last = [part[:, :, :1] for part in (query, far, value)]
+        found, _ = linear_attention(*last, feature_map="performer", causal=causal, state=state)
+        torch.testing.assert_close(found, value[:, :, -1:], rtol=1e-4, atol=1e-4)
+
+
+def test_keys_that_are_not_there_are_not_missed_by_performer() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 2, 3, 20, 64, generator=generator).unbind(0)
+    _, state = linear_attention(query, key, value, feature_map="performer", mask=ch.Padding([20, 0]))
+    assert float(state.matrix[1].abs().max()) == 0.0
+    none, _ = linear_attention(query, key[:, :, :0], value[:, :, :0], feature_map="performer")
+    assert float(none.abs().max()) == 0.0
+    packed = [part[:1] for part in (query, key, value)]
+    mask = ch.Documents([12, 8]) & ch.Padding([12])
+    _, state = linear_attention(*packed, feature_map="performer", mask=mask)
+    assert float(state.matrix[1].abs().max()) == 0.0
+    # Of two documents the second has keys out of reach alone.
+    packed[1][:, :, 12:] *= 10
+    linear_attention(*packed, feature_map="performer", mask=mask)
+    with pytest.raises(ch.UnsupportedError, match="key must have features"):
+        linear_attention(*packed, feature_map="performer", mask=ch.Documents([12, 8]))
+
+
 def test_large_queries_do_not_overflow_performer() -> None:
     query = torch.full((1, 1, 4, 8), 60.0)
     key, value = torch.randn(2, 1, 1, 4, 8, generator=torch.Generator().manual_seed(0)).unbind(0)

@@ -69,6 +69,34 @@ def test_padding_and_packing_give_each_sequence_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_padding_may_hold_anything(kind: str) -> None:
+    attention, x, lengths = module(kind), tokens(2, 9, 12), [4, 9]
+    mask = ch.Causal() & ch.Padding(lengths)
+    expected = attention(x, mask=mask)
+    x[0, 4:] = torch.nan
+    found = attention(x, mask=mask)
+    near(found[0, :4], expected[0, :4])
+    near(found[1], expected[1])
+    packed, documents = ch.pack(x, lengths)
+    near(ch.unpack(attention(packed, mask=documents & ch.Causal()), lengths)[0, :4], expected[0, :4])
+
+
+def test_gates_are_as_exact_as_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.dtype] = []
+    whole = LinearAttention._extra
+
+    def watched(self: LinearAttention, key: Tensor) -> dict[str, Tensor]:
+        found = whole(self, key)
+        seen.extend(part.dtype for part in found.values())
+        return found
+
+    monkeypatch.setattr(LinearAttention, "_extra", watched)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        module("gated").to(dtype)(tokens(1, 5, 12).to(dtype), mask=ch.Causal())
+    assert seen == [torch.float64, torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_padded_prompt_and_what_follows(kind: str) -> None:
     attention, x, lengths = module(kind), tokens(2, 9, 12), torch.tensor([4, 6])
     cache = LinearCache()

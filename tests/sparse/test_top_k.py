@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -164,6 +165,96 @@ def test_a_second_derivative_is_refused() -> None:
     (grad,) = torch.autograd.grad(top_k_attention(query, key, value, k=2).sum(), query, create_graph=True)
     with pytest.raises(ch.UnsupportedError, match="second derivative"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("only", [True, False], ids=["bias", "query too"])
+def test_a_second_derivative_through_a_rule_alone_is_refused(only: bool) -> None:
+    bias = torch.zeros(LEN, LEN, dtype=torch.float64, requires_grad=True)
+    query, key, value = (tensor.requires_grad_(not only) for tensor in tensors())
+    output = top_k_attention(query, key, value, k=2, scores=ch.DenseBias(bias))
+    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    (grad,) = torch.autograd.grad((output * weight).sum(), bias, create_graph=True)
+    with pytest.raises(ch.UnsupportedError, match="second derivative"):
+        # What else reads the bias must not hide that this part of its gradient is missing.
+        torch.autograd.grad(grad.square().sum() + bias.sum(), bias)
+
+
+def test_autocast_does_not_reach_float32() -> None:
+    query, key, value = (tensor.float().requires_grad_() for tensor in tensors())
+    expected = top_k_attention(query, key, value, k=4, mask=ch.Causal())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = top_k_attention(query, key, value, k=4, mask=ch.Causal())
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("rules", [(), (ch.Sink(torch.zeros(HEADS, dtype=torch.float64)), ch.SoftCap(5.0))])
+def test_without_keys_a_query_gives_0_with_gradient_0(rules: tuple[ch.ScoreRule, ...]) -> None:
+    query, key, value = tensors()
+    inputs = [query.requires_grad_(), *(part[:, :, :0].clone().requires_grad_() for part in (key, value))]
+    output = top_k_attention(*inputs, k=3, scores=rules)
+    assert torch.equal(output, torch.zeros(BATCH, HEADS, LEN, 5, dtype=torch.float64))
+    for part, grad in zip(inputs, torch.autograd.grad(output.sum(), inputs), strict=True):
+        assert torch.equal(grad, torch.zeros_like(part))
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, score: Tensor) -> Tensor:
+        return score.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise ArithmeticError("no derivative here")
+
+
+def test_a_function_without_a_derivative_is_named() -> None:
+    def plain(score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return _NoBackward.apply(score)  # type: ignore[no-any-return, no-untyped-call]
+
+    inputs = [tensor.requires_grad_() for tensor in tensors()]
+    output = top_k_attention(*inputs, k=3, scores=ch.ScoreFunction(plain))
+    with pytest.raises(ch.UnsupportedError, match=r"fn must have a derivative; got ArithmeticError.*plain"):
+        output.sum().backward()
+
+
+def test_a_learned_tensor_out_of_reach_is_told() -> None:
+    class Holder:
+        __slots__ = ("weight",)
+
+        def __init__(self) -> None:
+            self.weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    held = [Holder()]
+
+    def hidden(score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return score * next(iter(held)).weight
+
+    inputs = [tensor.requires_grad_() for tensor in tensors()]
+    output = top_k_attention(*inputs, k=3, scores=ch.ScoreFunction(hidden))
+    with pytest.raises(ch.UnsupportedError, match="name the learned tensors it reads; got one of shape"):
+        output.sum().backward()
+
+
+def test_rules_that_let_no_gradient_through_leave_0() -> None:
+    inputs = [tensor.requires_grad_() for tensor in tensors()]
+    logits = torch.zeros(HEADS, dtype=torch.float64, requires_grad=True)
+    constant = ch.ScoreFunction(lambda score, batch, head, q_pos, k_pos: score.detach() - 0.1 * k_pos)
+    output = top_k_attention(*inputs, k=3, scores=[constant, ch.Sink(logits)])
+    query, key, value, sink = torch.autograd.grad(output.sum(), [*inputs, logits])
+    assert float(query.abs().max()) == float(key.abs().max()) == 0.0
+    assert min(float(value.abs().max()), float(sink.abs().max())) > 0.0
+
+
+def test_one_tensor_of_a_rule_and_the_sink_gets_both_gradients() -> None:
+    def run(one: Tensor, other: Tensor) -> Tensor:
+        rule = ch.ScoreFunction(lambda score, batch, head, q_pos, k_pos: score * (1.0 + one[head]))
+        query, key, value = tensors()
+        return top_k_attention(query, key, value, k=3, scores=[rule, ch.Sink(other)]).square().sum()
+
+    first, second = (torch.full((HEADS,), 0.3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    apart = torch.autograd.grad(run(first, second), [first, second])
+    (both,) = torch.autograd.grad(run(first, first), first)
+    torch.testing.assert_close(both, apart[0] + apart[1], atol=1e-12, rtol=1e-12)
 
 
 def test_backward_keeps_indices_and_no_square() -> None:

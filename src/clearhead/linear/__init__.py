@@ -20,7 +20,8 @@ verb                              ``g_i``            ``v'_i``                   
 3. **An empty row**, one without keys or whose weights are all 0, gives 0 with gradient 0.
 4. **An absent key** (``Padding``) adds nothing, decays nothing and is not read. A query at its place sees the state
    that the last real token left.
-5. **Documents** are a batch: each starts from its own state, and the state that comes back has one entry for each.
+5. **Documents** are a batch: each starts from its own state, and the state that comes back has one entry for each
+   that has tokens. ``Documents(lengths=[3, 0, 2])`` has two: the mask keeps the tokens' documents and no others.
 6. **Precision**: features, state and sums in float32 (float64 for float64 inputs), the output in the inputs' dtype.
 7. **NaN and inf** in an absent key reach nothing. In a later key or value they do not reach an earlier chunk, but may
    reach earlier queries of their own chunk; the recurrent form keeps them out of all.

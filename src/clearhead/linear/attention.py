@@ -50,10 +50,13 @@ def linear_attention(
             shared: head ``h`` of queries reads ``h // (heads // kv_heads)``, and states have ``kv_heads``.
         value: ``[batch, kv_heads, k_len, value_dim]``.
         feature_map: ``"elu"``, ``"relu"``, ``"identity"``, ``"unit"``, ``"performer"``, or one of your own.
+            ``"performer"`` is made for keys of moderate length: at ``head_dim`` 64, of float32 keys ten times as
+            large as a standard normal's nothing is left (``PositiveRandomFeatures`` says why).
         causal: whether a query sees keys up to its own place only.
         state: what an earlier call gave back; its tokens stand before this call's.
         mask: ``Padding`` leaves keys out, ``Documents`` makes a packed call a batch of documents, which the state's
-            first axis then counts; ``Causal()`` is ``causal``; or their ``&``.
+            first axis then counts (a document of no tokens is not counted, for the mask knows tokens alone);
+            ``Causal()`` is ``causal``; or their ``&``.
         normalize: whether to divide by ``phi(q) z``; by default where the map's features are nonnegative.
         scale: factor on ``phi(q) . phi(k)``; a normaliser cancels it.
         form: ``"chunked"``, ``"recurrent"``, ``"parallel"``; ``"auto"`` takes the faster of the first two.
@@ -66,7 +69,8 @@ def linear_attention(
     Raises:
         ShapeError: shapes or numbers do not fit.
         MaskError: a mask that a state of fixed size cannot honour.
-        UnsupportedError: dtypes or devices differ; no such map or form.
+        UnsupportedError: dtypes or devices differ; no such map or form; on a CPU, a head of keys whose random features
+            are all too small for their dtype.
 
     Cost: ``4 * features * value_dim`` operations per token, and ``2 * chunk_size * (features + value_dim)`` more under
     ``causal``; memory of ``features * value_dim`` per chunk.
@@ -142,7 +146,7 @@ def retention(
     found = check_decay(name, default_decay(heads) if decay is None else decay, heads)
     member = Member(
         function=name, feature_map=as_feature_map(name, feature_map, query.shape[-1]), normalized=False,
-        scale=_scale(scale, query), log_decay=found.log()[:, None, None].expand(heads, key.shape[-2], 1),
+        scale=_scale(scale, query), log_decay=found.log().to(key.device)[:, None, None].expand(heads, key.shape[-2], 1),
     )  # fmt: skip
     return run(member, query, key, value, True, state, mask, form, chunk_size)
 
@@ -194,7 +198,9 @@ def gated_linear_attention(
     check_tensors(name, query, key, value)
     chosen = as_feature_map(name, feature_map, query.shape[-1])
     check_gate(name, log_gate, key, chosen.features(key.shape[-1]))
-    member = Member(function=name, feature_map=chosen, normalized=False, scale=_scale(scale, query), log_decay=log_gate)
+    member = Member(
+        function=name, feature_map=chosen, normalized=False, scale=_scale(scale, query), log_decay=log_gate, gated=True
+    )
     return run(member, query, key, value, True, state, mask, form, chunk_size)
 
 
@@ -255,7 +261,7 @@ def delta_attention(
         check_gate(name, log_gate, key, chosen.features(key.shape[-1]))
     member = Member(
         function=name, feature_map=chosen, normalized=False,
-        scale=_scale(scale, query), log_decay=log_gate, rate=rate[..., None],
+        scale=_scale(scale, query), log_decay=log_gate, rate=rate[..., None], gated=True,
     )  # fmt: skip
     return run(member, query, key, value, True, state, mask, form, chunk_size)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from clearhead.backends.native_library import in_memory
 from clearhead.errors import ShapeError, UnsupportedError
+from clearhead.linear.recurrence import transformed
 from clearhead.linear.state import LinearState
 
 __all__ = [
-    "check_decay", "check_form", "check_gate", "check_lengths", "check_rate", "check_state", "check_tensors",
+    "check_decay", "check_features", "check_form", "check_gate", "check_gate_numbers", "check_lengths", "check_rate",
+    "check_state", "check_tensors",
 ]  # fmt: skip
 
 _DTYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -95,7 +98,7 @@ def check_decay(function: str, decay: object, heads: int) -> Tensor:
 
 
 def check_gate(function: str, log_gate: object, key: Tensor, features: int) -> None:
-    """Logarithms of gates per token, one for all channels or one each."""
+    """Logarithms of gates per token, one for all channels or one each; their numbers are looked at later."""
     if not isinstance(log_gate, Tensor) or log_gate.ndim != key.ndim or log_gate.shape[:-1] != key.shape[:-1]:
         raise ShapeError.about(
             function, "log_gate", must=f"have key's axes {(*key.shape[:-1], 'features | 1')}", got=_seen(log_gate),
@@ -106,11 +109,50 @@ def check_gate(function: str, log_gate: object, key: Tensor, features: int) -> N
             function, "log_gate", must=f"have {features} features or 1", got=_seen(log_gate),
             then="One gate for each feature of a key, or one for all.",
         )  # fmt: skip
-    readable = log_gate.device.type == "cpu" and not torch.compiler.is_compiling()
-    if readable and not bool(((log_gate <= 0) & log_gate.isfinite()).all()):
+
+
+def check_gate_numbers(function: str, log_gate: Tensor, present: Callable[[], Tensor]) -> None:
+    """Gates from 0 to 1 at the keys that there are; what an absent one holds nobody reads.
+
+    Args:
+        function: the verb.
+        log_gate: ``[batch, kv_heads, len, gates]``.
+        present: which keys there are, ``[batch | 1, len]``; asked only where a number is not a gate's.
+    """
+    if log_gate.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    fits = (log_gate <= 0) & log_gate.isfinite()
+    if bool(fits.all()):
+        return
+    wrong = ~fits & present()[:, None, :, None]
+    if bool(wrong.any()):
+        seen = log_gate[wrong]
         raise ShapeError.about(
-            function, "log_gate", must="be finite and at most 0",
-            got=f"values from {log_gate.min()} to {log_gate.max()}", then="Pass logarithms of gates; -100 forgets all.",
+            function, "log_gate", must="be finite and at most 0", got=f"values from {seen.min()} to {seen.max()}",
+            then="Pass logarithms of gates; -100 forgets all.",
+        )  # fmt: skip
+
+
+def check_features(function: str, state: LinearState, inhabited: Callable[[], Tensor]) -> None:
+    """Keys whose features are numbers of the state's dtype: at least one of a head's, of all that were summed up.
+
+    Args:
+        function: the verb.
+        state: what the call gives back.
+        inhabited: which entries of the state's first axis have a key; asked only where a sum is 0.
+    """
+    sums = state.normalizer
+    # In this order: what is traced must not ask a tensor about its memory.
+    if sums is None or torch.compiler.is_compiling() or transformed():
+        return
+    if sums.device.type != "cpu" or not in_memory(sums) or sums.shape[-1] == 0:
+        return
+    lost = (sums.detach().amax(dim=-1) < torch.finfo(sums.dtype).tiny).any(dim=-1)
+    if bool(lost.any()) and bool((lost & inhabited()).any()):
+        raise UnsupportedError.about(
+            function, "key", must=f"have features that {sums.dtype} can hold",
+            got="a head whose every key is so long that all of its features are 0",
+            then="Scale keys down, draw the features with a smaller scale=, or pass float64.",
         )  # fmt: skip
 
 
@@ -124,20 +166,34 @@ def check_rate(function: str, rate: object, key: Tensor) -> None:
 
 
 def check_state(
-    function: str, state: object, shape: tuple[int, ...], dtype: torch.dtype, *, normalized: bool
+    function: str, state: object, shape: tuple[int, ...], like: Tensor, *, normalized: bool
 ) -> None:  # fmt: skip
-    """A state that a call can go on from."""
+    """A state that a call can go on from: every tensor of it of the right shape, in ``like``'s dtype and device.
+
+    Kernels read both by their addresses, so nothing below would notice one that is too small.
+    """
     if not isinstance(state, LinearState):
         raise ShapeError.about(
             function, "state", must="be a LinearState", got=type(state).__name__, then="Pass what a call gave back."
         )
-    fits = tuple(state.matrix.shape) == shape and state.matrix.dtype == dtype
-    if not fits or (state.normalizer is None) == normalized:
-        kind = "with" if normalized else "without"
+    fits = _fits(state.matrix, shape, like) and (state.normalizer is not None) == normalized
+    if not fits or (normalized and not _fits(state.normalizer, shape[:-1], like)):
+        kind = f"with a normalizer of shape {shape[:-1]}" if normalized else "without a normalizer"
         raise ShapeError.about(
-            function, "state", must=f"be of shape {shape}, {dtype}, {kind} a normalizer",
-            got=f"{state!r} {state.matrix.dtype}", then="Pass what a call with the same arguments gave back.",
+            function, "state", must=f"be of shape {shape}, {like.dtype} on {like.device}, {kind}",
+            got=f"{_told(state.matrix)} and normalizer {_told(state.normalizer)}",
+            then="Pass what a call with the same arguments gave back.",
         )  # fmt: skip
+
+
+def _fits(part: object, shape: tuple[int, ...], like: Tensor) -> bool:
+    if not isinstance(part, Tensor) or tuple(part.shape) != shape:
+        return False
+    return part.dtype == like.dtype and part.device == like.device and part.layout is like.layout
+
+
+def _told(part: object) -> str:
+    return f"{tuple(part.shape)} {part.dtype} on {part.device}" if isinstance(part, Tensor) else type(part).__name__
 
 
 def _seen(value: object) -> str:

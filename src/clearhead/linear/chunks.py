@@ -138,11 +138,12 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         phi: FeatureMap = ctx.phi
-        query, key, value, matrix, normalizer = ctx.saved_tensors[:5]
+        # Checkpoints hand out what was saved once.
+        saved = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return None, *_recorded(phi, (query, key, value, matrix, normalizer), grads)
-        with torch.autocast(value.device.type, enabled=False):
-            return None, *_gradients(phi, ctx.saved_tensors, grads)
+            return None, *_recorded(phi, saved[:5], grads)
+        with torch.autocast(saved[2].device.type, enabled=False):
+            return None, *_gradients(phi, saved, grads)
 
 
 def _gradients(

@@ -96,6 +96,10 @@ class PositiveRandomFeatures:
 
     ``phi(x) = exp(weights @ y - |y|^2 / 2) / sqrt(num_features)`` with ``y = sqrt(scale) * x``
 
+    Keys' features keep this very size, for states of several calls are added up and no call knows the keys of the next:
+    where ``|y|^2 / 2`` is some 90 above ``weights @ y``, a feature is too small for float32 and counts as 0. A verb
+    refuses a head of which every key has such features only.
+
     Attributes:
         weights: ``[num_features, head_dim]``, rows distributed as a standard normal.
         scale: factor on ``q . k`` within the exponential.

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from clearhead.linear.recurrence import Recurrence, quotient, transformed
+from clearhead.linear.recurrence import Recurrence, bounded, quotient, transformed
 from clearhead.linear.state import LinearState
 
 __all__ = ["PACKAGE", "fla_chunks", "installed", "takes"]
@@ -83,7 +83,7 @@ def fla_chunks(call: Recurrence, state: LinearState) -> tuple[Tensor, LinearStat
         "v": _moved(call.value, call.given),
     }
     if kernel.gate is not None and call.log_decay is not None:
-        gate = _moved(call.log_decay, torch.float32)
+        gate = bounded(_moved(call.log_decay, torch.float32))
         given[kernel.gate] = gate[..., 0] if gate.shape[-1] == 1 else gate
     if kernel.rate is not None and call.rate is not None:
         given[kernel.rate] = _moved(call.rate, torch.float32)[..., 0]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from clearhead.linear import fla, native
 from clearhead.linear.chunks import in_chunks, plain_chunks, takes
-from clearhead.linear.recurrence import Recurrence, quotient
+from clearhead.linear.recurrence import Recurrence, bounded, quotient
 from clearhead.linear.state import LinearState
 
 __all__ = ["FORMS", "Form", "whole"]
@@ -94,7 +94,7 @@ def _chunked(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, 
         return plain_chunks(call, state, chunk)
     length = call.key.shape[2]
     query, key, value = (in_chunks(part, chunk) for part in (call.query, call.key, call.value))
-    log_decay = None if call.log_decay is None else in_chunks(call.log_decay, chunk).cumsum(dim=-2)
+    log_decay = None if call.log_decay is None else bounded(in_chunks(call.log_decay, chunk)).cumsum(dim=-2)
     faded_query, faded_key, kept = _faded(query, key, log_decay)
     scores = _decayed_products(query, key, log_decay).tril()
     transition: Tensor | None = kept

@@ -206,10 +206,11 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors[:7]
+        # Checkpoints hand out what was saved once.
+        saved = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return None, *_recorded(ctx.setting, inputs, grads)
-        return None, *_gradients(ctx.setting, inputs, ctx.saved_tensors[7:], grads)
+            return None, *_recorded(ctx.setting, saved[:7], grads)
+        return None, *_gradients(ctx.setting, saved[:7], saved[7:], grads)
 
 
 def _gradients(

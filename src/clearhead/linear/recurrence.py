@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,7 +14,10 @@ from clearhead.linear.feature_maps import FEATURE_MAPS, FeatureMap
 from clearhead.linear.state import LinearState
 from clearhead.shapes import Float
 
-__all__ = ["Recurrence", "quotient", "transformed", "weightless"]
+__all__ = ["Recurrence", "bounded", "quotient", "transformed", "weightless"]
+
+#: Logarithms whose exponentials are 0, by dtype, with room for what a running sum rounds.
+_NOTHING_LEFT: Final = {torch.float32: -128.0, torch.float64: -1024.0}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,6 +103,15 @@ class Recurrence:
 def transformed() -> bool:
     """Whether somebody differentiates forward or maps over operators, which passes of our own do not know how to."""
     return maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def bounded(log_decay: Tensor) -> Tensor:
+    """Log decays to be summed up: what leaves nothing of a state leaves nothing, and no sum of it is infinite.
+
+    The bound is as near 0 as it can be, for what a sum of logarithms rounds is lost from those behind a strong one. Its
+    gradient of 0 below the bound is that of an exponential that is 0.
+    """
+    return log_decay.clamp_min(_NOTHING_LEFT[log_decay.dtype])
 
 
 def weightless(denominator: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clearhead.backends.documents import Group
 from clearhead.linear import native
-from clearhead.linear.check import check_form, check_lengths, check_state
+from clearhead.linear.check import check_features, check_form, check_gate_numbers, check_lengths, check_state
 from clearhead.linear.feature_maps import FeatureMap
 from clearhead.linear.forms import FORMS, whole
 from clearhead.linear.recurrence import Recurrence
@@ -26,7 +26,10 @@ _ONE_BY_ONE: Final = 4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Member:
-    """What a verb puts into the recurrence besides queries, keys and values."""
+    """What a verb puts into the recurrence besides queries, keys and values.
+
+    ``gated`` says that ``log_decay`` is a caller's, whose numbers are looked at when it is known which keys there are.
+    """
 
     function: str
     feature_map: FeatureMap
@@ -34,6 +37,7 @@ class Member:
     scale: float
     log_decay: Tensor | None = None
     rate: Tensor | None = None
+    gated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,9 @@ def run(
     sequences = Sequences.of(member.function, mask, batch, length, key.device, causal=causal)
     if sequences.causal or sequences.groups is not None:
         check_lengths(member.function, query, key)
+    if member.gated and member.log_decay is not None:
+        gate = _four_axes(member.log_decay)
+        check_gate_numbers(member.function, gate, lambda: sequences.present(length, key.device))
     # Autocast would multiply in 16 bits what is summed up in 32.
     with torch.autocast(key.device.type, enabled=False):
         call = _recurrence(member, query, key, value, sequences.real)
@@ -79,10 +86,12 @@ def run(
     if state is not None:
         documents = batch if sequences.groups is None else sequences.documents
         shape = (documents, key.shape[1], features, value.shape[-1])
-        check_state(member.function, state, shape, call.key.dtype, normalized=member.normalized)
+        check_state(member.function, state, shape, call.key, normalized=member.normalized)
     way = _Way(causal=sequences.causal, form=form, chunk=chunk_size, features=features)
     with torch.autocast(key.device.type, enabled=False):
         output, after = way.take(call, state) if sequences.groups is None else _documents(way, call, state, sequences)
+    if member.feature_map.only_normalized:
+        check_features(member.function, after, lambda: sequences.inhabited(batch, length, key.device))
     return output.to(given.dtype).reshape(*given.shape[:-1], value.shape[-1]), after
 
 

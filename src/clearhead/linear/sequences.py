@@ -34,8 +34,27 @@ class Sequences:
 
     @property
     def documents(self) -> int:
-        """How many documents there are."""
+        """How many documents there are; one without tokens left no trace in the mask."""
         return 0 if self.order is None else int(self.order.numel())
+
+    def present(self, length: int, device: torch.device) -> Bool[Tensor, "batch len"]:
+        """Which of ``length`` keys there are, ``[batch | 1, len]``: neither behind a padded end nor in no document."""
+        found = torch.ones(1, length, dtype=torch.bool, device=device) if self.real is None else self.real
+        if self.groups is None:
+            return found
+        packed = torch.zeros(length, dtype=torch.bool, device=device)
+        for group in self.groups:
+            packed[group.slots[group.valid]] = True
+        return found & packed
+
+    def inhabited(self, batch: int, length: int, device: torch.device) -> Bool[Tensor, " entries"]:
+        """Which sequences have a key, in the order in which states come back: those of the batch, or the documents."""
+        present = self.present(length, device)
+        if self.groups is None or self.order is None:
+            return present.any(dim=-1).expand(batch)
+        found = [(present[0, group.slots] & group.valid).any(dim=-1) for group in self.groups]
+        own = torch.cat(found) if found else present.new_empty(0)
+        return own[self.order.argsort()]
 
     @classmethod
     def of(

@@ -17,7 +17,8 @@ __all__ = ["LinearCache", "LinearState"]
 class LinearState:
     """The sums after some tokens, given out by one call and into the next.
 
-    float32, or float64 for float64 inputs. Under ``Documents`` the first axis counts documents, in their order.
+    float32, or float64 for float64 inputs. Under ``Documents`` the first axis counts the documents that have tokens, in
+    their order.
 
     Attributes:
         matrix: ``S``, ``[batch, heads, features, value_dim]``.

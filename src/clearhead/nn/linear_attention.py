@@ -209,7 +209,8 @@ class LinearAttention(nn.Module):
             return {}
         found = self.extra_projection(key)
         if _KINDS[self.kind].extra == "log_gate":
-            return {"log_gate": F.logsigmoid(self._heads(found).float()) / _GATE_TEMPERATURE}
+            exact = torch.promote_types(found.dtype, torch.float32)
+            return {"log_gate": F.logsigmoid(self._heads(found).to(exact)) / _GATE_TEMPERATURE}
         return {"rate": torch.sigmoid(found).transpose(-2, -1)}
 
     def _map(self) -> str | FeatureMap | PositiveRandomFeatures:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from clearhead.dispatch import run
 from clearhead.errors import ShapeError
 from clearhead.masks import Mask
 from clearhead.problem import Problem
-from clearhead.scores import ScoreRule
+from clearhead.scores import ScoreRule, check_reached, differentiated
 from clearhead.shapes import Bool, Float, Int
 from clearhead.statistics import Want
 
@@ -41,7 +41,8 @@ def top_k_attention(
     ``softmax(s_j for j in the k largest of rules(scale * query @ key^T) under the mask) @ value``
 
     Which keys are the best is found without gradient; gradients flow through the chosen scores and values alone. Of
-    equal scores the earlier key is taken. A query that may attend to fewer than ``k`` keys attends to all of them.
+    equal scores the earlier key is taken. A query that may attend to fewer than ``k`` keys attends to all of them;
+    without any it gives 0.
 
     Args:
         query: as in ``attention``, and so are the other tensors.
@@ -97,6 +98,10 @@ class _Chosen:
 
 
 def _choose(problem: Problem, k: int, backend: str) -> _Chosen:
+    if k == 0:
+        rows = problem.query.shape[:3]
+        none = torch.empty((*rows, 0), dtype=torch.int64, device=problem.query.device)
+        return _Chosen(none, none.new_zeros(rows, dtype=torch.bool))
     # Nobody reads the output of this call, so its values are one channel wide.
     narrow = problem.with_tensors(problem.query, problem.key, problem.value[..., :1])
     with torch.no_grad():
@@ -122,9 +127,12 @@ class _Strip:
 
 
 def _strips(problem: Problem, keys: Tensor) -> Iterator[_Strip]:
+    """Queries with their keys, a few at a time; none where there are no keys."""
     batch, head, q_pos, _ = problem.indices()
     group = problem.num_heads // problem.num_kv_heads
     first = (batch * problem.num_kv_heads + head // group) * problem.k_len
+    if keys.shape[3] == 0:
+        return
     width = max(problem.head_dim, problem.value_dim)
     step = max(1, _STRIP_NUMBERS // max(1, problem.batch * problem.num_heads * keys.shape[3] * width))
     for start in range(0, problem.q_len, step):
@@ -138,11 +146,20 @@ def _strips(problem: Problem, keys: Tensor) -> Iterator[_Strip]:
         yield _Strip(queries, (k_pos + first).flatten(), indices, allowed)
 
 
-def _attend(problem: Problem, strip: _Strip, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The textbook formula on gathered keys and values; an empty row gives 0."""
-    scores = (query[..., None, :] @ keys.mT)[..., 0, :] * problem.scale
+def _scores(problem: Problem, query: Tensor, keys: Tensor) -> Tensor:
+    """Scaled products with the gathered keys."""
+    return (query[..., None, :] @ keys.mT)[..., 0, :] * problem.scale
+
+
+def _ruled(problem: Problem, strip: _Strip, scores: Tensor) -> Tensor:
+    """The scores after the rules."""
     for rule in problem.elementwise:
         scores = rule.apply(scores, *strip.indices)
+    return scores
+
+
+def _weighed(problem: Problem, strip: _Strip, scores: Tensor, values: Tensor) -> Tensor:
+    """The textbook formula on the scores of gathered keys; an empty row gives 0."""
     if strip.allowed is not None:
         scores = scores.masked_fill(~strip.allowed, -torch.inf)
     if problem.sink is not None:
@@ -162,11 +179,14 @@ class _TopK(torch.autograd.Function):
     def forward(ctx: Any, problem: Problem, chosen: _Chosen, *tensors: Tensor) -> Tensor:
         query, key, value = tensors[:3]
         flat_key, flat_value = key.reshape(-1, key.shape[3]), value.reshape(-1, value.shape[3])
-        output = query.new_empty((*query.shape[:3], value.shape[3]))
+        output = query.new_zeros((*query.shape[:3], value.shape[3]))
         work = problem.work_dtype
-        for strip in _strips(problem, chosen.keys):
-            picked = (strip.gather(flat_key, work), strip.gather(flat_value, work))
-            output[:, :, strip.queries] = _attend(problem, strip, query[:, :, strip.queries].to(work), *picked)
+        # Autocast would round the products of float32 inputs to 16 bits.
+        with torch.autocast(query.device.type, enabled=False):
+            for strip in _strips(problem, chosen.keys):
+                scores = _scores(problem, query[:, :, strip.queries].to(work), strip.gather(flat_key, work))
+                scores = _ruled(problem, strip, scores)
+                output[:, :, strip.queries] = _weighed(problem, strip, scores, strip.gather(flat_value, work))
         ctx.problem, ctx.rules = problem, len(tensors) > 3
         ctx.save_for_backward(query, key, value, chosen.keys)
         # A NaN among the keys a query may attend to is not hidden by leaving it out.
@@ -179,7 +199,8 @@ class _TopK(torch.autograd.Function):
         # Backward may be called within autocast, which would round the products to 16 bits.
         with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
             found = _gradients(problem.with_tensors(query, key, value), keys, grads[0], ctx.rules)
-        return None, None, *once(found, (query, key, value, *grads))
+        parameters = ctx.problem.rule_parameters if ctx.rules else ()
+        return None, None, *once(found, (query, key, value, *parameters, *grads))
 
 
 def _gradients(problem: Problem, keys: Tensor, grad_output: Tensor, rules: bool) -> list[Tensor]:
@@ -189,27 +210,63 @@ def _gradients(problem: Problem, keys: Tensor, grad_output: Tensor, rules: bool)
     sources = [tensor.reshape(-1, tensor.shape[3]) for tensor in (problem.key, problem.value)]
     totals = [torch.zeros_like(source, dtype=work) for source in sources]
     rule_totals = [torch.zeros_like(tensor, dtype=work) for tensor in parameters]
-    grad_query = torch.empty_like(problem.query, dtype=work)
-    for strip in _strips(problem, keys):
-        leaves = [problem.query[:, :, strip.queries].to(work), *(strip.gather(source, work) for source in sources)]
-        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-        with torch.enable_grad():
-            output = _attend(problem, strip, *leaves)
-        own = torch.autograd.grad(
-            output, [*leaves, *parameters], grad_output[:, :, strip.queries].to(work), allow_unused=True,
-        )  # fmt: skip
-        grad_query[:, :, strip.queries] = _or_zero(own[0], leaves[0])
-        for total, leaf, grad in zip(totals, leaves[1:], own[1:3], strict=True):
-            total.index_add_(0, strip.rows, _or_zero(grad, leaf).flatten(0, 3))
+    grad_query = torch.zeros_like(problem.query, dtype=work)
+    for place, strip in enumerate(_strips(problem, keys)):
+        gathered = (problem.query[:, :, strip.queries].to(work), *(strip.gather(source, work) for source in sources))
+        upstream = grad_output[:, :, strip.queries].to(work)
+        own = _pulled(problem, strip, gathered, upstream, parameters, first=place == 0)
+        grad_query[:, :, strip.queries] = own[0]
+        for total, grad in zip(totals, own[1:3], strict=True):
+            total.index_add_(0, strip.rows, grad.flatten(0, 3))
         for total, grad in zip(rule_totals, own[3:], strict=True):
-            if grad is not None:
-                total += grad
+            total += grad
     inputs = (problem.query, problem.key, problem.value)
     found = [grad_query, *(total.view(tensor.shape) for total, tensor in zip(totals, inputs[1:], strict=True))]
     cast = [grad.to(tensor.dtype) for grad, tensor in zip(found, inputs, strict=True)]
     return cast + [grad.to(tensor.dtype) for grad, tensor in zip(rule_totals, parameters, strict=True)]
 
 
+def _pulled(
+    problem: Problem, strip: _Strip, gathered: tuple[Tensor, ...], upstream: Tensor, parameters: list[Tensor], *,
+    first: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of a strip's queries, gathered keys and values, and the rules' parameters, in that order.
+
+    Softmax, rules and products are differentiated one after the other, so that what a user's function gets wrong is
+    told of it. What the rules reach is asked of the first strip alone.
+    """
+    query, keys, values = (part.detach().requires_grad_() for part in gathered)
+    with torch.enable_grad():
+        raw = _scores(problem, query, keys)
+        before = raw.detach().requires_grad_()
+        after = _ruled(problem, strip, before)
+        ends = after.detach().requires_grad_()
+        output = _weighed(problem, strip, ends, values)
+    asked = [ends, values, *parameters]
+    found = torch.autograd.grad(output, asked, upstream, allow_unused=True)
+    grad, grad_values, *totals = [_or_zero(own, like) for own, like in zip(found, asked, strict=True)]
+    if after is not before:
+        pulled, learned = _through_rules(problem, strip, before, after, grad, parameters, first=first)
+        grad = _or_zero(pulled, raw)
+        totals = [total if own is None else total + own for total, own in zip(totals, learned, strict=True)]
+    return [*torch.autograd.grad(raw, [query, keys], grad), grad_values, *totals]
+
+
+def _through_rules(
+    problem: Problem, strip: _Strip, before: Tensor, after: Tensor, grad: Tensor, parameters: list[Tensor], *,
+    first: bool,
+) -> tuple[Tensor | None, Sequence[Tensor | None]]:  # fmt: skip
+    """The gradient of the scores before the rules, and of each parameter; None where none comes through."""
+    if not after.requires_grad:
+        return None, [None] * len(parameters)
+    if first:
+        check_reached(problem.elementwise, after, before, parameters)
+    found, *learned = differentiated(problem.elementwise, after, before, parameters, grad, strip.indices)
+    if found is not None and strip.allowed is not None:
+        found = found.masked_fill(~strip.allowed, 0.0)
+    return found, learned
+
+
 def _or_zero(grad: Tensor | None, like: Tensor) -> Tensor:
-    """A gradient, 0 where a rule let none through."""
+    """A gradient, 0 where none comes through."""
     return torch.zeros_like(like) if grad is None else grad

@@ -1,0 +1,104 @@
+"""Gates and decays: the strongest that a dtype holds, those of absent tokens, and on which device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import clearhead as ch
+from tests.linear.members import MEMBERS, SHAPE, Inputs
+from tests.linear.test_forms import gradients, near
+
+
+def test_strong_gates_neither_overflow_nor_lose_the_last_token() -> None:
+    inputs = MEMBERS["gate per channel"].draw((1, 2, 300, 8), dtype=torch.float32)
+    for strength in (-1e4, -1e-6):
+        strong = Inputs(inputs.query, inputs.key, inputs.value, {"log_gate": torch.full((1, 2, 300, 8), strength)})
+        for form in ("chunked", "parallel"):
+            output, _ = MEMBERS["gate per channel"].run(strong, form=form)
+            serial, _ = MEMBERS["gate per channel"].run(strong, form="recurrent")
+            torch.testing.assert_close(output, serial, rtol=1e-4, atol=1e-4)
+        if strength == -1e4:
+            own = (inputs.query * inputs.key).sum(-1, keepdim=True) / 8**0.5 * inputs.value
+            torch.testing.assert_close(output, own, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("name", ["gate per token", "gate per channel", "delta, gate per token"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gates_at_the_end_of_a_dtype_forget_all_and_no_more(
+    name: str, dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr("clearhead.linear.native.takes", lambda *given: False)
+    member = MEMBERS[name]
+    inputs = member.draw((1, 2, 40, 6), dtype=dtype)
+    mild = inputs.extra["log_gate"] * 0.01
+    for lowest in (torch.finfo(dtype).min, torch.finfo(dtype).min / 3, -1e4):
+        for places in (slice(None), slice(3, None, 3), slice(7, 8)):
+            gate = mild.clone()
+            gate[:, :, places] = lowest
+            given_ = Inputs(inputs.query, inputs.key, inputs.value, {**inputs.extra, "log_gate": gate})
+            serial, last = member.run(given_, form="recurrent")
+            wanted = gradients(member, given_, form="recurrent")
+            for form in ("chunked", "parallel"):
+                output, state = member.run(given_, form=form)
+                # Sums of up to 40 logarithms of 128 round by 3e-4 in float32; of 1e4 it would be 2e-2.
+                close = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 2e-2}[dtype]
+                torch.testing.assert_close(output, serial, rtol=close, atol=close)
+                torch.testing.assert_close(state.matrix, last.matrix, rtol=close, atol=close)
+                for own, other in zip(gradients(member, given_, form=form), wanted, strict=True):
+                    torch.testing.assert_close(own, other, rtol=close, atol=close * max(1.0, float(other.abs().max())))
+
+
+def test_a_compiled_call_takes_gates_at_the_end_of_a_dtype() -> None:
+    member = MEMBERS["gate per channel"]
+    inputs = member.draw(dtype=torch.float32)
+    inputs.extra["log_gate"][:, :, 5:9] = torch.finfo(torch.float32).min
+    torch.compiler.reset()
+    output, state = torch.compile(member.run, backend="eager")(inputs, chunk_size=8)
+    serial, last = member.run(inputs, form="recurrent")
+    torch.testing.assert_close(output, serial, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(state.matrix, last.matrix, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["gate per channel", "delta, gate per token"])
+def test_gates_of_tokens_in_no_document_are_not_read(name: str) -> None:
+    inputs = MEMBERS[name].draw((1, 2, 9, SHAPE[3]))
+    mask = ch.Documents(ids=torch.tensor([0, 0, 0, 0, 1, 1, -1, -1, -1]))
+    expected, _ = MEMBERS[name].run(inputs, mask=mask)
+    inputs.extra["log_gate"][:, :, 6:] = torch.nan
+    near(MEMBERS[name].run(inputs, mask=mask)[0], expected)
+    inputs.extra["log_gate"][:, :, 5] = torch.nan
+    with pytest.raises(ch.ShapeError, match="log_gate must be finite and at most 0"):
+        MEMBERS[name].run(inputs, mask=mask)
+
+
+def test_decays_go_to_where_the_keys_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    # Torch has no autocast to switch off on this device, so the call ends here.
+    monkeypatch.setattr("clearhead.linear.attention.run", lambda member, *given: seen.append(member))
+    x = torch.empty(1, 3, 8, 4, device="meta")
+    for decay in (None, [0.5, 0.9, 1.0], torch.tensor([0.5, 0.9, 1.0])):
+        ch.linear.retention(x, x, x, decay=decay)
+    assert [member.log_decay.device.type for member in seen] == ["meta"] * 3
+
+
+@pytest.mark.parametrize("use_native", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("kind", ["linear", "retention", "gated", "delta"])
+def test_a_module_can_be_checkpointed(kind: Any, use_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not use_native:
+        monkeypatch.setattr("clearhead.linear.native.library", lambda: None)
+    module = ch.nn.LinearAttention(16, 2, kind=kind)
+    grads = []
+    for kept in (True, False):
+        x = torch.randn(2, 50, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        if kept:
+            output = module(x, mask=ch.Causal())
+        else:
+            output = checkpoint(lambda x: module(x, mask=ch.Causal()), x, use_reentrant=False)
+        grads.append(torch.autograd.grad(output.square().sum(), x)[0])
+    torch.testing.assert_close(*grads)
