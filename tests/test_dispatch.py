@@ -93,3 +93,26 @@ def test_long_documents_need_no_square_mask() -> None:
         torch.testing.assert_close(found, ch.attention(query, query, query, mask=mask, backend="tiled"))
     windowed = ch.Documents(lengths=lengths) & ch.Window(3)
     assert ch.explain_dispatch(query, query, query, mask=windowed).reasons["sdpa"]
+
+
+def test_explaining_draws_no_seed() -> None:
+    torch.manual_seed(0)
+    right = torch.rand(1)
+    torch.manual_seed(0)
+    ch.explain_dispatch(*tensors(), dropout=0.5)
+    assert torch.equal(torch.rand(1), right)
+
+
+@pytest.mark.parametrize("want", ["lse", {}, 0])
+def test_explaining_takes_a_want(want: object) -> None:
+    with pytest.raises(ch.UnsupportedError, match=r"explain_dispatch: want must be a ch\.Want; got"):
+        ch.explain_dispatch(*tensors(), want=want)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mask", [None, ch.Causal(), ch.Window(2), ch.Padding([3]), ch.Documents(lengths=[2, 4])])
+@pytest.mark.parametrize("scores", [(), (ch.SoftCap(3.0),), (ch.Alibi(2),)])
+def test_meta_tensors_give_meta_tensors(mask: ch.Mask | None, scores: tuple[ch.ScoreRule, ...]) -> None:
+    own = torch.empty(1, 2, 6, 4, device="meta")
+    output = ch.attention(own, own, own, mask=mask, scores=scores)
+    assert output.is_meta
+    assert output.shape == own.shape

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import clearhead as ch
+from clearhead.problem import Problem
 from tests.problems import tensors
 
 
@@ -78,6 +80,10 @@ BAD = [
     ((q(3, 4).long(),) * 3, {}, ch.UnsupportedError, "query must be floating point; got torch.int64"),
     ((q(3, 4), q(3, 4, device="meta"), q(3, 4)), {}, ch.UnsupportedError, "key must be on query's device cpu"),
     ((q(3, 4),) * 3, {"scale": float("nan")}, ch.ShapeError, "scale must be a finite number; got nan"),
+    ((q(3, 4),) * 3, {"scale": 1e39}, ch.ShapeError, "scale must be a number that float32 holds; got 1e+39"),
+    ((q(3, 4),) * 3, {"scale": 10**400}, ch.ShapeError, "scale must be a number that float32 holds; got 1000"),
+    ((q(3, 4),) * 3, {"query_offset": 2**49}, ch.ShapeError, "query_offset must lie within 2**48 of 0; got 5629"),
+    ((q(3, 4),) * 3, {"scores": np.zeros(3)}, ch.UnsupportedError, "scores must hold score rules; got float64"),
     ((q(3, 4),) * 3, {"scale": "1"}, ch.ShapeError, "scale must be a finite number"),
     ((q(3, 4),) * 3, {"dropout": 1.0}, ch.ShapeError, "dropout must be a probability from 0 up to, but not, 1"),
     ((q(3, 4),) * 3, {"dropout": -0.1}, ch.ShapeError, "got -0.1"),
@@ -152,3 +158,15 @@ def test_bad_wants(want: Any, words: str) -> None:
 def test_bad_rules(value: Any) -> None:
     with pytest.raises(ch.ClearheadError, match=r"^\w+: \w+ must .+; got .+\. .+\.$"):
         value()
+
+
+@pytest.mark.parametrize("scale", [1e-39, 1e-300, -1e-45])
+@pytest.mark.parametrize("backend", ["native", "sdpa", "tiled", "reference"])
+def test_a_scale_that_float32_has_no_digits_for_is_zero(scale: float, backend: str) -> None:
+    query, key, value = torch.randn(3, 5, 4)
+    if ch.explain_dispatch(query, key, value).reasons[backend]:
+        pytest.skip(backend)
+    found = ch.attention(query, key, value, scale=scale, backend=backend)
+    assert torch.equal(found, ch.attention(query, key, value, scale=0.0, backend=backend))
+    held = Problem.of("attention", query.double(), key.double(), value.double(), scale=scale)
+    assert held.scale == scale

@@ -87,7 +87,7 @@ def run(function: str, problem: Problem, want: Want, backend: str = "auto") -> O
     """Choose and run; autocast stays outside, so that float32 inputs are computed in float32."""
     chosen = choose(function, problem, want, backend)
     device = problem.query.device.type
-    if not torch.is_autocast_enabled(device):
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return chosen.run(problem, want)
     with torch.autocast(device, enabled=False):
         return chosen.run(problem, want)

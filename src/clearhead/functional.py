@@ -81,7 +81,7 @@ def attention(
         )  # fmt: skip
     causal = type(mask) is Causal
     if (
-        (causal or mask is None) and scores == () and (scale is None or type(scale) is float)
+        (causal or mask is None) and type(scores) is tuple and not scores and (scale is None or type(scale) is float)
         and type(dropout) is float and seed is None and query_offset is None and backend in _MAY_REPLAY
     ):  # fmt: skip
         again = replay(query, key, value, causal, scale, dropout)
@@ -135,14 +135,7 @@ def observe_attention(
     >>> ch.observe_attention(x, x, x, mask=ch.Causal(), want=ch.Want(entropy=True, rows=[0])).rows
     tensor([[1., 0.]])
     """
-    if not isinstance(want, Want):
-        raise UnsupportedError.about(
-            "observe_attention",
-            "want",
-            must="be a ch.Want",
-            got=type(want).__name__,
-            then="Pass ch.Want(lse=True).",
-        )
+    _check_want("observe_attention", want)
     problem = Problem.of(
         "observe_attention", query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,
         query_offset=query_offset,
@@ -178,10 +171,18 @@ def explain_dispatch(
     >>> print(ch.explain_dispatch(x, x, x, scores=[ch.SoftCap(30.0)], backend="tiled").choice)
     tiled
     """
-    want = want or _NOTHING
+    want = _NOTHING if want is None else want
+    _check_want("explain_dispatch", want)
     problem = Problem.of(
-        "explain_dispatch", query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,
-        query_offset=query_offset,
+        "explain_dispatch", query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout,
+        seed=0 if seed is None else seed, query_offset=query_offset,
     )  # fmt: skip
     want.check("explain_dispatch", (problem.batch, problem.num_heads, problem.q_len, problem.k_len))
     return report("explain_dispatch", problem, want, backend)
+
+
+def _check_want(function: str, want: object) -> None:
+    if not isinstance(want, Want):
+        raise UnsupportedError.about(
+            function, "want", must="be a ch.Want", got=type(want).__name__, then="Pass ch.Want(lse=True)."
+        )

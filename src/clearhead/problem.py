@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
-from clearhead.masks.base import Mask, index_tensors, resolve_offset
+from clearhead.masks.base import Mask, does_as, index_tensors, resolve_offset, seen
 from clearhead.masks.parts import Parts, parts_of
 from clearhead.scores import ScoreFunction, ScoreRule, Sink, as_rules
-from clearhead.shapes import Float
+from clearhead.shapes import Bool, Float
 from clearhead.traced_rules import Extent, traced_rules
 
 __all__ = ["DTYPES", "Problem", "draw_seed"]
@@ -63,7 +63,7 @@ class Problem:
             query=query, key=key, value=value,
             mask=None if mask is None else mask.placed(offset).to(query.device),
             scores=tuple(rule.placed(offset).to(query.device) for rule in rules),
-            scale=_scale(function, scale, query.shape[3]), dropout=_probability(function, dropout),
+            scale=_scale(function, scale, query), dropout=_probability(function, dropout),
             seed=_seed(function, seed, dropout), query_offset=offset, leading=leading,
         )  # fmt: skip
         problem._check_parts(function)
@@ -143,7 +143,8 @@ class Problem:
     @cached_property
     def mask_parts(self) -> Parts:
         """The mask as a band, runs of keys and tables."""
-        return parts_of(self.mask, (self.batch, self.num_heads, self.q_len, self.k_len), self.query_offset)
+        size = (self.batch, self.num_heads, self.q_len, self.k_len)
+        return parts_of(self.mask, size, self.query_offset, self.query.device)
 
     @cached_property
     def with_traced_rules(self) -> Problem:
@@ -155,7 +156,9 @@ class Problem:
         traced = {
             place: rules
             for place, rule in enumerate(self.scores)
-            if isinstance(rule, ScoreFunction) and (rules := traced_rules(rule, extent, like)) is not None
+            if isinstance(rule, ScoreFunction)
+            and does_as(rule, ScoreFunction, "apply")
+            and (rules := traced_rules(rule, extent, like)) is not None
         }
         if not traced:
             return self
@@ -169,6 +172,12 @@ class Problem:
     def with_seed(self, seed: int) -> Problem:
         """The same work with another seed."""
         return self._with(seed=seed)
+
+    def with_table(self, table: Bool[Tensor, "batch heads q_len k_len"]) -> Problem:
+        """The same work with the mask's tables, and what is asked place by place, as a table that was written out."""
+        other = self._with()
+        other.__dict__["mask_parts"] = self.mask_parts.with_table(table)
+        return other
 
     def _with(self, **fields: Any) -> Problem:
         """A copy that keeps the mask's parts, which depend on sizes alone."""
@@ -253,24 +262,23 @@ def _offset(
     q_len: int,
     k_len: int,
 ) -> int:
-    if query_offset is not None and (isinstance(query_offset, bool) or not isinstance(query_offset, int)):
-        raise ShapeError.about(
-            function, "query_offset", must="be a whole number", got=repr(query_offset)[:80],
-            then="It is the absolute position of the first query.",
-        )  # fmt: skip
     subjects = (mask, *rules)
     return max((resolve_offset(function, part, q_len, k_len, query_offset) for part in subjects), key=abs)
 
 
-def _scale(function: str, scale: float | None, head_dim: int) -> float:
+def _scale(function: str, scale: float | None, query: Tensor) -> float:
     if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not math.isfinite(scale):
+        return 1.0 / math.sqrt(query.shape[3])
+    held = torch.finfo(torch.float64 if query.dtype == torch.float64 else torch.float32)
+    number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    finite = number and (isinstance(scale, int) or math.isfinite(scale))
+    if not finite or abs(scale) > held.max:
         raise ShapeError.about(
-            function, "scale", must="be a finite number", got=repr(scale)[:80],
-            then="A learned scale goes onto query before the call.",
+            function, "scale", must=f"be a number that float{held.bits} holds" if finite else "be a finite number",
+            got=seen(scale), then="A learned scale goes onto query before the call.",
         )  # fmt: skip
-    return float(scale)
+    # Below the normal numbers some kernels would have digits that others lack.
+    return float(scale) if held.bits == 64 or abs(scale) >= held.tiny else 0.0
 
 
 def _probability(function: str, dropout: float) -> float:
@@ -284,7 +292,7 @@ def _probability(function: str, dropout: float) -> float:
 
 def draw_seed(dropout: float) -> int:
     """One from torch's generator, so that ``torch.manual_seed`` reproduces it; 0 where nothing is dropped."""
-    return int(torch.randint(2**62, ()).item()) if dropout > 0.0 else 0
+    return int(torch.randint(2**62, (), device="cpu").item()) if dropout > 0.0 else 0
 
 
 def _seed(function: str, seed: int | None, dropout: float) -> int:

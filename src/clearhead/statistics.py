@@ -61,6 +61,10 @@ class Want:
                 asked.add(field.name)
         return frozenset(asked)
 
+    def rows_on(self, device: torch.device) -> Int[Tensor, " rows"]:
+        """``rows`` as int64 on a device; none where none are asked for."""
+        return _as_rows(() if self.rows is None else self.rows).to(device, torch.int64)
+
     def check(self, function: str, sizes: tuple[int, int, int, int]) -> None:
         """Raise ``ShapeError`` unless all that is asked for fits a call of ``(batch, heads, q_len, k_len)``."""
         batch, heads, q_len, k_len = sizes
@@ -87,10 +91,14 @@ class Want:
                 )
 
 
+def _as_rows(given: Sequence[int] | Tensor) -> Tensor:
+    return given if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
+
+
 def _check_rows(function: str, given: Sequence[int] | Tensor, q_len: int) -> None:
     must = f"be query indices from 0 to {q_len - 1}" if q_len else "be empty where there are no queries"
     try:
-        rows = torch.as_tensor(given)
+        rows = _as_rows(given)
     except (TypeError, ValueError, RuntimeError):
         rows = None
     whole = rows is not None and (rows.numel() == 0 or not (rows.is_floating_point() or rows.dtype == torch.bool))
@@ -99,6 +107,7 @@ def _check_rows(function: str, given: Sequence[int] | Tensor, q_len: int) -> Non
         raise ShapeError.about(
             function, "want.rows", must=must, got=got.removeprefix("torch."), then="Pass a list of whole numbers."
         )
+    rows = rows.to(torch.int64)
     if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= q_len):
         outside = rows[(rows < 0) | (rows >= q_len)]
         raise ShapeError.about(

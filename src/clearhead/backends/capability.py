@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from clearhead.masks.base import does_as
 from clearhead.problem import DTYPES, Problem
 from clearhead.scores import ScoreRule
 from clearhead.statistics import Observation, Want
@@ -63,7 +64,7 @@ class Capability:
         if dtype not in self.dtypes:
             reasons.append(f"has no {dtype}".replace("torch.", ""))
         for rule in problem.scores:
-            if not isinstance(rule, self.rules):
+            if not any(kind is ScoreRule or does_as(rule, kind, "apply") for kind in self.rules):
                 reasons.append(f"cannot apply {type(rule).__name__} to scores")
         if problem.dropout > 0.0 and not self.dropout:
             reasons.append("cannot reproduce dropout from a seed")

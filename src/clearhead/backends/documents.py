@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from clearhead.masks import Documents, Mask
-from clearhead.masks.base import conjuncts
+from clearhead.masks.base import conjuncts, does_as
 from clearhead.problem import Problem
 from clearhead.shapes import Bool, Float, Int
 
@@ -57,7 +57,7 @@ def documents_in(problem: Problem) -> Documents | None:
     if not packed or problem.mask is None:
         return None
     for part in conjuncts(problem.mask):
-        if isinstance(part, Documents) and part.contiguous:
+        if does_as(part, Documents) and part.contiguous:
             return part
     return None
 

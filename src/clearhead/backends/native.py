@@ -9,16 +9,27 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import contained
-from clearhead.backends.native_library import DTYPES, MAX_HEAD_DIM, MAX_RULES, Description, in_memory, reason
-from clearhead.backends.native_replay import remember
+from clearhead.backends.native_library import (
+    DTYPES,
+    MAX_BLOCK,
+    MAX_HEAD_DIM,
+    MAX_RULES,
+    Description,
+    in_memory,
+    reason,
+)
+from clearhead.backends.native_replay import FEW_NUMBERS, remember
 from clearhead.backends.native_statistics import DIFFERENTIABLE, Grads
 from clearhead.backends.native_work import BackwardWork, ForwardWork, Rows
 from clearhead.backends.once import once
+from clearhead.errors import UnsupportedError
 from clearhead.masks import Causal
+from clearhead.masks.base import does_as
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, Sink, SoftCap
 from clearhead.statistics import Observation, Want
@@ -27,19 +38,40 @@ __all__ = ["BACKEND", "Arrived", "gradients"]
 
 #: The largest table of booleans that is written out for a mask that is neither runs of keys nor a table of its own.
 _MAX_TABLE_ENTRIES: Final = 2**26
+#: Statistics that backward reads.
+_KEPT: Final = ("entropy", "distance", "sink", "ties")
+_FLOAT32: Final = torch.finfo(torch.float32)
+_PLAIN: Final = "needs plain tensors, not subclasses, and not those of torch.func"
 
 
 def _also(problem: Problem) -> list[str]:
-    if not all(map(in_memory, (problem.query, problem.key, problem.value))):
-        return ["needs plain tensors, not subclasses, and not those of torch.func"]
-    if torch._C._len_torch_dispatch_stack() > 0 or forward_ad._current_level >= 0:
+    mask = () if problem.mask is None else problem.mask.tensors()
+    if not all(map(in_memory, (problem.query, problem.key, problem.value, *mask))) or _transformed():
+        return [_PLAIN]
+    if torch._C._len_torch_dispatch_stack() > 0 or forward_ad._current_level >= 0 or _traced():
         return ["is not seen by what traces operators or differentiates forward"]
     problem = problem.with_traced_rules
+    if not all(in_memory(tensor) for rule in problem.scores for tensor in rule.tensors()):
+        return [_PLAIN]
+    return [*_rule_reasons(problem), *_size_reasons(problem)]
+
+
+def _transformed() -> bool:
+    return torch._C._are_functorch_transforms_active()
+
+
+def _traced() -> bool:
+    return bool(torch._C._is_tracing())
+
+
+def _rule_reasons(problem: Problem) -> list[str]:
     reasons = []
     if any(isinstance(rule, ScoreFunction) for rule in problem.scores):
         reasons.append("takes a ScoreFunction that caps scores or adds a bias of q_pos - k_pos or of the key alone")
     if sum(isinstance(rule, SoftCap) for rule in problem.scores) > 1:
         reasons.append("takes one SoftCap")
+    if any(isinstance(rule, SoftCap) and not _FLOAT32.tiny <= rule.cap <= _FLOAT32.max for rule in problem.scores):
+        reasons.append("takes a cap that float32 holds")
     if len(problem.elementwise) > MAX_RULES:
         reasons.append(f"takes {MAX_RULES} score rules")
     for rule in problem.scores if problem.needs_gradient else ():
@@ -47,8 +79,18 @@ def _also(problem: Problem) -> list[str]:
             reasons.append("has no gradient for Alibi's slopes")
         if isinstance(rule, DenseBias) and rule.bias.requires_grad and rule.bias.shape[3] != problem.k_len:
             reasons.append("has no gradient for a DenseBias without a key axis")
+    return reasons
+
+
+def _size_reasons(problem: Problem) -> list[str]:
+    reasons = []
+    if problem.value_dim == 0:
+        reasons.append("takes values of at least one channel")
     if max(problem.k_len, problem.q_len) >= 2**30:
         reasons.append("takes lengths below 2**30")
+    blocks = None if problem.mask is None else problem.mask_parts.blocks
+    if blocks is not None and blocks.size > MAX_BLOCK:
+        reasons.append(f"takes blocks of up to {MAX_BLOCK:,} positions")
     entries = _table_entries(problem)
     if entries > _MAX_TABLE_ENTRIES:
         reasons.append(f"would need a table of {entries:,} entries (limit {_MAX_TABLE_ENTRIES:,})")
@@ -95,11 +137,10 @@ def _remember(problem: Problem, work: ForwardWork, **training: Any) -> None:
 
 def _may_come_again(problem: Problem) -> bool:
     """Whether shapes, strides, dtype and two numbers say all there is to say about a call."""
-    return not problem.scores and (problem.mask is None or _square_causal(problem))
-
-
-def _square_causal(problem: Problem) -> bool:
-    return isinstance(problem.mask, Causal) and problem.query_offset == 0 and problem.q_len == problem.k_len
+    # Where queries stand, dropout reads too.
+    if problem.scores or problem.query_offset != 0:
+        return False
+    return problem.mask is None or (does_as(problem.mask, Causal) and problem.q_len == problem.k_len)
 
 
 class _Native(torch.autograd.Function):
@@ -114,7 +155,10 @@ class _Native(torch.autograd.Function):
         output, rows, found = work.output, work.rows, {} if work.gathered is None else work.gathered.results()
         assert rows is not None
         names.extend(found)
+        # Few numbers stay with the node, as those of a step that is played back do.
+        ctx.softmax = None
         if not want.names and _may_come_again(problem) and rows.output is None and rows.lse is None:
+            ctx.softmax = rows.softmax if rows.softmax.numel() <= FEW_NUMBERS else None
             _remember(problem, work, softmax=rows.softmax, otherwise=partial(_step_backward, problem.without_numbers()))
         # What is saved below goes when backward is done; the problem stays as long as the output does.
         ctx.problem, ctx.names, ctx.sink_keys = problem.without_numbers(), names, want.sink
@@ -122,8 +166,8 @@ class _Native(torch.autograd.Function):
         ctx.mark_non_differentiable(*(tensor for name, tensor in found.items() if name not in DIFFERENTIABLE))
         # Small ones, and what a gradient of them needs.
         ctx.save_for_backward(
-            *tensors[:3], rows.output, rows.lse, rows.softmax,
-            *(found.get(name) for name in ("entropy", "distance", "sink", "ties")),
+            *tensors[:3], rows.output, rows.lse, rows.softmax if ctx.softmax is None else None, work.written,
+            *(found.get(name) for name in _KEPT), *_read_again(problem),
         )  # fmt: skip
         return output, rows.lse, *found.values()
 
@@ -131,17 +175,40 @@ class _Native(torch.autograd.Function):
     def backward(
         ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, *others: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        query, key, value, output, lse, softmax, *small = ctx.saved_tensors
+        query, key, value, output, lse, softmax, written, *small = ctx.saved_tensors
+        softmax = ctx.softmax if softmax is None else softmax
         problem = ctx.problem.with_tensors(query, key, value)
+        problem = problem if written is None else problem.with_table(written)
         rows = Rows(output, lse, softmax)
         given = {name: grad for name, grad in zip(ctx.names, others, strict=True) if grad is not None}
-        found = dict(zip(("entropy", "distance", "sink", "ties"), small, strict=True))
+        found = dict(zip(_KEPT, small[: len(_KEPT)], strict=True))
         with torch.no_grad():
+            _refuse_batched(*(grad for grad in (grad_output, grad_lse, *given.values()) if grad is not None))
             if grad_output is None:
                 grad_output = query.new_zeros((*softmax.shape[:3], problem.value_dim))
             arrived = Arrived(grad_output, grad_lse, given, found, ctx.sink_keys)
             grads = gradients(problem, rows, arrived)
-        return None, None, None, *once(grads, (query, key, value, grad_output))
+        pulled = [grad for grad in (grad_output, grad_lse) if grad is not None]
+        depended = (query, key, value, *pulled, *given.values(), *problem.rule_parameters)
+        return None, None, None, *once(grads, depended)
+
+
+def _refuse_batched(*grads: Tensor) -> None:
+    if any(map(is_legacy_batchedtensor, grads)):
+        raise UnsupportedError.about(
+            "attention", "is_grads_batched", must="be False on this backend", got="several gradients at once",
+            then="Take them one by one, or use backend='reference'.",
+        )  # fmt: skip
+
+
+def _read_again(problem: Problem) -> list[Tensor]:
+    """Tensors of rules and mask that backward reads where they lie; autograd tells if one was written into."""
+    found = [tensor for rule in problem.scores for tensor in rule.tensors()]
+    if problem.mask is not None:
+        parts = problem.mask_parts
+        found += [] if parts.dense is None else [parts.dense.allowed]
+        found += [] if parts.blocks is None else [parts.blocks.table]
+    return [tensor for tensor in found if not tensor.is_inference()]
 
 
 def _step_backward(
@@ -151,6 +218,7 @@ def _step_backward(
     given = (query, key, value, grad_output)
     rows = Rows(None, None, softmax)
     with torch.no_grad():
+        _refuse_batched(grad_output)
         *inputs, arrived = (tensor.view((1,) * (4 - tensor.dim()) + tensor.shape) for tensor in given)
         own = problem.with_tensors(*inputs).with_seed(seed)
         work = BackwardWork(own, rows, arrived)
@@ -195,7 +263,7 @@ def gradients(problem: Problem, rows: Rows, arrived: Arrived) -> list[Tensor]:
         assert again.lse is not None
         clean = contained(problem, again.output, again.lse)
         # A row with an infinite largest score and no share has no weights.
-        gone = torch.tensor([torch.inf, 0.0])
+        gone = rows.softmax.new_tensor([torch.inf, 0.0])
         softmax = torch.where(clean.spoiled[..., None], gone, rows.softmax)
         finite = Rows(None if rows.output is None else clean.finite(rows.output), rows.lse, softmax)
         grads = _backward(clean.problem, finite, arrived.without(clean.spoiled))

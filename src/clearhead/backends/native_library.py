@@ -20,8 +20,8 @@ import torch as torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 __all__ = [
-    "ABI", "DTYPES", "LINEAR_PAD", "MAX_AXES", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS", "MAX_TERMS",
-    "MAX_THREADS", "TILE", "UNBOUNDED",
+    "ABI", "DTYPES", "LINEAR_PAD", "MAX_AXES", "MAX_BLOCK", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS",
+    "MAX_TERMS", "MAX_THREADS", "TILE", "UNBOUNDED",
     "Call", "Code", "Description", "Dtype", "Feature", "LinearDescription", "ProjectionDescription", "Rule", "RuleKind",
     "Statistics", "Table", "TensorView", "Term", "Verb", "in_memory", "isa_index", "isa_name",
     "isa_names", "library", "message", "quick", "reason", "run",
@@ -32,6 +32,8 @@ ABI: Final = 9
 MAX_HEAD_DIM: Final = 256
 MAX_RUNS: Final = 4
 MAX_RULES: Final = 8
+#: Positions of a block: the field has 32 bits.
+MAX_BLOCK: Final = 2**31 - 1
 MAX_CHUNK: Final = 256
 MAX_TERMS: Final = 4
 MAX_AXES: Final = 5

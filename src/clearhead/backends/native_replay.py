@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, empty_like, get_num_threads, is_grad_enabled
+from torch._C import _is_tracing as tracing
 from torch._C import _len_torch_dispatch_stack as modes
 from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
@@ -26,14 +27,15 @@ from clearhead.backends.native_library import Code, Description, in_memory, libr
 from clearhead.backends.native_memory import LEAST, new_tensor
 from clearhead.problem import draw_seed
 
-__all__ = ["Otherwise", "Played", "remember", "replay"]
+__all__ = ["FEW_NUMBERS", "Otherwise", "Played", "remember", "replay"]
 
 #: Layouts kept; when there are more, all are forgotten.
 _MOST: Final = 1024
 #: Multiplications of a call that is over before another thread could have had Python's lock.
 _BRIEF: Final = 2**18
-#: Rows up to which a step of training has memory of its own in place of tensors, which take ten times as long to make.
-_FEW_ROWS: Final = 2**12
+#: Numbers of rows up to which a step of training has memory of its own in place of tensors, which take ten times as
+#: long to make. A step that is written down saves as few: activation checkpoints count them each time.
+FEW_NUMBERS: Final = 2**13
 _OK: Final = int(Code.OK)
 _WORDS: Final = ctypes.sizeof(Description) // 8
 
@@ -87,7 +89,7 @@ def _torchs_guards() -> Callable[..., Any]:
         from torch._C._dynamo.guards import TensorGuards
 
         make: Callable[..., Any] = partial(cast(Any, TensorGuards), dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        make(torch.empty(1)).check(torch.empty(1))
+        make(torch.empty(1, device="cpu")).check(torch.empty(1, device="cpu"))
     except (ImportError, AttributeError, TypeError):
         return _Guards
     return make
@@ -144,7 +146,7 @@ class _Layout:
         """What a step of training has besides: rows' statistics, and another way back."""
         self.otherwise, self.shape = otherwise, tuple(softmax.shape)
         # Such memory stays as long as the graph; a tensor that is saved goes when backward is done.
-        self.few = ctypes.c_float * softmax.numel() if softmax.numel() <= 2 * _FEW_ROWS else None
+        self.few = ctypes.c_float * softmax.numel() if softmax.numel() <= FEW_NUMBERS else None
 
     def know(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
@@ -221,7 +223,8 @@ def _layout(
 def _fits(*tensors: Tensor) -> bool:
     """Whether nothing about the tensors but their layout matters: no subclass, no transformation."""
     plain = all(in_memory(tensor) and tensor.is_cpu and not tensor.is_neg() for tensor in tensors)
-    return plain and maybe_current_level() is None and forward_ad._current_level < 0 and not modes()
+    alone = maybe_current_level() is None and forward_ad._current_level < 0 and not modes() and not tracing()
+    return plain and alone
 
 
 def _rows_lie(*tensors: Tensor) -> bool:
@@ -240,6 +243,7 @@ def replay(
             if known is not None and known.causal is causal and known.scale == scale and known.dropout == dropout
             and known.check(query, key, value) and known.training is (known.learns and is_grad_enabled())
             and known.threads == get_num_threads() and forward_ad._current_level < 0 and not modes()
+            and not tracing()
             else _played.find(query, key, value, causal, scale, dropout)
         )  # fmt: skip
     except TypeError:  # not a tensor
@@ -285,7 +289,7 @@ class _Again(torch.autograd.Function):
             words[_SOFTMAX] = addressof(softmax)
             ctx.save_for_backward(query, key, value)
         else:
-            rows = torch.empty(layout.shape)
+            rows = torch.empty(layout.shape, dtype=torch.float32, device="cpu")
             words[_SOFTMAX] = rows.data_ptr()
             ctx.save_for_backward(query, key, value, rows)
         code = plan.kernel(plan.reference)
@@ -320,7 +324,8 @@ class _Again(torch.autograd.Function):
         words[_KEY] = key.data_ptr()
         words[_VALUE] = value.data_ptr()
         if rows:
-            softmax, delta = rows[0].contiguous(), torch.empty(layout.shape[:-1])
+            softmax = rows[0].contiguous()
+            delta = softmax.new_empty(layout.shape[:-1])
             words[_SOFTMAX] = softmax.data_ptr()
             words[_DELTA] = delta.data_ptr()
         else:

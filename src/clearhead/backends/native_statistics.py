@@ -11,7 +11,6 @@ from torch import Tensor
 
 from clearhead.backends.native_library import Statistics
 from clearhead.problem import Problem
-from clearhead.record import as_index
 from clearhead.statistics import Want
 
 __all__ = ["DIFFERENTIABLE", "Gathered", "Grads", "kernel_gives"]
@@ -55,15 +54,16 @@ class Gathered:
         if want.row_weights is not None:
             self._row_weights(want.row_weights)
         if want.heatmap:
-            self.structure.heatmap = want.heatmap
-            tiles = (-(-problem.q_len // want.heatmap), -(-problem.k_len // want.heatmap))
+            # A tile larger than the whole is the whole.
+            side = self.structure.heatmap = min(want.heatmap, max(1, problem.q_len, problem.k_len))
+            tiles = (-(-problem.q_len // side), -(-problem.k_len // side))
             for name in ("heatmap_max", "heatmap_mean"):
                 self._result(name, name, *tiles)
         if want.rows is not None:
-            self._rows(as_index(want.rows))
+            self._rows(want.rows_on(problem.query.device))
 
     def _result(self, field: str, name: str, *sizes: int, dtype: torch.dtype = torch.float32) -> None:
-        tensor = torch.empty(self.problem.batch, self.problem.num_heads, *sizes, dtype=dtype)
+        tensor = self.problem.query.new_empty((self.problem.batch, self.problem.num_heads, *sizes), dtype=dtype)
         self.found[name] = tensor
         setattr(self.structure, field, tensor.data_ptr())
 
@@ -77,9 +77,9 @@ class Gathered:
         self._result("weighted", "row_weights", count, self.problem.k_len)
 
     def _rows(self, rows: Tensor) -> None:
-        chosen, self._rows_again = torch.unique(rows.cpu(), return_inverse=True)
-        self._slots = torch.full((self.problem.q_len,), -1, dtype=torch.int32)
-        self._slots[chosen] = torch.arange(chosen.numel(), dtype=torch.int32)
+        chosen, self._rows_again = torch.unique(rows, return_inverse=True)
+        self._slots = rows.new_full((self.problem.q_len,), -1, dtype=torch.int32)
+        self._slots[chosen] = torch.arange(chosen.numel(), dtype=torch.int32, device=rows.device)
         self.structure.row_slots, self.structure.num_rows = self._slots.data_ptr(), chosen.numel()
         self._result("rows", "rows", chosen.numel(), self.problem.k_len)
 

@@ -45,9 +45,14 @@ class Rows:
 
 
 class Work:
-    """A description together with the tensors that it points into; they may be written until ``run``."""
+    """A description together with the tensors that it points into; they may be written until ``run``.
+
+    Attributes:
+        written: the mask as a table, where it was asked place by place.
+    """
 
     verb: Verb
+    written: Tensor | None = None
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -112,6 +117,7 @@ class Work:
         allowed = parts.table(self.problem.indices()) if parts.rest or parts.dense is not None else None
         if allowed is not None:
             description.allowed = self._table(allowed)
+            self.written = allowed if parts.rest else None
         if parts.blocks is not None:
             table = parts.blocks.table
             description.blocks, description.block_size = self._table(table), parts.blocks.size
@@ -220,7 +226,11 @@ def check(name: str, code: int) -> bool:
     if code == Code.NO_MEMORY:
         raise MemoryError(f"{name}: {message(code)}")
     # What a Problem lets through, the kernels take: any other code is a mistake of ours.
-    assert code in (Code.OK, Code.NOT_FINITE), f"{name}: {message(code)}"
+    if code not in (Code.OK, Code.NOT_FINITE):
+        raise RuntimeError(
+            f"{name}: the call must fit the CPU kernels; got code {int(code)}, {message(code)}. "
+            "Use backend='tiled', and report this: it should have been refused before."
+        )
     return code == Code.OK
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from clearhead.errors import UnsupportedError
 
 __all__ = ["once"]
+
+Grad = TypeVar("Grad", Tensor, Tensor | None)
 
 
 class _Once(torch.autograd.Function):
@@ -20,18 +23,26 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        raise UnsupportedError.about(
-            "attention", "create_graph", must="be False on this backend", got="a second derivative",
-            then="Use backend='reference', which can be differentiated any number of times.",
-        )  # fmt: skip
+        raise _no_second("a second derivative")
 
 
-def once(grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+def _no_second(got: str) -> UnsupportedError:
+    return UnsupportedError.about(
+        "attention", "create_graph", must="be False on this backend", got=got,
+        then="Use backend='reference', which can be differentiated any number of times.",
+    )  # fmt: skip
+
+
+def once(grads: Sequence[Grad], inputs: Sequence[Tensor]) -> list[Grad]:
     """The gradients, tied to what they depend on where autograd is recording (``create_graph=True``).
 
     Raises:
-        UnsupportedError: not here, but when one of them is differentiated.
+        UnsupportedError: not here, but when one of them is differentiated; here where forward differentiation is.
     """
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(one).tangent is not None for one in inputs):
+        raise _no_second("a gradient with a tangent")
     if not torch.is_grad_enabled():
         return list(grads)
-    return list(_Once.apply(len(grads), *grads, *inputs))  # type: ignore[no-untyped-call]
+    found = [grad for grad in grads if grad is not None]
+    tied = iter(_Once.apply(len(found), *found, *inputs))  # type: ignore[no-untyped-call]
+    return [grad if grad is None else next(tied) for grad in grads]

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import clean_rows
 from clearhead.backends.dropout import keep_scale
 from clearhead.problem import Problem
-from clearhead.record import as_index
 from clearhead.statistics import Observation, Want
 
 __all__ = ["BACKEND", "Steps", "steps"]
@@ -92,7 +92,8 @@ def _log_sum_exp(masked: Tensor, problem: Problem) -> Tensor:
 def _weighted_values(weights: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
     finite = torch.isfinite(value)
     output = weights @ value.masked_fill(~finite, 0.0)
-    if bool(finite.all()):
+    # Meta tensors and those of vmap have no numbers to look at.
+    if not (value.is_meta or is_batchedtensor(value)) and bool(finite.all()):
         return output
     touched = allowed.to(value.dtype) @ (~finite).to(value.dtype) > 0
     return output.masked_fill(touched, torch.nan)
@@ -124,7 +125,7 @@ def run(problem: Problem, want: Want) -> Observation:
         _, _, q_pos, k_pos = problem.indices()
         found["distance"] = (weights * (q_pos - k_pos).abs()).sum(dim=-1)
     if want.rows is not None:
-        found["rows"] = weights[:, :, as_index(want.rows).to(weights.device)]
+        found["rows"] = weights[:, :, want.rows_on(weights.device)]
     return Observation(output=done.output, **found)
 
 

@@ -6,13 +6,15 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
+from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
 from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import all_finite
 from clearhead.backends.documents import Group, documents_in, groups, rest_of
 from clearhead.masks import Causal, Mask
-from clearhead.masks.base import carried_sizes
+from clearhead.masks.base import carried_sizes, does_as
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias
 from clearhead.statistics import Observation, Want
@@ -29,6 +31,11 @@ _Bounds = tuple[Tensor | None, bool, Tensor | None]
 
 def _also(problem: Problem) -> list[str]:
     """Reasons that depend on sizes and, last because it reads them, on the numbers."""
+    if forward_ad._current_level >= 0:
+        return ["is not differentiated forward"]
+    unmasked = _sees_all(problem) or _plain_causal(problem)
+    if not unmasked and any(own.is_meta or is_batchedtensor(own) for own in (problem.key, problem.value)):
+        return ["spreads NaN from masked keys, and has no numbers to look at"]
     entries = _mask_entries(problem)
     if entries > _MAX_MASK_ENTRIES:
         return [f"would need a mask of {entries:,} entries (limit {_MAX_MASK_ENTRIES:,})"]
@@ -65,16 +72,16 @@ def _mask_entries(problem: Problem) -> int:
 
 def _needs_no_square(problem: Problem, rest: list[Mask]) -> bool:
     """Whether documents beside ``rest`` ask torch for its causal flag or a row of padding at most."""
-    return not problem.scores and all(isinstance(part, Causal) for part in rest)
+    return not problem.scores and all(does_as(part, Causal) for part in rest)
 
 
 def _sees_all(problem: Problem) -> bool:
     """Whether the mask forbids nothing: none, or causal from the last position on."""
-    return problem.mask is None or (isinstance(problem.mask, Causal) and problem.query_offset >= problem.k_len - 1)
+    return problem.mask is None or (does_as(problem.mask, Causal) and problem.query_offset >= problem.k_len - 1)
 
 
 def _plain_causal(problem: Problem) -> bool:
-    return isinstance(problem.mask, Causal) and problem.query_offset == 0
+    return does_as(problem.mask, Causal) and problem.query_offset == 0
 
 
 def run(problem: Problem, want: Want) -> Observation:
@@ -173,7 +180,7 @@ def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds:
         query, scale = query * scale, 1.0
     output = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale,
-        enable_gqa=problem.num_heads != problem.num_kv_heads,
+        enable_gqa=bool(problem.num_heads != problem.num_kv_heads),
     )  # fmt: skip
     if empty is not None:
         output = output.masked_fill(empty, 0.0)

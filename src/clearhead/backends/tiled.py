@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
 
 from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.dropout import keep_scale
@@ -31,8 +33,9 @@ from clearhead.backends.tiles import (
     stacked,
     strips,
 )
+from clearhead.errors import ClearheadError
 from clearhead.problem import Problem
-from clearhead.scores import check_reached, differentiated
+from clearhead.scores import ScoreFunction, check_reached, differentiated
 from clearhead.shapes import Float
 from clearhead.statistics import Observation, Want
 
@@ -99,7 +102,9 @@ class _Tiled(torch.autograd.Function):
     """Output, log-sum-exp, largest scores and statistics; rule parameters ride along so that autograd knows them."""
 
     @staticmethod
-    def forward(ctx: Any, problem: Problem, want: Want, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, problem: Problem, want: Want, read: list[Tensor], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         query = problem.query
         rows = (problem.batch, problem.num_heads, problem.q_len)
         # Backward needs the unrounded output: delta is a difference of two large sums in it.
@@ -120,35 +125,41 @@ class _Tiled(torch.autograd.Function):
                         sweep.strip(layout, queries, tiles, pieces[1])
             found = sweep.finished()
         ctx.problem, ctx.want, ctx.found = problem, want, tuple(found)
-        ctx.save_for_backward(*tensors[:4], output, lse, max_score)
-        ctx.rules = len(tensors) > 4
+        # What backward reads again where it lies is saved, so that autograd tells if it was written into.
+        again = [tensor for tensor in read if not tensor.is_inference()]
+        ctx.save_for_backward(*tensors[:4], output, lse, max_score, *again)
+        ctx.reached = [any(own is tensor for tensor in read) for own in tensors[4:]]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(found[name] for name in UNDIFFERENTIABLE if name in found))
         return output.to(query.dtype), lse, max_score, *found.values()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, mixing, output, lse, max_score = ctx.saved_tensors
+        query, key, value, mixing, output, lse, max_score, *_ = ctx.saved_tensors
         problem = ctx.problem.with_tensors(query, key, value)
         given = [grad for grad in grads if grad is not None]
         # Backward may be called within autocast, which would round the products to 16 bits.
         with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
             asked = {name: grad for name, grad in zip(ctx.found, grads[3:], strict=True) if grad is not None}
-            gather = ctx.needs_input_grad[5] and "row_weights" in asked
+            gather = ctx.needs_input_grad[6] and "row_weights" in asked
             pulls = Pulls.of(problem, ctx.want, (max_score, grads[2]), asked, mixing, gather=gather)
-            results = _gradients(problem, (output, lse), (grads[0], grads[1]), pulls, ctx.rules)
+            results = _gradients(problem, (output, lse), (grads[0], grads[1]), pulls, ctx.reached)
             if pulls.grad_mixing is not None:
                 results.append(pulls.grad_mixing.mT.sum_to_size(mixing.shape).to(mixing.dtype))
-        own = once(results, (query, key, value, *given))
+        learned = problem.rule_parameters if ctx.reached else []
+        own = once(results, (query, key, value, *given, *learned, *(() if mixing is None else (mixing,))))
         grad_mixing = own.pop() if pulls.grad_mixing is not None else None
-        return None, None, *own[:3], grad_mixing, *own[3:]
+        return None, None, None, *own[:3], grad_mixing, *own[3:]
 
 
 def _gradients(
     problem: Problem, saved: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None], pulls: Pulls,
-    rules: bool,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of query, key, value and the rules' parameters."""
+    reached: list[bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients of query, key, value and the rules' parameters; None of those that no tile reached.
+
+    ``reached`` are parameters that are known to be read.
+    """
     output, lse = saved
     grad_output = torch.zeros_like(output) if grads[0] is None else grads[0].to(output.dtype)
     # delta is a row's sum of weight times weight-gradient; a gradient of lse enters at the same place.
@@ -157,8 +168,7 @@ def _gradients(
         delta = delta - grads[1]
     inputs = (problem.query, problem.key, problem.value)
     found = [torch.zeros_like(tensor, dtype=problem.work_dtype) for tensor in inputs]
-    parameters = problem.rule_parameters if rules else []
-    learned = _Learned(parameters, [torch.zeros_like(tensor, dtype=problem.work_dtype) for tensor in parameters])
+    learned = _Learned.of(problem, reached)
     everything = slice(None)
     for layout in layouts(problem):
         rows = _Rows(layout.take(grad_output), layout.take(delta), layout.take(lse, padding=torch.inf))
@@ -174,8 +184,8 @@ def _gradients(
             for into, grad in zip(found[1:], own, strict=True):
                 layout.put(into, everything, grad)
     _sink_gradient(problem, learned, delta, lse)
-    cast = [grad.to(tensor.dtype) for grad, tensor in zip(found, inputs, strict=True)]
-    return cast + [grad.to(tensor.dtype) for grad, tensor in zip(learned.grads, parameters, strict=True)]
+    pairs = zip([*found, *learned.grads], [*inputs, *learned.parameters], strict=True)
+    return [None if grad is None else grad.to(tensor.dtype) for grad, tensor in pairs]
 
 
 def _row_products(one: Float[Tensor, "*rows q_len dim"], other: Float[Tensor, "*rows q_len dim"]) -> Tensor:
@@ -254,12 +264,27 @@ class _Strip:
 
 @dataclass(frozen=True)
 class _Learned:
-    """The rules' parameters and the sums of their gradients."""
+    """The rules' parameters and the sums of their gradients, None while there is nothing to add."""
 
     parameters: list[Tensor]
-    grads: list[Tensor]
+    grads: list[Tensor | None]
+    dtype: torch.dtype
     #: Says True once a tile was seen to depend on no other learned tensor.
     complete: list[bool] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, problem: Problem, reached: list[bool]) -> _Learned:
+        """No gradients so far, of those that were reached 0."""
+        parameters, dtype = problem.rule_parameters if reached else [], problem.work_dtype
+        pairs = zip(parameters, reached, strict=True)
+        return cls(parameters, [torch.zeros_like(own, dtype=dtype) if known else None for own, known in pairs], dtype)
+
+    def add(self, place: int, own: Tensor) -> None:
+        """Add to one parameter's gradient."""
+        total = self.grads[place]
+        if total is None:
+            total = self.grads[place] = torch.zeros_like(self.parameters[place], dtype=self.dtype)
+        total += own
 
     def pulled(self, problem: Problem, before: Tensor, after: Tensor, grad: Tensor, tile: Tile) -> Tensor:
         """The gradient of the scores before the rules; the parameters' own are added."""
@@ -269,9 +294,9 @@ class _Learned:
             check_reached(problem.elementwise, after, before, self.parameters)
             self.complete.append(True)
         found = differentiated(problem.elementwise, after, before, self.parameters, grad, tile.indices)
-        for total, own in zip(self.grads, found[1:], strict=True):
+        for place, own in enumerate(found[1:]):
             if own is not None:
-                total += own
+                self.add(place, own)
         return torch.zeros_like(grad) if found[0] is None else masked(found[0], tile, 0.0)
 
 
@@ -279,19 +304,49 @@ def _sink_gradient(problem: Problem, learned: _Learned, delta: Tensor, lse: Tens
     """A sink's weight is ``exp(logit - lse)`` and its value nothing, so its gradient is ``-weight * delta``."""
     if problem.sink is None:
         return
-    for parameter, grad in zip(learned.parameters, learned.grads, strict=True):
+    for place, parameter in enumerate(learned.parameters):
         if parameter is problem.sink.logits:
             logits = parameter.detach().to(lse.dtype).view(1, -1, 1)
             # A logit of -inf beside an empty row is -inf less -inf.
             weight = torch.exp(logits - lse).masked_fill(logits == -torch.inf, 0.0)
             per_head = -(weight * delta).sum(dim=(0, 2))
-            grad += per_head if grad.shape == per_head.shape else per_head.sum()
+            learned.add(place, per_head if parameter.shape == per_head.shape else per_head.sum())
+
+
+def _read_again(problem: Problem) -> list[Tensor]:
+    """Tensors of rules and mask that backward reads, learned ones that score functions reach among them.
+
+    Raises:
+        UnsupportedError: a score function reaches a learned tensor that it does not name.
+    """
+    found = [tensor for rule in problem.scores for tensor in rule.tensors()]
+    found += [] if problem.mask is None else problem.mask.tensors()
+    places = min(problem.batch, problem.q_len, problem.k_len)
+    if places == 0 or not any(isinstance(rule, ScoreFunction) for rule in problem.scores):
+        return found
+    first = slice(0, 1)
+    batch, head, q_pos, k_pos = (index[first, first, first, first] for index in problem.indices())
+    tile = Tile(first, (batch, head, q_pos, k_pos), None)
+    parameters, rules = problem.rule_parameters, problem.elementwise
+    before = problem.query.new_zeros(1, 1, 1, 1, dtype=problem.work_dtype).requires_grad_()
+    try:
+        after = ruled(problem, before, tile)
+        grads = differentiated(rules, after, before, parameters, torch.ones_like(after), tile.indices)
+    except ClearheadError:  # one place may be too few for a function that serves its call
+        return found
+    check_reached(rules, after, before, parameters)
+    return found + [own for own, grad in zip(parameters, grads[1:], strict=True) if grad is not None]
 
 
 def run(problem: Problem, want: Want) -> Observation:
     """Output and statistics."""
+    if problem.value_dim == 0:
+        wider = problem.with_tensors(problem.query, problem.key, F.pad(problem.value, (0, 1)))
+        seen = run(wider, want)
+        return replace(seen, output=seen.output[..., :0])
+    read = _read_again(problem) if torch.is_grad_enabled() else []
     output, lse, max_score, *others = _Tiled.apply(  # type: ignore[no-untyped-call]
-        problem, want, problem.query, problem.key, problem.value, want.row_weights, *problem.rule_parameters
+        problem, want, read, problem.query, problem.key, problem.value, want.row_weights, *problem.rule_parameters
     )
     asked = want.names
     return Observation(
@@ -302,9 +357,15 @@ def run(problem: Problem, want: Want) -> Observation:
     )
 
 
+def _also(problem: Problem) -> list[str]:
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return ["is not seen by torch.func and by what differentiates forward"]
+    return ["reads numbers, of which meta tensors have none"] if problem.query.is_meta else []
+
+
 BACKEND = Backend(
     name="tiled",
     summary="tiles of torch operations, O(T) memory, every mask, rule and statistic",
-    capability=Capability(),
+    capability=Capability(also=_also),
     run=run,
 )

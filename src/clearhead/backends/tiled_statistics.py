@@ -19,7 +19,6 @@ from torch import Tensor
 
 from clearhead.backends.tiles import Block, Layout, Tile, exponential, finite, masked, raw_scores, ruled
 from clearhead.problem import Problem
-from clearhead.record import as_index
 from clearhead.shapes import Float, Int
 from clearhead.statistics import Want
 
@@ -68,8 +67,10 @@ class Sweep:
     def __init__(self, problem: Problem, want: Want) -> None:
         self.problem, self.want = problem, want
         batch, heads, q_len, k_len = problem.batch, problem.num_heads, problem.q_len, problem.k_len
-        self.rows = as_index(() if want.rows is None else want.rows).to(problem.query.device)
-        side = max(1, want.heatmap)
+        self.rows = want.rows_on(problem.query.device)
+        # A tile larger than the whole is the whole.
+        self.side = min(want.heatmap, max(1, q_len, k_len))
+        side = max(1, self.side)
         cells = (-(-q_len // side), -(-k_len // side))
         mixed = 0 if want.row_weights is None else want.row_weights.shape[2]
         shapes = {
@@ -124,7 +125,7 @@ class Sweep:
         inside, places = _inside(self.rows, block)
         if inside.numel():
             self.found["rows"][block.batch, :, inside, block.k_start : block.k_start + k_len] = weights[:, :, places]
-        side = self.want.heatmap
+        side = self.side
         if side:
             cells = (
                 block.batch, slice(None), slice(block.q_start // side, (block.q_start + q_len - 1) // side + 1),
@@ -138,7 +139,7 @@ class Sweep:
         """The results, when every strip was taken in."""
         if self.want.heatmap:
             counts = [
-                torch.arange(length, device=self.rows.device).div(self.want.heatmap, rounding_mode="floor").bincount()
+                torch.arange(length, device=self.rows.device).div(self.side, rounding_mode="floor").bincount()
                 for length in (self.problem.q_len, self.problem.k_len)
             ]
             self.found["heatmap_mean"] /= counts[0][:, None] * counts[1]
@@ -322,7 +323,7 @@ class Pulls:
         if self.mixing is not None and self.mixed is not None:
             grad += self.mixing[:, :, queries] @ self.mixed[:, :, tile.keys].mT
         if self.rows is not None and self.want.rows is not None:
-            asked = as_index(self.want.rows).to(grad.device)
+            asked = self.want.rows_on(grad.device)
             for block in layout.blocks(queries, tile.keys):
                 inside, places = _inside(asked, block)
                 own = self.rows[block.batch, :, :, block.k_start : block.k_start + block.columns.stop]

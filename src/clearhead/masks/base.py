@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
 from clearhead.errors import MaskError, ShapeError
 from clearhead.masks.intervals import Intervals
-from clearhead.masks.picture import SIDE, draw
+from clearhead.masks.picture import LARGEST, SIDE, draw
 from clearhead.record import Record
 from clearhead.shapes import Bool, Int
 
 __all__ = [
+    "FARTHEST",
     "Both",
     "Carrying",
     "Combined",
@@ -23,11 +24,17 @@ __all__ = [
     "Not",
     "carried_sizes",
     "conjuncts",
+    "does_as",
     "index_tensors",
     "resolve_offset",
     "seen",
+    "tensor_of",
     "whole",
 ]
+
+
+#: The farthest position or distance that anything takes, as the CPU kernels have it.
+FARTHEST: Final = 2**48
 
 
 class Mask(Record, ABC):
@@ -37,6 +44,14 @@ class Mask(Record, ABC):
     position_dependent: bool = False
     #: Depends on ``q_pos - k_pos`` alone, so it means the same inside a packed document.
     relative: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # What a parent knows of its own predicate says nothing about another one.
+        for name in ("intervals", "relative"):
+            told_by = next(kind for kind in cls.__mro__ if name in vars(kind))
+            if getattr(told_by, "allows", None) not in (cls.allows, Mask.allows):
+                setattr(cls, name, vars(Mask)[name])
 
     @abstractmethod
     def allows(
@@ -104,6 +119,9 @@ class Mask(Record, ABC):
         """
         whole(type(self).__name__ + ".dense", "q_len", q_len, low=0)
         whole(type(self).__name__ + ".dense", "k_len", k_len, low=0)
+        for name, size in (("batch", batch), ("num_heads", num_heads)):
+            if size is not None:
+                whole(type(self).__name__ + ".dense", name, size, low=0)
         offset = resolve_offset("dense", self, q_len, k_len, query_offset)
         own_batch, own_heads = carried_sizes(self)
         placed = self.placed(offset)
@@ -137,9 +155,15 @@ class Mask(Record, ABC):
         ·■■
         """
         own_q, own_k = self.own_size() or (SIDE, SIDE)
-        q_len, k_len = q_len or own_q, k_len or own_k
-        drawn = draw(self.dense(q_len, k_len, query_offset=0).reshape(-1, q_len, k_len)[0])
+        q_len = whole(type(self).__name__ + ".picture", "q_len", q_len or own_q, low=0)
+        k_len = whole(type(self).__name__ + ".picture", "k_len", k_len or own_k, low=0)
         batch, heads = carried_sizes(self)
+        placed = self.placed(0)
+        placed.check("picture", batch, heads, range(q_len), k_len)
+        device = next((tensor.device for tensor in self.tensors()), torch.device("cpu"))
+        corner = (min(1, batch), min(1, heads), min(q_len, LARGEST), min(k_len, LARGEST))
+        allowed = placed.allows(*index_tensors(*corner, 0, device)).expand(corner)
+        drawn = draw(allowed.flatten(0, 1).any(dim=0), (q_len, k_len))
         return drawn if (batch, heads) == (1, 1) else f"{drawn}\n(the first of {batch} batch x {heads} heads)"
 
     def __str__(self) -> str:
@@ -152,10 +176,27 @@ def whole(function: str, argument: str, value: object, *, low: int) -> int:
             function,
             argument,
             must=f"be a whole number of at least {low}",
-            got=repr(value),
+            got=seen(value),
             then="Pass an int.",
         )
+    if isinstance(value, int) and value > FARTHEST:
+        raise ShapeError.about(
+            function, argument, must="be at most 2**48", got=seen(value), then="No position lies farther away."
+        )
     return int(value) if isinstance(value, int) else value  # type: ignore[return-value]
+
+
+def does_as(value: object, kind: type, method: str = "allows") -> bool:
+    """Whether a value is of a kind and has that kind's method: a subclass may do something else."""
+    return isinstance(value, kind) and getattr(type(value), method) is getattr(kind, method)
+
+
+def tensor_of(value: object) -> Tensor | None:
+    """What a user gave as a tensor; None where it is none."""
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def seen(value: object) -> str:
@@ -189,7 +230,16 @@ def index_tensors(
 def resolve_offset(function: str, subject: object, q_len: int, k_len: int, query_offset: int | None) -> int:
     """Where the first query stands; refuses to guess for a position-dependent subject of unequal lengths."""
     if query_offset is not None:
-        return query_offset
+        if isinstance(query_offset, bool) or not isinstance(query_offset, (int, torch.SymInt)):
+            must = "be a whole number"
+        elif isinstance(query_offset, torch.SymInt) or abs(query_offset) <= FARTHEST:
+            return query_offset
+        else:
+            must = "lie within 2**48 of 0"
+        raise ShapeError.about(
+            function, "query_offset", must=must, got=seen(query_offset),
+            then="It is the absolute position of the first query.",
+        )  # fmt: skip
     if q_len != k_len and getattr(subject, "position_dependent", False):
         raise MaskError.about(
             function, "query_offset", must="be given when q_len differs from k_len and positions matter",

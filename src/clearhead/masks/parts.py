@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from clearhead.masks.base import Mask, conjuncts, index_tensors
+from clearhead.masks.base import Mask, conjuncts, does_as, index_tensors
 from clearhead.masks.intervals import Intervals
 from clearhead.masks.positional import Causal, Window
 from clearhead.masks.tables import Blocks, Dense
@@ -22,6 +22,7 @@ __all__ = ["Parts", "parts_of", "take_apart"]
 _STRIP: Final = 2**20
 #: Numbers of a mask that are compared sooner than worked on again.
 _FEW: Final = 2**16
+_CPU: Final = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,13 @@ class Parts:
         start, stop = (edge.clamp(0, self.k_len).to(torch.int32).contiguous() for edge in both)
         return start, stop
 
+    def with_table(self, table: Bool[Tensor, "batch heads q_len k_len"]) -> Parts:
+        """The same with ``table`` in place of ``dense`` and ``rest``, which it was made from."""
+        other = replace(self, dense=Dense(table), rest=())
+        if (edges := self.__dict__.get("edges")) is not None:
+            other.__dict__["edges"] = edges
+        return other
+
     def table(self, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Bool[Tensor, "batch heads q_len k_len"] | None:
         """``dense`` and ``rest`` as one table, None where there are neither; axes of 1 where all are alike."""
         allowed = None if self.dense is None else self.dense.allowed
@@ -77,8 +85,10 @@ def _asked(part: Mask, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Bool[Ten
     return whole[0] if len(whole) == 1 else torch.cat(whole, dim=2)
 
 
-def take_apart(mask: Mask | None, size: tuple[int, int, int, int], query_offset: int) -> Parts:
-    """The parts of a mask for a call of ``(batch, heads, q_len, k_len)``.
+def take_apart(
+    mask: Mask | None, size: tuple[int, int, int, int], query_offset: int, device: torch.device = _CPU
+) -> Parts:  # fmt: skip
+    """The parts of a mask for a call of ``(batch, heads, q_len, k_len)``; ``device`` is where its tensors are.
 
     Cost: O(q_len) for masks whose rows are runs, nothing for bands and tables.
     """
@@ -88,15 +98,13 @@ def take_apart(mask: Mask | None, size: tuple[int, int, int, int], query_offset:
     rest: list[Mask] = []
     index = None
     for part in conjuncts(mask) if mask is not None else ():
-        if isinstance(part, (Causal, Window)):
+        kind = next((kind for kind in (Causal, Window, Dense, Blocks) if does_as(part, kind)), None)
+        if isinstance(part, (Causal, Window)) and kind is not None:
             bands.append(part)
-        elif isinstance(part, (Dense, Blocks)) and type(part) not in tables:
-            tables[type(part)] = part
+        elif kind is not None and kind not in tables:
+            tables[kind] = part
         else:
-            if index is None:
-                batch, heads, q_len, k_len = size
-                device = next((tensor.device for tensor in part.tensors()), None)
-                index = index_tensors(batch, heads, q_len, k_len, query_offset, device)
+            index = index or index_tensors(*size, query_offset, device)
             own = part.intervals(index[0], index[1], index[2], size[3])
             both = own if own is None or runs is None else runs.intersect(own)
             if both is None:
@@ -119,27 +127,43 @@ class _Known:
 
     call: tuple[tuple[int, int, int, int], int]
     numbers: tuple[Tensor, ...]
+    others: list[object]
     parts: Parts
 
 
 _KNOWN: Final[WeakKeyDictionary[Mask, _Known]] = WeakKeyDictionary()
 
 
-def parts_of(mask: Mask | None, size: tuple[int, int, int, int], query_offset: int) -> Parts:
+def parts_of(
+    mask: Mask | None, size: tuple[int, int, int, int], query_offset: int, device: torch.device = _CPU
+) -> Parts:  # fmt: skip
     """``take_apart``, remembered for a mask that the layers of a model share, while its numbers and the call's sizes
     stay as they are."""
     tensors = () if mask is None else tuple(mask.tensors())
     if mask is None or not tensors or not all(map(_is_small_and_plain, tensors)):
-        return take_apart(mask, size, query_offset)
-    known = _KNOWN.get(mask)
-    # Somebody may have written into a mask's tensors since.
-    if known is not None and known.call == (size, query_offset) and all(map(torch.equal, known.numbers, tensors)):
+        return take_apart(mask, size, query_offset, device)
+    known, others = _KNOWN.get(mask), _other_fields(mask)
+    # Somebody may have written into a mask's tensors since, or set its fields.
+    same = known is not None and known.call == (size, query_offset) and known.others == others
+    if known is not None and same and all(map(torch.equal, known.numbers, tensors)):
         return known.parts
-    parts = take_apart(mask, size, query_offset)
-    # Tables are read where they lie.
-    if parts.runs is not None and parts.dense is None and parts.blocks is None and not parts.rest:
-        _KNOWN[mask] = _Known((size, query_offset), tuple(tensor.clone() for tensor in tensors), parts)
+    parts = take_apart(mask, size, query_offset, device)
+    # Tables are read where they lie, and what a function closes over may be another number next time.
+    by_runs = parts.runs is not None and parts.dense is None and parts.blocks is None and not parts.rest
+    if by_runs and all(isinstance(field, (int, float, str, type)) for field in others):
+        _KNOWN[mask] = _Known((size, query_offset), tuple(tensor.clone() for tensor in tensors), others, parts)
     return parts
+
+
+def _other_fields(mask: Mask) -> list[object]:
+    """What a mask and the masks within it hold beside tensors, each behind its kind."""
+    found: list[object] = [type(mask)]
+    for value in (getattr(mask, name) for name in mask.fields):
+        if isinstance(value, Mask):
+            found += _other_fields(value)
+        elif not isinstance(value, Tensor):
+            found.append(value)
+    return found
 
 
 def _is_small_and_plain(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import MaskError, ShapeError
-from clearhead.masks.base import Carrying, seen
+from clearhead.masks.base import Carrying, seen, tensor_of
 from clearhead.masks.intervals import Intervals
 from clearhead.masks.picture import SIDE
 from clearhead.shapes import Bool, Int
@@ -37,13 +37,17 @@ class Padding(Carrying):
     @classmethod
     def from_tokens(cls, real: Bool[Tensor, "batch len"]) -> Padding:
         """From booleans that say which tokens are real; they must come before all padding."""
-        lengths = real.sum(dim=-1)
-        if real.ndim != 2 or not bool((real[:, :-1] >= real[:, 1:]).all()):
+        if not isinstance(real, Tensor) or real.ndim != 2 or real.is_floating_point():
+            raise MaskError.about(
+                "Padding.from_tokens", "real", must="be bool [batch, len]", got=seen(real), then="Pass tokens != pad."
+            )
+        real = real != 0
+        if not bool((real[:, :-1] >= real[:, 1:]).all()):
             raise MaskError.about(
                 "Padding.from_tokens", "real", must="be [batch, len] with padding only to the right",
                 got=f"shape {tuple(real.shape)} with padding elsewhere", then="Use ch.Dense(real[:, None, None, :]).",
             )  # fmt: skip
-        return cls(lengths)
+        return cls(real.sum(dim=-1))
 
     def carries(self) -> tuple[int, int]:
         return self.lengths.shape[0], 1
@@ -63,7 +67,7 @@ class Padding(Carrying):
 
     def check(self, function: str, batch: int, heads: int, q_pos: range, k_len: int) -> None:
         super().check(function, batch, heads, q_pos, k_len)
-        if int(self.lengths.amax()) > k_len if self.lengths.numel() else False:
+        if self.lengths.numel() and not self.lengths.is_meta and int(self.lengths.amax()) > k_len:
             raise ShapeError.about(
                 function, "mask", must=f"have lengths of at most k_len {k_len}", got=f"{int(self.lengths.amax())}",
                 then="Pass the number of real tokens of each sequence.",
@@ -149,16 +153,17 @@ class Documents(Carrying):
 
 
 def _document_ids(ids: Tensor | None) -> Tensor:
-    tensor = torch.as_tensor(ids)
-    if tensor.ndim not in (1, 2) or tensor.is_floating_point() or tensor.dtype == torch.bool:
+    tensor = tensor_of(ids)
+    if tensor is None or tensor.ndim not in (1, 2) or not _are_whole(tensor):
         raise ShapeError.about(
             "Documents",
             "ids",
             must="be whole numbers [len] or [batch, len]",
-            got=seen(tensor),
+            got=seen(ids),
             then="One id a token.",
         )
-    return tensor.to(torch.int64).reshape(-1, tensor.shape[-1])
+    # A copy: whoever writes into the ids that were given would make documents of several runs.
+    return (tensor if tensor.ndim == 2 else tensor[None]).to(torch.int64, copy=True)
 
 
 def _contiguous(ids: Tensor) -> bool:
@@ -172,20 +177,21 @@ def _contiguous(ids: Tensor) -> bool:
 
 
 def _counts(function: str, argument: str, value: Sequence[int] | Tensor) -> Tensor:
-    try:
-        tensor = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):
-        tensor = torch.empty(0, 0)
-    if tensor.numel() == 0 and tensor.ndim == 1:
+    tensor = tensor_of(value)
+    if tensor is not None and tensor.numel() == 0 and tensor.ndim == 1:
         tensor = tensor.to(torch.int64)
-    whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-    if tensor.ndim != 1 or not whole:
+    if tensor is None or tensor.ndim != 1 or not _are_whole(tensor):
         raise ShapeError.about(
             function, argument, must="be one axis of whole numbers", got=seen(value), then="Pass e.g. [5, 3]."
         )
+    tensor = tensor.to(torch.int64)
     # Reading values back from an accelerator, or while tracing, would stop the work to look at them.
     if tensor.device.type == "cpu" and not torch.compiler.is_compiling() and bool((tensor < 0).any()):
         raise ShapeError.about(
             function, argument, must="not be negative", got=str(int(tensor.min())), then="Count real tokens."
         )
-    return tensor.to(torch.int64)
+    return tensor
+
+
+def _are_whole(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

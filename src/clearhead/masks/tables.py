@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import MaskError
-from clearhead.masks.base import Carrying, seen, whole
+from clearhead.masks.base import Carrying, seen, tensor_of, whole
 from clearhead.shapes import Bool
 
 __all__ = ["Blocks", "Dense"]
@@ -86,10 +86,10 @@ class Dense(Carrying):
 
 
 def _four_axes(function: str, argument: str, value: Tensor) -> Tensor:
-    tensor = torch.as_tensor(value)
-    if tensor.dtype != torch.bool or not 2 <= tensor.ndim <= 4:
+    tensor = tensor_of(value)
+    if tensor is None or tensor.dtype != torch.bool or not 2 <= tensor.ndim <= 4:
         raise MaskError.about(
-            function, argument, must="be bool with 2 to 4 axes", got=seen(tensor),
+            function, argument, must="be bool with 2 to 4 axes", got=seen(value if tensor is None else tensor),
             then="True means may attend; add a float bias with ch.DenseBias.",
         )  # fmt: skip
     return tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)

@@ -1,0 +1,95 @@
+"""Tensors that a user's score function closes over, on the tiles: which get a gradient, and which are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead as ch
+from tests.agreement import draw
+
+
+def inputs(grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (draw(1, 2, 6, 4, seed=seed, grad=grad) for seed in range(3))
+    return query, key, value
+
+
+class _Holder:
+    """Nothing that the search for learned tensors looks into."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+
+class _Module(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = torch.nn.Parameter(torch.ones(()))
+        self.unused = torch.nn.Parameter(torch.ones(3))
+
+    def rule(self, score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+        return score * self.used
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_learned_tensor_out_of_reach_is_refused_in_forward(grad: bool) -> None:
+    hidden = {"a": [_Holder(torch.nn.Parameter(torch.ones(())))]}
+    rule = ch.ScoreFunction(lambda score, b, h, i, j: score * hidden["a"][0].weight)
+    with pytest.raises(ch.UnsupportedError, match="name the learned tensors it reads"):
+        ch.attention(*inputs(grad), scores=rule, backend="tiled")
+    with torch.no_grad():
+        assert not ch.attention(*inputs(grad), scores=rule, backend="tiled").requires_grad
+
+
+def test_what_no_tile_reached_has_no_gradient() -> None:
+    module, own = _Module(), inputs(True)
+    ch.attention(*own, scores=ch.ScoreFunction(module.rule), backend="tiled").square().sum().backward()
+    assert module.used.grad is not None
+    assert module.unused.grad is None
+
+
+@pytest.mark.parametrize("rule", [ch.RelativeBias, ch.DenseBias], ids=lambda rule: rule.__name__)
+def test_a_rule_that_no_tile_reached_has_a_gradient_of_zero(rule: Any) -> None:
+    bias = torch.zeros(2, 5) if rule is ch.RelativeBias else torch.zeros(6, 6)
+    bias.requires_grad_()
+    nothing = ch.Window(0) & ~ch.Window(0)
+    output = ch.attention(*inputs(False), scores=rule(bias), mask=nothing, backend="tiled")
+    assert torch.equal(torch.autograd.grad(output.sum(), bias)[0], torch.zeros_like(bias))
+
+
+def test_a_tensor_that_a_function_reads_may_not_be_written_into() -> None:
+    """What else its module holds may be."""
+    module, own = _Module(), inputs(True)
+    output = ch.attention(*own, scores=ch.ScoreFunction(module.rule), backend="tiled")
+    with torch.no_grad():
+        module.unused.fill_(7.0)
+    output.sum().backward(retain_graph=True)
+    with torch.no_grad():
+        module.used.fill_(7.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_a_function_that_one_place_does_not_serve_still_runs() -> None:
+    added = torch.linspace(0.0, 1.0, 6, requires_grad=True)
+    own = inputs(True)
+    rule = ch.ScoreFunction(lambda score, b, h, i, j: score + added * score)
+    found, right = (
+        torch.autograd.grad(ch.attention(*own, scores=rule, backend=name).square().sum(), [*own, added])
+        for name in ("tiled", "reference")
+    )
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_second_derivative_through_row_weights_alone_is_refused() -> None:
+    weights = torch.ones(1, 1, 2, 6, requires_grad=True)
+    want = ch.Want(row_weights=weights)
+    seen = ch.observe_attention(*inputs(False), want=want, backend="tiled").row_weights
+    assert seen is not None
+    (grad,) = torch.autograd.grad(seen.square().sum(), weights, create_graph=True)
+    with pytest.raises(ch.UnsupportedError, match="second derivative"):
+        torch.autograd.grad(grad.square().sum(), weights)
