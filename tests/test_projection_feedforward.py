@@ -104,6 +104,52 @@ def test_what_the_relu_lets_through_is_torchs() -> None:
     )
 
 
+def _in_rows_apart(tensor: Tensor) -> Tensor:
+    """The same numbers, as a slice of what is twice as wide."""
+    return torch.cat([tensor, torch.full_like(tensor, torch.nan)], -1)[..., : tensor.shape[-1]]
+
+
+def _as_the_second_half(tensor: Tensor) -> Tensor:
+    return torch.cat([torch.full_like(tensor, torch.nan), tensor], -1).chunk(2, -1)[1]
+
+
+def _every_second_row(tensor: Tensor) -> Tensor:
+    return tensor.repeat_interleave(2, -2)[..., ::2, :]
+
+
+@pytest.mark.parametrize("dense_first", [True, False])
+@pytest.mark.parametrize("lay", [_in_rows_apart, _as_the_second_half, _every_second_row])
+@pytest.mark.parametrize("which", [0, 1, 3], ids=["x", "expand", "contract"])
+@pytest.mark.parametrize("leading", [(6,), (1, 6)], ids=str)
+def test_rows_that_lie_apart_after_others(
+    leading: tuple[int, ...], which: int, lay: Callable[[Tensor], Tensor], dense_first: bool
+) -> None:
+    """Calls are made again only on tensors that lie as before, also where both come in turn."""
+    dense = _parts(leading, 8, 12, 4)
+    part = dense[which]
+    assert part is not None
+    apart = [*dense[:which], lay(part), *dense[which + 1 :]]
+    assert torch.equal(apart[which], part)  # type: ignore[arg-type]
+    own = _with_gradients(_steps, dense)
+    for parts in (dense, apart) if dense_first else (apart, dense):
+        for _ in range(3):
+            leaves = [None if part is None else part.detach().requires_grad_() for part in parts]
+            output = _fused(*leaves)
+            upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+            given = [leaf for leaf in leaves if leaf is not None]
+            torch.testing.assert_close([output.detach(), *torch.autograd.grad(output, given, upstream)], own)
+
+
+def test_gradients_that_lie_apart_after_others() -> None:
+    """Where the output was joined with others, what comes back is a slice."""
+    parts = _parts((2, 3), 8, 12, 4)
+    leaves = [part.requires_grad_() for part in parts if part is not None]
+    upstream = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
+    own = torch.autograd.grad(_steps(*leaves), leaves, upstream)
+    for lay in (torch.Tensor.clone, _in_rows_apart, _as_the_second_half, torch.Tensor.clone) * 3:
+        torch.testing.assert_close(torch.autograd.grad(_fused(*leaves), leaves, lay(upstream)), own)
+
+
 def test_second_derivatives() -> None:
     parts = [part.requires_grad_() for part in _parts((5,), 4, 9, 3) if part is not None]
     for function in (_fused, _steps):

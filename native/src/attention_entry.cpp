@@ -1,5 +1,6 @@
 // The entry points of attention: a description is checked whole, then the kernels of one instruction set do the work.
 #include <cmath>
+#include <stdlib.h>
 
 #include "checks.h"
 
@@ -131,13 +132,16 @@ int check_rule(const ch_attention& work, const ch_rule& rule) {
 
 int check_rules(const ch_attention& work) {
   if (work.num_rules < 0 || work.num_rules > CH_MAX_RULES) return CH_BAD_RULE;
-  int caps = 0;
+  int caps = 0, lines = 0;
   for (int i = 0; i < work.num_rules; ++i) {
     CH_TRY(check_rule(work, work.rules[i]));
-    caps += work.rules[i].kind == CH_RULE_SOFTCAP;
+    const int kind = work.rules[i].kind;
+    caps += kind == CH_RULE_SOFTCAP, lines += kind == CH_RULE_SLOPE || kind == CH_RULE_RELATIVE;
   }
   // Backward keeps the slope of one.
   if (caps > 1) return CH_BAD_RULE;
+  // Every head has a line of distances for each rule that reads them.
+  if (lines > 0 && !countable(work.batch, work.heads, work.q_len + work.k_len, lines)) return CH_BAD_SHAPE;
   if (work.sink == nullptr) return CH_OK;
   return check_memory(work.sink, {{{work.heads, work.sink_head}, {1, 0}, {1, 0}}, 1}, sizeof(float));
 }
@@ -184,6 +188,21 @@ int check_heatmap(const ch_attention& work, const ch_statistics& s) {
   return check_sheet(work, s.heatmap_mean, q_tiles, k_tiles, sizeof(float));
 }
 
+// No two queries may share a slot: two threads would write there.
+int check_slots(const ch_attention& work, const ch_statistics& s) {
+  bool* taken = static_cast<bool*>(calloc(static_cast<size_t>(s.num_rows), sizeof(bool)));
+  if (taken == nullptr) return CH_NO_MEMORY;
+  bool apart = true;
+  for (int64_t i = 0; i < work.q_len && apart; ++i) {
+    const int32_t slot = s.row_slots[i];
+    if (slot < 0) continue;
+    apart = !taken[slot];
+    taken[slot] = true;
+  }
+  free(taken);
+  return apart ? CH_OK : CH_BAD_STATISTIC;
+}
+
 int check_chosen_rows(const ch_attention& work, const ch_statistics& s) {
   if (!is_count(s.num_rows)) return CH_BAD_STATISTIC;
   if (s.num_rows == 0) return CH_OK;
@@ -192,7 +211,7 @@ int check_chosen_rows(const ch_attention& work, const ch_statistics& s) {
   for (int64_t i = 0; i < work.q_len; ++i) {
     if (s.row_slots[i] < -1 || s.row_slots[i] >= s.num_rows) return CH_BAD_STATISTIC;
   }
-  return CH_OK;
+  return check_slots(work, s);
 }
 
 int check_statistics(const ch_attention& work) {

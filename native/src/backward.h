@@ -354,7 +354,11 @@ template <class M, class IO> struct Backward {
     for (int r = w.num_rules - 1; r >= 0; r--) {
       const ch_rule& rule = w.rules[r];
       if (rule.kind == CH_RULE_SOFTCAP) {
-        for (int c = c0; c < c1; c += VL) store(ds + c, load(ds + c) * load(slope + c));
+        // What nobody may attend to may be NaN in a bias, and so may its slope.
+        for (int c = c0; c < c1; c += VL) {
+          const vf d = load(ds + c), zero = {};
+          store(ds + c, d == zero ? zero : d * load(slope + c));
+        }
       } else if (rule.grad != nullptr && rule.kind == CH_RULE_DENSE) {
         float* line = rule.grad + b * rule.grad_batch + h * rule.grad_head + i * rule.grad_row + t0;
         for (int c = c0; c < c1; c++) line[c] += ds[c];

@@ -446,7 +446,8 @@ template <class M, class IO> struct Forward {
     // What the weights were taken relative to stays as it is for backward; the sink changes their share.
     float shrink = 1.0f, shrink_log = 0.0f, top = largest == -INF ? -INF : largest * to_scores(w);
     if (w.sink != nullptr) {
-      float logit = w.sink[h * w.sink_head], now = logit > top ? logit : top;
+      // A logit that is NaN is larger.
+      float logit = w.sink[h * w.sink_head], now = logit <= top ? top : logit;
       // A logit of -inf beside no keys leaves the row empty.
       if (now != -INF) {
         shrink_log = top - now;
@@ -705,7 +706,8 @@ template <class M, class IO> struct Forward {
   int run() const {
     Segments segments(w, false);
     if (segments.no_memory) return CH_NO_MEMORY;
-    const bool apart = splits > 1 || (direct && observed.ties) || segments.count > 0;
+    // What is read directly is so in one block; a strip may make more of them, which are packed.
+    const bool apart = splits > 1 || (direct && (observed.ties || blocks > 1)) || segments.count > 0;
     if (gives == Gives::ALL && observed.s != nullptr && apart) {
       int code = Forward(w, Gives::OUTPUT).run();
       return code != CH_OK ? code : Forward(w, Gives::STATISTICS).run();

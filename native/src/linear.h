@@ -354,9 +354,13 @@ class LinearBackward : Running {
                      float scale) const {
     const int map = w.feature_map;
     if (map != CH_FEATURE_IDENTITY || scale != 1.0f) {
-      const vf factor = all(scale), back = all(scale == 0.0f ? 0.0f : 1.0f / scale);
-      for (int64_t i = 0; i < t.rows * F; i += VL)
-        store(d + i, load(d + i) * factor * slope_of(map, load(features + i) * back));
+      // The reciprocal of what is very small would be inf: such a feature is divided.
+      const bool tiny = __builtin_fabsf(scale) < __FLT_MIN__ && scale != 0.0f;
+      const vf factor = all(scale), back = all(scale == 0.0f ? 0.0f : tiny ? scale : 1.0f / scale);
+      for (int64_t i = 0; i < t.rows * F; i += VL) {
+        const vf feature = load(features + i);
+        store(d + i, load(d + i) * factor * slope_of(map, tiny ? feature / back : feature * back));
+      }
     }
     put_rows(t, to, head, w.features, d, F);
   }

@@ -21,6 +21,7 @@ constexpr size_t HUGE_PAGE = size_t(1) << 21;
 constexpr size_t KEPT = size_t(3) << 24;
 
 pthread_key_t key;
+bool has_key = false;
 pthread_once_t once = PTHREAD_ONCE_INIT;
 
 void release(void* pointer) {
@@ -30,10 +31,12 @@ void release(void* pointer) {
 }
 
 // A key with a destructor and not thread_local: that one would bring the C++ runtime along.
-void make_key() { pthread_key_create(&key, release); }
+void make_key() { has_key = pthread_key_create(&key, release) == 0; }
 
 Buffers* buffers() {
   pthread_once(&once, make_key);
+  // All keys are others': theirs must not be taken.
+  if (!has_key) return nullptr;
   Buffers* own = static_cast<Buffers*>(pthread_getspecific(key));
   if (own == nullptr) {
     own = static_cast<Buffers*>(calloc(1, sizeof(Buffers)));

@@ -16,7 +16,7 @@ void* scratch(Slot slot, size_t bytes);
 // Advises large pages for the whole ones of a range; nothing where the system has none.
 void expect_writes(void* data, size_t bytes);
 
-// Gives back what is too large to keep.
+// Gives back what is too large to keep, of the thread that asks.
 void trim_scratch();
 
 }  // namespace clearhead

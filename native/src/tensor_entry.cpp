@@ -31,7 +31,8 @@ int64_t reach(int32_t axes, const int64_t* shape, const int64_t* strides) {
   for (int32_t axis = 0; axis < axes; ++axis) {
     if (shape[axis] < 1 || strides[axis] < 0 || shape[axis] > FARTHEST || strides[axis] > FARTHEST) return -1;
     int64_t step;
-    if (__builtin_mul_overflow(shape[axis] - 1, strides[axis], &step) || (last += step) > FARTHEST) return -1;
+    if (__builtin_mul_overflow(shape[axis] - 1, strides[axis], &step) || step > FARTHEST - last) return -1;
+    last += step;
   }
   return last + 1;
 }

@@ -11,7 +11,12 @@ namespace CH_NS {
 
 using clearhead::scratch;
 
-CH_INLINE bool no_rules(const ch_attention& w) { return w.num_rules == 0 && w.scale > 0.0; }
+// Neither 0 nor so small that digits are lost, nor inf.
+CH_INLINE bool is_normal(double factor) { return (float)factor >= __FLT_MIN__ && (float)factor <= __FLT_MAX__; }
+
+CH_INLINE bool no_rules(const ch_attention& w) {
+  return w.num_rules == 0 && is_normal(w.scale) && is_normal(w.scale * 1.4426950408889634);
+}
 
 // The factors that take what is left after the rules to natural scores, and to base 2. Scores are subtracted first and
 // multiplied then: the other way round, rounding a product of 1e9 would be an error of a hundred in the exponent.
@@ -60,8 +65,16 @@ template <class Body> void parallel(int threads, int64_t units, const Body& body
     for (int64_t u = 0; u < units; u++) body(u);
     return;
   }
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-  for (int64_t u = 0; u < units; u++) body(u);
+#pragma omp parallel num_threads(threads)
+  {
+    bool calls = false;
+#pragma omp master
+    calls = true;
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t u = 0; u < units; u++) body(u);
+    // What the caller has may still be read.
+    if (!calls) clearhead::trim_scratch();
+  }
 }
 
 // Cuts one buffer into aligned parts; run once with null to learn the size.

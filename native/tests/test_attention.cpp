@@ -1,5 +1,5 @@
 // The library against the formula: every instruction set that this processor has, at 1, 2 and 5 threads.
-// `test_attention [first [count]]` runs those cases alone.
+// `test_attention [first [count]]` runs those cases alone, and with a count of 0 everything but cases.
 #include <pthread.h>
 
 #include <cstdlib>
@@ -7,6 +7,9 @@
 #include "call.h"
 #include "cases.h"
 #include "observed.h"
+
+// AddressSanitizer's; not every compiler brings its header along.
+extern "C" size_t __sanitizer_get_current_allocated_bytes(void);
 
 namespace test {
 
@@ -154,6 +157,117 @@ void nothing_to_see() {
   }
 }
 
+void both_ways(Case& c, Random& random, const std::string& what) {
+  const Expected right = Reference(c).r;
+  Call call(c, random);
+  for (int isa : usable_sets()) {
+    const std::string name = what + ", " + ch_isa_name(isa) + ", dtype " + std::to_string(c.dtype);
+    expect_done(call.forward(isa, 1), name);
+    call.compare_forward(right, name);
+    expect_done(call.backward(), name);
+    call.compare_backward(right, name);
+  }
+}
+
+// Scales that are 0 or subnormal as floats, and those that are inf once they are turned to base 2.
+void scales() {
+  for (double scale : {1e-46, 1e-40, 2.0e38, 2.4e38, 3.4e38})
+    for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
+      // Products of halves are not so small.
+      if (scale > 1 && dtype != CH_FLOAT32) continue;
+      Case c;
+      c.dtype = dtype, c.heads = c.kv_heads = 2, c.q_len = 13, c.k_len = 70, c.dim = 24, c.value_dim = 40;
+      c.scale = scale;
+      Random random(static_cast<uint64_t>(dtype) + 23);
+      draw_numbers(random, c, c.query, 2 * 13 * 24, 0.25);
+      draw_numbers(random, c, c.key, 2 * 70 * 24, 0.25);
+      draw_numbers(random, c, c.value, 2 * 70 * 40, 2.0);
+      draw_numbers(random, c, c.grad_output, 2 * 13 * 40, 2.0);
+      for (Numbers* one : {&c.query, &c.key})
+        for (double& number : *one) number = scale > 1 ? std::ldexp(number, -62) : number;
+      both_ways(c, random, "scale " + std::to_string(std::log10(scale)) + " as a power of ten");
+    }
+}
+
+// A bias that is no number where nobody may attend: neither is the slope of a cap behind it.
+void capped_where_nobody_looks() {
+  for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
+    for (double bad : {static_cast<double>(NAN), static_cast<double>(INFINITY), -static_cast<double>(INFINITY)}) {
+      Case c;
+      c.dtype = dtype, c.heads = c.kv_heads = 2, c.q_len = c.k_len = 90, c.dim = 24, c.value_dim = 40, c.after = 0;
+      Random random(static_cast<uint64_t>(dtype) + 29);
+      for (Numbers* one : {&c.query, &c.key}) draw_numbers(random, c, *one, 2 * 90 * 24, 2.0);
+      for (Numbers* one : {&c.value, &c.grad_output}) draw_numbers(random, c, *one, 2 * 90 * 40, 2.0);
+      RuleCase bias, cap;
+      bias.kind = CH_RULE_DENSE, bias.size[2] = bias.size[3] = 90, bias.wants_grad = true;
+      for (int place = 0; place < 90 * 90; ++place) bias.table.push_back(place % 90 > place / 90 ? bad : 0.5);
+      cap.kind = CH_RULE_SOFTCAP, cap.value = 5;
+      c.rules = {bias, cap};
+      both_ways(c, random, "a cap of no number");
+    }
+}
+
+// A row that sees no key has the sink's logit alone: NaN is not hidden there either.
+void sinks_of_nan() {
+  for (bool in_runs : {false, true}) {
+    Case c;
+    c.q_len = 20, c.k_len = 30, c.dim = 8, c.value_dim = 8, c.sink = {NAN};
+    Random random(31);
+    draw_numbers(random, c, c.query, 20 * 8, 2.0);
+    for (Numbers* one : {&c.key, &c.value}) draw_numbers(random, c, *one, 30 * 8, 2.0);
+    if (in_runs) c.runs = 1, c.same_runs = true, c.start.assign(20, 0), c.stop.assign(20, 0);
+    else c.allowed.assign(20 * 30, 0), c.allowed_size[0] = c.allowed_size[1] = 1, c.allowed_size[2] = 20, c.allowed_size[3] = 30;
+    Call call(c, random);
+    for (int isa : usable_sets()) {
+      expect_done(call.forward(isa, 1), "a sink that is NaN");
+      bool all = true;
+      for (int64_t i = 0; i < 20; ++i) all = all && std::isnan(call.output.get(0, 0, i, 3)) && std::isnan(call.lse.get(0, 0, i, 0));
+      check(all, std::string("a sink that is NaN is hidden beside an empty row, ") + ch_isa_name(isa));
+    }
+  }
+}
+
+// Few rows over so many keys that their weights are kept for fewer rows than the keys are read for at once.
+void looking_at_long_rows() {
+  constexpr int64_t batch = 64, rows = 7, keys = 90000, dim = 16;
+  Random random(37);
+  std::vector<float> query(batch * rows * dim), key(keys * dim), output(batch * rows * dim), again(batch * rows * dim);
+  std::vector<float> received(batch * keys);
+  for (std::vector<float>* one : {&query, &key})
+    for (float& number : *one) number = static_cast<float>(2 * random.uniform() - 1);
+  ch_attention work{};
+  work.size = sizeof(work), work.abi = CH_ABI, work.isa = -1, work.threads = 2, work.dtype = CH_FLOAT32;
+  work.batch = batch, work.heads = work.kv_heads = 1, work.q_len = rows, work.k_len = keys;
+  work.head_dim = work.value_dim = dim, work.scale = 0.25, work.before = work.after = INT64_MAX;
+  work.query = {query.data(), rows * dim, 0, dim}, work.key = work.value = {key.data(), 0, 0, dim};
+  work.output = {output.data(), rows * dim, 0, dim};
+  expect_done(ch_forward(&work), "long rows");
+  ch_statistics statistics{};
+  statistics.received = received.data();
+  work.output.data = again.data(), work.statistics = &statistics;
+  expect_done(ch_forward(&work), "long rows with statistics");
+  check(output == again, "statistics of long rows changed the output");
+}
+
+// What a long backward needed is not kept by the threads that helped either.
+void helpers_keep_little() {
+  constexpr int64_t heads = 4, rows = 70000, dim = 256;
+  std::vector<float> one(rows * dim), softmax(heads * rows * 2), delta(heads * rows);
+  std::vector<float> grad_query(heads * rows * dim), grad_key(heads * 8 * dim), grad_value(heads * 8 * dim);
+  ch_attention work{};
+  work.size = sizeof(work), work.abi = CH_ABI, work.isa = -1, work.threads = 2, work.dtype = CH_FLOAT32;
+  work.batch = 1, work.heads = work.kv_heads = heads, work.q_len = rows, work.k_len = 8;
+  work.head_dim = work.value_dim = dim, work.scale = 1, work.before = work.after = INT64_MAX;
+  work.query = work.key = work.value = work.grad_output = {one.data(), 0, 0, dim};
+  work.grad_query = {grad_query.data(), 0, rows * dim, dim};
+  work.grad_key = {grad_key.data(), 0, 8 * dim, dim}, work.grad_value = {grad_value.data(), 0, 8 * dim, dim};
+  work.softmax = softmax.data(), work.delta = delta.data();
+  const size_t before = __sanitizer_get_current_allocated_bytes();
+  expect_done(ch_backward(&work), "a long backward");
+  const size_t after = __sanitizer_get_current_allocated_bytes();
+  check(after < before + rows * dim * sizeof(float), "threads keep what a long backward needed");
+}
+
 struct Caller {
   const Case* c;
   const Expected* right;
@@ -198,10 +312,15 @@ int main(int arguments, char** argument) {
   const uint64_t count = arguments > 2 ? std::strtoull(argument[2], nullptr, 10) : arguments > 1 ? 1 : 240;
   for (uint64_t number = first; number < first + count; ++number) test::one_case(number);
   int others = 0;
-  if (arguments == 1) {
+  if (arguments == 1 || count == 0) {
     test::containment();
     test::contained_segments();
     test::nothing_to_see();
+    test::scales();
+    test::capped_where_nobody_looks();
+    test::sinks_of_nan();
+    test::looking_at_long_rows();
+    test::helpers_keep_little();
     test::many_callers();
     others = test::entry_tests();
   }

@@ -73,6 +73,12 @@ const std::vector<Bad>& both_ways() {
       {"negative bias stride", CH_BAD_STRIDE, [](ch_attention& w) { w.rules[1].table.row = -1; }},
       {"cap 0", CH_BAD_RULE, [](ch_attention& w) { w.rules[2].value = 0; }},
       {"cap NaN", CH_BAD_RULE, [](ch_attention& w) { w.rules[2].value = NAN; }},
+      {"more distances than can be counted", CH_BAD_SHAPE,
+       [](ch_attention& w) {
+         w.before = w.after = INT64_MAX, w.runs = 0, w.start = w.stop = nullptr, w.num_rules = 1;
+         w.allowed.data = w.blocks.data = nullptr, w.block_size = 0;
+         w.heads = int64_t{1} << 24, w.kv_heads = 1, w.k_len = INT32_MAX;
+       }},
       {"two caps", CH_BAD_RULE, [](ch_attention& w) { w.rules[0] = w.rules[2]; }},
       {"a gradient of a cap", CH_BAD_RULE, [](ch_attention& w) { w.rules[2].grad = w.delta; }},
       {"negative sink stride", CH_BAD_STRIDE, [](ch_attention& w) { w.sink_head = -1; }},
@@ -101,7 +107,7 @@ ch_statistics wanting(void (*spoil)(ch_statistics&)) {
 
 const std::vector<Bad>& bad_statistics() {
   static float room[4096];
-  static int32_t slots[64];
+  static int32_t slots[64] = {0, -1, -1, -1, -1, -1, -1, -1, -1, -1};
   static ch_statistics s;
 #define CH_BAD(what, code, spoil) \
   {what, code, [](ch_attention& w) { s = wanting([](ch_statistics& t) { spoil; }); w.statistics = &s; }}
@@ -128,6 +134,8 @@ const std::vector<Bad>& bad_statistics() {
              (t.num_rows = 1, t.rows = room, slots[3] = 1, t.row_slots = slots)),
       CH_BAD("a slot below -1", CH_BAD_STATISTIC,
              (t.num_rows = 1, t.rows = room, slots[3] = -2, t.row_slots = slots)),
+      CH_BAD("one slot for two queries", CH_BAD_STATISTIC,
+             (t.num_rows = 2, t.rows = room, slots[3] = slots[7] = 1, t.row_slots = slots)),
   };
 #undef CH_BAD
   return all;

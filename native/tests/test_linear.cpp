@@ -74,6 +74,39 @@ void extremes() {
   }
 }
 
+// Scales whose reciprocal no float holds: gradients are as many times smaller.
+void tiny_scales() {
+  for (int map : {CH_FEATURE_IDENTITY, CH_FEATURE_ELU, CH_FEATURE_RELU}) {
+    LinearCase c;
+    Random random(2);
+    c.length = 70, c.chunk = 16, c.features = 9, c.value_dim = 5, c.map = map;
+    for (Numbers* one : {&c.query, &c.key}) draw_floats(random, *one, c.length * c.features, 1.0);
+    for (Numbers* one : {&c.value, &c.grad_output}) draw_floats(random, *one, c.length * c.value_dim, 1.0);
+    LinearCall call(c, random);
+    for (int isa : usable_sets()) {
+      call.work.scale = 1;
+      expect_done(call.forward(isa, 1), "scale 1");
+      expect_done(call.backward(isa, 1), "scale 1");
+      Numbers right;
+      for (int64_t place = 0; place < c.length * c.features; ++place)
+        right.push_back(call.grad_query.get(0, 0, place / c.features, place % c.features));
+      for (double scale : {1e-38, 2e-39, 1e-40, -1e-40, 1e-46, 0.0}) {
+        call.work.scale = scale;
+        expect_done(call.forward(isa, 1), "a tiny scale");
+        expect_done(call.backward(isa, 1), "a tiny scale");
+        bool near = true;
+        for (size_t place = 0; place < right.size(); ++place) {
+          const int64_t at = static_cast<int64_t>(place), i = at / c.features;
+          const double found = call.grad_query.get(0, 0, i, at % c.features), wanted = right[place] * scale;
+          near = near && std::fabs(found - wanted) <= 1e-3 * std::fabs(wanted) + 1e-43;
+        }
+        check(near, "gradients at scale " + std::to_string(scale * 1e40) + "e-40, " + ch_isa_name(isa) + ", map " +
+                        std::to_string(map));
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace test
 
@@ -85,6 +118,7 @@ int main(int arguments, char** argument) {
   if (arguments == 1 || count == 0) {
     test::linear_containment();
     test::extremes();
+    test::tiny_scales();
     others = test::linear_entry_tests();
   }
   std::printf("%llu linear cases and %d bad descriptions on", static_cast<unsigned long long>(count), others);

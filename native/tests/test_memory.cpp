@@ -1,4 +1,5 @@
 // Tensors whose memory is kept: their form, what is handed out again, the limit, threads, forks, and bad sizes.
+#include <pthread.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -130,6 +131,25 @@ void forks() {
   busy.join();
 }
 
+// Where all of a process's keys are others', nothing is kept for a thread, and nobody else's memory is taken for it.
+void without_keys() {
+  const pid_t child = fork();
+  if (child == 0) {
+    pthread_key_t key;
+    while (pthread_key_create(&key, nullptr) == 0) continue;
+    float one[4] = {1, 1, 1, 1}, output[4] = {};
+    ch_attention work{};
+    work.size = sizeof(work), work.abi = CH_ABI, work.isa = -1, work.threads = 1, work.dtype = CH_FLOAT32;
+    work.batch = work.heads = work.kv_heads = work.q_len = work.k_len = 1, work.head_dim = work.value_dim = 4;
+    work.scale = 1, work.before = work.after = INT64_MAX;
+    work.query = work.key = work.value = {one, 0, 0, 4}, work.output = {output, 0, 0, 4};
+    _exit(ch_forward(&work) == CH_NO_MEMORY ? 0 : 1);
+  }
+  int status = 1;
+  waitpid(child, &status, 0);
+  check(status == 0, "a process that has no key left for a thread's memory");
+}
+
 int bad() {
   constexpr int64_t far = INT64_MAX / 2;
   struct Case {
@@ -151,6 +171,7 @@ int bad() {
       {"huge stride", 0, {2, 4}, {far, 1}},
       {"a product past what there is", 0, {int64_t{1} << 40, int64_t{1} << 40}, {int64_t{1} << 40, 1}},
       {"a sum past what there is", 0, {2, 2, 2}, {int64_t{1} << 48, int64_t{1} << 48, 1}},
+      {"a sum past what an integer holds", 0, {2, 32768, 32768, 2}, Sizes(4, int64_t{1} << 48)},
       {"more than the machine addresses", 0, {int64_t{1} << 47}, {1}},
   };
   for (const Case& one : all)
@@ -166,6 +187,7 @@ int bad() {
 
 int main() {
   test::check(ch_keep_memory(0) > 0, "some memory is kept until a limit is set");
+  test::without_keys();
   test::form();
   test::again();
   test::limit();

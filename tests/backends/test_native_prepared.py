@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from clearhead.backends import native_prepared
 from clearhead.backends.native_library import Call, Description, ProjectionDescription, Rule, TensorView
 from clearhead.backends.native_prepared import Prepared, Stretch, Written, _pointers
 from clearhead.backends.native_projection import Product
@@ -85,3 +86,30 @@ class TestPrepared:
             assert (code, done) == (0, 1)
             assert bool((output == 7.0 * count).all())
         assert len(written) == 2
+
+    def test_a_stretch_keeps_them_by_how_tensors_lie(self) -> None:
+        """Rows further apart, in turn, broadcast: what was written down for others would read somewhere else."""
+        stretch, written = Stretch(may_recur=True), list[Tensor]()
+        generator = torch.Generator().manual_seed(0)
+        for count in range(12):
+            both = torch.randn(5, 14, generator=generator)
+            left = (both[:, :7], both[:, 7:].contiguous(), both[:1, :7].expand(5, 7))[count % 3]
+            right = torch.randn(7, 3, generator=generator)
+
+            def write_down(left: Tensor = left, right: Tensor = right) -> Written:
+                made, _ = product(left, right)
+                written.append(made.output)
+                return Written([made.call], [made.output], [], made)
+
+            (output,), code, done = stretch.run([left, right], write_down)
+            assert (code, done) == (0, 1)
+            assert torch.equal(output, Product([(left, right)]).run())
+        assert len(written) == 6
+
+    def test_ways_to_lie_are_bounded(self) -> None:
+        stretch = Stretch(may_recur=True)
+        for count in range(3 * native_prepared._MOST_STRIDES):
+            left, right = torch.ones(5, 7 + count)[:, :7], torch.ones(7, 3)
+            made, _ = product(left, right)
+            stretch.run([left, right], lambda made=made: Written([made.call], [made.output], [], made))  # type: ignore[misc]
+        assert len(stretch._waiting.steps) == native_prepared._MOST_STRIDES

@@ -220,7 +220,8 @@ def test_what_is_saved_goes_with_backward(call: int, monkeypatch: pytest.MonkeyP
 
 def kept_calls() -> int:
     kept = fused_attention._CALLS.steps.values()
-    return sum(len(part._waiting) for calls in kept for part in (calls.forward, *calls._backward.values()))
+    parts = [part for calls in kept for part in (calls.forward, *calls._backward.values())]
+    return sum(len(waiting) for part in parts for waiting in part._waiting.steps.values())
 
 
 @pytest.fixture
@@ -250,6 +251,35 @@ class TestKeptCalls:
                 part.data = part.data + 0.01 * round_  # elsewhere in memory
             with monkeypatch.context() as patch:
                 same(patch, partial(own, x), [x, *own.parameters()], times=1)
+
+    @pytest.mark.usefixtures("_nothing_kept")
+    @pytest.mark.parametrize("dense_first", [True, False])
+    @pytest.mark.parametrize("where", ["x", "weight", "gradient"])
+    def test_rows_that_lie_apart(self, where: str, dense_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Slices after dense tensors and before them: a description has the rows' distance too."""
+        own = module()
+        plain, weight = tokens(), own.query_projection.weight.detach()
+
+        def laid(tensor: Tensor, apart: bool) -> Tensor:
+            wide = torch.cat([torch.full_like(tensor, torch.nan), tensor], -1)
+            return wide.chunk(2, -1)[1] if apart else tensor.clone()
+
+        for round_ in range(8):
+            apart = (round_ // 4 == 1) == dense_first
+            x = laid(plain.detach(), apart and where == "x").requires_grad_()
+            own.query_projection.weight = nn.Parameter(laid(weight, apart and where == "weight"))
+            inputs = [x, *own.parameters()]
+
+            def called(x: Tensor = x, wide: bool = apart and where == "gradient") -> list[Tensor]:
+                output = own(x)
+                upstream = laid(torch.randn(output.shape, generator=torch.Generator().manual_seed(3)), wide)
+                return [output.detach(), *torch.autograd.grad(output, inputs, upstream)]  # noqa: B023
+
+            together = called()
+            with monkeypatch.context() as patch:
+                in_parts(patch)
+                assert all(torch.equal(one, other) for one, other in zip(together, called(), strict=True))
+        assert kept_calls() == 3 if where == "gradient" else kept_calls() == 4
 
     @pytest.mark.usefixtures("_nothing_kept")
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ __all__ = ["Kept", "Prepared", "Stretch", "Stretches", "Written"]
 _Step = TypeVar("_Step")
 
 _WORD = ctypes.sizeof(ctypes.c_uint64)
+#: Ways in which one stretch's tensors may lie, kept at a time.
+_MOST_STRIDES: Final = 8
 #: Sizes, dtype and strides of a tensor that is written.
 _Room: TypeAlias = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
 
@@ -33,7 +35,8 @@ class Prepared:
 
     Args:
         calls: as ``native_library.run`` takes them.
-        reads: tensors that the descriptions point into and that lie elsewhere each time; no two share memory.
+        reads: tensors that the descriptions point into and that lie elsewhere each time, with the same sizes and
+            strides; no two share memory.
         writes: the same for those that are written.
         stays: tensors that are pointed into and stay where they are; those that lie in others are passed over.
 
@@ -93,33 +96,46 @@ class Written:
 
 
 class Stretch:
-    """Kernels that run one after the other: written down until it is known that they recur, and then made again."""
+    """Kernels that run one after the other: written down until it is known that they recur, and then made again.
+
+    What is read has the same shapes and dtypes each time. Its strides may be others, as those of a slice or of a
+    gradient that arrives: a description has them too, so what is made again was written down for the same ones.
+    """
 
     def __init__(self, may_recur: bool) -> None:
-        self._may_recur, self._seen = may_recur, False
-        self._waiting: list[Prepared] = []
+        self._may_recur = may_recur
+        # By the strides of what is read; an empty list where they were met once.
+        self._waiting = Kept[list[Prepared]](_MOST_STRIDES)
 
     def run(
         self, reads: Sequence[Tensor], write_down: Callable[[], Written], seed: int = 0
     ) -> tuple[list[Tensor], int, int]:
         """What is written; the last code, and how many calls came to their end."""
+        if not self._may_recur:
+            return _run_written(write_down())
+        strides = tuple([tensor.stride() for tensor in reads])
+        waiting = self._waiting.get(strides)
+        if waiting is None:
+            self._waiting.put(strides, [])
+            return _run_written(write_down())
         try:
-            prepared = self._waiting.pop()
+            prepared = waiting.pop()
         except IndexError:  # none yet, or all at work in other threads
-            return self._write_and_run(reads, write_down())
+            return self._write_and_run(reads, write_down(), waiting)
         writes = prepared.rooms(reads[0])
         code, done = prepared.run([*reads, *writes], seed)
-        self._waiting.append(prepared)
+        waiting.append(prepared)
         return writes, code, done
 
-    def _write_and_run(self, reads: Sequence[Tensor], written: Written) -> tuple[list[Tensor], int, int]:
-        code, done = run(written.calls)
+    def _write_and_run(
+        self, reads: Sequence[Tensor], written: Written, waiting: list[Prepared]
+    ) -> tuple[list[Tensor], int, int]:
+        found = _run_written(written)
         # Tensors that are one now need not be the next time.
-        if self._may_recur and self._seen and len({tensor.data_ptr() for tensor in reads}) == len(reads):
+        if len({tensor.data_ptr() for tensor in reads}) == len(reads):
             prepared = Prepared(written.calls, reads, written.writes, written.stays)
-            self._waiting += [prepared] if prepared.complete else []
-        self._seen = True
-        return written.writes, code, done
+            waiting += [prepared] if prepared.complete else []
+        return found
 
 
 class Stretches:
@@ -159,6 +175,10 @@ class Kept(Generic[_Step]):
         for oldest in list(self.steps)[: max(0, len(self.steps) + 1 - self.most)]:
             self.steps.pop(oldest, None)
         self.steps[layout] = step
+
+
+def _run_written(written: Written) -> tuple[list[Tensor], int, int]:
+    return written.writes, *run(written.calls)
 
 
 def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
