@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.cache import KVCache
+from clearhead.cache import KVCache, restored_on_error
 
 
 def _pair(new: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -74,6 +74,38 @@ def test_a_first_token_with_a_gradient_is_not_written_over() -> None:
     assert torch.equal(key, kept)
 
 
+def test_what_inference_mode_filled_is_used_outside_of_it() -> None:
+    cache = KVCache()
+    first, second, third = _pair(2), _pair(1, seed=1), _pair(1, seed=2)
+    with torch.inference_mode():
+        cache.append(*first)
+    with torch.no_grad():
+        cache.append(*second)
+    with torch.inference_mode():
+        keys, _ = cache.append(*third)
+    assert torch.equal(keys, torch.cat([first[0], second[0], third[0]], dim=2))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_block_that_fails_leaves_caches_as_they_were(grad: bool) -> None:
+    filled, empty = KVCache(), KVCache()
+    with torch.set_grad_enabled(grad):
+        filled.append(*_pair(2))
+        before = filled.key.clone()
+
+        def work() -> None:
+            filled.append(*_pair(30, seed=1))
+            empty.append(*_pair(1, seed=1))
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt), restored_on_error(filled, None, empty):
+            work()
+        assert (filled.length, empty.length, empty.key) == (2, 0, None)
+        assert torch.equal(filled.key, before)
+        keys, _ = filled.append(*_pair(1, seed=2))
+        assert torch.equal(keys, torch.cat([before, _pair(1, seed=2)[0]], dim=2))
+
+
 def test_reset_and_repr() -> None:
     cache = KVCache()
     assert repr(cache) == "KVCache(length=0, shape=None)"
@@ -94,6 +126,8 @@ def test_reset_and_repr() -> None:
             torch.zeros(2, 3, 2, 5),
             r"value must have key's batch, heads and length \(2, 3, 1\)",
         ),
+        ([1.0], torch.zeros(2, 3, 1, 5), r"key must have axes .*; got list\."),
+        (torch.zeros(2, 3, 1, 4), None, r"value must have axes .*; got NoneType\."),
         (torch.zeros(1, 3, 1, 4), torch.zeros(1, 3, 1, 5), r"key must match what is held, \[2, 3, new, 4\]"),
         (torch.zeros(2, 3, 1, 4), torch.zeros(2, 3, 1, 6), r"value must match what is held, \[2, 3, new, 5\]"),
         (torch.zeros(2, 3, 1, 4).double(), torch.zeros(2, 3, 1, 5), r"key must match what is held.*float64"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
-from clearhead.errors import ShapeError
+from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.shapes import Float
 
-__all__ = ["KVCache"]
+__all__ = ["KVCache", "check_cache", "restored_on_error"]
 
 _SMALLEST = 16
 
@@ -82,7 +85,7 @@ class KVCache:
         if torch.is_grad_enabled():
             return new if held is None else torch.cat([held[:, :, : self._length], new], dim=2)
         total = self._length + new.shape[2]
-        if held is None or held.shape[2] < total:
+        if held is None or held.shape[2] < total or _closed(held):
             room = max(_SMALLEST, 2 * self._length, total)
             larger = new.new_empty((*new.shape[:2], room, new.shape[3]))
             if held is not None:
@@ -92,10 +95,11 @@ class KVCache:
         return held
 
     def _check(self, argument: str, new: Tensor, held: Tensor | None) -> None:
-        if new.ndim != 4:
+        if not isinstance(new, Tensor) or new.ndim != 4:
+            got = f"shape {tuple(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
             raise ShapeError.about(
-                "KVCache.append", argument, must="have axes [batch, kv_heads, new, head_dim]",
-                got=f"shape {tuple(new.shape)}", then="Split the embedding into heads first.",
+                "KVCache.append", argument, must="have axes [batch, kv_heads, new, head_dim]", got=got,
+                then="Split the embedding into heads first.",
             )  # fmt: skip
         if held is None:
             return
@@ -112,3 +116,30 @@ class KVCache:
     def __repr__(self) -> str:
         shape = None if self._key is None else [*self._key.shape[:2], self._length, self._key.shape[3]]
         return f"KVCache(length={self._length}, shape={shape})"
+
+
+def _closed(held: Tensor) -> bool:
+    """Whether inference mode has made it and is over: then it is not to be written to. A compiler cannot tell."""
+    return not torch.compiler.is_compiling() and held.is_inference() and not torch.is_inference_mode_enabled()
+
+
+@contextmanager
+def restored_on_error(*caches: KVCache | None) -> Iterator[None]:
+    """A block that, where it fails, leaves the caches as they were before it; what is no cache is left to others."""
+    before = [(cache, cache._key, cache._value, cache._length) for cache in caches if isinstance(cache, KVCache)]
+    try:
+        yield
+    except BaseException:
+        # Tokens that were written to room behind the old length stay there until the next are written over them.
+        for cache, key, value, length in before:
+            cache._key, cache._value, cache._length = key, value, length
+        raise
+
+
+def check_cache(function: str, argument: str, cache: object) -> None:
+    """Raise unless ``cache`` is that of one attention, or None."""
+    if cache is not None and not isinstance(cache, KVCache):
+        raise UnsupportedError.about(
+            function, argument, must="be a KVCache", got=type(cache).__name__,
+            then="A DecoderCache is for the whole decoder; each of its layers is a KVCache.",
+        )  # fmt: skip

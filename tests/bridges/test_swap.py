@@ -74,6 +74,37 @@ def test_the_report(model: Model) -> None:
     assert str(unswap(model)) == "replaced: 0 modules"
 
 
+def test_swapping_again_sets_whether_padding_is_left_out(model: Model) -> None:
+    for leave in (True, False, True):
+        swap(model, leave_padding_out=leave)
+        assert model.encoder.leaves_padding_out == leave
+        assert bool((model.encoder(X, src_key_padding_mask=PADDING)[PADDING] == 0).all()) == leave
+    swap(model, leave_padding_out=False)
+    unswap(model)
+    assert "leaves_padding_out" not in vars(model.encoder)
+
+
+def test_to_symbolic_tracing_they_are_leaves(model: Model) -> None:
+    swap(model)
+    traced = torch.fx.symbolic_trace(model)
+    targets = {node.target for node in traced.graph.nodes if node.op == "call_module"}
+    assert {"encoder", "decoder", "attention"} <= targets
+    torch.testing.assert_close(traced(X, PADDING), model(X, PADDING), **EXACT)
+    layers = nn.Sequential(*copy.deepcopy(model.encoder.layers))
+    torch.testing.assert_close(torch.fx.symbolic_trace(layers)(X), layers(X), **EXACT)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_what_is_quantised_first_stays_so() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    kind = type(model.linear1)
+    assert kind is not nn.Linear
+    swap(model)
+    assert type(model.linear1) is kind
+    assert model(X.float()).shape == X.shape
+
+
 def test_nothing_but_classes_changes(model: Model) -> None:
     def picture() -> dict[str, object]:
         return {
@@ -173,7 +204,7 @@ def test_what_is_left_and_why() -> None:
         "my layer": "a subclass may compute something else",
         "foreign": "attention of the transformers library, which swap does not know",
         "odd": "its forward was replaced on the object",
-        "script": "compiled by TorchScript; swap before that",
+        "script": "compiled by TorchScript, which ours cannot be; swap the model itself and use torch.compile",
     }
     assert [part.name for part in report.replaced] == ["my layer.self_attn"]
     assert "  BertSelfAttention: foreign (attention of the transformers library" in str(report)

@@ -378,6 +378,76 @@ def test_bad_axes() -> None:
         ours(x, x, x[:1])
 
 
+X = torch.zeros(3, 5, WIDTH, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "text"),
+    [
+        ((X[..., :7],) * 3, ch.ShapeError, r"query must be 8 channels wide; got shape \(3, 5, 7\)\."),
+        ((X, X[..., :7], X), ch.ShapeError, r"key must be 8 channels wide"),
+        ((X, X, X[..., :7]), ch.ShapeError, r"value must be 8 channels wide"),
+        (
+            (X.float(),) * 3,
+            ch.UnsupportedError,
+            r"query must have the module's dtype torch\.float64; got torch\.float32",
+        ),
+        ((X, X, X.long()), ch.UnsupportedError, r"value must have the module's dtype torch\.float64; got torch\.int64"),
+        ((None, X, X), ch.ShapeError, r"query must be a tensor; got NoneType\."),
+        ((X, None, None), ch.ShapeError, r"key must be a tensor; got NoneType\."),
+        ((X, X, [1.0]), ch.ShapeError, r"value must be a tensor; got list\."),
+    ],
+)
+def test_bad_inputs(inputs: tuple[Tensor, Tensor, Tensor], error: type[Exception], text: str) -> None:
+    _, ours = _pair(batch_first=True)
+    for call in ({}, {"need_weights": False}, {"key_padding_mask": torch.zeros(3, 5).bool()}):
+        with pytest.raises(error, match="^MultiheadAttention: " + text):
+            ours(*inputs, **call)
+
+
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        (ch.Padding([1, 2]), r"mask must have batch 1 or 3; got batch 2"),
+        (ch.Padding([1, 2, 9]), r"mask must have lengths of at most k_len 5; got 9\."),
+        (ch.Dense(torch.ones(3, 3).bool()), r"mask must have shape \[\.\.\., 5, 5\]; got \(1, 1, 3, 3\)"),
+        (ch.Documents(lengths=[3, 3]), r"mask must cover the call's tokens \(5 keys, queries 0 to 4\)"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_one_of_our_masks_that_does_not_fit(mask: ch.Mask, text: str, need_weights: bool) -> None:
+    _, ours = _pair(batch_first=True)
+    with pytest.raises(ch.ClearheadError, match="^MultiheadAttention: " + text):
+        ours(X, X, X, attn_mask=mask, need_weights=need_weights)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_one_of_our_masks_that_reads_positions_where_lengths_differ(need_weights: bool) -> None:
+    theirs, ours = _pair(batch_first=True)
+    text = r"^MultiheadAttention: attn_mask must not read positions where .*; got q_len 3, k_len 5 under Causal\(\)\."
+    with pytest.raises(ch.MaskError, match=text):
+        ours(X[:, :3], X, X, attn_mask=ch.Causal(), need_weights=need_weights)
+    call = {"attn_mask": ~ch.Causal().dense(3, 5, query_offset=0), "need_weights": need_weights}
+    torch.testing.assert_close(ours(X[:, :3], X, X, **call)[0], theirs(X[:, :3], X, X, **call)[0], **EXACT)
+    ours(X[:, :3], X, X, attn_mask=ch.Padding([5, 2, 1]), need_weights=need_weights)
+
+
+@pytest.mark.parametrize(("batch", "q_len", "k_len"), [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0)])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_inputs_without_tokens_under_a_mask(batch: int, q_len: int, k_len: int, need_weights: bool) -> None:
+    _, ours = _pair(batch_first=True)
+    query, key = (torch.zeros(batch, length, WIDTH, dtype=torch.float64) for length in (q_len, k_len))
+    for call in (
+        {"key_padding_mask": torch.zeros(batch, k_len).bool()},
+        {"attn_mask": torch.zeros(q_len, k_len).bool()},
+    ):
+        output, weights = ours(query, key, key, need_weights=need_weights, **call)
+        assert output.shape == query.shape
+        assert not output.isnan().any()
+        assert weights is None or weights.shape == (batch, q_len, k_len)
+
+
 def test_unswapped_again_it_is_torchs() -> None:
     theirs, ours = _pair()
     unswap(ours)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead.cache import KVCache
-from clearhead.nn import MultiHeadAttention
+from clearhead.nn import DecoderCache, MultiHeadAttention
 from clearhead.positions import Rotary
 
 EXACT = {"atol": 1e-11, "rtol": 1e-11}
@@ -191,6 +191,41 @@ def test_a_cached_memory_is_projected_once() -> None:
         module(x, memory[:, :3], cache=cache)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_call_that_fails_leaves_its_cache_as_it_was(grad: bool) -> None:
+    module = MultiHeadAttention(8, 2).double()
+    x, cache, bad = _input(2, 5, 8), KVCache(), ch.Dense(torch.ones(2, 2, dtype=torch.bool))
+    with torch.set_grad_enabled(grad):
+        whole = module(x, mask=ch.Causal())
+        with pytest.raises(ch.MaskError):
+            module(x[:, :3], mask=bad, cache=cache)
+        assert (cache.length, cache.key) == (0, None)
+        for t in range(5):
+            with pytest.raises(ch.MaskError):
+                module(x[:, t : t + 1], mask=bad, cache=cache)
+            got = module(x[:, t : t + 1], mask=ch.Causal(), cache=cache)
+            torch.testing.assert_close(got, whole[:, t : t + 1], **EXACT)
+        memory_cache = KVCache()
+        with pytest.raises(ch.MaskError):
+            module(x, x[:, :3].clone(), mask=ch.Causal(), cache=memory_cache)
+        assert memory_cache.length == 0
+
+
+@pytest.mark.parametrize("cache", [{}, DecoderCache([KVCache()])], ids=["dict", "of a decoder"])
+def test_a_cache_of_another_kind(cache: object) -> None:
+    text = rf"^MultiHeadAttention: cache must be a KVCache; got {type(cache).__name__}\."
+    with pytest.raises(ch.UnsupportedError, match=text):
+        MultiHeadAttention(8, 2)(torch.zeros(1, 2, 8), cache=cache)  # type: ignore[arg-type]
+
+
+def test_on_meta() -> None:
+    module = MultiHeadAttention(8, 2).to("meta")
+    x = torch.zeros(2, 5, 8, device="meta")
+    assert module(x).shape == module(x, mask=ch.Causal()).shape == x.shape
+    with pytest.raises(ch.UnsupportedError, match="must have the module's dtype"):
+        module(x.double())
+
+
 def test_the_same_tensor_three_times_is_self_attention() -> None:
     module = MultiHeadAttention(8, 2).double()
     x, cache = _input(1, 2, 8), KVCache()
@@ -281,6 +316,8 @@ def test_repr_reads() -> None:
         (lambda: MultiHeadAttention(8, 2, rotary=0.5), r"base must be a number above 1; got 0\.5\."),
         (lambda: MultiHeadAttention(8, 2, scores=[len]), r"scores must hold score rules"),
         (lambda: MultiHeadAttention.from_heads([]), r"from_heads: heads must hold one"),
+        (lambda: MultiHeadAttention.from_heads(5), r"from_heads: heads must hold one .*; got int\."),
+        (lambda: MultiHeadAttention.from_heads([5]), r"from_heads: heads must hold one .*; got list\."),
         (lambda: MultiHeadAttention.from_torch(nn.Linear(2, 2)), r"module must be a torch\.nn\.MultiheadAttention"),
     ],
 )  # fmt: skip

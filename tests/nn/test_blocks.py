@@ -54,6 +54,37 @@ def test_from_torch_takes_dropout_and_mode_along() -> None:
         EncoderBlock.from_torch(odd)
 
 
+class _Mine(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("place", "part", "text"),
+    [
+        ("norm1", nn.RMSNorm(8), r"have a plain LayerNorm as its norm1; got RMSNorm"),
+        ("norm2", nn.Identity(), r"have a plain LayerNorm as its norm2; got Identity\(\)"),
+        ("norm2", _Mine(8), r"have a plain LayerNorm as its norm2; got _Mine"),
+        ("norm2", nn.LayerNorm(8, bias=False), r"have a plain LayerNorm as its norm2; got LayerNorm"),
+        ("linear1", nn.Sequential(nn.Linear(8, 16)), r"have a plain Linear as its linear1; got Sequential"),
+        ("dropout", nn.Identity(), r"have a plain Dropout as its dropout; got Identity\(\)"),
+        ("activation", type("Odd", (nn.ReLU,), {})(), r"use GELU or ReLU; got Odd\(\)"),
+        ("activation", nn.GELU(approximate="tanh"), r"use GELU or ReLU; got GELU\(approximate='tanh'\)"),
+    ],
+)
+def test_from_torch_of_other_parts(place: str, part: nn.Module, text: str) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    setattr(layer, place, part)
+    with pytest.raises(ch.UnsupportedError, match=r"^EncoderBlock.from_torch: layer must " + text):
+        EncoderBlock.from_torch(layer)
+
+
+def test_from_torch_knows_relu_by_each_of_its_names() -> None:
+    for activation in (torch.relu, nn.functional.relu, nn.ReLU(), "relu"):
+        block = EncoderBlock.from_torch(nn.TransformerEncoderLayer(8, 2, 16, activation=activation))
+        assert isinstance(block.feedforward.activation, nn.ReLU)
+
+
 def test_decoder_block_agrees_with_torchs_layer() -> None:
     torch.manual_seed(0)
     theirs = nn.TransformerDecoderLayer(
@@ -247,6 +278,61 @@ def test_checkpointing_changes_memory_not_numbers() -> None:
     assert saved[1] < saved[0] / 3
     for own, other in zip(thrifty.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own.grad, other.grad, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"cross_attention": True}], ids=str)
+def test_a_call_with_a_cache_is_not_checkpointed(options: dict[str, bool]) -> None:
+    x, memory = _input(1, 6, 8), _input(1, 4, 8, seed=1) if options else None
+    grads = []
+    for thrifty in (False, True):
+        torch.manual_seed(0)
+        decoder = Decoder(8, 2, 2, checkpoint_activations=thrifty, **options).double()
+        cache = decoder.new_cache()
+        outputs = [decoder(part, memory=memory, cache=cache) for part in x.split(3, dim=1)]
+        torch.cat(outputs, dim=1).square().sum().backward()
+        assert cache.length == 6
+        grads.append([parameter.grad for parameter in decoder.parameters()])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, **EXACT)
+
+
+def test_a_stack_that_fails_leaves_all_its_caches_as_they_were() -> None:
+    decoder = Decoder(8, 2, 2, cross_attention=True).double()
+    x, memory, cache = _input(1, 6, 8), _input(1, 4, 8, seed=1), decoder.new_cache()
+    whole = decoder(x, memory=memory)
+    with pytest.raises(ch.ShapeError):
+        decoder(x[:, :3], memory=memory[..., :7], cache=cache)
+    assert [each.length for each in (*cache.layers, *cache.memory)] == [0] * 4
+    decoder(x[:, :3], memory=memory, cache=cache)
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = decoder.blocks[1].feedforward.register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        decoder(x[:, 3:], memory=memory, cache=cache)
+    handle.remove()
+    assert [each.length for each in cache.layers] == [3, 3]
+    torch.testing.assert_close(decoder(x[:, 3:], memory=memory, cache=cache), whole[:, 3:], **EXACT)
+
+
+def test_caches_that_are_not_the_decoders() -> None:
+    decoder, x = Decoder(8, 2, 2), torch.zeros(1, 2, 8)
+    for cache in (KVCache(), {}):
+        text = rf"^Decoder: cache must be a DecoderCache; got {type(cache).__name__}\."
+        with pytest.raises(ch.UnsupportedError, match=text):
+            decoder(x, cache=cache)  # type: ignore[arg-type]
+    for layers in (1, 3):
+        with pytest.raises(ch.ShapeError, match=rf"^Decoder: cache must hold .* the 2 layers, .*; got {layers}, and 0"):
+            decoder(x, cache=Decoder(8, 2, layers).new_cache())
+    with pytest.raises(ch.UnsupportedError, match=r"^MultiHeadAttention: cache must be a KVCache; got DecoderCache"):
+        DecoderBlock(8, 2)(x, cache=decoder.new_cache())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [Encoder, Decoder])
+def test_scores_that_are_no_rules(kind: type) -> None:
+    with pytest.raises(ch.UnsupportedError, match=rf"^{kind.__name__}: scores must hold score rules; got int\."):
+        kind(8, 2, 1, scores=5)
 
 
 def test_dropout_only_while_training() -> None:

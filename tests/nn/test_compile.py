@@ -138,3 +138,18 @@ def test_a_compiled_language_model_generates_the_same() -> None:
     expected = model.generate(ids, 6, temperature=0.0)
     model.compile_blocks(QUICK)
     assert torch.equal(model.generate(ids, 6, temperature=0.0), expected)
+
+
+def test_a_cache_within_one_graph() -> None:
+    torch.manual_seed(0)
+    module = ch.nn.MultiHeadAttention(8, 2)
+    x = torch.randn(1, 4, 8)
+
+    def steps(x: Tensor) -> Tensor:
+        cache = ch.KVCache()
+        return torch.cat([module(part, mask=ch.Causal(), cache=cache) for part in x.split(2, dim=1)], dim=1)
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        compiled = torch.compile(steps, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), module(x, mask=ch.Causal()))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import clearhead as ch
-from clearhead.nn import EncoderDecoder, LanguageModel, SequenceClassifier
+from clearhead.nn import DecoderCache, EncoderDecoder, LanguageModel, SequenceClassifier
 from clearhead.nn.pooling import POOLINGS, pool
 
 EXACT = {"atol": 1e-10, "rtol": 1e-10}
@@ -296,6 +296,10 @@ def test_a_few_steps_learn_a_rule() -> None:
     assert (model(ids, lengths=lengths).argmax(dim=-1) == labels).float().mean() > 0.95
 
 
+def _other_cache() -> DecoderCache:
+    return LanguageModel(20, 8, 2, 1).new_cache()
+
+
 IDS = torch.zeros(2, 5, dtype=torch.int64)
 LONG = torch.zeros(2, 17, dtype=torch.int64)
 
@@ -325,12 +329,43 @@ LONG = torch.zeros(2, 17, dtype=torch.int64)
         (lambda: _encoder_decoder()(IDS + 20, IDS), r"^EncoderDecoder: source must lie from 0 to 19"),
         (lambda: _encoder_decoder().generate(IDS, 13, start=1), r"max_new_tokens must be at most 12 .*; got 13\."),
         (lambda: _encoder_decoder().generate(IDS, 3, start=15), r"start must lie from 0 to 14"),
+        (lambda: _encoder_decoder().generate(IDS, 3, start=1.7), r"start must be a token id, .*; got 1\.7\."),
+        (lambda: _encoder_decoder().generate(IDS, 3, start="a"), r"start must be a token id, .*; got 'a'\."),
+        (lambda: _encoder_decoder().generate(IDS, 3, start=1, stop="a"), r"stop must be a token id, .*; got 'a'\."),
+        (lambda: _encoder_decoder().decode(IDS, None), r"^EncoderDecoder: memory must have axes .*; got NoneType\."),
+        (lambda: _language_model().generate(IDS, 3, stop=1.5), r"generate: stop must be a token id, .*; got 1\.5\."),
+        (lambda: _language_model()(IDS, cache=ch.KVCache()), r"^LanguageModel: cache must be a DecoderCache; got KV"),
+        (lambda: _language_model()(IDS, cache=_other_cache()), r"^LanguageModel: cache must hold .* 2 layers.*; got 1"),
     ],
 )  # fmt: skip
 def test_bad_input_says_what_to_do(call: object, text: str) -> None:
     with pytest.raises(ch.ClearheadError, match=text) as caught:
         call()  # type: ignore[operator]
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_ids_of_few_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(1000, 8, 2, 1, max_len=32)
+    ids = _ids(2, 5)
+    assert torch.equal(model(ids.to(dtype)), model(ids))
+    assert torch.equal(model.generate(ids.to(dtype), 20, seed=1).long(), model.generate(ids, 20, seed=1))
+    classifier = _classifier()
+    assert torch.equal(classifier(ids.to(dtype), lengths=[5, 2]), classifier(ids, lengths=[5, 2]))
+
+
+def test_on_meta() -> None:
+    ids = torch.zeros(2, 5, dtype=torch.int64, device="meta")
+    assert _language_model().to("meta")(ids).shape == (2, 5, 20)
+    assert _classifier().to("meta")(ids).shape == (2, 3)
+
+
+def test_the_coldest_temperature_is_the_likeliest_token() -> None:
+    model, ids = _language_model(), _ids(2, 3)
+    expected = model.generate(ids, 6, temperature=0)
+    for temperature in (1e-20, 1e-36, 1e-40, 5e-324):
+        assert torch.equal(model.generate(ids, 6, temperature=temperature, seed=0), expected)
 
 
 def test_repr_reads() -> None:

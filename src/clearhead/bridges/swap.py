@@ -102,12 +102,16 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
 
     Three things differ, where torch is undefined or disagrees with itself: a query that may attend to nothing gives
     0 and not NaN; the output of a ``TransformerEncoder`` at padding is 0, in training too; and ``is_causal=True``
-    without a mask raises in eval mode too. Hooks inside a stack keep its batch padded, to see what torch shows them.
+    without a mask raises in eval mode too. Hooks inside a stack keep its batch padded, to see what torch shows them,
+    and so does a ``forward`` that was replaced on an object.
+
+    Quantise first: ``quantize_dynamic`` looks for ``nn.Linear`` itself, and would find none in a swapped layer. Unswap
+    before ``torch.jit.script``, which compiles torch's modules only; to ``torch.fx`` swapped modules are leaves.
 
     Args:
-        model: changed in place; swapping twice changes nothing more.
-        leave_padding_out: whether encoder stacks skip padding; with False its tokens get what torch gives them while
-            training.
+        model: changed in place; swapping again changes what was left before, and ``leave_padding_out``.
+        leave_padding_out: whether encoder stacks skip padding, those replaced before among them; with False its
+            tokens get what torch gives them while training.
 
     Returns:
         What was replaced, and what was left and why.
@@ -144,9 +148,10 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
         for _, module in changed:
             for part in _small_parts(module):
                 _recast(part, _SMALL_PARTS[_kind(part)])
-            ours = _REPLACEMENTS[_kind(module)]
-            _recast(module, ours)
-            if ours is SwappedTransformerEncoder and not leave_padding_out:
+            _recast(module, _REPLACEMENTS[_kind(module)])
+        for _, module in (*changed, *before):
+            vars(module).pop("leaves_padding_out", None)
+            if isinstance(module, SwappedTransformerEncoder) and not leave_padding_out:
                 module.leaves_padding_out = False
     return report
 
@@ -273,7 +278,11 @@ def _why_left(module: nn.Module) -> str | None:
         return "a subclass may compute something else"
     if isinstance(module, torch.jit.ScriptModule):
         known = any(module.original_name == theirs.__name__ for theirs in _REPLACEMENTS)
-        return "compiled by TorchScript; swap before that" if known else None
+        return (
+            "compiled by TorchScript, which ours cannot be; swap the model itself and use torch.compile"
+            if known
+            else None
+        )
     if type(module).__module__.startswith("transformers.") and type(module).__name__.endswith("Attention"):
         return "attention of the transformers library, which swap does not know"
     return None

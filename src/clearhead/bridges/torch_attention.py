@@ -7,13 +7,15 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn import functional
 
 from clearhead.bridges.exact_weights import with_weights
 from clearhead.bridges.torch_masks import MaskReader, Meaning, may_look
-from clearhead.bridges.torch_parts import is_plain
-from clearhead.errors import ShapeError
+from clearhead.bridges.torch_parts import is_plain, leaf
+from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks import Mask
+from clearhead.nn.checks import converts
 from clearhead.nn.fused_attention import self_attention
 from clearhead.projection import project
 from clearhead.statistics import Want
@@ -76,14 +78,21 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             are those after dropout.
 
         Raises:
-            ShapeError: axes or lengths do not fit.
+            ShapeError: axes, widths or lengths do not fit.
             MaskError: a mask does not fit.
+            UnsupportedError: a dtype is not the module's.
         """
         attn_mask = None if isinstance(attn_mask, Meaning) and attn_mask.says_nothing() else attn_mask
         masks = (attn_mask, key_padding_mask, is_causal)
+        if any(isinstance(each, Proxy) for each in (query, key, value)):
+            return leaf(  # type: ignore[no-any-return]
+                self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        _check_kinds(query, key, value)
         if not is_plain(query, key, value):
             return self._torchs(query, key, value, masks, need_weights, average_attn_weights)
         batched = _check_axes(query, key, value, 0 if self.batch_first else 1)
+        self._check_numbers(query, key, value)
         small = not torch.compiler.is_compiling() and self._work(query, key) < _LEAST
         dropout = self.dropout if self.training else 0.0
         # Nothing is left of a row whose weights are all dropped, which only torch allows.
@@ -112,6 +121,26 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
                 query_offset=0,
             )  # fmt: skip
         return self._returned(output, weights if need_weights else None, average_attn_weights, batched)
+
+    def _check_numbers(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Raise unless the inputs have the widths and the dtype of the projections."""
+        # Those of a parametrized module would be computed anew for the look at them.
+        weight = self._parameters.get("in_proj_weight" if self._qkv_same_embed_dim else "q_proj_weight")
+        for name, tensor, width in (
+            ("query", query, self.embed_dim),
+            ("key", key, self.kdim),
+            ("value", value, self.vdim),
+        ):
+            if tensor.shape[-1] != width:
+                raise ShapeError.about(
+                    _NAME, name, must=f"be {width} channels wide", got=f"shape {tuple(tensor.shape)}",
+                    then="Project it, or build the module with another embed_dim, kdim or vdim.",
+                )  # fmt: skip
+            if weight is not None and tensor.dtype != weight.dtype and not converts(tensor):
+                raise UnsupportedError.about(
+                    _NAME, name, must=f"have the module's dtype {weight.dtype}", got=tensor.dtype,
+                    then="Convert with .to(dtype), or run under torch.autocast.",
+                )  # fmt: skip
 
     def _is_one_step(self, x: Tensor) -> bool:
         """Whether queries, keys and values are one product of tokens that lie batch by batch."""
@@ -238,7 +267,16 @@ def mask_reader(
 
 def _parts(x: Tensor, count: int) -> tuple[Tensor, ...]:
     """Equal parts of the last axis. One ``unbind`` has one gradient to write, slices each a whole one."""
-    return x.view(*x.shape[:-1], count, -1).unbind(-2) if count > 1 else (x,)
+    return x.view(*x.shape[:-1], count, x.shape[-1] // count).unbind(-2) if count > 1 else (x,)
+
+
+def _check_kinds(query: object, key: object, value: object) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise ShapeError.about(
+                _NAME, name, must="be a tensor", got=type(tensor).__name__,
+                then="Self-attention takes the same tensor three times.",
+            )  # fmt: skip
 
 
 def _check_axes(query: Tensor, key: Tensor, value: Tensor, batch_axis: int) -> bool:

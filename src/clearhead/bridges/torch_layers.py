@@ -7,18 +7,21 @@ attention in between works on real tokens only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn import functional
 
 from clearhead.bridges.torch_attention import SwappedMultiheadAttention, mask_reader
 from clearhead.bridges.torch_masks import Meaning, may_look, padded_keys
-from clearhead.bridges.torch_parts import SwappedLinear, is_plain
-from clearhead.masks import Documents, Mask
+from clearhead.bridges.torch_parts import SwappedLinear, is_plain, leaf
+from clearhead.masks import Causal, Documents, Mask
+from clearhead.nn.dropout import Dropout
 from clearhead.nn.feedforward import rectified
+from clearhead.nn.linear import Linear
 from clearhead.watch import laid_out
 
 __all__ = [
@@ -47,7 +50,7 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         """As ``nn.TransformerEncoderLayer.forward``."""
-        if src.is_nested:
+        if not isinstance(src, Proxy) and src.is_nested:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)  # type: ignore[arg-type]
         if self.norm_first:
             src = src + self._sa_block(self.norm1(src), src_mask, src_key_padding_mask, is_causal)  # type: ignore[arg-type]
@@ -79,11 +82,11 @@ def _feedforward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer,
 
 
 _LAYERS: Final = (SwappedTransformerEncoderLayer, SwappedTransformerDecoderLayer)
-#: What treats each token by itself, and alike wherever it lies.
-_TOKENWISE: Final = (
-    nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU,
-    nn.Tanh, nn.Sigmoid, nn.Softplus,
-)  # fmt: skip
+#: The ``forward`` of what treats each token by itself, and alike wherever it lies. A subclass with another may not.
+_TOKENWISE: Final = frozenset(kind.forward for kind in (
+    nn.Linear, Linear, SwappedLinear, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.Dropout, Dropout, nn.ReLU, nn.GELU,
+    nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.Softplus,
+))  # fmt: skip
 _ACTIVATIONS: Final = (functional.relu, functional.gelu, functional.silu, torch.relu, torch.tanh)
 
 
@@ -105,6 +108,8 @@ class SwappedTransformerEncoder(nn.TransformerEncoder):
         is_causal: bool | None = None,
     ) -> Tensor:
         """As ``nn.TransformerEncoder.forward``; ``is_causal=None`` looks at the mask."""
+        if isinstance(src, Proxy):
+            return leaf(self, src, mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=is_causal)
         if not is_plain(src) or not _all_ours(self.layers, SwappedTransformerEncoderLayer):
             return super().forward(src, mask, src_key_padding_mask, is_causal)  # type: ignore[arg-type]
         if _is_watched(self):
@@ -138,8 +143,12 @@ class SwappedTransformerEncoder(nn.TransformerEncoder):
         forbidden = padded_keys(key_padding_mask)
         if padding.mask is None or forbidden is None or not may_look(src) or bool(forbidden.all()):
             return None
+        # Closed up over a hole, tokens keep their order but not their distance.
+        if not (attended.mask is None or isinstance(attended.mask, Causal)) and not _is_one_run(~forbidden):
+            return None
         # A large negative number keeps others from a token, but does not say that the token is not there.
-        allowed = padding.mask.dense(1, forbidden.shape[-1], query_offset=0)[:, 0, 0]
+        # dense() leaves out the axes of one batch entry.
+        allowed = padding.mask.dense(1, k_len := forbidden.shape[-1], query_offset=0).reshape(-1, k_len)
         return ~forbidden if torch.equal(allowed.expand_as(forbidden), ~forbidden) and _by_token(self) else None
 
     def _without_padding(self, output: Tensor, key_padding_mask: Tensor | None) -> Tensor:
@@ -166,6 +175,12 @@ class SwappedTransformerDecoder(nn.TransformerDecoder):
         memory_is_causal: bool = False,
     ) -> Tensor:
         """As ``nn.TransformerDecoder.forward``; ``tgt_is_causal=None`` looks at the mask."""
+        if isinstance(tgt, Proxy) or isinstance(memory, Proxy):
+            return leaf(
+                self, tgt, memory, tgt_mask=tgt_mask, memory_mask=memory_mask,
+                tgt_key_padding_mask=tgt_key_padding_mask, memory_key_padding_mask=memory_key_padding_mask,
+                tgt_is_causal=tgt_is_causal, memory_is_causal=memory_is_causal,
+            )  # fmt: skip
         if not is_plain(tgt, memory) or not _all_ours(self.layers, SwappedTransformerDecoderLayer):
             return super().forward(
                 tgt, memory, tgt_mask, memory_mask,  # type: ignore[arg-type]
@@ -209,6 +224,12 @@ def _laid_out(real: Tensor, batch_first: bool) -> tuple[Tensor, Documents]:
     return places, Documents(lengths=lengths)
 
 
+def _is_one_run(real: Tensor) -> bool:
+    """Whether the real tokens of each sequence lie side by side."""
+    begins = real[:, 1:] & ~real[:, :-1]
+    return bool((begins.sum(dim=1) + real[:, 0] <= 1).all())
+
+
 def _all_ours(layers: Iterable[nn.Module], kind: type[nn.Module]) -> bool:
     """Whether all layers are ours and take masks alike; somebody may have exchanged one since."""
     attentions = []
@@ -232,16 +253,22 @@ def _by_token(stack: nn.Module) -> bool:
             if isinstance(activation, nn.Module) or activation in _ACTIVATIONS:
                 continue
             return False
-        if not isinstance(module, _TOKENWISE):
+        if type(module).forward not in _TOKENWISE:
             return False
     return True
 
 
 def _is_watched(stack: nn.Module) -> bool:
-    """Whether hooks look into the stack; they are shown what torch shows them, tensors of the padded batch."""
+    """Whether hooks look into the stack, or a part computes something of its own; they are shown what torch shows them,
+    tensors of the padded batch."""
     return torch.nn.modules.module._has_any_global_hook() or any(
         module is not stack
         and (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-             or module._backward_pre_hooks)
+             or module._backward_pre_hooks or _is_replaced(module.__dict__))
         for module in stack.modules()
     )  # fmt: skip
+
+
+def _is_replaced(own: Mapping[str, object]) -> bool:
+    """Whether somebody has put a method of their own on an object, to see or to change what passes."""
+    return "forward" in own or "_sa_block" in own or "_mha_block" in own or "_ff_block" in own

@@ -92,7 +92,7 @@ class MaskReader:
             is_causal: whether ``attn_mask`` is the causal mask.
 
         Raises:
-            MaskError: another shape or dtype, or the hint without the mask.
+            MaskError: another shape or dtype, the hint without the mask, or one of ours that does not fit.
         """
         if attn_mask is None:
             if is_causal:
@@ -104,6 +104,7 @@ class MaskReader:
         if isinstance(attn_mask, Meaning):
             return attn_mask
         if isinstance(attn_mask, Mask):
+            self._check(attn_mask)
             return Meaning(attn_mask)
         square = (self.q_len, self.k_len)
         _check_shape(self.function, "attn_mask", attn_mask, square, (self.batch * self.num_heads, *square))
@@ -134,6 +135,18 @@ class MaskReader:
         if not self.look:
             return Meaning(from_forbidden(forbidden))
         return Meaning(from_key_padding(forbidden[:, 0, 0]) if bool(forbidden.any()) else None)
+
+    def _check(self, mask: Mask) -> None:
+        """Raise unless one of our masks fits the call; a call of torch's has no ``query_offset``."""
+        if mask.position_dependent and self.q_len != self.k_len:
+            raise MaskError.about(
+                self.function, "attn_mask", must="not read positions where query and key differ in length",
+                got=f"q_len {self.q_len}, k_len {self.k_len} under {mask!r}",
+                then="Say where the first query stands: attn_mask=~mask.dense(q_len, k_len, query_offset=0).",
+            )  # fmt: skip
+        # A graph that is being recorded checks it in the operator.
+        if not torch.compiler.is_compiling():
+            mask.check(self.function, self.batch, self.num_heads, range(self.q_len), self.k_len)
 
     def _additive(self, bias: Tensor) -> Meaning:
         """A float mask. A large negative number forbids, but in a row that holds nothing else it is only a number:

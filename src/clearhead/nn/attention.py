@@ -7,7 +7,7 @@ from typing import Self
 
 from torch import Tensor, nn
 
-from clearhead.cache import KVCache
+from clearhead.cache import KVCache, check_cache, restored_on_error
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks import Mask
 from clearhead.nn.checks import positive, probability, sources_of
@@ -115,7 +115,7 @@ class MultiHeadAttention(nn.Module):
             mask: who may attend to whom, ``True`` = may; positions count from the cache's first token.
             cache: keys and values of earlier tokens. In self-attention the call's tokens are appended, and stand
                 behind those held. With a ``key`` of its own (cross-attention) the cache keeps the projected
-                memory: the first call fills it, later calls only read it.
+                memory: the first call fills it, later calls only read it. A call that fails leaves it as it was.
             query_offset: position of the first query, where ``key`` has another length and positions matter.
 
         Returns:
@@ -125,8 +125,9 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ShapeError: widths or axes do not fit.
             MaskError: the mask does not fit, or positions are ambiguous.
-            UnsupportedError: dtype or device differ from the module's.
+            UnsupportedError: dtype or device differ from the module's, or the cache is no ``KVCache``.
         """
+        check_cache(_NAME, "cache", cache)
         own = (key is None or key is query) and (value is None or value is key or value is query)
         key, value = self._sources(query, key, value)
         first = self._first_position(own, cache, query_offset, query.shape[-2], key.shape[-2])
@@ -134,17 +135,25 @@ class MultiHeadAttention(nn.Module):
             fused = self._fused(query, mask, query_offset)
             if fused is not None:
                 return fused
-        if not own and cache is not None and cache.length > 0:
-            heads = self._query_heads(query, first)
-            keys, values = self._memory(cache, key)
-        else:
-            heads, keys, values = self._heads(query, key, value, first, first if own and cache is not None else 0)
-            if cache is not None:
+        if cache is None:
+            heads, keys, values = self._heads(query, key, value, first, 0)
+            return self._attended(heads, keys, values, mask, query_offset)
+        with restored_on_error(cache):
+            if not own and cache.length > 0:
+                heads = self._query_heads(query, first)
+                keys, values = self._memory(cache, key)
+            else:
+                heads, keys, values = self._heads(query, key, value, first, first if own else 0)
                 keys, values = self._append(cache, keys, values)
+            return self._attended(heads, keys, values, mask, first if own else query_offset)
+
+    def _attended(
+        self, heads: Tensor, keys: Tensor, values: Tensor, mask: Mask | None, query_offset: int | None
+    ) -> Tensor:
+        """The attention, and the heads joined and mixed."""
         output = attend(
             self, heads, keys, values, mask=mask, scores=self.scores.rules(), scale=self.scale,
-            dropout=self.dropout if self.training else 0.0,
-            query_offset=first if own and cache is not None else query_offset, backend=self.backend,
+            dropout=self.dropout if self.training else 0.0, query_offset=query_offset, backend=self.backend,
         )  # fmt: skip
         joined = output.transpose(-3, -2).flatten(-2)
         return joined if self.output_projection is None else self.output_projection(joined)
@@ -300,9 +309,11 @@ class MultiHeadAttention(nn.Module):
         torch.Size([3, 8])
         """
         name = f"{_NAME}.from_heads"
-        if len(heads) == 0 or any(len(head) != 3 for head in heads):
+        lists = isinstance(heads, Sequence) and all(isinstance(head, Sequence) for head in heads)
+        if not lists or len(heads) == 0 or any(len(head) != 3 for head in heads):
             raise ShapeError.about(
-                name, "heads", must="hold one (query, key, value) of weights per head", got=f"{len(heads)} heads",
+                name, "heads", must="hold one (query, key, value) of weights per head",
+                got=f"{len(heads)} heads" if lists else type(heads).__name__,
                 then="Pass [(w_q, w_k, w_v)].",
             )  # fmt: skip
         joined = [side_by_side(name, role, [head[place] for head in heads]) for place, role in enumerate(_ROLES)]

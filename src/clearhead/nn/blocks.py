@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from clearhead.cache import KVCache
+from clearhead.cache import KVCache, restored_on_error
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks import Causal, Mask
 from clearhead.nn.attention import MultiHeadAttention
@@ -109,7 +109,7 @@ class EncoderBlock(_Block):
         """A block with the weights of torch's encoder layer, copied; always batch first.
 
         Raises:
-            UnsupportedError: the layer's activation is neither GELU nor ReLU.
+            UnsupportedError: the layer's activation is neither GELU nor ReLU, or its parts are not torch's own.
 
         >>> block = EncoderBlock.from_torch(nn.TransformerEncoderLayer(8, 2))
         """
@@ -118,6 +118,7 @@ class EncoderBlock(_Block):
                 "EncoderBlock.from_torch", "layer", must="be a torch.nn.TransformerEncoderLayer",
                 got=type(layer).__name__, then="Build an EncoderBlock and copy the weights part by part.",
             )  # fmt: skip
+        _check_parts(layer)
         own = layer.self_attn
         block = cls(
             own.embed_dim, own.num_heads, feedforward_dim=layer.linear1.out_features, dropout=layer.dropout.p,
@@ -138,11 +139,30 @@ class EncoderBlock(_Block):
         return f"norm_first={self.norm_first}"
 
 
+def _check_parts(layer: nn.TransformerEncoderLayer) -> None:
+    """Raise unless the layer's parts are such as a block has."""
+    parts: tuple[tuple[str, type[nn.Module]], ...] = (
+        ("self_attn", nn.MultiheadAttention), ("linear1", nn.Linear), ("linear2", nn.Linear), ("norm1", nn.LayerNorm),
+        ("norm2", nn.LayerNorm), ("dropout", nn.Dropout),
+    )  # fmt: skip
+    for name, kind in parts:
+        part = getattr(layer, name)
+        # A norm's subclass may compute something else, and all must have a bias or none.
+        fits = isinstance(part, kind) and (kind is not nn.LayerNorm or type(part).forward is nn.LayerNorm.forward)
+        if fits and kind is nn.LayerNorm:
+            fits = part.weight is not None and (part.bias is None) == (layer.linear1.bias is None)
+        if not fits:
+            raise UnsupportedError.about(
+                "EncoderBlock.from_torch", "layer", must=f"have a plain {kind.__name__} as its {name}",
+                got=repr(part)[:80], then="Build an EncoderBlock, exchange that part in it and copy the weights.",
+            )  # fmt: skip
+
+
 def _activation_of(layer: nn.TransformerEncoderLayer) -> str:
     activation = layer.activation
-    if activation is nn.functional.relu or isinstance(activation, nn.ReLU):
+    if activation is nn.functional.relu or activation is torch.relu or type(activation) is nn.ReLU:
         return "relu"
-    if activation is nn.functional.gelu or (isinstance(activation, nn.GELU) and activation.approximate == "none"):
+    if activation is nn.functional.gelu or (type(activation) is nn.GELU and activation.approximate == "none"):
         return "gelu"
     raise UnsupportedError.about(
         "EncoderBlock.from_torch", "layer", must="use GELU or ReLU", got=getattr(activation, "__name__", activation),
@@ -167,7 +187,7 @@ class DecoderBlock(_Block):
         rotary: rotary positions in the self-attention.
         cross_attention: whether tokens also attend to a memory, an encoder's output.
         memory_dim: width of the memory; by default ``embed_dim``.
-        checkpoint_activations: as in ``EncoderBlock``.
+        checkpoint_activations: as in ``EncoderBlock``; a call with a cache keeps everything.
 
     Raises:
         ShapeError, UnsupportedError: as in ``MultiHeadAttention`` and ``FeedForward``.
@@ -233,11 +253,15 @@ class DecoderBlock(_Block):
                 got="none" if memory is None else f"shape {tuple(memory.shape)}",
                 then="Build the block with cross_attention=True to attend to a memory.",
             )  # fmt: skip
-        return self._maybe_recomputed(self._run, x, mask, memory, memory_mask, cache, memory_cache)
+        if cache is None and memory_cache is None:
+            return self._maybe_recomputed(self._run, x, mask, memory, memory_mask)
+        # Computed once more in the backward pass, the call's tokens would be appended once more.
+        with restored_on_error(cache, memory_cache):
+            return self._run(x, mask, memory, memory_mask, cache, memory_cache)
 
     def _run(
-        self, x: Tensor, mask: Mask | None, memory: Tensor | None, memory_mask: Mask | None, cache: KVCache | None,
-        memory_cache: KVCache | None,
+        self, x: Tensor, mask: Mask | None, memory: Tensor | None, memory_mask: Mask | None,
+        cache: KVCache | None = None, memory_cache: KVCache | None = None,
     ) -> Tensor:  # fmt: skip
         causal = Causal() if mask is None else Causal() & mask
         x = self._around(x, self.attention_norm, lambda y: self.attention(y, mask=causal, cache=cache))

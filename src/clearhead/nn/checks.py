@@ -7,7 +7,7 @@ from torch import Tensor
 
 from clearhead.errors import ShapeError, UnsupportedError
 
-__all__ = ["check_tokens", "positive", "probability", "sources_of"]
+__all__ = ["check_tokens", "converts", "positive", "probability", "sources_of"]
 
 
 def positive(function: str, argument: str, value: int) -> int:
@@ -29,6 +29,12 @@ def probability(function: str, argument: str, value: float) -> float:
     return float(value)
 
 
+def converts(x: Tensor) -> bool:
+    """Whether autocast brings ``x`` to the dtype that a product has there."""
+    device = x.device.type
+    return x.is_floating_point() and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def check_tokens(function: str, argument: str, x: object, width: int, weight: Tensor) -> None:
     """Raise unless ``x`` is ``[batch, len, width]`` or ``[len, width]`` of the dtype and device of ``weight``."""
     if not isinstance(x, Tensor) or x.ndim not in (2, 3) or x.shape[-1] != width:
@@ -42,8 +48,7 @@ def check_tokens(function: str, argument: str, x: object, width: int, weight: Te
             function, argument, must=f"be on the module's device {weight.device}", got=x.device,
             then="Move one of them with .to(device).",
         )  # fmt: skip
-    converts = torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
-    if x.dtype != weight.dtype and not converts:
+    if x.dtype != weight.dtype and not converts(x):
         raise UnsupportedError.about(
             function, argument, must=f"have the module's dtype {weight.dtype}", got=x.dtype,
             then="Convert with .to(dtype), or run under torch.autocast.",

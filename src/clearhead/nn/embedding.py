@@ -14,7 +14,7 @@ from clearhead.nn.edge import Edge
 from clearhead.positions import sinusoidal
 from clearhead.shapes import Float, Int
 
-__all__ = ["POSITIONS", "TokenEmbedding", "check_ids", "check_range", "embedded"]
+__all__ = ["POSITIONS", "TokenEmbedding", "check_ids", "check_range", "embedded", "widened"]
 
 #: Ways to tell a model where a token stands. With "rotary" the attention does it.
 POSITIONS: Final = ("learned", "sinusoidal", "rotary", "none")
@@ -55,7 +55,7 @@ class TokenEmbedding(nn.Module):
         self, ids: Int[Tensor, "batch len"], places: Int[Tensor, "#batch len"]
     ) -> Float[Tensor, "batch len embed_dim"]:
         """Vectors of tokens ``ids`` that stand at ``places`` in their sequences; both are known to be in range."""
-        x = self.token(ids)
+        x = self.token(widened(ids))
         if self.position is not None:
             x = x + self.position(places)
         elif self.positions == "sinusoidal":
@@ -87,10 +87,15 @@ def check_ids(function: str, argument: str, ids: object, max_len: int) -> tuple[
     return ids.shape[0], ids.shape[1]
 
 
+def widened(ids: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    """Ids of 8 or 16 bits as 64: torch looks those up, and any vocabulary has room in them."""
+    return ids if ids.dtype in (torch.int64, torch.int32) else ids.to(torch.int64)
+
+
 def check_range(function: str, argument: str, ids: Int[Tensor, "..."], vocab_size: int) -> None:
     """Raise unless every id, padding aside, is of the vocabulary."""
-    # The compiler cannot look at numbers; there an id out of range fails in the look-up.
-    if torch.compiler.is_compiling() or ids.numel() == 0:
+    # The compiler cannot look at numbers, there an id out of range fails in the look-up; on meta there are none.
+    if torch.compiler.is_compiling() or ids.numel() == 0 or ids.is_meta:
         return
     low, high = (int(bound) for bound in torch.aminmax(ids))
     if low < 0 or high >= vocab_size:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.errors import ShapeError
+from clearhead.nn.checks import check_tokens
 from clearhead.nn.edge import Lengths
 from clearhead.nn.embedding import TokenEmbedding, check_ids, check_range, embedded
-from clearhead.nn.generation import Sampler, check_prompt, evaluating, extend
+from clearhead.nn.generation import Sampler, check_prompt, check_token, evaluating, extend
 from clearhead.nn.linear import Linear
 from clearhead.nn.stacks import Decoder, DecoderCache, Encoder
 from clearhead.nn.start import start_embeddings
@@ -117,8 +118,9 @@ class EncoderDecoder(nn.Module):
     ) -> Float[Tensor, "batch target_len target_vocab_size"]:  # fmt: skip
         """Scores of the token after each target token, given the memory."""
         name = "EncoderDecoder"
-        first = 0 if cache is None else cache.length
+        first = self.decoder.seen(name, cache)
         batch, _ = check_ids(name, "target", target, self.max_len - first)
+        check_tokens(name, "memory", memory, self.encoder.embed_dim, self.head.weight)
         if batch != memory.shape[0]:
             raise ShapeError.about(
                 name, "target", must=f"have source's batch size {memory.shape[0]}", got=batch,
@@ -162,6 +164,9 @@ class EncoderDecoder(nn.Module):
                 then="Ask for fewer, or build the model with a larger max_len.",
             )  # fmt: skip
         sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed, device=source.device)
+        check_token(name, "start", start)
+        if stop is not None:
+            check_token(name, "stop", stop)
         cache = self.new_cache() if cached else None
         target = torch.full((source.shape[0], 1), start, dtype=torch.int64, device=source.device)
         check_range(name, "start", target, self.target_embedding.vocab_size)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from clearhead.errors import ShapeError
-from clearhead.nn.embedding import check_ids
+from clearhead.nn.embedding import check_ids, widened
 from clearhead.shapes import Float, Int
 
-__all__ = ["Sampler", "check_prompt", "evaluating", "extend"]
+__all__ = ["Sampler", "check_prompt", "check_token", "evaluating", "extend"]
+
+
+#: Temperature below which nothing but the likeliest token is left, and the division would overflow.
+_COLDEST: Final = 1e-30
 
 
 class Sampler:
@@ -46,7 +51,7 @@ class Sampler:
             raise ShapeError.about(
                 function, "seed", must="be a whole number from 0 to 2**64 - 1", got=repr(seed)[:80], then="Pass e.g. 0."
             )
-        self.temperature = float(temperature)
+        self.temperature = 0.0 if temperature < _COLDEST else float(temperature)
         self.top_k = top_k
         self.generator = None if seed is None else torch.Generator(device=device).manual_seed(seed)
 
@@ -54,7 +59,8 @@ class Sampler:
         """One token id for each row."""
         if self.temperature == 0.0:
             return logits.argmax(dim=-1, keepdim=True)
-        logits = logits.float() / self.temperature
+        logits = logits.float()
+        logits = (logits - logits.amax(dim=-1, keepdim=True)) / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, dim=-1).values[:, -1:]
             logits = logits.masked_fill(logits < least, -math.inf)
@@ -79,6 +85,7 @@ def extend(
     stop: int | None,
 ) -> Int[Tensor, "batch longer"]:  # fmt: skip
     """Add tokens one at a time; once a sequence has drawn ``stop`` it only gets more of it."""
+    ids = widened(ids)
     done = torch.zeros(ids.shape[0], 1, dtype=torch.bool, device=ids.device)
     for _ in range(max_new_tokens):
         drawn = sampler.draw(next_logits(ids)).to(ids.dtype)
@@ -89,6 +96,13 @@ def extend(
         if stop is not None and bool(done.all()):
             break
     return ids
+
+
+def check_token(function: str, argument: str, token: object) -> None:
+    if isinstance(token, bool) or not isinstance(token, int):
+        raise ShapeError.about(
+            function, argument, must="be a token id, a whole number", got=repr(token)[:80], then="Pass an int."
+        )
 
 
 def check_prompt(function: str, argument: str, ids: Tensor, max_new_tokens: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from clearhead.errors import ShapeError
 from clearhead.masks import Mask
 from clearhead.nn.embedding import TokenEmbedding, check_ids, embedded
-from clearhead.nn.generation import Sampler, check_prompt, evaluating, extend
+from clearhead.nn.generation import Sampler, check_prompt, check_token, evaluating, extend
 from clearhead.nn.linear import Linear
 from clearhead.nn.stacks import Decoder, DecoderCache
 from clearhead.nn.start import start_embeddings, start_linears
@@ -100,7 +100,7 @@ class LanguageModel(nn.Module):
             MaskError: the mask does not fit. UnsupportedError: padding together with a cache.
         """
         name = "LanguageModel"
-        first = 0 if cache is None else cache.length
+        first = self.decoder.seen(name, cache)
         _, length = check_ids(name, "ids", ids, self.max_len)
         if first + length > self.max_len:
             raise ShapeError.about(
@@ -139,6 +139,8 @@ class LanguageModel(nn.Module):
         name = "LanguageModel.generate"
         check_prompt(name, "ids", ids, max_new_tokens)
         sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed, device=ids.device)
+        if stop is not None:
+            check_token(name, "stop", stop)
         cache = self.new_cache() if cached else None
 
         def next_logits(ids: Tensor) -> Tensor:

@@ -8,14 +8,14 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from clearhead.cache import KVCache
+from clearhead.cache import KVCache, restored_on_error
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks import Mask
 from clearhead.nn.blocks import DecoderBlock, EncoderBlock
 from clearhead.nn.checks import check_tokens, positive
 from clearhead.nn.edge import Edge, Lengths
 from clearhead.positions import Rotary
-from clearhead.scores import ScoreRule
+from clearhead.scores import ScoreRule, as_rules
 from clearhead.shapes import Float, Int
 
 __all__ = ["Decoder", "DecoderCache", "Encoder"]
@@ -52,7 +52,7 @@ class Encoder(nn.Module):
         checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
+        rules = as_rules("Encoder", scores)
         self.embed_dim = positive("Encoder", "embed_dim", embed_dim)
         self.blocks = nn.ModuleList(
             EncoderBlock(
@@ -123,6 +123,15 @@ class DecoderCache:
     layers: list[KVCache]
     memory: list[KVCache] = field(default_factory=list)
 
+    def check(self, function: str, num_layers: int) -> None:
+        """Raise unless it was made for a decoder of so many layers."""
+        held = (len(self.layers), len(self.memory))
+        if held not in ((num_layers, 0), (num_layers, num_layers)):
+            raise ShapeError.about(
+                function, "cache", must=f"hold a KVCache for each of the {num_layers} layers, and one for each memory",
+                got=f"{held[0]}, and {held[1]} for memories", then="Take one from new_cache().",
+            )  # fmt: skip
+
     @property
     def length(self) -> int:
         """How many tokens have been decoded."""
@@ -174,7 +183,7 @@ class Decoder(nn.Module):
         rotary: Rotary | bool | float | None = None, checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
+        rules = as_rules("Decoder", scores)
         self.embed_dim = positive("Decoder", "embed_dim", embed_dim)
         self.cross_attention = cross_attention or memory_dim is not None
         self.blocks = nn.ModuleList(
@@ -187,6 +196,17 @@ class Decoder(nn.Module):
             for _ in range(positive("Decoder", "num_layers", num_layers))
         )  # fmt: skip
         self.norm = nn.LayerNorm(embed_dim, bias=bias) if norm_first else nn.Identity()
+
+    def seen(self, function: str, cache: DecoderCache | None) -> int:
+        """How many tokens the cache holds, once it is known to be one for this decoder."""
+        if cache is None:
+            return 0
+        if not isinstance(cache, DecoderCache):
+            raise UnsupportedError.about(
+                function, "cache", must="be a DecoderCache", got=type(cache).__name__, then="Take one from new_cache()."
+            )
+        cache.check(function, len(self.blocks))
+        return cache.length
 
     def new_cache(self) -> DecoderCache:
         """An empty cache for decoding one batch."""
@@ -228,6 +248,7 @@ class Decoder(nn.Module):
         cache: DecoderCache | None = None,
     ) -> Edge:  # fmt: skip
         """How a padded batch ``[batch, len, ...]`` goes through the blocks."""
+        self.seen(function, cache)
         size = (batch.shape[0], batch.shape[1])
         # A memory has a batch of its own, which a packed row could not be matched with.
         may_pack = not self.cross_attention and _packable(self.blocks)
@@ -245,12 +266,16 @@ class Decoder(nn.Module):
     ) -> Tensor:  # fmt: skip
         """The blocks alone, on tokens that lie as an ``Edge`` laid them."""
         memory, memory_mask = self._memory(memory, memory_lengths)
-        for place, block in enumerate(self.blocks):
-            x = block(
-                x, mask=mask, memory=memory, memory_mask=memory_mask,
-                cache=None if cache is None else cache.layers[place],
-                memory_cache=None if cache is None or not cache.memory else cache.memory[place],
-            )  # fmt: skip
+        if cache is None:
+            for block in self.blocks:
+                x = block(x, mask=mask, memory=memory, memory_mask=memory_mask)
+        else:
+            with restored_on_error(*cache.layers, *cache.memory):
+                for place, block in enumerate(self.blocks):
+                    x = block(
+                        x, mask=mask, memory=memory, memory_mask=memory_mask, cache=cache.layers[place],
+                        memory_cache=cache.memory[place] if cache.memory else None,
+                    )  # fmt: skip
         normed: Tensor = self.norm(x)
         return normed
 
