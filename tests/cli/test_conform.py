@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from clearhead.cli.app import app
@@ -58,6 +60,78 @@ def test_json(mine: Path) -> None:
     assert {finding["law"]: finding["status"] for finding in read["findings"]} == {
         "output": "holds", "lengths": "holds", "mask polarity": "fails",
     }  # fmt: skip
+
+
+def test_json_stays_json_where_the_subject_prints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "talking.py"
+    path.write_text(
+        "import os\nprint('imported')\nfrom torch.nn.functional import scaled_dot_product_attention as plain\n"
+        "def attention(query, key, value):\n    print('called')\n    os.write(1, b'written')\n"
+        "    return plain(query, key, value)\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(SystemExit) as left:
+        app(["conform", f"{path}:attention", "--law", "output", "--json"])
+    said = capfd.readouterr()
+    assert left.value.code == 0
+    assert json.loads(said.out)["ok"]
+    for word in ("imported", "called", "written"):
+        assert word in said.err
+
+
+def test_a_subject_that_leaves_is_a_failure(tmp_path: Path) -> None:
+    path = tmp_path / "leaving.py"
+    path.write_text("import sys\ndef attention(query, key, value):\n    sys.exit(0)\n", encoding="utf-8")
+    result = CliRunner().invoke(app, ["conform", f"{path}:attention", "--law", "output", "--examples", "0"])
+    assert result.exit_code == 1
+    assert "ends the process: sys.exit(0)" in result.stdout
+    path.write_text("import sys\nsys.exit(0)\n", encoding="utf-8")
+    result = CliRunner().invoke(app, ["conform", f"{path}:attention"])
+    assert result.exit_code == 2
+    assert "target must name a module that can be imported" in result.stderr
+    assert "SystemExit" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_file_imports_what_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "beside_it.py").write_text("factor = 1.0\n", encoding="utf-8")
+    (tmp_path / "later_beside_it.py").write_text("factor = 1.0\n", encoding="utf-8")
+    path = tmp_path / "with_a_sibling.py"
+    path.write_text(
+        "import beside_it\nfrom torch.nn.functional import scaled_dot_product_attention as plain\n"
+        "def attention(query, key, value):\n    import later_beside_it\n"
+        "    return plain(query, key, value) * beside_it.factor * later_beside_it.factor\n",
+        encoding="utf-8",
+    )
+    before = list(sys.path)
+    result = CliRunner().invoke(app, ["conform", f"{path}:attention", "--law", "output", "--examples", "0"])
+    assert result.exit_code == 0, result.output
+    assert sys.path == before
+
+
+@pytest.mark.parametrize("name", ["random", "json", "typer"])
+def test_a_file_with_the_name_of_a_module_does_not_replace_it(tmp_path: Path, name: str) -> None:
+    path = tmp_path / f"{name}.py"
+    path.write_text("from torch.nn.functional import scaled_dot_product_attention as attention\n", encoding="utf-8")
+    before = sys.modules[name]
+    result = CliRunner().invoke(app, ["conform", f"{path}:attention", "--law", "output", "--examples", "3"])
+    assert result.exit_code == 0, result.output
+    assert sys.modules[name] is before
+
+
+def test_what_a_file_does_to_the_process_ends_with_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "meddling.py"
+    path.write_text(
+        "import torch\ntorch.set_grad_enabled(False)\ntorch.set_default_dtype(torch.float64)\n"
+        "from torch.nn.functional import scaled_dot_product_attention as attention\n",
+        encoding="utf-8",
+    )
+    laws = ["--law", "output", "--law", "gradients", "--examples", "0"]
+    result = CliRunner().invoke(app, ["conform", f"{path}:attention", *laws])
+    assert result.exit_code == 0, result.output
+    assert "ok    gradients" in result.stdout
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_module_by_name_and_another_signature() -> None:

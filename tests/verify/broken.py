@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import clearhead as ch
+from tests.verify.broken_calls import BROKEN_CALLS
 from tests.verify.steps import (
     RIGHT,
+    Broken,
     but,
     take_causal,
     take_drop,
@@ -333,15 +335,6 @@ class _PaddingKept(torch.nn.MultiheadAttention):
         return super().forward(*inputs, key_padding_mask=other, **options)
 
 
-@dataclass(frozen=True)
-class Broken:
-    """A wrong function, the law it breaks, and how it is called."""
-
-    fn: Callable[..., Any]
-    law: str
-    signature: str = "sdpa"
-
-
 _LN_2 = 0.6931471805599453
 
 BROKEN: dict[str, Broken] = {
@@ -400,9 +393,10 @@ BROKEN: dict[str, Broken] = {
     "a bias towards late keys": Broken(but(scores=_recency), "key order"),
     "noise": Broken(_noisy, "determinism"),
     "query scaled in place": Broken(_scales_in_place, "inputs unchanged"),
-    "NaN passes the mask": Broken(but(clean=lambda q, t, m: t), "containment"),
+    "NaN passes the mask": Broken(but(clean=lambda q, t, m: t, mix=torch.matmul), "containment"),
     "NaN passes the mask in backward": Broken(
-        _forward_of_one_backward_of_other(RIGHT, but(clean=lambda q, t, m: t)), "containment in gradients"
+        _forward_of_one_backward_of_other(RIGHT, but(clean=lambda q, t, m: t, mix=torch.matmul)),
+        "containment in gradients",
     ),
     "softmax backward without its sum": Broken(but(softmax=_BadSoftmax.apply), "gradients"),
     "gradients without the scale": Broken(
@@ -445,5 +439,6 @@ BROKEN: dict[str, Broken] = {
     "a module that drops at eval": Broken(_DropsAlways, "dropout off", "mha"),
     "a module that takes keys for values": Broken(_KeyIsValue, "output", "mha"),
     "a module that attends to padding": Broken(_PaddingKept, "masks", "mha"),
+    **BROKEN_CALLS,
 }
 """Every broken function by what is wrong with it."""

@@ -11,12 +11,14 @@ from torch import Tensor
 
 __all__ = [
     "RIGHT",
+    "Broken",
     "Steps",
     "but",
     "take_causal",
     "take_drop",
     "take_forbid",
     "take_groups",
+    "take_mix",
     "take_scores",
     "take_softmax",
 ]
@@ -56,6 +58,15 @@ def take_clean(query: Tensor, tensor: Tensor, mask: Tensor | None) -> Tensor:
     return torch.where(seen[..., None], tensor, 0.0)
 
 
+def take_mix(weights: Tensor, value: Tensor) -> Tensor:
+    """Not finite where a value is that has a weight; 0 times NaN is 0."""
+    strange = ~torch.isfinite(value)
+    if not bool(strange.any()):
+        return weights @ value
+    spoiled = (weights.detach() != 0.0).to(weights.dtype) @ strange.to(weights.dtype) > 0.0
+    return (weights @ value.masked_fill(strange, 0.0)).masked_fill(spoiled, torch.nan)
+
+
 @dataclass(frozen=True)
 class Steps:
     """Attention in steps, called as torch's function is."""
@@ -67,7 +78,7 @@ class Steps:
     softmax: Callable[[Tensor], Tensor] = take_softmax
     drop: Callable[[Tensor, float], Tensor] = take_drop
     clean: Callable[[Tensor, Tensor, Tensor | None], Tensor] = take_clean
-    mix: Callable[[Tensor, Tensor], Tensor] = torch.matmul
+    mix: Callable[[Tensor, Tensor], Tensor] = take_mix
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -86,3 +97,12 @@ RIGHT = Steps()
 
 def but(**steps: Any) -> Callable[..., Any]:
     return replace(RIGHT, **steps)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A wrong function, the law it breaks, and how it is called."""
+
+    fn: Callable[..., Any]
+    law: str
+    signature: str = "sdpa"

@@ -59,7 +59,8 @@ def test_linear_memory_holds_for_the_kernels_and_the_tiles() -> None:
 def test_torch_s_own_function_has_known_faults_and_no_other() -> None:
     """It lets NaN through a mask; and its CPU kernel scales after it has masked, wrong for scales below 0."""
     report = ch.verify(F.scaled_dot_product_attention, examples=0)
-    assert set(report.broken) <= {"containment", "containment in gradients", "scale under a mask"}, report
+    known = {"containment", "containment in gradients", "NaN is not spread", "scale under a mask"}
+    assert set(report.broken) <= known, report
 
 
 def test_torch_s_module_by_its_own_convention() -> None:
@@ -135,6 +136,74 @@ def test_a_flag_alone_is_enough_to_look_for_leaks() -> None:
     report = ch.verify(peeking)
     assert {"causal flag", "no leak from the future", "no leak in gradients"} <= set(report.broken), report
     assert report["masks"].status == "does not apply"
+
+
+def test_a_module_is_told_what_its_forward_takes() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
+            return RIGHT(query, key, value, is_causal=is_causal)
+
+    report = ch.verify(Module(), laws=["output", "masks", "scale", "causal flag", "dropout"], examples=0)
+    assert report.ok, report
+    assert {finding.law for finding in report.findings if finding.status == "holds"} == {"output", "causal flag"}
+
+
+def test_a_function_that_ends_the_process_fails() -> None:
+    def leaving(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        raise SystemExit(0)
+
+    report = ch.verify(leaving, laws=["output"], examples=0)
+    assert report.broken == ("output",)
+    assert report["output"].detail == "ends the process: sys.exit(0)"
+
+
+@pytest.mark.parametrize("extra", [(0, 1), (1, 0)], ids=["lse first", "lse last"])
+def test_the_log_sum_exp_is_told_from_averaged_weights_by_its_shape(extra: tuple[int, int]) -> None:
+    def averaged(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        done = attend(query, key, value)
+        return done.output, done.weights.mean(dim=1)
+
+    def both(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        done = attend(query, key, value)
+        extras = (done.lse, done.weights.mean(dim=1))
+        return done.output, *(extras[place] for place in extra)
+
+    report = ch.verify(averaged, laws=["log-sum-exp", "split and merged", "output"])
+    assert report.ok, report
+    assert report["log-sum-exp"].status == "does not apply"
+    report = ch.verify(both, laws=["log-sum-exp", "split and merged"])
+    assert report.ok, report
+    assert report["log-sum-exp"].status == "holds"
+
+
+def test_of_two_that_look_alike_the_first_is_the_log_sum_exp() -> None:
+    def with_maximum(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        done = attend(query, key, value)
+        return done.output, done.lse, done.lse * 0.0
+
+    assert ch.verify(with_maximum, laws=["log-sum-exp"], examples=0)["log-sum-exp"].status == "holds"
+
+
+def test_what_a_function_does_to_the_process_stays_with_it() -> None:
+    def meddling(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = RIGHT(query, key, value)
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        return output
+
+    report = ch.verify(meddling, laws=["output", "gradients", "process state"], examples=0)
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() == torch.float32
+    assert report.broken == ("process state",), report
+    said = report["process state"].detail
+    assert said.startswith("a call changes whether gradients are recorded from True to False, the default dtype from")
+
+
+def test_gradients_are_tried_where_the_caller_records_none() -> None:
+    with torch.no_grad():
+        report = ch.verify(RIGHT, laws=["gradients"], examples=0)
+        assert not torch.is_grad_enabled()
+    assert report["gradients"].status == "holds"
 
 
 def test_json_holds_what_the_table_shows() -> None:

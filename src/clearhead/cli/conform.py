@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,17 +52,48 @@ def command(
         clearhead conform torch.nn:MultiheadAttention --signature mha
     """
     from clearhead.verify import verify
+    from clearhead.verify.process import undisturbed
 
-    report = verify(
-        _found(target), signature=signature, dtype=_dtype(dtype), device=_device(device), laws=laws or None,
-        examples=examples, linear_memory=linear_memory, name=target,
-    )  # fmt: skip
+    with _to_stderr(), undisturbed(), _importable(target):
+        report = verify(
+            _found(target), signature=signature, dtype=_dtype(dtype), device=_device(device), laws=laws or None,
+            examples=examples, linear_memory=linear_memory, name=target,
+        )  # fmt: skip
     if as_json:
         typer.echo(report.to_json())
     else:
         _print(report)
     if not report.ok:
         raise typer.Exit(_BROKEN)
+
+
+@contextmanager
+def _to_stderr() -> Iterator[None]:
+    """What the subject prints goes to stderr, also where it or a program that it starts writes to the descriptor."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        if sys.__stdout__ is not None:
+            sys.__stdout__.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextmanager
+def _importable(target: str) -> Iterator[None]:
+    """Modules beside the target's file, or in the working folder, can be imported."""
+    place = target.rpartition(":")[0]
+    folder = str(Path(place).resolve().parent if place.endswith(".py") else Path.cwd())
+    before = list(sys.path)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 def _found(target: str) -> Callable[..., Any]:
@@ -90,15 +124,10 @@ def _found(target: str) -> Callable[..., Any]:
 
 
 def _module(place: str) -> Any:
-    """A module by its name, seen from the working folder too, or from a file."""
+    """A module by its name or from a file."""
     try:
-        if place.endswith(".py"):
-            return _from_file(Path(place))
-        folder = str(Path.cwd())
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-        return importlib.import_module(place)
-    except Exception as error:
+        return _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except (Exception, SystemExit) as error:
         raise DataError.about(
             "clearhead conform", "target", must=f"name a module that can be imported, here {place}",
             got=f"{type(error).__name__}: {error}", then="Give a module, or the path of a file that ends in .py.",
@@ -106,14 +135,27 @@ def _module(place: str) -> Any:
 
 
 def _from_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = path.stem
+    if _means_another(name, path):
+        name = f"conform_{name}"
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     # Where classes of the file look for it, dataclasses among them.
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
     return module
+
+
+def _means_another(name: str, path: Path) -> bool:
+    """Whether importing a file's name would give, or has given, another module than the file."""
+    elsewhere = [folder for folder in sys.path if Path(folder).resolve() != path.resolve().parent]
+    return name in (*sys.modules, *sys.builtin_module_names) or PathFinder.find_spec(name, elsewhere) is not None
 
 
 def _dtype(name: str) -> torch.dtype:

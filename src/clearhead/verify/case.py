@@ -30,7 +30,7 @@ class Case:
         end: the last query stands beside the last key; else the first beside the first.
         scale: factor on ``query @ key^T``; None for the default.
         size: standard deviation of query and key.
-        layout: how tensors lie in memory, one of ``LAYOUTS``.
+        layout: how tensors lie in memory, one of ``LAYOUTS``; "key: slice" is that of the key alone.
         poison: what stands in keys and values that nobody may attend to: "nan" or "inf"; "none" for ordinary numbers.
         dropout: probability of dropping a weight.
         seed: of the numbers.
@@ -72,9 +72,10 @@ class Case:
         )
         drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
         sizes = (self.size, self.size, 1.0)
+        alone, _, layout = self.layout.rpartition(": ")
         query, key, value = (
-            laid_out((size * tensor).to(dtype=dtype, device=device), self.layout)
-            for size, tensor in zip(sizes, drawn, strict=True)
+            laid_out((size * tensor).to(dtype=dtype, device=device), layout if alone in ("", name) else "plain")
+            for name, size, tensor in zip(("query", "key", "value"), sizes, drawn, strict=True)
         )
         return query, key, value
 

@@ -23,7 +23,7 @@ class Attended:
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, *, allowed: Tensor | None = None, scale: float | None = None,
-    bias: Tensor | None = None, keep: Tensor | None = None,
+    bias: Tensor | None = None, keep: Tensor | None = None, cap: float | None = None, sink: Tensor | None = None,
 ) -> Attended:  # fmt: skip
     """``softmax(scale * query @ key^T + bias, where allowed) * keep @ value``, every step in the tensors' dtype.
 
@@ -35,19 +35,28 @@ def attend(
         scale: by default ``1 / sqrt(head_dim)``.
         bias: is added to scaled scores.
         keep: factor on each weight: 0 where it is dropped, ``1 / (1 - p)`` elsewhere.
+        cap: scaled scores become ``cap * tanh(score / cap)``, before the bias.
+        sink: float ``[heads]``, a further score of each row that has no value.
     """
     of_head = torch.arange(query.shape[1], device=query.device) // (query.shape[1] // key.shape[1])
     key, value = key[:, of_head], value[:, of_head]
     scores = query @ key.mT * (query.shape[3] ** -0.5 if scale is None else scale)
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     if bias is not None:
         scores = scores + bias
     largest = scores.detach().abs().max().item() if scores.numel() else 0.0
     if allowed is not None:
         scores = torch.where(allowed, scores, -torch.inf)
     top = scores.detach().amax(dim=-1, keepdim=True)
+    if sink is not None:
+        sink = sink[:, None, None]
+        top = torch.maximum(top, sink.detach())
     top = torch.where(top == -torch.inf, 0.0, top)
     terms = torch.exp(scores - top)
     total = terms.sum(dim=-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink - top)
     weights = terms / torch.where(total == 0.0, 1.0, total)
     lse = (top + torch.log(total))[..., 0]
     output = (weights if keep is None else weights * keep) @ value

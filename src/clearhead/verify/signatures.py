@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from clearhead.errors import UnsupportedError
 from clearhead.masks import Dense
-from clearhead.scores import DenseBias
+from clearhead.scores import DenseBias, ScoreRule
 from clearhead.verify.masks import Spoken
 
 __all__ = ["CARRIED", "SIGNATURES", "Answer", "Call", "Signature", "signature_of"]
@@ -40,6 +40,8 @@ class Call:
     Attributes:
         mask: what may be attended to; None for everything.
         form: how the mask is handed over.
+        bias: numbers that a mask in the form "float" has where a query may attend; 0 by default.
+        rules: score rules.
         offset: absolute position of the first query.
         scale: factor on scores; None for the default.
         dropout: probability; acts only while ``training``.
@@ -52,6 +54,8 @@ class Call:
     value: Tensor
     mask: Spoken | None = None
     form: str = "none"
+    bias: Tensor | None = None
+    rules: tuple[ScoreRule, ...] = ()
     offset: int = 0
     scale: float | None = None
     dropout: float = 0.0
@@ -141,11 +145,12 @@ class Clearhead(Signature):
         return ("object", "bool", *(("float",) if "score rules" in carried else ()))
 
     def call(self, fn: Callable[..., Any], call: Call) -> Answer:
-        options: dict[str, Any] = {}
-        if call.mask is not None:
+        options: dict[str, Any] = {"scores": call.rules} if call.rules else {}
+        if call.mask is not None or call.rules:
             options["query_offset"] = call.offset
+        if call.mask is not None:
             if call.form == "float":
-                options["scores"] = (DenseBias(_added(call)),)
+                options["scores"] = (*call.rules, DenseBias(_added(call)))
             else:
                 options["mask"] = Dense(call.mask.allowed) if call.form == "bool" else call.mask.ours
         if call.scale is not None:
@@ -226,16 +231,20 @@ def _permute(module: nn.Module, orders: list[Tensor]) -> None:
 
 
 def _added(call: Call) -> Tensor:
-    """The mask as a float that is added: 0 where a query may attend, -inf elsewhere."""
+    """The mask as a float that is added: the bias, or 0, where a query may attend, -inf elsewhere."""
     assert call.mask is not None
     allowed = call.mask.allowed
+    if call.bias is not None:
+        return call.bias if bool(allowed.all()) else torch.where(allowed, call.bias, -torch.inf)
     return torch.zeros(allowed.shape, dtype=call.query.dtype, device=allowed.device).masked_fill(~allowed, -torch.inf)
 
 
 def _parameters(fn: Callable[..., Any]) -> frozenset[str] | None:
     """Names of a function's parameters; None where they are unknown or anything goes."""
+    # A module hands what it is called with to its forward, and its own signature is (*args, **kwargs).
+    plain = isinstance(fn, nn.Module) and type(fn).__call__ is nn.Module.__call__
     try:
-        found = inspect.signature(fn).parameters
+        found = inspect.signature(fn.forward if plain else fn).parameters  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         return None
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in found.values()):
@@ -255,11 +264,21 @@ def read(result: Any, call: Call) -> Answer:
             entropy=getattr(result, "entropy", None), received=getattr(result, "received", None),
         )  # fmt: skip
     if isinstance(result, (tuple, list)) and result and isinstance(result[0], Tensor):
-        named = {
-            {3: "lse", 4: "weights"}.get(extra.ndim, ""): extra for extra in result[1:] if isinstance(extra, Tensor)
-        }
-        return Answer(output=result[0], lse=named.get("lse"), weights=named.get("weights"))
+        extras = [extra for extra in result[1:] if isinstance(extra, Tensor)]
+        weights = next((extra for extra in extras if extra.ndim == 4), None)
+        return Answer(output=result[0], lse=_lse(extras, call), weights=weights)
     raise TypeError(f"returned {type(result).__name__}, not a tensor, an Observation or a tuple that begins with one")
+
+
+def _lse(extras: list[Tensor], call: Call) -> Tensor | None:
+    """The first that has one number for each query of each head.
+
+    None where weights averaged over heads, ``[batch, q_len, k_len]``, would look the same.
+    """
+    batch, heads, q_len, _ = call.query.shape
+    if (heads, q_len) == (q_len, call.key.shape[2]):
+        return None
+    return next((extra for extra in extras if tuple(extra.shape) == (batch, heads, q_len)), None)
 
 
 SIGNATURES: Final[dict[str, Signature]] = {known.name: known for known in (Sdpa(), Clearhead(), Mha())}

@@ -15,6 +15,7 @@ from clearhead.problem import DTYPES
 from clearhead.verify.case import Case
 from clearhead.verify.law import REFUSALS, Broken, Law, NotApplicable
 from clearhead.verify.laws import LAWS
+from clearhead.verify.process import undisturbed
 from clearhead.verify.report import Finding, Report, Status
 from clearhead.verify.search import can_search, search
 from clearhead.verify.signatures import CARRIED, signature_of
@@ -70,7 +71,7 @@ def verify(
     Raises:
         UnsupportedError: an unknown signature, law or dtype.
 
-    Cost: about two hundred small calls, each with a float64 oracle beside it; some seconds for most functions.
+    Cost: some hundreds of small calls, each with a float64 oracle beside it; some seconds for most functions.
 
     >>> import torch, clearhead as ch
     >>> def average(query, key, value):
@@ -93,7 +94,8 @@ def verify(
     )  # fmt: skip
     searched = examples > 0 and can_search()
     chosen = _chosen(laws)
-    findings = tuple(_try(law, subject, examples if searched else 0) for law in chosen)
+    with undisturbed(), torch.enable_grad():
+        findings = tuple(_try(law, subject, examples if searched else 0) for law in chosen)
     return Report(
         name=name or str(getattr(fn, "__qualname__", type(fn).__name__)), signature=signature,
         dtype=str(dtype).removeprefix("torch."), device=str(device), findings=findings, versions=_versions(),
@@ -171,6 +173,8 @@ def _outcome(law: Law, subject: Subject, case: Case) -> str:
         return str(reason)
     except REFUSALS as refusal:
         return f"refused: {' '.join(str(refusal).split())}"
+    except SystemExit as leaving:
+        return f"{_FAILS}ends the process: sys.exit({leaving.code!r})"
     except Exception as error:
         return f"{_FAILS}raises {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return ""

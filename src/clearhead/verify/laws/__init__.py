@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from clearhead.verify.law import Law
-from clearhead.verify.laws import containment, dropout, future, masking, memory, numbers, returned, sameness, sequences
+from clearhead.verify.laws import (
+    backward,
+    calls,
+    containment,
+    dropout,
+    future,
+    masking,
+    memory,
+    numbers,
+    returned,
+    rules,
+    sameness,
+    sequences,
+)
 
 __all__ = ["LAWS"]
 
 LAWS: tuple[Law, ...] = (
     *numbers.LAWS,
+    *backward.LAWS,
     *masking.LAWS,
+    *rules.LAWS,
     *future.LAWS,
     *containment.LAWS,
     *sameness.LAWS,
+    *calls.LAWS,
     *sequences.LAWS,
     *dropout.LAWS,
     *returned.LAWS,

@@ -1,14 +1,15 @@
-"""NaN and inf in a key or value that nobody may attend to reach nothing."""
+"""NaN and inf that nobody may attend to reach nothing; NaN that is attended to shows where it is, and only there."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from clearhead.verify.case import Case
-from clearhead.verify.law import Law, NotApplicable
+from clearhead.verify.law import Broken, Law, NotApplicable
 from clearhead.verify.laws.numbers import require
 from clearhead.verify.masks import KINDS
 from clearhead.verify.subject import Subject, Tensors, expected_of
@@ -57,6 +58,42 @@ def _check_gradients(subject: Subject, case: Case) -> None:
     require(subject.off_budget(found, expected_of(clean, allowed=mask.allowed)))
 
 
+def _with_nan(subject: Subject, case: Case) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """One token of the first sequence is NaN, in query, key or value by turns: its name, the output, and which rows
+    ``[batch, 1, q_len, 1]`` may depend on it."""
+    mask = subject.spoken(case)
+    place = min(case.q_len, case.k_len) // 2
+    everywhere = torch.ones(1, 1, case.q_len, case.k_len, dtype=torch.bool, device=subject.device)
+    allowed = everywhere if mask is None else mask.allowed
+    for number, name in enumerate(("query", "key", "value")):
+        tensors = [tensor.clone() for tensor in subject.draw(case)]
+        tensors[number][0, :, place] = torch.nan
+        reached = torch.zeros(case.batch, 1, case.q_len, 1, dtype=torch.bool, device=subject.device)
+        if name == "query":
+            reached[0, 0, place] = True
+        else:
+            reached[0, 0, :, 0] = allowed[0, 0, :, place]
+        yield name, subject.call(case, (tensors[0], tensors[1], tensors[2])).output, reached
+
+
+def _check_shown(subject: Subject, case: Case) -> None:
+    for name, output, reached in _with_nan(subject, case):
+        hidden = (~output.isnan() & reached).nonzero()
+        if hidden.numel():
+            raise Broken(f"a NaN in {name} is hidden: the output at {hidden[0].tolist()} is a number")
+
+
+def _check_not_spread(subject: Subject, case: Case) -> None:
+    wanted = subject.expected(case)
+    for name, output, reached in _with_nan(subject, case):
+        spread = (output.isnan() & ~reached).nonzero()
+        if spread.numel():
+            raise Broken(f"a NaN in {name} of one sequence reaches the output at {spread[0].tolist()}")
+        clean = torch.where(reached, wanted.exact[0].to(output.dtype), output)
+        wrong = subject.off_budget([clean], wanted)
+        require(None if wrong is None else f"beside a NaN in {name}, {wrong}")
+
+
 def _fit(case: Case) -> Case:
     """The last key is unseen under a causal mask only where there are fewer queries than keys."""
     if KINDS[case.mask].square or case.mask == "dense":
@@ -77,7 +114,26 @@ _CASES = tuple(
     for poison in ("nan", "inf", "-inf")
 )
 
+_SEEN = Case(batch=2, kv_heads=2, q_len=9, k_len=9)
+
 LAWS = (
+    Law(
+        name="NaN is shown",
+        says="a NaN in a query, key or value makes the rows that attend to it NaN",
+        check=_check_shown,
+        search=False,
+        cases=(Case(q_len=9, k_len=9), _SEEN, replace(_SEEN, q_len=3, k_len=70), replace(_SEEN, mask="causal")),
+    ),
+    Law(
+        name="NaN is not spread",
+        says="a NaN reaches no row that may not attend to it, and no other sequence of the batch",
+        check=_check_not_spread,
+        every_form=True,
+        # What is added to NaN is NaN.
+        not_as=frozenset({"float"}),
+        search=False,
+        cases=(_SEEN, replace(_SEEN, mask="causal"), replace(_SEEN, q_len=65, k_len=65, mask="causal")),
+    ),
     Law(
         name="containment",
         says="NaN and inf in keys and values that nobody may attend to change no output",

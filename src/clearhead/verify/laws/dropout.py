@@ -12,7 +12,7 @@ from torch import Tensor
 
 from clearhead.verify.budget import excess
 from clearhead.verify.case import Case
-from clearhead.verify.law import Broken, Law, NotApplicable
+from clearhead.verify.law import REFUSALS, Broken, Law, NotApplicable
 from clearhead.verify.laws.numbers import require
 from clearhead.verify.subject import Subject, Tensors, expected_of
 
@@ -30,9 +30,13 @@ def _probe(subject: Subject, case: Case) -> tuple[Tensors, Tensor]:
     return (query, key, value), expected_of((query, key, value)).weights
 
 
-def _factors(subject: Subject, case: Case, output: Tensor, weights: Tensor) -> Tensor:
-    """What each weight was multiplied by: 0 or ``1 / (1 - p)``, else it was not dropout."""
+def _factors(
+    subject: Subject, case: Case, output: Tensor, weights: Tensor, allowed: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """What each weight was multiplied by: 0 or ``1 / (1 - p)``, else it was not dropout; 0 where it is forbidden."""
     factor = output[..., : case.k_len].detach().double() / weights
+    if allowed is not None:
+        factor = torch.where(allowed, factor, 0.0)
     kept = 1.0 / (1.0 - case.dropout)
     unit = 64.0 * torch.finfo(subject.dtype).eps
     strange = (factor.abs() > unit) & ((factor - kept).abs() > unit * kept)
@@ -71,6 +75,39 @@ def _check_values(subject: Subject, case: Case, tensors: Tensors, output: Tensor
     require(None if wrong is None else f"channels of a value are dropped apart from each other: {wrong}")
 
 
+def _check_draws(subject: Subject, case: Case) -> None:
+    """Two calls in a row, and one from another seed."""
+    tensors, weights = _probe(subject, case)
+    with torch.random.fork_rng(devices=[subject.device] if subject.device.type == "cuda" else []):
+        torch.manual_seed(case.seed)
+        outputs = [subject.call(case, tensors, training=True, seed=None).output.clone() for _ in range(2)]
+    outputs.append(subject.call(case, tensors, training=True, seed=case.seed + 1).output)
+    kept = [_factors(subject, case, output, weights) > 0.0 for output in outputs]
+    same = (1.0 - case.dropout) ** 2 + case.dropout**2
+    for other, what in ((kept[1], "in two calls"), (kept[2], "under two random seeds")):
+        found = (kept[0] == other).double().mean().item()
+        _near(f"the share of weights treated alike {what}", found, same, (same * (1.0 - same) / other.numel()) ** 0.5)
+
+
+def _check_masked(subject: Subject, case: Case) -> None:
+    tensors, _ = _probe(subject, case)
+    mask = subject.spoken(case)
+    assert mask is not None
+    allowed = mask.allowed.expand(case.batch, case.heads, case.q_len, case.k_len)
+    weights, p = expected_of(tensors, allowed=allowed).weights, case.dropout
+    output = subject.call(case, tensors, training=True).output
+    kept = (_factors(subject, case, output, weights, allowed) > 0.0)[allowed].double()
+    _near("the share of weights kept under a mask", kept.mean().item(), 1.0 - p, (p * (1.0 - p) / kept.numel()) ** 0.5)
+    try:
+        found = subject.gradients(case, tensors, training=True)
+    except REFUSALS:
+        return
+    if found is not None:
+        keep = _factors(subject, case, found[0], weights, allowed)
+        wrong = subject.off_budget(found, expected_of(tensors, allowed=allowed, keep=keep))
+        require(None if wrong is None else f"for the weights that forward dropped, {wrong}")
+
+
 def _near(what: str, found: float, wanted: float, spread: float) -> None:
     if abs(found - wanted) > _SIGMAS * spread:
         raise Broken(f"{what} is {found:.4f}, not {wanted:.4f} (within {_SIGMAS * spread:.2g})")
@@ -78,7 +115,7 @@ def _near(what: str, found: float, wanted: float, spread: float) -> None:
 
 def _check_off(subject: Subject, case: Case) -> None:
     tensors = subject.draw(case)
-    first, second = (subject.call(case, tensors, training=False, seed=seed).output for seed in (1, 2))
+    first, second = (subject.call(case, tensors, training=False, seed=seed).output.clone() for seed in (1, 2))
     if not torch.equal(first, second):
         raise Broken("the output depends on the random seed while dropout is off")
     require(subject.off_budget([first], subject.expected(case)))
@@ -109,6 +146,23 @@ LAWS = (
         search=False,
         needs=frozenset({"dropout"}),
         cases=(_PROBE, replace(_PROBE, dropout=0.5)),
+    ),
+    Law(
+        name="dropout draws",
+        says="each call drops other weights, and so does each random seed",
+        check=_check_draws,
+        search=False,
+        needs=frozenset({"dropout"}),
+        cases=(_PROBE,),
+    ),
+    Law(
+        name="dropout under a mask",
+        says="weights are dropped under a mask too, and gradients are those of the weights kept",
+        check=_check_masked,
+        search=False,
+        every_form=True,
+        needs=frozenset({"dropout"}),
+        cases=(replace(_PROBE, mask="causal"),),
     ),
     Law(
         name="dropout off",

@@ -22,7 +22,7 @@ def _cuts(length: int) -> list[int]:
 
 def _check_perturbed(subject: Subject, case: Case) -> None:
     query, key, value = subject.draw(case)
-    before = subject.call(case, (query, key, value)).output
+    before = subject.call(case, (query, key, value)).output.clone()
     for cut in _cuts(case.k_len):
         changed = (_changed(key, cut + 1), _changed(value, cut + 1))
         after = subject.call(case, (query, *changed)).output

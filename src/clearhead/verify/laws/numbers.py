@@ -87,6 +87,8 @@ def _check_gradients_if_any(subject: Subject, case: Case) -> None:
 
 
 _SMALL = Case(batch=2, kv_heads=2, q_len=7, k_len=7)
+#: One of the three lies otherwise than the others.
+_MIXED = tuple(f"{name}: {layout}" for name in ("query", "key", "value") for layout in LAYOUTS[1:4])
 
 LAWS = (
     Law(
@@ -124,11 +126,29 @@ LAWS = (
         ),
     ),
     Law(
+        name="long and wide",
+        says="more than a thousand keys or queries, and heads wider than 64, count in full",
+        check=check_both,
+        # Each is slower than all that is small.
+        search=False,
+        cases=(
+            Case(q_len=3, k_len=1500), Case(q_len=1500, k_len=3), Case(kv_heads=2, head_dim=128, value_dim=128),
+            Case(q_len=3, k_len=7, head_dim=256, value_dim=256),
+        ),
+    ),
+    Law(
         name="value width",
         says="values may be wider or narrower than keys",
         check=check_both,
         needs=frozenset({"value width"}),
-        cases=(replace(_SMALL, value_dim=3), replace(_SMALL, head_dim=4, value_dim=12)),
+        every_form=True,
+        cases=(
+            replace(_SMALL, value_dim=3), replace(_SMALL, head_dim=4, value_dim=12),
+            *(
+                replace(_SMALL, head_dim=head_dim, value_dim=value_dim, mask=name)
+                for name in ("causal", "dense") for head_dim, value_dim in ((8, 3), (4, 12))
+            ),
+        ),
     ),
     Law(
         name="scale",
@@ -152,9 +172,15 @@ LAWS = (
         says="query head h reads key head h // (heads // kv_heads), forward and backward",
         check=_check_heads,
         needs=frozenset({"grouped heads"}),
+        every_form=True,
         cases=(
             Case(kv_heads=2, group=2), Case(kv_heads=1, group=4), Case(batch=2, kv_heads=3, group=2, q_len=9, k_len=17),
-            Case(kv_heads=2, group=4, q_len=1, k_len=33),
+            Case(kv_heads=2, group=4, q_len=1, k_len=33), Case(batch=3, kv_heads=2, group=2, q_len=1, k_len=9),
+            *(
+                Case(batch=2, kv_heads=2, group=2, q_len=q_len, k_len=9, mask=name)
+                for q_len, name in ((9, "causal"), (9, "dense"), (1, "dense"))
+            ),
+            Case(batch=3, kv_heads=2, group=2, q_len=1, k_len=9, mask="padding"),
         ),
     ),
     Law(
@@ -167,7 +193,7 @@ LAWS = (
         name="layouts",
         says="strides and offsets of the inputs do not matter",
         check=check_both,
-        cases=tuple(replace(_SMALL, layout=layout, q_len=9, k_len=9) for layout in LAYOUTS[1:]),
+        cases=tuple(replace(_SMALL, layout=layout, q_len=9, k_len=9) for layout in (*LAYOUTS[1:], *_MIXED)),
     ),
 )  # fmt: skip
 """Laws of plain numbers."""

@@ -21,7 +21,8 @@ def _check_alone(subject: Subject, case: Case) -> None:
     tensors = subject.draw(case)
     wanted = subject.expected(case)
     for row in range(case.batch):
-        output = subject.call(case, tuple(tensor[row : row + 1] for tensor in tensors)).output  # type: ignore[arg-type]
+        alone = tuple(tensor[row : row + 1] for tensor in tensors)
+        output = subject.call(case, alone).output.clone()  # type: ignore[arg-type]
         whole = subject.call(case, tensors).output
         error = (output.double() - whole[row : row + 1].double()).abs().max().item()
         allowed = wanted.floors[0] + 2.0 * (wanted.textbook[0] - wanted.exact[0]).abs().max().item()
@@ -34,7 +35,7 @@ def _check_alone(subject: Subject, case: Case) -> None:
 def _check_apart(subject: Subject, case: Case) -> None:
     """Other numbers in the last member of the batch and in the last head; the rest to the bit."""
     query, key, value = subject.draw(case)
-    before = subject.call(case, (query, key, value)).output
+    before = subject.call(case, (query, key, value)).output.clone()
     for axis, name in ((0, "batch member"), (1, "key head")):
         if (case.batch, case.kv_heads)[axis] < 2:
             continue
@@ -60,16 +61,14 @@ def _check_key_order(subject: Subject, case: Case) -> None:
 
 def _check_run_to_run(subject: Subject, case: Case) -> None:
     tensors = subject.draw(case)
-    first, second = (subject.call(case, tensors).output for _ in range(2))
+    first, second = (subject.call(case, tensors).output.clone() for _ in range(2))
     if not torch.equal(first, second):
         raise Broken(f"two runs differ by {(first - second).abs().max().item():.2g}")
     try:
-        grads = [subject.gradients(case, tensors) for _ in range(2)]
+        grads = [[one.clone() for one in subject.gradients(case, tensors) or ()] for _ in range(2)]
     except REFUSALS:
         return
-    if grads[0] is None or grads[1] is None:
-        return
-    for name, one, other in zip(("output", "dQ", "dK", "dV"), grads[0], grads[1], strict=True):
+    for name, one, other in zip(("output", "dQ", "dK", "dV"), *grads, strict=False):
         if not torch.equal(one, other):
             raise Broken(f"{name} differs by {(one - other).abs().max().item():.2g} between two runs")
 

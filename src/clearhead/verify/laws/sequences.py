@@ -94,17 +94,19 @@ def _check_split(subject: Subject, case: Case) -> None:
     cut = case.k_len // 2
     if cut == 0:
         raise NotApplicable("one key cannot be split")
-    halves = [
-        subject.call(case, (query, key[:, :, part], value[:, :, part]), returned=True)
-        for part in (slice(None, cut), slice(cut, None))
-    ]
-    if halves[0].lse is None or halves[1].lse is None:
-        raise NotApplicable("it returns no log-sum-exp")
-    lses = torch.stack([halves[0].lse.double(), halves[1].lse.double()])
+    outputs, parts = [], []
+    for part in (slice(None, cut), slice(cut, None)):
+        half = subject.call(case, (query, key[:, :, part], value[:, :, part]), returned=True)
+        if half.lse is None:
+            raise NotApplicable("it returns no log-sum-exp")
+        # Copies, should the next call write to the same memory.
+        outputs.append(half.output.double().clone())
+        parts.append(half.lse.double().clone())
+    lses = torch.stack(parts)
     shares = torch.softmax(lses, dim=0)[..., None]
-    if shares.shape[1:-1] != halves[0].output.shape[:-1]:
-        raise Broken(f"lse has shape {tuple(lses.shape[1:])} for an output {tuple(halves[0].output.shape)}")
-    merged = shares[0] * halves[0].output.double() + shares[1] * halves[1].output.double()
+    if shares.shape[1:-1] != outputs[0].shape[:-1]:
+        raise Broken(f"lse has shape {tuple(lses.shape[1:])} for an output {tuple(outputs[0].shape)}")
+    merged = shares[0] * outputs[0] + shares[1] * outputs[1]
     require(_named("merged", subject.off_budget([merged], subject.expected(case))))
 
 

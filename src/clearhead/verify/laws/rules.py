@@ -1,0 +1,183 @@
+"""What is added to scores, or done to them: float masks with finite numbers, and each score rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.masks import Dense
+from clearhead.scores import Alibi, RelativeBias, ScoreRule, Sink, SoftCap
+from clearhead.verify.case import Case
+from clearhead.verify.law import REFUSALS, Law, NotApplicable
+from clearhead.verify.laws.masking import as_square
+from clearhead.verify.laws.numbers import require
+from clearhead.verify.masks import Spoken
+from clearhead.verify.subject import Rule, Subject, expected_of
+
+__all__ = ["LAWS"]
+
+_REACH = 3
+_CAP = 1.5
+
+
+def _numbers(subject: Subject, *shape: int) -> Tensor:
+    """Numbers for a bias or a table, the same ones every time."""
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(29), dtype=torch.float64)
+    return drawn.to(dtype=subject.dtype, device=subject.device)
+
+
+# Float masks ------------------------------------------------------------------------------------------------------
+
+
+def _biases(subject: Subject, case: Case) -> list[Tensor]:
+    """A bias for every head of the batch, and one for all."""
+    places = (case.q_len, case.k_len)
+    return [_numbers(subject, case.batch, case.heads, *places), _numbers(subject, 1, 1, *places)]
+
+
+def _handed_over(subject: Subject, case: Case, bias: Tensor) -> dict[str, Any]:
+    if "float" not in subject.signature.forms("dense", subject.signature.carries(subject.fn)):
+        raise NotApplicable("it cannot be told a float mask")
+    mask = subject.spoken(case)
+    if mask is None:
+        everything = torch.ones(1, 1, case.q_len, case.k_len, dtype=torch.bool, device=subject.device)
+        mask = Spoken(everything, Dense(everything))
+    return {"mask": mask, "form": "float", "bias": bias}
+
+
+def _bias_rule(bias: Tensor) -> Rule:
+    return Rule(bias, lambda own: {"bias": own})
+
+
+def _check_bias(subject: Subject, case: Case) -> None:
+    tensors = subject.draw(case)
+    for bias in _biases(subject, case):
+        said = _handed_over(subject, case, bias)
+        wanted = expected_of(tensors, allowed=said["mask"].allowed, rule=_bias_rule(bias))
+        require(subject.off_budget([subject.call(case, tensors, **said).output], wanted))
+        try:
+            found = subject.gradients(case, tensors, **said)
+        except REFUSALS:
+            continue
+        require(None if found is None else subject.off_budget(found, wanted))
+
+
+def _check_bias_gradient(subject: Subject, case: Case) -> None:
+    tensors = subject.draw(case)
+    for bias in _biases(subject, case):
+        leaf = bias.clone().requires_grad_()
+        said = _handed_over(subject, case, leaf)
+        found = subject.gradients(case, tensors, learned=leaf, **said)
+        if found is None:
+            raise NotApplicable("its output carries no gradient")
+        require(subject.off_budget(found, expected_of(tensors, allowed=said["mask"].allowed, rule=_bias_rule(bias))))
+
+
+# Score rules ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A score rule: the numbers it learns, the object that says it, and what it means to the oracle."""
+
+    learned: Callable[[Subject, Case], Tensor | None]
+    ours: Callable[[Tensor | None], ScoreRule]
+    meaning: Callable[[Case, Tensor], dict[str, Any]]
+
+
+def _distance(case: Case, device: torch.device) -> Tensor:
+    """``q_pos - k_pos``, ``[q_len, k_len]``."""
+    q_pos = torch.arange(case.offset, case.offset + case.q_len, device=device)
+    return q_pos[:, None] - torch.arange(case.k_len, device=device)
+
+
+def _alibi(case: Case, slopes: Tensor) -> dict[str, Any]:
+    return {"bias": -slopes[:, None, None] * _distance(case, slopes.device).abs()}
+
+
+def _relative(case: Case, table: Tensor) -> dict[str, Any]:
+    return {"bias": table[:, _distance(case, table.device).clamp(-_REACH, _REACH) + _REACH]}
+
+
+def _of(kind: Callable[[Tensor], ScoreRule], learned: Tensor | None) -> ScoreRule:
+    assert learned is not None
+    return kind(learned)
+
+
+def _with_slopes(slopes: Tensor) -> ScoreRule:
+    return Alibi(slopes=slopes)
+
+
+def _check_rule(known: _Known) -> Callable[[Subject, Case], None]:
+    def check(subject: Subject, case: Case) -> None:
+        learned = known.learned(subject, case)
+        tensors, mask = subject.draw(case), subject.spoken(case)
+        wanted = expected_of(
+            tensors, allowed=None if mask is None else mask.allowed,
+            rule=Rule(learned, lambda own: known.meaning(case, own)),
+        )  # fmt: skip
+        require(subject.off_budget([subject.call(case, tensors, rules=(known.ours(learned),)).output], wanted))
+        leaf = None if learned is None else learned.clone().requires_grad_()
+        try:
+            found = subject.gradients(case, tensors, learned=leaf, rules=(known.ours(leaf),))
+        except REFUSALS:
+            return
+        require(None if found is None else subject.off_budget(found, wanted))
+
+    return check
+
+
+def _law(name: str, says: str, known: _Known) -> Law:
+    return Law(
+        name=name, says=says, check=_check_rule(known), needs=frozenset({"score rules"}), fit=as_square, cases=_CASES
+    )
+
+
+_SMALL = Case(batch=2, kv_heads=2, q_len=9, k_len=9)
+_CASES = (
+    Case(q_len=2, k_len=3), _SMALL, replace(_SMALL, mask="causal"),
+    replace(_SMALL, group=2, q_len=5, k_len=11, end=True), replace(_SMALL, q_len=70, k_len=70, mask="causal"),
+)  # fmt: skip
+_BIAS_CASES = (
+    Case(q_len=2, k_len=3), _SMALL, replace(_SMALL, mask="causal"), replace(_SMALL, mask="dense", q_len=5, k_len=11),
+)  # fmt: skip
+
+LAWS = (
+    Law(
+        name="float mask",
+        says="finite numbers in a float mask are added to scaled scores",
+        check=_check_bias,
+        needs=frozenset({"mask"}),
+        search=False,
+        cases=_BIAS_CASES,
+    ),
+    Law(
+        name="float mask in gradients",
+        says="a float mask that is learned receives its gradient",
+        check=_check_bias_gradient,
+        needs=frozenset({"mask"}),
+        search=False,
+        cases=_BIAS_CASES,
+    ),
+    _law(
+        "alibi", "Alibi takes slope[head] * |q_pos - k_pos| from scaled scores",
+        _Known(lambda s, c: _numbers(s, c.heads).abs(), lambda own: _of(_with_slopes, own), _alibi),
+    ),
+    _law(
+        "relative bias", "RelativeBias adds table[head, q_pos - k_pos], its ends for what lies further away",
+        _Known(lambda s, c: _numbers(s, c.heads, 2 * _REACH + 1), lambda own: _of(RelativeBias, own), _relative),
+    ),
+    _law(
+        "soft cap", "SoftCap makes scaled scores cap * tanh(score / cap), before the mask",
+        _Known(lambda s, c: None, lambda own: SoftCap(_CAP), lambda case, own: {"cap": _CAP}),
+    ),
+    _law(
+        "sink", "Sink takes part in the softmax as a score of each head without a value",
+        _Known(lambda s, c: _numbers(s, c.heads), lambda own: _of(Sink, own), lambda case, own: {"sink": own}),
+    ),
+)  # fmt: skip
+"""Laws of what happens to scores."""

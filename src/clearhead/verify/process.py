@@ -1,0 +1,35 @@
+"""What belongs to the whole process and a function under test may have changed: noticed, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+
+__all__ = ["undisturbed"]
+
+_STATE: Final[dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]] = {
+    "whether gradients are recorded": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "the deterministic mode": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    "the precision of float32 products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
+}
+"""How each is read and written."""
+
+
+@contextmanager
+def undisturbed() -> Iterator[list[str]]:
+    """Put the state of the process back at the end; what had changed is then in the list, in words."""
+    before = {name: read() for name, (read, _) in _STATE.items()}
+    changed: list[str] = []
+    try:
+        yield changed
+    finally:
+        for name, (read, write) in _STATE.items():
+            found = read()
+            if found != before[name]:
+                changed.append(f"{name} from {before[name]} to {found}")
+                write(before[name])
