@@ -49,7 +49,7 @@ def reader_of(function: str, folder: Path) -> Reader:
     config = folder / "config.json"
     try:
         read = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         read = {}
     if isinstance(read, dict) and "model_type" in read and "task" not in read:
         return _from_transformers(function, folder)
@@ -62,8 +62,7 @@ def _from_run(function: str, folder: Path) -> Reader:
     run = load_run(folder, function=function)
 
     def encode(text: str) -> list[int]:
-        if run.task == "lm":
-            run.encode(text[:_NO_LIMIT])  # refuses characters that the tokenizer cannot write
+        run.check(text)
         return run.tokenizer.encode_long(text)
 
     def words(ids: list[int]) -> list[str]:

@@ -112,11 +112,12 @@ def active(watcher: Watcher) -> bool:
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
     """Make a watcher active in this thread, around those that are already."""
-    token = _WATCHERS.set((watcher, *_WATCHERS.get()))
+    _WATCHERS.set((watcher, *_WATCHERS.get()))
     try:
         yield
     finally:
-        _WATCHERS.reset(token)
+        # Blocks need not end in the order in which they began: only this one's watcher goes.
+        _WATCHERS.set(tuple(each for each in _WATCHERS.get() if each is not watcher))
 
 
 def attend(

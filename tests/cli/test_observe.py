@@ -147,7 +147,7 @@ def test_help_teaches_with_an_example() -> None:
     [
         ((), "--text or --file must be given, one of the two; got neither"),
         (("--text", "film", "--file", "x.txt"), "got both"),
-        (("--file", "no/such.txt"), "no/such.txt must be a readable UTF-8 text file; got No such file or directory"),
+        (("--file", "no/such.txt"), "no/such.txt must be a readable file; got No such file or directory"),
         (("--text", ""), "text must have at least one token"),
         (("--text", "film", "--layer", "2"), "layers must be one of 0 (encoder.blocks.0.attention), 1 (encoder."),
         (("--text", "film", "--layer", "*.9.*"), "got '*.9.*'"),
@@ -168,7 +168,7 @@ def test_folders_that_hold_no_model_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     for arguments, words in (
         ((tmp_path / "nothing", "--text", "a"), "must be a run folder; got no such folder"),
-        ((tmp_path / "nothing", "--file", tmp_path / "latin.txt"), "got a byte that is none at 3"),
+        ((tmp_path / "nothing", "--file", tmp_path / "latin.txt"), "must be UTF-8; got byte 0xe9 in line 1"),
         ((tmp_path, "--text", "a"), "must hold a model and a tokenizer that transformers reads"),
     ):
         code, out, err = called("observe", *arguments)

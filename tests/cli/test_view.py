@@ -73,10 +73,10 @@ def test_layers_and_heads_are_chosen_and_a_long_file_is_cut(speaker: Path, tmp_p
     ("words", "says"),
     [
         ([], "view: --text or --file must be given, one of the two; got neither."),
-        (["--text", ""], "encode: text must have at least one token"),
+        (["--text", ""], "view: text must have at least one token"),
         (["--text", "Speak", "--head", "5"], "view: heads must lie from 0 to 1; got 5."),
         (["--text", "Speak", "--layer", "7"], "trace: layers must be one of 0"),
-        (["--file", "none.txt"], "view: none.txt must be a readable UTF-8 text file; got No such file or directory."),
+        (["--file", "none.txt"], "view: none.txt must be a readable file; got No such file or directory."),
     ],
 )
 def test_what_it_refuses_is_one_line(speaker: Path, words: list[str], says: str) -> None:

@@ -122,3 +122,16 @@ def test_parameters_are_counted_by_the_headers(trained: Path) -> None:
 
     exact = {id(each): each.numel() for each in reader_of("test", trained).model.parameters()}
     assert folders.parameters(trained, 10**9) == sum(exact.values())
+
+
+def test_links_in_a_loop_are_refused(run: Path) -> None:
+    (run / "loop").symlink_to("loop")
+    with pytest.raises(DataError, match="'loop', a link to itself"):
+        folders.check(run, run)
+
+
+def test_a_snapshot_whose_name_is_no_text_is_none(tmp_path: Path) -> None:
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "refs").mkdir()
+    (tmp_path / "refs" / "main").write_bytes(b"\xff")
+    assert folders.of_folder(tmp_path) == tmp_path

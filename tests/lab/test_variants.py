@@ -135,7 +135,7 @@ class TestShape:
     def test_a_formula_is_read_place_by_place(self) -> None:
         shape = asked(mask=[formula("k_pos <= q_pos")])
         causal = asked(mask=[part("Causal")])
-        assert shape["mask"]["runs"] is False
+        assert shape["mask"]["runs"] is True
         for name in ("allowed", "fraction", "counts", "empty", "tiles"):
             assert shape["mask"][name] == causal["mask"][name]
         assert shape["after"]["weights"] == causal["after"]["weights"]

@@ -85,3 +85,20 @@ def test_heads_are_switched_off_and_the_rest_follows(ids: torch.Tensor) -> None:
     with torch.no_grad():
         torch.testing.assert_close(edited, eager(ids).logits, rtol=1e-4, atol=1e-5)
     assert rollout(traced, 6).sum(-1).allclose(torch.ones(2, 1))
+
+
+def test_masks_stay_what_they_are_under_a_trace(ids: torch.Tensor) -> None:
+    model, _ = llama()
+    with torch.no_grad(), ch.trace(model) as traced:
+        model(ids)
+    assert [repr(traced[layer].problem.mask) for layer in range(2)] == ["Causal()"] * 2
+
+
+def test_padding_on_the_left_is_no_token(ids: torch.Tensor) -> None:
+    model, _ = llama()
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    with torch.no_grad(), ch.trace(model) as traced:
+        model(ids, attention_mask=mask)
+    assert torch.equal(traced[0].real, mask.bool())
+    assert rollout(traced).sum(-1).allclose(torch.ones(2, 1))

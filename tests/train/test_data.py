@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -71,3 +74,37 @@ def test_absent_file_and_folder(tmp_path: Path) -> None:
         read_table(tmp_path / "none.csv")
     with pytest.raises(DataError, match=r"must be a readable file; got Is a directory"):
         read_text(tmp_path)
+
+
+ODD = {
+    "number.jsonl": ('{"label":"a","text":' + "1" * 5000 + "}\n", "must be JSON lines; got .*4300.* in line 1"),
+    "deep.jsonl": ("[" * 100_000 + "\n", "must be JSON lines; got .*recursion.* in line 1"),
+    "half.jsonl": (
+        '{"label":"a","text":"x \\ud800"}\n',
+        "have text in the column 'text'; got half of a surrogate pair",
+    ),
+    "twice.csv": ("text,label,text\na,b,c\n", "have one column 'text'; got 2"),
+    "nothing.csv": ("label,text\n,x\n", "have a label in every row; got none in line 2"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_rows_are_named(tmp_path: Path, name: str) -> None:
+    content, said = ODD[name]
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=said):
+        read_table(tmp_path / name)
+
+
+def test_a_cell_may_be_as_long_as_the_file(tmp_path: Path) -> None:
+    (tmp_path / "long.csv").write_text("label,text\na," + "word " * 40_000 + "\n")
+    assert len(read_table(tmp_path / "long.csv").texts[0]) == 200_000
+
+
+def test_the_fingerprint_is_that_of_what_was_read(tmp_path: Path) -> None:
+    content = b"label,text\na,b\n"
+    os.mkfifo(tmp_path / "pipe.csv")
+    writer = threading.Thread(target=lambda: (tmp_path / "pipe.csv").write_bytes(content))
+    writer.start()
+    assert read_table(tmp_path / "pipe.csv").sha256 == hashlib.sha256(content).hexdigest()
+    writer.join()

@@ -56,3 +56,10 @@ def test_a_log_is_cut_to_what_the_checkpoint_knows(tmp_path: Path) -> None:
     log.write({"step": 3})
     log.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
+
+
+def test_a_bar_that_never_began_leaves_the_terminal_alone() -> None:
+    stream = _Terminal()
+    watcher = watcher_for(stream)
+    watcher.said(":cat: measured")
+    assert stream.getvalue() == ":cat: measured\n"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Annotated, Any, NoReturn
@@ -12,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from clearhead.errors import ClearheadError, UnsupportedError
+from clearhead.errors import ClearheadError, DataError, UnsupportedError
 
 __all__ = ["EXTRAS", "VERBS", "app", "main"]
 
@@ -74,6 +76,8 @@ class _VerbGroup(TyperGroup):
         settings["standalone_mode"] = False
         try:
             result = super().main(*args, **settings)
+            if sys.stdout is not None:
+                sys.stdout.flush()
         except ClearheadError as error:
             _leave(str(error))
         except TyperException as error:
@@ -85,6 +89,16 @@ class _VerbGroup(TyperGroup):
             if extra is None:
                 raise
             _leave(str(_needs(extra, error)))
+        except BrokenPipeError:
+            _let_go()
+            sys.exit(1)
+        except OSError as error:
+            _let_go()
+            _leave(str(_unusable(error)))
+        except (MemoryError, RuntimeError) as error:
+            if not _out_of_memory(error):
+                raise
+            _leave(str(_too_large(error)))
         sys.exit(result if isinstance(result, int) else 0)
 
 
@@ -97,22 +111,54 @@ def _usage(error: TyperException) -> str:
     """The command, what is wrong with how it was called, and where to look."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "clearhead"
-    said = error.format_message()
+    # A group that is called alone has shown its help, and gives no reason.
+    said = error.format_message().strip() or "a command is missing."
     end = "" if said.endswith((".", "?")) else "."
     return f"{path}: {said}{end} Run '{path} --help' for what it takes."
 
 
 def _needs(extra: str, error: ModuleNotFoundError) -> UnsupportedError:
-    """The sentence for an absent extra, naming the verb whose file was running when it was missed."""
-    verb = "clearhead"
+    """The sentence for an absent extra."""
+    verb = " ".join(["clearhead", *_verb(error)])
+    return UnsupportedError(f"{verb}: needs the extra '{extra}'; install clearhead[{extra}].")
+
+
+def _verb(error: BaseException) -> list[str]:
+    """The verb whose file was running when an error was met, if one was."""
     trace = error.__traceback__
     while trace is not None:
         parent, _, name = str(trace.tb_frame.f_globals.get("__name__", "")).rpartition(".")
         if parent == "clearhead.cli" and name in VERBS:
-            verb = f"clearhead {name}"
-            break
+            return [name]
         trace = trace.tb_next
-    return UnsupportedError(f"{verb}: needs the extra '{extra}'; install clearhead[{extra}].")
+    return []
+
+
+def _unusable(error: OSError) -> DataError:
+    """The sentence for a file that the system refuses, or an output that takes no more."""
+    name, got = "".join(_verb(error)) or "clearhead", error.strerror or str(error)
+    if error.filename is None:
+        return DataError.about(name, "output", must="be writable", got=got, then="Make room, or write elsewhere.")
+    must, then = "be a file that can be read or written", "Check the path."
+    return DataError.about(name, str(error.filename), must=must, got=got, then=then)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    said = str(error)
+    return isinstance(error, MemoryError) or "can't allocate memory" in said or "out of memory" in said
+
+
+def _too_large(error: BaseException) -> UnsupportedError:
+    name, got = "".join(_verb(error)) or "clearhead", "more than there is"
+    return UnsupportedError.about(name, "work", must="fit into memory", got=got, then="Choose smaller sizes.")
+
+
+def _let_go() -> None:
+    """What standard output still holds goes nowhere, so that the end of the process does not fail at it once more."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _new_typer(**settings: Any) -> typer.Typer:

@@ -84,6 +84,11 @@ def command(
     shapes = [_shape(text) for text in shape or (_QUICK_SHAPES if quick else _SHAPES)]
     if out.exists() and not out.is_dir():
         raise DataError.about(_FUNCTION, "--out", must="be a folder", got=f"the file {out}", then="Name another.")
+    from clearhead.train.files import check_writable
+
+    check_writable(out, function=_FUNCTION, argument="--out", folder=True)
+    if results is not None:
+        check_writable(results, function=_FUNCTION, argument="--results")
     words = [f"--dtype {dtype}"] * (dtype != _DEFAULT_DTYPE) + ["--quick"] * quick
     words += [] if repeats is None else [f"--repeats {repeats}"]
     if names or grid or sparse:
@@ -324,7 +329,7 @@ def _progress(total: int) -> Iterator[_Told]:
 def _console(width: int) -> Console:
     from rich.console import Console
 
-    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else width)
+    return Console(markup=False, highlight=False, emoji=False, width=None if sys.stdout.isatty() else width)
 
 
 def _show(results: Sequence[Result]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from clearhead.cli.reading import checked_text
 from clearhead.errors import DataError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def command(
     run: Annotated[Path | None, typer.Option(help="Run folder of clearhead train; without it, random weights.")] = None,
     layer: Annotated[int, typer.Option(help="Which attention layer, counted from 0.")] = 0,
     head: Annotated[int, typer.Option(help="Which head, counted from 0.")] = 0,
-    token: Annotated[str | None, typer.Option(help="A word of the text or its index; the last one by default.")] = None,
+    token: Annotated[str | None, typer.Option(help="A word of the text, else its index; the last by default.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random weights, without --run.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print every number as JSON.")] = False,
     all_rows: Annotated[bool, typer.Option("--all-rows", help="Show every key, not only the heaviest.")] = False,
@@ -38,6 +39,9 @@ def command(
     import torch
 
     from clearhead.observe import explain
+
+    checked_text(_FUNCTION, "--text", text)
+    checked_text(_FUNCTION, "--token", token or "")
 
     if run is None:
         model, ids, words = _untrained(text, seed)
@@ -81,12 +85,12 @@ def _trained(run: Path, text: str) -> tuple[nn.Module, list[int], list[str]]:
 
 
 def _token(words: list[str], token: str | None) -> int | str:
-    """The index meant: the last token, a number, or a word, which may differ in case if it is not there as given."""
+    """The index meant: the last token, a word, a number that is no word of the text, or a word in another case."""
     if token is None:
         return len(words) - 1
-    if re.fullmatch(r"-?\d+", token):
-        return int(token)
     if token not in words:
+        if re.fullmatch(r"-?\d{1,18}", token):
+            return int(token)
         alike = [word for word in words if word.strip().casefold() == token.strip().casefold()]
         return alike[0] if alike else token
     return token

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from clearhead.cli.reading import checked_text
+
 __all__ = ["command"]
 
 _FUNCTION = "generate"
@@ -25,6 +27,7 @@ def command(
     from clearhead.train.sampling import stream
     from clearhead.train.saved import load_run
 
+    checked_text(_FUNCTION, "--prompt", prompt)
     loaded = load_run(run, function=_FUNCTION)
     pieces = stream(loaded, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
     first = next(pieces)  # refuses a bad prompt or number before anything is printed

@@ -56,29 +56,29 @@ def command(
         clearhead observe runs/plays --file plays.txt
         clearhead observe runs/plays --text "Enter the king" --layer 0 --json heads.json
     """
+    from clearhead.train.files import check_writable, write_bytes, write_tensors
+
     written = read_text(_FUNCTION, text, file)
     if edges < 1:
         raise ShapeError.about(_FUNCTION, "--edges", must="be at least 1", got=edges, then="Leave it out for 3.")
     for option, path in (("--json", as_json), ("--safetensors", safetensors)):
         if path is not None and path.is_dir():
             raise DataError.about(_FUNCTION, option, must="be a file", got=f"the folder {path}", then="Add a name.")
+        if path is not None and path != _STDOUT:
+            check_writable(path, function=_FUNCTION, argument=option)
     reader = reader_of(_FUNCTION, model)
     ids = read_ids(_FUNCTION, reader, written)
     size = _chunk(reader, chunk)
     summary, tokens = _observed(reader, ids, size, layers_of(layer), edges, safetensors is not None)
     said = _said(reader, len(ids), size, chunk)
     if safetensors is not None:
-        from clearhead.train.files import write_tensors
-
-        _write(lambda: write_tensors(safetensors, summary.tensors(), {"model": reader.name, "read": said}))
+        write_tensors(safetensors, summary.tensors(), {"model": reader.name, "read": said})
     if as_json is not None:
         content = json.dumps(_as_dict(said, summary.heads(), tokens), ensure_ascii=False, indent=1) + "\n"
         if as_json == _STDOUT:
             sys.stdout.write(content)
             return
-        from clearhead.train.files import write_bytes
-
-        _write(lambda: write_bytes(as_json, content.encode()))
+        write_bytes(as_json, content.encode())
     typer.echo(said)
     _print(summary.heads(), tokens)
     for path in (as_json, safetensors):
@@ -119,7 +119,7 @@ def _observed(
     with torch.no_grad(), _progress(len(starts)) as done:
         for start in starts:
             part = reader.framed(ids[start : start + size])
-            with observe(reader.model, summary.want(len(part)), layers=layers) as seen:
+            with observe(reader.model, summary.want(len(part)), layers=layers, keep="all") as seen:
                 reader.run(torch.tensor([part]))
             summary.add(seen, len(tokens))
             tokens += reader.words(part)
@@ -148,16 +148,6 @@ def _progress(parts: int) -> Iterator[Callable[[], None]]:
             typer.echo(f"read {finished:,} of {parts:,} parts", err=True)
 
     yield done
-
-
-def _write(write: Callable[[], None]) -> None:
-    try:
-        write()
-    except OSError as failure:
-        raise DataError.about(
-            _FUNCTION, str(failure.filename or "output"), must="be writable", got=failure.strerror,
-            then="Name another file.",
-        ) from failure  # fmt: skip
 
 
 def _as_dict(said: str, heads: Sequence[HeadSummary], tokens: list[str]) -> dict[str, Any]:

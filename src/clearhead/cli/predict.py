@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from clearhead.errors import ShapeError
+from clearhead.cli.reading import checked_text
+from clearhead.errors import DataError, ShapeError
 
 if TYPE_CHECKING:
     from clearhead.train.saved import Run
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _FUNCTION = "predict"
+# A file or a pipe has no width of its own.
+_TABLE_WIDTH = 200
 
 
 def command(
@@ -32,15 +35,21 @@ def command(
 ) -> None:
     """Predict the labels of texts; with --data, measure the accuracy too where the file has labels."""
     from clearhead.train.data import Table, read_table
+    from clearhead.train.files import check_writable
     from clearhead.train.saved import load_run
 
     if bool(text) == (data is not None):
         must, then = "be given, one of the two", "Give --text or --data."
         got = "both" if text else "neither"
         raise ShapeError.about(_FUNCTION, "--text or --data", must=must, got=got, then=then)
-    if out is not None and out.suffix not in _WRITERS:
+    if out is not None and out.suffix.lower() not in _WRITERS:
         must, then = "end in .csv or .jsonl", "Choose another name."
         raise ShapeError.about(_FUNCTION, "--out", must=must, got=repr(out.name), then=then)
+    if out is not None:
+        if data is not None and out.exists() and data.exists() and out.samefile(data):
+            must, then = "be another file than --data", "Choose another name."
+            raise DataError.about(_FUNCTION, "--out", must=must, got=str(out), then=then)
+        check_writable(out, function=_FUNCTION, argument="--out")
     loaded = load_run(run, function=_FUNCTION)
     loaded.require("classify", _FUNCTION)
     if data is not None:
@@ -52,7 +61,7 @@ def command(
             function=_FUNCTION,
         )
     else:
-        texts = list(text or [])
+        texts = [checked_text(_FUNCTION, "--text", each) for each in text or []]
         table = Table(Path("--text"), texts, None, list(range(1, len(texts) + 1)))
     rows = _rows(loaded, table.texts, table.lines, table.path, table.labels)
     _deliver(rows, out, as_json)
@@ -80,7 +89,7 @@ def _deliver(rows: list[dict[str, Any]], out: Path | None, as_json: bool) -> Non
     if out is not None:
         from clearhead.train.files import write_bytes
 
-        write_bytes(out, _WRITERS[out.suffix](rows).encode())
+        write_bytes(out, _WRITERS[out.suffix.lower()](rows).encode())
         typer.echo(f"wrote {len(rows)} predictions to {out}", err=True)
     elif as_json:
         sys.stdout.write(_json_lines(rows))
@@ -117,4 +126,5 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         ranked = sorted(row["probabilities"].items(), key=lambda item: -item[1])
         shown = "  ".join(f"{label} {chance:.3f}" for label, chance in ranked)
         table.add_row(row["text"], row["prediction"], shown)
-    Console(markup=False, highlight=False).print(table)
+    width = None if sys.stdout.isatty() else _TABLE_WIDTH
+    Console(markup=False, highlight=False, emoji=False, width=width).print(table)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from clearhead.errors import DataError, ShapeError
 
-__all__ = ["layers_of", "read_text"]
+__all__ = ["checked_text", "layers_of", "read_text"]
 
 
 def read_text(function: str, text: str | None, file: Path | None) -> str:
@@ -15,16 +15,25 @@ def read_text(function: str, text: str | None, file: Path | None) -> str:
         got = "neither" if text is None else "both"
         raise ShapeError.about(function, "--text or --file", must=must, got=got, then=then)
     if text is not None:
-        return text
+        return checked_text(function, "--text", text)
     assert file is not None
+    # As training reads it.
+    from clearhead.train.data import read_text as read
+
+    return read(file, function=function)
+
+
+def checked_text(function: str, option: str, text: str) -> str:
+    """A text of the command line; raises ``DataError`` where it came in bytes that are no UTF-8."""
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as failure:
-        got = str(failure.strerror) if isinstance(failure, OSError) else f"a byte that is none at {failure.start}"
+        text.encode()
+    except UnicodeEncodeError as failure:
+        got = f"a byte that is none at character {failure.start}"
         raise DataError.about(
-            function, str(file), must="be a readable UTF-8 text file", got=got, then="Name another file."
-        ) from failure
+            function, option, must="be UTF-8", got=got, then="Check the terminal's encoding."
+        ) from None
+    return text
 
 
 def layers_of(chosen: list[str] | None) -> list[int | str] | None:
-    return None if not chosen else [int(each) if each.isdecimal() else each for each in chosen]
+    return None if not chosen else [int(each) if each.isdecimal() and len(each) < 10 else each for each in chosen]

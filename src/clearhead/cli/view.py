@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from clearhead.cli.reading import layers_of, read_text
+from clearhead.cli.reading import checked_text, layers_of, read_text
 from clearhead.errors import DataError
 from clearhead.readers import read_ids, reader_of
-
-if TYPE_CHECKING:
-    from clearhead.inspector import Page
 
 __all__ = ["command"]
 
@@ -54,6 +51,10 @@ def command(
     """
     if out.is_dir():
         raise DataError.about(_FUNCTION, "--out", must="be a file", got=f"the folder {out}", then="Add a name.")
+    from clearhead.train.files import check_writable
+
+    check_writable(out, function=_FUNCTION, argument="--out")
+    title = None if title is None else checked_text(_FUNCTION, "--title", title)
     if model.is_file():
         others = {"--text": text, "--file": file, "--layer": layer, "--head": head, "--values": values}
         _again(model, out, title, others)
@@ -67,11 +68,11 @@ def command(
     reader = reader_of(_FUNCTION, model)
     ids = read_ids(_FUNCTION, reader, written)
     part = reader.framed(ids[: reader.limit])
-    with torch.no_grad(), trace(reader.model, layers=layers_of(layer)) as traced:
+    with torch.no_grad(), trace(reader.model, layers=layers_of(layer), keep="all") as traced:
         reader.run(torch.tensor([part]))
     heading = title or f"{model.name or model}: {' '.join(written.split())[:60]}"
     page = view(traced, tokens=reader.words(part), heads=head, values=values, title=heading)
-    _save(page, out)
+    page.save(out)
     if len(ids) > reader.limit:
         typer.echo(f"the first {reader.limit:,} of {len(ids):,} tokens, the most that the model reads", err=True)
     typer.echo(f"wrote {out}: {len(part):,} tokens, {page!r}")
@@ -90,14 +91,5 @@ def _again(page_file: Path, out: Path, title: str | None, others: Mapping[str, o
     page = Page.open(page_file)
     if title is not None:
         page = Page({**page.data, "title": title})
-    _save(page, out)
+    page.save(out)
     typer.echo(f"wrote {out}: {page!r}")
-
-
-def _save(page: Page, out: Path) -> None:
-    try:
-        page.save(out)
-    except OSError as failure:
-        raise DataError.about(
-            _FUNCTION, str(out), must="be writable", got=failure.strerror, then="Name another file."
-        ) from failure

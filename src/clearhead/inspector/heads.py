@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from clearhead.dispatch import run
+from clearhead.errors import UnsupportedError
 from clearhead.inspector.arrays import pack, pack_part
 from clearhead.inspector.carried import FUNCTION, array_of, mask_of, rules_of
 from clearhead.inspector.rounding import Head, checked, fitted
@@ -70,6 +71,7 @@ def layer_of(
     records: list[dict[str, Any]] = []
     for place, key_head in enumerate(sorted({head // group for head in heads})):
         own = [head for head in heads if head // group == key_head]
+        _check_scores(one, own)
         near = fitted(one, key_head, own, shared.numbers, largest_of(one, key_head) if shared.values else 0.0)
         layer["keys"].append(near.key.packed())
         layer["norms"].append(norms_of(one, key_head))
@@ -90,6 +92,18 @@ def layer_of(
         "says": [*([] if problem.mask is None else [repr(problem.mask)]), *map(repr, problem.scores)],
         "heads": sorted(records, key=lambda record: int(record["head"])),
     }  # fmt: skip
+
+
+def _check_scores(one: Head, heads: Sequence[int]) -> None:
+    """Refuse rows without a number that a page could show, where queries and keys are numbers."""
+    for head in heads:
+        lse = one.lse(head)
+        if not (np.isnan(lse) | np.isposinf(lse)).any() or not all(np.isfinite(each).all() for each in one.exact(head)):
+            continue
+        raise UnsupportedError.about(
+            FUNCTION, "scores", must="stay within float32 where queries and keys are finite", got="an overflow",
+            then="Scale queries, keys or biases down.",
+        )  # fmt: skip
 
 
 def _observed(problem: Problem, side: int) -> Observation:

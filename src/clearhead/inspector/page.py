@@ -24,7 +24,8 @@ from clearhead.inspector.pictures import check_grid, picture
 from clearhead.inspector.schema import FORMAT, VERSION, validate
 from clearhead.inspector.values import AT_MOST
 from clearhead.masks import Mask
-from clearhead.observe.layers import Kept, Layers, choose_heads
+from clearhead.nn.generation import evaluating
+from clearhead.observe.layers import Kept, Layers, choose_heads, several, whole_number
 from clearhead.observe.observe import Seen
 from clearhead.observe.points import Points
 from clearhead.observe.trace import Trace, trace
@@ -82,7 +83,7 @@ class Page:
         try:
             found = _DATA.search(Path(path).read_text("utf-8"))
             data: Any = json.loads(found[1]) if found else None
-        except (OSError, ValueError) as failure:
+        except (OSError, ValueError, RecursionError) as failure:
             raise DataError.about(
                 "Page.open", str(path), must="be a page of ch.view", got=str(failure)[:80], then="Name another file."
             ) from failure
@@ -171,9 +172,14 @@ def view(
             raise UnsupportedError.about(
                 FUNCTION, name, must="be left to the model", got="another", then="Only plain tensors take one."
             )
+    heading = "Attention" if title is None else _written("title", title)
     runs = _runs(subject, inputs, layers, own)
     kept = [points for run in runs.values() for points in run]
-    _check(kept, batch)
+    batch = _check(kept, batch)
+    if heads is not None and not several(heads):
+        raise ShapeError.about(
+            FUNCTION, "heads", must="name at least one", got="none", then="Leave it out for all of them."
+        )
     wanted = not (plain and len(inputs) < 2) and values is not False
     shared = Shared(numbers=_numbers(kept, heads), values=wanted and (values is True or _few_values(kept, heads)))
     images = _images(image, grid, grid_first, list(runs))
@@ -192,7 +198,7 @@ def view(
                 "image": None if shown is None else shared.image(shown),
             })  # fmt: skip
     return Page({
-        "format": FORMAT, "version": VERSION, "title": title or "Attention", "made_by": "clearhead",
+        "format": FORMAT, "version": VERSION, "title": heading or "Attention", "made_by": "clearhead",
         "texts": shared.texts, "masks": shared.masks, "images": shared.images, "facts": [],
         "runs": [{"name": name, "says": ""} for name in runs], "layers": records,
     })  # fmt: skip
@@ -202,12 +208,12 @@ def _runs(subject: object, inputs: tuple[Any, ...], layers: Layers, own: Mapping
     """The calls to show by the name of their run, in the model's order."""
     if isinstance(subject, Tensor) and isinstance(own["mask"], Mapping) and own["mask"]:
         masks = own["mask"].items()
-        several = {name: [_plain((subject, *inputs), {**own, "mask": mask})] for name, mask in masks}
+        runs = {_written("mask", name): [_plain((subject, *inputs), {**own, "mask": mask})] for name, mask in masks}
     elif _is_several(subject):
-        several = {str(name): _points(one, (), layers, own) for name, one in subject.items()}
+        runs = {_written("subject", str(name)): _points(one, (), layers, own) for name, one in subject.items()}
     else:
         return {"": _points(subject, inputs, layers, own)}
-    return {name: [replace(points, layer=f"{name}: {points.layer}") for points in run] for name, run in several.items()}
+    return {name: [replace(points, layer=f"{name}: {points.layer}") for points in run] for name, run in runs.items()}
 
 
 def _is_several(subject: object) -> TypeGuard[Mapping[str, Trace | Points]]:
@@ -224,17 +230,14 @@ def _points(subject: object, inputs: tuple[Any, ...], layers: Layers, own: Mappi
     if isinstance(subject, Points):
         return [subject]
     if isinstance(subject, nn.Module):
-        training = subject.training
-        with torch.no_grad(), trace(subject, layers=layers) as traced:
-            subject.eval()
-            try:
-                subject(*inputs)
-            finally:
-                subject.train(training)
-        return [traced[name] for name in traced]
+        # Of a module that the model uses several times each call is shown.
+        with evaluating(subject), trace(subject, layers=layers, keep="all") as traced:
+            subject(*inputs)
+        return [replace(points, layer=name) for name, points in traced.passed()]
     if isinstance(subject, Trace):
-        names = list(subject) if layers is None else [name for name in subject if name in _meant(subject, layers)]
-        return [subject[name] for name in names]
+        meant = None if layers is None else _meant(subject, layers)
+        passed = [(name, points) for name, points in subject.passed() if meant is None or points.layer in meant]
+        return [replace(points, layer=name) for name, points in passed]
     kind = "what ch.observe has seen, statistics alone" if isinstance(subject, Seen) else type(subject).__name__
     raise UnsupportedError.about(
         FUNCTION, "subject", must="be a model, a ch.trace, several by name, or tensors", got=kind,
@@ -312,15 +315,21 @@ def _plain(tensors: tuple[Any, ...], own: Mapping[str, Any]) -> Points:
     return Points(layer="attention", problem=problem, head_outputs=output, output=None, inputs=(), options={})
 
 
-def _check(kept: Sequence[Points], batch: int) -> None:
-    """Refuse what no page could carry, before anything is computed."""
-    numbers = 0
+def _check(kept: Sequence[Points], batch: int) -> int:
+    """Refuse what no page could carry, before anything is computed; which sequence to show."""
+    numbers, given = 0, batch
+    batch = -1 if (number := whole_number(given)) is None else number
+    if not kept:
+        raise ShapeError.about(
+            FUNCTION, "subject", must="hold a call of attention", got="none",
+            then="Run the model within ch.trace(model), whose record= is True.",
+        )  # fmt: skip
     for points in kept:
         problem = points.padded
         numbers += problem.head_dim * (problem.num_heads * problem.q_len + problem.num_kv_heads * problem.k_len)
-        if isinstance(batch, bool) or not isinstance(batch, int) or not 0 <= batch < problem.batch:
+        if not 0 <= batch < problem.batch:
             raise ShapeError.about(
-                FUNCTION, "batch", must=f"be a whole number from 0 to {problem.batch - 1}", got=repr(batch)[:80],
+                FUNCTION, "batch", must=f"be a whole number from 0 to {problem.batch - 1}", got=repr(given)[:80],
                 then="It says which sequence to show.",
             )  # fmt: skip
         if problem.q_len == 0 or problem.k_len == 0:
@@ -337,6 +346,17 @@ def _check(kept: Sequence[Points], batch: int) -> None:
             FUNCTION, "layers", must=f"hold at most {_MOST_NUMBERS:,} numbers in queries and keys", got=f"{numbers:,}",
             then="Choose layers= or heads= to look at.",
         )  # fmt: skip
+    return batch
+
+
+def _written(name: str, text: object) -> str:
+    """A text that a file can hold."""
+    if not isinstance(text, str) or any("\ud800" <= sign <= "\udfff" for sign in text):
+        raise ShapeError.about(
+            FUNCTION, name, must="be text that UTF-8 can write", got=ascii(text)[:80],
+            then="Leave out halves of surrogate pairs.",
+        )  # fmt: skip
+    return text
 
 
 def _texts(
@@ -353,5 +373,6 @@ def _texts(
                 FUNCTION, name, must=f"have one text for each of {count} tokens", got=len(given),
                 then="Leave it out to see positions.",
             )  # fmt: skip
-        texts.append([str(each) for each in given] if given is not None else [str(first + at) for at in range(count)])
+        told = range(first, first + count) if given is None else given
+        texts.append([_written(name, str(each)) for each in told])
     return texts[0], texts[1]

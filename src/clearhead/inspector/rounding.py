@@ -41,6 +41,13 @@ _UNIT: Final = 1.1e-4
 _LEAST_UNIT: Final = 1 / 32000
 _ROWS: Final = 512
 _TRIES: Final = 7
+#: The largest fix that 16 bits hold.
+_MOST_FIX: Final = 32767
+#: Steps become at most so much finer at once.
+_FINER: Final = 0.01
+#: ``exp`` of more than this is no number. The least weight that float32 holds: one that reads 0 may be as large.
+_MOST_OFF: Final = 700.0
+_LEAST: Final = 1.4e-45
 #: What float32 leaves of a weight's exactness beside the rounding that is measured.
 _FLOAT32: Final = 1e-6
 
@@ -262,7 +269,8 @@ def _long(one: Head, heads: Sequence[int], queries: Sequence[Floats], key: Float
             last, best = best is not None or found.rest >= _ERROR / 2, found
             if last:
                 break
-        part *= min(3.0, (0.9 if best is not None else 0.6) * _ERROR / max(found.rest, 1e-12))
+        wanted = (0.9 if best is not None else 0.6) * _ERROR / max(found.rest, 1e-12)
+        part *= min(3.0 if found.error <= _ERROR else 0.6, max(wanted, _FINER))
     if best is not None:
         return best
     return _measured(one, heads, Rows.exactly(key), [Rows.exactly(query) for query in queries], tables)
@@ -297,11 +305,10 @@ def _fit(one: Head, head: int, rounded: Rows, key: Floats) -> Carried:
         truth = one.scores(head, *exact, rows, places[rows])
         off = np.where(top[rows] > 0, scores - truth, 0.0)
         score = max(score, float(np.abs(off).max(initial=0.0)))
-        # Roundings of the other keys' scores, each of little weight, leave the sum where it is.
-        grown = np.where(top[rows] > 0, top[rows] * np.expm1(np.clip(off, -1.0, 1.0)), 0.0).sum(axis=1)
-        lse[rows] = (lse[rows] + np.log1p(grown)).astype(np.float32)
+        lse[rows] = _moved_lse(lse[rows], top[rows], off).astype(np.float32)
         weights = np.exp(np.where(top[rows] > 0, scores - lse[rows, None], -np.inf))
-        fixes = np.rint((top[rows] - weights) / _UNIT)
+        # What is measured is what 16 bits keep: a page whose fixes do not fit says so, and finer steps are taken.
+        fixes = np.clip(np.rint((top[rows] - weights) / _UNIT), -_MOST_FIX, _MOST_FIX)
         largest = max(largest, float(np.abs(np.maximum(weights + fixes * _UNIT, 0.0) - top[rows]).max(initial=0.0)))
         at, rank = np.nonzero(fixes)
         named.append((at + start, places[rows].numpy()[at, rank], fixes[at, rank]))
@@ -311,6 +318,18 @@ def _fit(one: Head, head: int, rounded: Rows, key: Floats) -> Carried:
     return Carried(rounded, lse, error, near=near, rest=rest)
 
 
+def _moved_lse(lse: Floats, top: Floats, off: Floats) -> Floats:
+    """Log-sum-exp of rows whose largest weights ``top`` had scores that are off by ``off`` now.
+
+    Roundings of the other keys' scores, each of little weight, leave their sum where it is.
+    """
+    with np.errstate(divide="ignore"):
+        logs = np.where(top > 0, np.log(top) + off, -np.inf)
+        others = np.log(np.maximum(1.0 - top.sum(axis=1), 0.0))
+    moved: Floats = np.logaddexp(np.logaddexp.reduce(logs, axis=1), others)
+    return np.where(np.isneginf(lse), lse, lse + moved)
+
+
 def _rest(one: Head, top: Floats, exact: tuple[Floats, Floats], near: tuple[Floats, Floats]) -> float:
     """A bound for the weights that are not checked one by one."""
     if top.shape[1] >= one.problem.k_len:
@@ -318,7 +337,8 @@ def _rest(one: Head, top: Floats, exact: tuple[Floats, Floats], near: tuple[Floa
     # Six deviations of a sum of independent roundings: one of head_dim terms is as good as normal.
     deviation = 6 / np.sqrt(exact[0].shape[1])
     off = _norms(near[0] - exact[0]) * _norms(exact[1]).max() + _norms(near[0]) * _norms(near[1] - exact[1]).max()
-    return float((top[:, -1] * np.expm1(np.minimum(abs(one.problem.scale) * deviation * off, 1.0))).max(initial=0))
+    grown = np.expm1(np.minimum(abs(one.problem.scale) * deviation * off, _MOST_OFF))
+    return float((np.maximum(top[:, -1], _LEAST) * grown).max(initial=0))
 
 
 def _needs(one: Head, heads: Sequence[int], queries: Sequence[Floats], key: Floats) -> tuple[list[Floats], Floats]:

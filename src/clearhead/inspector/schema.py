@@ -250,7 +250,8 @@ class _Check:
 
     def _array(self, value: object, shape: tuple[int, ...] | None, path: str) -> tuple[int, ...]:
         array = self._object(value, path)
-        self._is(array.get("type") in TYPES, f"{path}.type", f"be one of {', '.join(TYPES)}", array.get("type"))
+        kind = array.get("type")
+        self._is(isinstance(kind, str) and kind in TYPES, f"{path}.type", f"be one of {', '.join(TYPES)}", kind)
         own = tuple(self._list(array.get("shape"), f"{path}.shape"))
         self._is(shape is None or own == shape, f"{path}.shape", f"be {shape}", own)
         self._is(isinstance(array.get("data"), str), f"{path}.data", "be text", array.get("data"))

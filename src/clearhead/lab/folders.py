@@ -31,7 +31,10 @@ def of_folder(named: Path) -> Path:
         )  # fmt: skip
     head = named / "refs" / "main"
     if (named / "snapshots").is_dir() and head.is_file():
-        snapshot = named / "snapshots" / head.read_text("utf-8").strip()
+        try:
+            snapshot = named / "snapshots" / head.read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            return named
         return snapshot if snapshot.parent == named / "snapshots" and snapshot.is_dir() else named
     return named
 
@@ -42,7 +45,7 @@ def check(named: Path, folder: Path) -> None:
     Raises:
         DataError: a link, or a name in an index or in the tokenizer's settings, leads out.
     """
-    root = named.resolve()
+    root = _resolved(named, named)
     for path in sorted(folder.iterdir()):
         _within(root, path, str(path.name))
     for path in sorted(folder.glob("*.json")):
@@ -51,12 +54,22 @@ def check(named: Path, folder: Path) -> None:
 
 
 def _within(root: Path, path: Path, said: str) -> None:
-    if path.resolve().is_relative_to(root) or not path.exists():
+    if _resolved(path, root).is_relative_to(root) or not path.exists():
         return
     raise DataError.about(
         "lab", str(root), must="hold its files itself", got=f"{said}, which leads out of it",
         then="Copy the model with 'cp -rL', or name the folder that holds it all.",
     )  # fmt: skip
+
+
+def _resolved(path: Path, root: Path) -> Path:
+    """Where a path leads; Python says of links in a loop that they are an error of one kind or another."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):
+        raise DataError.about(
+            "lab", str(root), must="hold files", got=f"{path.name[:80]!r}, a link to itself", then="Remove it."
+        ) from None
 
 
 def _named_files(path: Path) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Final
@@ -191,19 +191,9 @@ class _Shown(Trace):
 
     def __init__(self, kept: Trace, layers: Sequence[str], begun: Callable[[int], None], first: int) -> None:
         super().__init__(layers, list(kept), "last")
-        self._points = {
-            name: _TellingPoints(**{each.name: getattr(kept[name], each.name) for each in fields(Points)}, begun=told)
-            for name, told in ((name, partial(begun, place)) for place, name in enumerate(layers, first))
-        }
-
-    def __getitem__(self, layer: str | int) -> Points:
-        return self._points[str(layer)]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._points)
-
-    def __len__(self) -> int:
-        return len(self._points)
+        for place, name in enumerate(layers, first):
+            points = {each.name: getattr(kept[name], each.name) for each in fields(Points)}
+            self._add(name, _TellingPoints(**points, begun=partial(begun, place)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from clearhead.dispatch import run
 from clearhead.errors import ShapeError, UnsupportedError
+from clearhead.observe.layers import several, whole_number
 from clearhead.observe.points import Points
 from clearhead.problem import Problem
 from clearhead.shapes import Float
@@ -105,13 +106,15 @@ def contributions(
     torch.Size([1, 2, 2, 3])
     """
     problem = points.padded
-    chosen = [queries] if isinstance(queries, int) else list(queries)
-    for query in chosen:
-        if isinstance(query, bool) or not isinstance(query, int) or not 0 <= query < problem.q_len:
+    chosen = []
+    for given in several(queries):
+        query = whole_number(given)
+        if query is None or not 0 <= query < problem.q_len:
             raise ShapeError.about(
-                "contributions", "queries", must=f"lie from 0 to {problem.q_len - 1}", got=repr(query)[:80],
+                "contributions", "queries", must=f"lie from 0 to {problem.q_len - 1}", got=repr(given)[:80],
                 then="Rows are counted within the call.",
             )  # fmt: skip
+        chosen.append(query)
     norms = _norms(problem, projection)
     if not chosen:
         return norms.new_empty(*norms.shape[:2], 0, norms.shape[2])

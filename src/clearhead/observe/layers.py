@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Final, Generic, TypeVar
 
@@ -12,7 +13,18 @@ from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.nn.attention import MultiHeadAttention
 from clearhead.watch import attends, recognise
 
-__all__ = ["Kept", "Layers", "attention_layers", "choose_heads", "choose_layers", "meant", "not_called"]
+__all__ = [
+    "Kept",
+    "Layers",
+    "attention_layers",
+    "choose_heads",
+    "choose_layers",
+    "meant",
+    "not_called",
+    "several",
+    "whole_number",
+    "whole_numbers",
+]
 
 #: What users give to choose layers: a number, a name or a glob, or several of them; None for all.
 Layers = int | str | Sequence[int | str] | None
@@ -68,7 +80,11 @@ def meant(function: str, existing: Sequence[str], chosen: Sequence[str], layers:
     if layers is None:
         return list(chosen)
     found: set[str] = set()
-    for layer in [layers] if isinstance(layers, (int, str)) else layers:
+    named = several(layers)
+    if not named:
+        must, got = f"name at least one of {_listed(existing, chosen)}", "none"
+        raise ShapeError.about(function, "layers", must=must, got=got, then="Leave it out for all of them.")
+    for layer in named:
         own = set(_named(existing, layer)) & set(chosen)
         if not own:
             listed = _listed(existing, chosen)
@@ -82,9 +98,46 @@ def _named(names: Sequence[str], layer: object) -> list[str]:
     """The names that one choice means, none where there is no such layer."""
     if isinstance(layer, str):
         return [layer] if layer in names else [name for name in names if fnmatchcase(name, layer)]
-    if isinstance(layer, int) and not isinstance(layer, bool) and 0 <= layer < len(names):
-        return [names[layer]]
-    return []
+    number = whole_number(layer)
+    return [names[number]] if number is not None and 0 <= number < len(names) else []
+
+
+def several(given: object) -> tuple[object, ...]:
+    """What users give where one thing or several may stand; a text is one."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        return (given,)
+    try:
+        return tuple(given)
+    except TypeError:
+        # Arrays without an axis say that they can be walked along.
+        return (given,)
+
+
+def whole_number(value: object) -> int | None:
+    """A whole number, numpy's and torch's among them; None for anything else."""
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def whole_numbers(
+    function: str, argument: str, given: object, then: str = "Pass an int, or several."
+) -> tuple[int, ...]:
+    """One whole number or several.
+
+    Raises:
+        ShapeError: something else is among them.
+    """
+    found = []
+    for value in several(given):
+        number = whole_number(value)
+        if number is None:
+            raise ShapeError.about(function, argument, must="be whole numbers", got=repr(value)[:80], then=then)
+        found.append(number)
+    return tuple(found)
 
 
 def _listed(existing: Sequence[str], chosen: Sequence[str]) -> str:
@@ -123,14 +176,16 @@ def choose_heads(function: str, heads: int | Sequence[int] | None, num_heads: in
     """
     if heads is None:
         return tuple(range(num_heads))
-    chosen = (heads,) if isinstance(heads, int) else tuple(heads)
-    for head in chosen:
-        if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < num_heads:
+    chosen = []
+    for given in several(heads):
+        head = whole_number(given)
+        if head is None or not 0 <= head < num_heads:
             raise ShapeError.about(
-                function, "heads", must=f"lie from 0 to {num_heads - 1}", got=repr(head)[:80],
+                function, "heads", must=f"lie from 0 to {num_heads - 1}", got=repr(given)[:80],
                 then=f"The layer has {num_heads}, counted from 0.",
             )  # fmt: skip
-    return chosen
+        chosen.append(head)
+    return tuple(chosen)
 
 
 class _NotSeen(ShapeError, KeyError):
@@ -171,6 +226,12 @@ class Kept(Mapping[str, Record], Generic[Record]):
             got = f"{layer!r}, which {why if found else 'does not exist'}"
             raise _NotSeen.about(self._function, "layer", must=f"be one of {seen}", got=got, then="Choose one of them.")
         return kept
+
+    def every_call(self) -> Iterator[tuple[str, Record]]:
+        """Every record that was kept, layer by layer, with what to name it by: the layer, and which of its calls."""
+        for name, records in self._records.items():
+            for place, record in enumerate(records, start=1):
+                yield name if len(records) == 1 else f"{name} (call {place} of {len(records)})", record
 
     def __iter__(self) -> Iterator[str]:
         return (name for name, records in self._records.items() if records)

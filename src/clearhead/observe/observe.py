@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.errors import ShapeError, UnsupportedError
-from clearhead.observe.layers import Kept, Layers, attention_layers, choose_heads, choose_layers, not_called
+from clearhead.observe.layers import (
+    Kept,
+    Layers,
+    attention_layers,
+    choose_heads,
+    choose_layers,
+    not_called,
+    several,
+    whole_number,
+)
 from clearhead.observe.packed import sequences_of
 from clearhead.observe.text import table
 from clearhead.record import as_index
@@ -239,11 +248,13 @@ def _positions(argument: str, chosen: int | Sequence[int] | None) -> tuple[int, 
     """Positions of queries, checked."""
     if chosen is None:
         return None
-    places = (chosen,) if isinstance(chosen, int) else tuple(chosen)
-    for place in places:
-        if isinstance(place, bool) or not isinstance(place, int) or place < 0:
+    places = []
+    for given in several(chosen):
+        place = whole_number(given)
+        if place is None or place < 0:
             raise ShapeError.about(
-                _FUNCTION, argument, must="be positions, whole numbers of at least 0", got=repr(place)[:80],
+                _FUNCTION, argument, must="be positions, whole numbers of at least 0", got=repr(given)[:80],
                 then="They count from a sequence's first token.",
             )  # fmt: skip
-    return places
+        places.append(place)
+    return tuple(places)

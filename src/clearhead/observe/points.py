@@ -13,8 +13,8 @@ from torch import Tensor
 from clearhead.backends import reference
 from clearhead.backends.dropout import keep_scale
 from clearhead.errors import UnsupportedError
-from clearhead.masks import Padding
-from clearhead.masks.base import conjuncts
+from clearhead.masks import Dense, Documents, Mask, Padding
+from clearhead.masks.base import Combined, conjuncts
 from clearhead.observe.packed import Sequences
 from clearhead.problem import Problem
 from clearhead.scores import DenseBias, Sink
@@ -28,6 +28,9 @@ __all__ = ["POINTS", "SQUARES", "Changed", "Points", "run_changed"]
 POINTS: Final = ("query", "key", "value", "scores", "scaled", "masked", "weights", "head_outputs", "output")
 #: Those that hold a number for each query and each key.
 SQUARES: Final = ("scores", "scaled", "masked", "weights")
+
+#: What modules name the tensors that queries and keys are made of.
+_SOURCES: Final = ("hidden_states", "query", "key", "encoder_hidden_states", "key_value_states")
 
 #: A point's tensor as edits make it: itself where none speaks of the point.
 Changed = Callable[[str, Tensor], Tensor]
@@ -70,16 +73,26 @@ class Points:
 
     @property
     def real(self) -> Bool[Tensor, "batch q_len"]:
-        """Which queries of ``padded`` are no padding, as far as its mask says."""
+        """Which queries of ``padded`` are no padding, as far as its mask says.
+
+        In self-attention they are those that may be attended to as keys; of other queries no mask of keys speaks.
+        """
         problem = self.padded
-        lengths = torch.full((problem.batch,), problem.query_offset + problem.q_len)
-        for part in () if problem.mask is None else conjuncts(problem.mask):
-            if isinstance(part, Padding):
-                lengths = part.lengths.cpu()
-        if self.sequences is not None:
-            lengths = torch.tensor(self.sequences.lengths)
-        place = torch.arange(problem.query_offset, problem.query_offset + problem.q_len)
-        return (place < lengths[:, None]).expand(problem.batch, -1).to(problem.query.device)
+        stop = problem.query_offset + problem.q_len
+        if problem.query_offset < 0 or stop > problem.k_len or not self._of_itself:
+            return torch.ones(problem.batch, problem.q_len, dtype=torch.bool, device=problem.query.device)
+        return real_keys(problem)[:, problem.query_offset : stop]
+
+    @property
+    def _of_itself(self) -> bool:
+        """Whether queries are among the keys, as far as what the module was called with says, else the lengths."""
+        options = self.options
+        given = [*self.inputs[:2], *(options[name] for name in _SOURCES if name in options)]
+        tensors = [each for each in given if isinstance(each, Tensor) and each.is_floating_point()]
+        sources = [each for each in tensors if each.ndim == tensors[0].ndim]
+        if not sources:
+            return self.problem.query_offset + self.problem.q_len == self.problem.k_len
+        return all(each.shape == sources[0].shape and each.data_ptr() == sources[0].data_ptr() for each in sources)
 
     @property
     def query(self) -> Float[Tensor, "batch heads q_len head_dim"]:
@@ -134,6 +147,29 @@ class Points:
 
     def __repr__(self) -> str:
         return f"Points({self.layer!r}, {', '.join(f'{name}={list(shape)}' for name, shape in self.shapes.items())})"
+
+
+def real_keys(problem: Problem) -> Bool[Tensor, "batch k_len"]:
+    """Which keys anybody may attend to, by those parts of the mask that say so without a look at every pair."""
+    device = problem.query.device
+    real = torch.ones(problem.batch, problem.k_len, dtype=torch.bool, device=device)
+    batch, head, _, k_pos = problem.indices()
+    for part in () if problem.mask is None else conjuncts(problem.mask):
+        if isinstance(part, Documents):
+            real = real & (part.ids >= 0)
+        elif isinstance(part, Dense):
+            real = real & part.allowed.flatten(1, 2).any(dim=1)
+        elif _of_keys(part):
+            allowed = part.allows(batch, head, torch.zeros_like(k_pos), k_pos)
+            real = real & allowed.any(dim=1)[:, 0]
+    return real
+
+
+def _of_keys(mask: Mask) -> bool:
+    """Whether a mask says the same to every query."""
+    if isinstance(mask, Combined):
+        return all(map(_of_keys, mask.parts()))
+    return isinstance(mask, Padding) or (isinstance(mask, Dense) and mask.allowed.shape[-2] == 1)
 
 
 def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:

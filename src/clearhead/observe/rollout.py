@@ -10,7 +10,9 @@ from torch import Tensor
 
 from clearhead.dispatch import run
 from clearhead.errors import ShapeError, UnsupportedError
+from clearhead.observe.layers import several, whole_number
 from clearhead.observe.points import Points
+from clearhead.observe.trace import Trace
 from clearhead.problem import Problem
 from clearhead.shapes import Float
 from clearhead.statistics import Want
@@ -31,7 +33,8 @@ def rollout(
     (1 - residual) w A_l`` from ``w`` the unit vector of ``t``, so that no ``R`` is ever held.
 
     Args:
-        traced: a ``Trace`` of the model's self-attention layers, lowest first, after one forward pass.
+        traced: a ``Trace`` of the model's self-attention layers, whose last forward pass is taken in the order of its
+            calls; with ``keep="all"`` where the model uses a layer several times. Or ``Points`` by name, lowest first.
         tokens: whose rows, by position in the sequence: one, or several (``range(length)`` for all). By default one
             row, the mean over all of a sequence's tokens.
         residual: the share of what goes around attention.
@@ -41,7 +44,7 @@ def rollout(
         layers with a ``ch.Sink``.
 
     Raises:
-        UnsupportedError: no layer was traced.
+        UnsupportedError: no layer was traced, or not every call of one.
         ShapeError: layers are not self-attention over one sequence, or there is no such token.
 
     Cost: for every 64 tokens, or the mean, a pass of ``row_weights`` over each layer; memory grows with the length,
@@ -56,7 +59,7 @@ def rollout(
     >>> rollout(traced, tokens=2).shape, rollout(traced).sum().round(decimals=4)
     (torch.Size([1, 1, 4]), tensor(1.))
     """
-    layers = list(traced.values())
+    layers = _calls(traced)
     if not layers:
         raise UnsupportedError.about(
             "rollout", "traced", must="hold layers", got="none", then="Run the model within `with ch.trace(model)`."
@@ -67,6 +70,17 @@ def rollout(
         )
     problems = [_checked(points, layers[0]) for points in layers]
     return torch.cat([_down(problems, start, residual) for start in _starts(layers[-1], tokens)], dim=1)
+
+
+def _calls(traced: Mapping[str, Points]) -> list[Points]:
+    """The calls of one forward pass in their order; all of a layer that the model uses several times."""
+    if not isinstance(traced, Trace):
+        return list(traced.values())
+    if missing := traced.incomplete():
+        raise UnsupportedError.about(
+            "rollout", "traced", must="hold every call of a layer", got=missing[0], then="Trace with keep='all'."
+        )
+    return [points for _, points in traced.passed()]
 
 
 def _checked(points: Points, first: Points) -> Problem:
@@ -90,13 +104,15 @@ def _starts(points: Points, tokens: int | Sequence[int] | None) -> Iterator[Floa
         share = real.to(dtype) / real.sum(dim=-1, keepdim=True).clamp(min=1)
         yield share[:, None, None]
         return
-    chosen = (tokens,) if isinstance(tokens, int) else tuple(tokens)
-    for token in chosen:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < length:
+    chosen = []
+    for given in several(tokens):
+        token = whole_number(given)
+        if token is None or not 0 <= token < length:
             raise ShapeError.about(
-                "rollout", "tokens", must=f"lie from 0 to {length - 1}", got=repr(token)[:80],
+                "rollout", "tokens", must=f"lie from 0 to {length - 1}", got=repr(given)[:80],
                 then="They are positions in the sequence.",
             )  # fmt: skip
+        chosen.append(token)
     for begin in range(0, len(chosen), _STRIP):
         index = torch.tensor(chosen[begin : begin + _STRIP], device=real.device)
         rows = torch.nn.functional.one_hot(index, length).to(dtype)

@@ -28,7 +28,7 @@ class HeadSummary:
     """Means over all queries of one head, and where its attention is strongest.
 
     Attributes:
-        layer: the module's dotted name.
+        layer: the module's dotted name, and which of its calls where a model uses it several times.
         head: which of its heads.
         entropy: of a query's weights, in nats; ``exp`` of it is about how many keys it looks at.
         distance: between a query and what it attends to, in tokens.
@@ -77,7 +77,7 @@ class Summary:
 
     def add(self, seen: Seen, first: int) -> None:
         """Add what was seen of a part that starts at token ``first`` of the text."""
-        for name, found in seen.items():
+        for name, found in seen.every_call():
             self._add(self._layers.setdefault(name, _Layer()), found, first)
 
     def _add(self, layer: _Layer, found: Observed, first: int) -> None:

@@ -7,13 +7,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from clearhead.dispatch import run
 from clearhead.errors import ShapeError
-from clearhead.observe.band import band
+from clearhead.observe.band import band, column
 from clearhead.observe.points import Points
 from clearhead.problem import Problem
 from clearhead.shapes import Bool, Float, Int
-from clearhead.statistics import Want
 
 __all__ = ["HeadScores", "head_scores", "repeated_tokens"]
 
@@ -27,8 +25,8 @@ class HeadScores:
     Attributes:
         previous: the token before the query.
         following: the token after it.
-        first: the first token of the sequence, for queries behind it.
-        same: the query's own token, for queries behind the first token.
+        first: the first token of the sequence that is no padding, for queries behind it.
+        same: the query's own token, for queries behind that first token.
         induction: the tokens that followed earlier occurrences of the query's token; None without a period.
     """
 
@@ -95,33 +93,29 @@ def head_scores(points: Points, *, period: int | None = None) -> HeadScores:
         raise ShapeError.about(
             "head_scores", "period", must=f"be below the length {length}", got=period, then="Repeat it at least once."
         )
-    weights, held = band(problem, [1, -1, 0])
-    behind = torch.arange(length, device=real.device) > 0
-    # The token after the query must be no padding either.
-    followed = torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)
+    weights, _ = band(problem, [1, -1, 0])
+    # Padding may stand before the first token.
+    begin = real.to(torch.int8).argmax(dim=1)
+    place = torch.arange(length, device=real.device) - begin[:, None]
+    # The token before or after the query must be no padding either.
+    edge = torch.zeros_like(real[:, :1])
+    preceded, followed = torch.cat([edge, real[:, :-1]], dim=1), torch.cat([real[:, 1:], edge], dim=1)
     return HeadScores(
-        previous=_mean(weights[..., 0], real & held[:, 0]),
-        following=_mean(weights[..., 1], real & held[:, 1] & followed),
-        first=_mean(_first(problem), real & behind),
-        same=_mean(weights[..., 2], real & behind),
-        induction=None if period is None else _induction(problem, real, period),
+        previous=_mean(weights[..., 0], real & preceded),
+        following=_mean(weights[..., 1], real & followed),
+        first=_mean(column(problem, begin), real & (place > 0)),
+        same=_mean(weights[..., 2], real & (place > 0)),
+        induction=None if period is None else _induction(problem, real, place, period),
     )
 
 
-def _first(problem: Problem) -> Float[Tensor, "batch heads q_len"]:
-    seen = run("head_scores", problem, Want(sink=1)).sink
-    assert seen is not None
-    return seen
-
-
-def _induction(problem: Problem, real: Tensor, period: int) -> Float[Tensor, "batch heads"]:
+def _induction(problem: Problem, real: Tensor, place: Tensor, period: int) -> Float[Tensor, "batch heads"]:
     repeats = (problem.q_len - 1) // period
     distances = [period * number - 1 for number in range(1, repeats + 1)]
     weights, _ = band(problem, distances)
-    place = torch.arange(problem.q_len, device=real.device)
     # The first token of all followed none.
-    followed = place[:, None] - torch.tensor(distances, device=real.device) >= 1
-    return _mean(weights.masked_fill(~followed, 0.0).sum(dim=-1), real & (place >= period))
+    followed = place[..., None] - torch.tensor(distances, device=real.device) >= 1
+    return _mean((weights * followed[:, None]).sum(dim=-1), real & (place >= period))
 
 
 def _mean(

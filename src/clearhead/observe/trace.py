@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.errors import ShapeError, UnsupportedError
-from clearhead.observe.layers import Kept, Layers, attention_layers, choose_heads, choose_layers, meant, not_called
+from clearhead.observe.layers import (
+    Kept,
+    Layers,
+    attention_layers,
+    choose_heads,
+    choose_layers,
+    meant,
+    not_called,
+    whole_numbers,
+)
 from clearhead.observe.packed import sequences_of
 from clearhead.observe.points import POINTS, SQUARES, Changed, Points, run_changed
 from clearhead.observe.text import table
@@ -85,6 +95,38 @@ class Trace(Kept[Points]):
     def __init__(self, chosen: Sequence[str], existing: Sequence[str], keep: str) -> None:
         super().__init__(_FUNCTION, chosen, existing, keep)
         self._edits: list[Edit] = []
+        self._order: list[str] = []
+
+    def passed(self) -> list[tuple[str, Points]]:
+        """The calls of the last forward pass that were kept, in their order, each with what to name it by.
+
+        A module that the model uses several times is named with the place of the call among its own.
+        """
+        counts, before = Counter(self._order), Counter[str]()
+        found = []
+        for name in self._order:
+            before[name] += 1
+            place, count = before[name], counts[name]
+            kept = self._records[name][-count:]
+            if count == 1:
+                found.append((name, kept[-1]))
+            elif len(kept) == count:
+                found.append((f"{name} (call {place} of {count})", kept[place - 1]))
+            elif place == count:
+                found.append((f"{name} (last of {count} calls)", kept[-1]))
+        return found
+
+    def incomplete(self) -> list[str]:
+        """Those calls of the last forward pass that stand for others, which were not kept."""
+        return [name for name, points in self.passed() if name.startswith(f"{points.layer} (last of ")]
+
+    def _begin(self) -> None:
+        """A forward pass of the model begins."""
+        self._order.clear()
+
+    def _add(self, name: str, record: Points) -> None:
+        super()._add(name, record)
+        self._order.append(name)
 
     def replace(
         self, point: str, by: Replacement, *, layers: Layers = None, heads: int | Sequence[int] | None = None
@@ -111,7 +153,7 @@ class Trace(Kept[Points]):
                 _FUNCTION, "by", must="be a tensor or a function of one", got=type(by).__name__,
                 then="Pass lambda tensor: 0 * tensor.",
             )  # fmt: skip
-        chosen = None if heads is None else ((heads,) if isinstance(heads, int) else tuple(heads))
+        chosen = None if heads is None else whole_numbers(_FUNCTION, "heads", heads)
         if chosen is not None and point == "output":
             raise ShapeError.about(
                 _FUNCTION, "heads", must="be left out for output, where heads are mixed", got=list(chosen),
@@ -201,6 +243,8 @@ def trace(
     tracer = _Tracer(traced, chosen, record=record, detach=detach)
     with ExitStack() as stack:
         stack.callback(tracer.close)
+        # Before the hooks of the layers: the model may be one itself.
+        stack.callback(model.register_forward_pre_hook(tracer.began).remove)
         for module in chosen.values():
             stack.callback(module.register_forward_pre_hook(tracer.entered, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(tracer.left).remove)
@@ -241,10 +285,18 @@ class _Tracer:
         self._frames.clear()
         self._open = False
 
-    def entered(self, module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """A chosen module was called."""
+    def began(self, *_: object) -> None:
+        """The model itself was called."""
         if active(self):
-            self._frames.append(_Frame(module, tuple(map(self._held, inputs)), _each(options, self._held)))
+            self._traced._begin()
+
+    def entered(self, module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any] | None = None) -> None:
+        """A chosen module was called.
+
+        While another thread's block ends, torch may call its hook in this thread, and without ``options``.
+        """
+        if active(self):
+            self._frames.append(_Frame(module, tuple(map(self._held, inputs)), _each(options or {}, self._held)))
 
     def left(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> Any:
         """A chosen module returns; what it returns, changed where an edit says so."""
@@ -316,7 +368,8 @@ class _Tracer:
         return tensor.detach().clone() if self._detach else tensor
 
     def _held(self, value: Any) -> Any:
-        return value.detach() if self._detach and isinstance(value, Tensor) else value
+        # Only what hangs on a graph is cut off: a mask that stands for its table would have to make it.
+        return value.detach() if self._detach and isinstance(value, Tensor) and value.requires_grad else value
 
     def _kept_problem(self, problem: Problem) -> Problem:
         def kept(rule: _Rule) -> _Rule:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from clearhead.errors import DataError
 from clearhead.nn import SequenceClassifier
 from clearhead.train.batches import Batch, Sequences, batch_of, bucketed, packed_by_size, split
-from clearhead.train.data import Table, fingerprint, read_table
+from clearhead.train.data import Table, read_table
 from clearhead.train.engine import Engine, Keeper, Outcome, Weighed, seeded
 from clearhead.train.files import write_json
 from clearhead.train.options import ClassifierOptions
@@ -280,9 +280,9 @@ def _config(
     options: ClassifierOptions,
     labels: list[str],
 ) -> dict[str, Any]:
-    data: dict[str, Any] = {"file": table.path.name, "sha256": fingerprint(table.path), "rows": len(table)}
+    data: dict[str, Any] = {"file": table.path.name, "sha256": table.sha256, "rows": len(table)}
     if tested is not None:
-        data |= {"test_file": tested.path.name, "test_sha256": fingerprint(tested.path)}
+        data |= {"test_file": tested.path.name, "test_sha256": tested.sha256}
     return {
         "task": "classify",
         "data": data | columns,

@@ -12,30 +12,33 @@ from pathlib import Path
 
 from clearhead.errors import DataError
 
-__all__ = ["Table", "fingerprint", "read_table", "read_text"]
+__all__ = ["Table", "read_known", "read_table", "read_text"]
 
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one file: texts, their labels (``None`` where the file has no such column), their lines."""
+    """The rows of one file: texts, their labels (``None`` where the file has no such column), their lines.
+
+    ``sha256`` is the file's fingerprint.
+    """
 
     path: Path
     texts: list[str]
     labels: list[str] | None
     lines: list[int]
+    sha256: str = ""
 
     def __len__(self) -> int:
         return len(self.texts)
 
 
-def fingerprint(path: Path) -> str:
-    """The SHA-256 of a file, by which a resumed run knows its data again."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def read_text(path: Path | str, *, function: str = "read_text") -> str:
     """Read a whole UTF-8 file, newlines as they are; raises ``DataError`` where it is absent, empty or not UTF-8."""
+    return read_known(path, function=function)[0]
+
+
+def read_known(path: Path | str, *, function: str = "read_text") -> tuple[str, str]:
+    """``read_text``, and the SHA-256 of what was read, by which a resumed run knows its data again."""
     path = Path(path)
     try:
         content = path.read_bytes()
@@ -52,7 +55,7 @@ def read_text(path: Path | str, *, function: str = "read_text") -> str:
     if not text.strip():
         must, then = "hold text", "Check the file."
         raise DataError.about(function, str(path), must=must, got="an empty file", then=then)
-    return text
+    return text, hashlib.sha256(content).hexdigest()
 
 
 def read_table(
@@ -79,32 +82,43 @@ def read_table(
     if path.suffix.lower() not in readers:
         must, then = "end in .csv or .jsonl", "Rename or convert the file."
         raise DataError.about(function, str(path), must=must, got=repr(path.suffix), then=then)
-    text = read_text(path, function=function)
+    text, sha256 = read_known(path, function=function)
     texts: list[str] = []
     labels: list[str] = []
     lines: list[int] = []
     with_labels = labels_required
-    for line, row in readers[path.suffix.lower()](text, path, function):
+    for line, row in readers[path.suffix.lower()](text, path, (text_column, label_column), function):
         if not lines:
             with_labels = labels_required or label_column in row
         texts.append(_cell(row, text_column, path, line, function))
         if with_labels:
             labels.append(_cell(row, label_column, path, line, function))
+            if labels_required and not labels[-1].strip():
+                must, then = "have a label in every row", "Write one, or remove that row."
+                raise DataError.about(function, str(path), must=must, got=f"none in line {line}", then=then)
         lines.append(line)
     if not lines:
         must, then = "hold at least one row", "Check the file."
         raise DataError.about(function, str(path), must=must, got="a header and no rows", then=then)
-    return Table(path, texts, labels if with_labels else None, lines)
+    return Table(path, texts, labels if with_labels else None, lines, sha256)
 
 
-def _csv_rows(text: str, path: Path, function: str) -> Iterator[tuple[int, dict[str, object]]]:
+def _csv_rows(
+    text: str, path: Path, columns: tuple[str, ...], function: str
+) -> Iterator[tuple[int, dict[str, object]]]:
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header: list[str] | None = None
     line = 1
+    # A cell may be as long as the file.
+    usual = csv.field_size_limit(max(csv.field_size_limit(), len(text) + 1))
     try:
         for cells in reader:
             if header is None:
                 header = cells
+                for column in columns:
+                    if header.count(column) > 1:
+                        must, then = f"have one column {column!r}", "Rename the others."
+                        raise DataError.about(function, str(path), must=must, got=header.count(column), then=then)
             elif cells and len(cells) != len(header):
                 must, then = f"have {len(header)} cells in every row, as its header has", "Quote texts with commas."
                 got = f"{len(cells)} cells in line {line}"
@@ -115,21 +129,32 @@ def _csv_rows(text: str, path: Path, function: str) -> Iterator[tuple[int, dict[
     except csv.Error as error:
         got, then = f"{error} in line {reader.line_num}", "Check the quoting there."
         raise DataError.about(function, str(path), must="be well-formed CSV", got=got, then=then) from error
+    finally:
+        csv.field_size_limit(usual)
 
 
-def _json_rows(text: str, path: Path, function: str) -> Iterator[tuple[int, dict[str, object]]]:
+def _json_rows(
+    text: str, path: Path, columns: tuple[str, ...], function: str
+) -> Iterator[tuple[int, dict[str, object]]]:
     for line, content in enumerate(text.split("\n"), start=1):
         if not content.strip():
             continue
         try:
             row = json.loads(content)
-        except json.JSONDecodeError as error:
-            got, then = f"{error.msg} in line {line}", "Check that line."
+        except (ValueError, RecursionError) as error:
+            # Besides what is no JSON: numbers of thousands of digits, and lists nested as deep.
+            said = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            got, then = f"{said} in line {line}", "Check that line."
             raise DataError.about(function, str(path), must="be JSON lines", got=got, then=then) from error
         if not isinstance(row, dict):
             got, then = f"{type(row).__name__} in line {line}", 'Write rows as {"label": ..., "text": ...}.'
             raise DataError.about(function, str(path), must="hold one object a line", got=got, then=then)
         yield line, row
+
+
+def writable(text: str) -> bool:
+    """Whether UTF-8 can write a text: no halves of surrogate pairs, which stand for bytes that were none too."""
+    return not any("\ud800" <= sign <= "\udfff" for sign in text)
 
 
 def _cell(row: dict[str, object], column: str, path: Path, line: int, function: str) -> str:
@@ -138,10 +163,11 @@ def _cell(row: dict[str, object], column: str, path: Path, line: int, function: 
         then = "Name the right one with --text-column or --label-column."
         raise DataError.about(function, str(path), must=f"have the column {column!r}", got=got, then=then)
     value = row[column]
-    if isinstance(value, str):
+    if isinstance(value, str) and writable(value):
         return value
     if isinstance(value, bool | int):
         return json.dumps(value)
     must = f"have text in the column {column!r}"
-    got, then = f"{type(value).__name__} in line {line}", "Correct that row."
+    kind = "half of a surrogate pair" if isinstance(value, str) else type(value).__name__
+    got, then = f"{kind} in line {line}", "Correct that row."
     raise DataError.about(function, str(path), must=must, got=got, then=then)

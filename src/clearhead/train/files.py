@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +16,76 @@ from torch import Tensor
 from clearhead.errors import DataError
 from clearhead.train.extra import need
 
-__all__ = ["clear_leftovers", "read_json", "read_tensors", "write_bytes", "write_json", "write_tensors"]
+__all__ = [
+    "check_writable",
+    "clear_leftovers",
+    "read_json",
+    "read_tensors",
+    "write_bytes",
+    "write_json",
+    "write_tensors",
+]
 
 _LEFTOVER = ".half-written-"
-_ORDINARY = 0o644  # mkstemp's own mode would hide a run from everyone but its owner
+_DEVICES = Path("/dev")
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Put ``content`` at ``path`` in one step: a reader, or a crash, sees the old file or the new one."""
+    """Put ``content`` at ``path`` in one step: a reader, or a crash, sees the old file or the new one.
+
+    A link is followed; what is there and no ordinary file, a pipe or a device, is written to as it is.
+    """
+    if _stays(path):
+        path.write_bytes(content)
+        return
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=_LEFTOVER)
+    half = _half_written(path.parent)
     try:
-        with os.fdopen(handle, "wb") as file:
-            os.fchmod(file.fileno(), _ORDINARY)
+        with half.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        half.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        half.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def _stays(path: Path) -> bool:
+    """Whether what is at ``path`` is to be written to and not to be replaced."""
+    return path.exists() and (not path.is_file() or path.absolute().is_relative_to(_DEVICES))
+
+
+def _half_written(folder: Path) -> Path:
+    return folder / f"{_LEFTOVER}{secrets.token_hex(8)}"
+
+
+def check_writable(path: Path, *, function: str, argument: str, folder: bool = False) -> None:
+    """Raise ``DataError`` where no file can be written at ``path``, or none into the folder there; nothing is left."""
+    if not folder and _stays(path) and not path.is_dir():
+        return
+    place = Path(os.path.realpath(path))
+    place = place if folder else place.parent
+    made = [part for part in (place, *place.parents) if not part.exists()]
+    half = _half_written(place)
+    try:
+        if not folder and path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if place.exists() and not place.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        place.mkdir(parents=True, exist_ok=True)
+        half.open("xb").close()
+    except OSError as failure:
+        must, then = "be writable", "Choose another place."
+        got = f"{path}: {failure.strerror}"
+        raise DataError.about(function, argument, must=must, got=got, then=then) from failure
+    finally:
+        with suppress(OSError):
+            half.unlink(missing_ok=True)
+            for part in made:
+                part.rmdir()
 
 
 def clear_leftovers(folder: Path) -> None:
@@ -63,7 +114,7 @@ def read_json(path: Path, *, function: str) -> Any:
         return json.loads(path.read_bytes().decode("utf-8"))
     except FileNotFoundError:
         got = "no such file"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         got = str(error)
     then = "The run is damaged or was never finished; train it again."
     raise DataError.about(function, str(path), must="be a readable JSON file", got=got, then=then)

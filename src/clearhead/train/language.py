@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from clearhead.errors import DataError
 from clearhead.nn import LanguageModel
 from clearhead.train.batches import Batch
-from clearhead.train.data import fingerprint, read_text
+from clearhead.train.data import read_known
 from clearhead.train.engine import Engine, Keeper, Outcome, Weighed, seeded
 from clearhead.train.files import write_json
 from clearhead.train.options import LanguageOptions
@@ -155,10 +155,10 @@ def train_text_language_model(
     options.chosen_device(_FUNCTION)
     folder, watcher = RunFolder(Path(out)), watcher or Silent()
     path = Path(data)
-    text = read_text(path, function=_FUNCTION)
+    text, sha256 = read_known(path, function=_FUNCTION)
     config = {
         "task": "lm",
-        "data": {"file": path.name, "sha256": fingerprint(path), "characters": len(text)},
+        "data": {"file": path.name, "sha256": sha256, "characters": len(text)},
         "options": options.as_dict(),
         "versions": versions(),
         "threads": torch.get_num_threads(),

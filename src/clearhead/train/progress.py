@@ -84,12 +84,13 @@ class Bar:
         from rich.progress import BarColumn, Progress, TextColumn
 
         columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
-        self._progress = Progress(*columns, console=Console(file=stream), transient=True)
+        console = Console(file=stream, emoji=False)
+        self._progress = Progress(*columns, console=console, transient=True)
         self._task = self._progress.add_task("starting", total=None)
-        self._progress.start()
 
     def stepped(self, shown: Shown) -> None:
-        """Move the bar."""
+        """Move the bar; it is there from the first step on, so that whatever ends before leaves no trace of it."""
+        self._progress.start()
         self._progress.update(self._task, total=shown.steps, completed=shown.step, description=shown.words())
 
     def said(self, line: str) -> None:

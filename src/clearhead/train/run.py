@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from clearhead.errors import DataError
 from clearhead.train.checkpoint import Place, load_state, load_weights, save_state, weights_of
-from clearhead.train.files import clear_leftovers, read_json, read_tensors, write_json, write_tensors
+from clearhead.train.files import (
+    check_writable,
+    clear_leftovers,
+    read_json,
+    read_tensors,
+    write_json,
+    write_tensors,
+)
 from clearhead.train.logs import EventLog, LineLog
 from clearhead.train.optimizer import Average
 from clearhead.train.progress import Watcher
@@ -36,6 +43,12 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+#: What the final numbers hold at least.
+_METRICS: dict[str, tuple[type, ...]] = {
+    "held_out": (dict,), "best_step": (int,), "steps": (int,), "seconds": (int, float),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,8 @@ class RunFolder:
         change what it was begun with.
         """
         self._refuse_what_is_there(resume=resume, function=function)
-        if not self.config.exists():
+        check_writable(self.path, function=function, argument="--out", folder=True)
+        if self._without_result():
             return False, None
         kept = self._same_config(config, function=function)
         done = self._finished(function=function)
@@ -99,13 +113,19 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             must, then = "be a folder", "Choose another --out."
             raise DataError.about(function, str(self.path), must=must, got="a file", then=then)
-        if self.config.exists() and not resume:
+        if not self._without_result() and not resume:
             then = "Choose another --out, or add --resume to go on with it."
             must, got = "be a new or empty folder", "a folder that holds a run"
             raise DataError.about(function, str(self.path), must=must, got=got, then=then)
         if self.path.exists() and not self.config.exists() and self._foreign():
             must, got = "be a new or empty folder", "a folder with other files"
             raise DataError.about(function, str(self.path), must=must, got=got, then="Choose another --out.")
+
+    def _without_result(self) -> bool:
+        """Whether the folder holds no run, or one that ended before anything was learned: it may be begun anew."""
+        return not self.config.exists() or not any(
+            path.exists() for path in (self.checkpoint, self.weights, self.metrics)
+        )
 
     def _foreign(self) -> list[Path]:
         """What is in the folder besides a tokenizer, which a run killed in its first moments may leave."""
@@ -137,7 +157,12 @@ class RunFolder:
         """The final numbers of a finished run, ``None`` before that."""
         if not self.metrics.exists():
             return None
-        metrics: dict[str, Any] = read_json(self.metrics, function=function)
+        metrics = read_json(self.metrics, function=function)
+        if not isinstance(metrics, dict) or not all(
+            type(metrics.get(name)) in kinds for name, kinds in _METRICS.items()
+        ):
+            must, then = f"hold {', '.join(_METRICS)}", "The run is damaged; remove the file and add --resume."
+            raise DataError.about(function, str(self.metrics), must=must, got="something else", then=then)
         return metrics
 
     def load_best(self, model: nn.Module, *, function: str) -> None:

@@ -43,15 +43,19 @@ class Run:
 
         Raises ``DataError`` where the text has no token, or characters that the tokenizer cannot write.
         """
-        lost = self.tokenizer.cannot_write(text)
-        if lost:
-            must, got = "have only characters of the training text", ", ".join(map(repr, lost[:5]))
-            raise DataError.about("encode", "text", must=must, got=got, then="Leave them out.")
+        self.check(text)
         ids = self.tokenizer.encode(text)
         if not ids:
             must, got = "have at least one token", repr(text)
             raise DataError.about("encode", "text", must=must, got=got, then="Give some words.")
         return ids[: self.max_len] if self.task == "classify" else ids
+
+    def check(self, text: str) -> None:
+        """Raise ``DataError`` where the text has characters that the tokenizer cannot write."""
+        lost = self.tokenizer.cannot_write(text)
+        if lost:
+            must, got = "have only characters of the training text", ", ".join(map(repr, lost[:5]))
+            raise DataError.about("encode", "text", must=must, got=got, then="Leave them out.")
 
     def predict(self, texts: Sequence[str]) -> list[tuple[str, list[float]]]:
         """For each text the most probable label and the probabilities of all ``labels``, in their order."""
@@ -81,7 +85,8 @@ def load_run(path: Path | str, *, function: str = "load_run", device: str = "cpu
     folder = RunFolder(Path(path))
     if not folder.path.is_dir():
         must, then = "be a run folder", "Give the folder that clearhead train named with --out."
-        raise DataError.about(function, str(path), must=must, got="no such folder", then=then)
+        got = "a file" if folder.path.exists() else "no such folder"
+        raise DataError.about(function, str(path), must=must, got=got, then=then)
     config = folder.read_config(function=function)
     if config["task"] not in _READERS:
         must, then = "be of the task classify or lm", "The run is damaged; train it again."

@@ -1,0 +1,135 @@
+"""What no terminal, file or disk should turn into a traceback: each is one line, and what can be done is done."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from clearhead.cli.app import app
+
+SIZES = ["--embed-dim", "16", "--num-heads", "2", "--num-layers", "1"]
+
+
+def called(*words: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def refused(*words: object) -> str:
+    code, _, err = called(*words)
+    assert code == 2
+    assert err.count("\n") == 1, err
+    return err
+
+
+def classify(data: Path, out: Path, *more: object) -> list[object]:
+    return ["train", "classify", "--data", data, "--out", out, "--epochs", 1, "--batch-size", 8, *SIZES, *more]
+
+
+@pytest.fixture(scope="module")
+def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("films")
+    rows = ["good,a fine :cat: film", "poor,a dull :fire: film"] * 10
+    (folder / "films.csv").write_text("\n".join(["label,text", *rows]) + "\n")
+    assert called(*classify(folder / "films.csv", folder / "run"))[0] == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def play(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("play")
+    (folder / "play.txt").write_bytes(b"\xef\xbb\xbf" + b"All:\r\nSpeak, speak.\r\n" * 40)
+    words = ["--steps", 2, "--eval-every", 2, "--context", 16, *SIZES]
+    assert called("train", "lm", "--data", folder / "play.txt", "--out", folder / "run", *words)[0] == 0
+    return folder
+
+
+def test_a_file_is_read_as_training_read_it(play: Path) -> None:
+    out = play / "seen.json"
+    assert called("observe", play / "run", "--file", play / "play.txt", "--json", out)[0] == 0
+    assert json.loads(out.read_text())["tokens"].count("\r") == 80
+
+
+def test_unknown_characters_are_found_however_late(play: Path) -> None:
+    (play / "late.txt").write_text("All:\nSpeak, speak.\n" * 300 + "€")
+    assert "only characters of the training text; got '€'" in refused(
+        "observe", play / "run", "--file", play / "late.txt"
+    )
+
+
+def test_outputs_that_cannot_be_written_are_told_before_the_work(films: Path) -> None:
+    place = films / "films.csv" / "x"
+    run = films / "run"
+    assert "predict: --out must be writable" in refused("predict", run, "--text", "a", "--out", f"{place}.csv")
+    assert "train classify: --out must be writable" in refused(*classify(films / "films.csv", place))
+    assert "bench: --out must be writable" in refused("bench", "--quick", "--out", place)
+    assert "view: --out must be writable" in refused("view", run, "--text", "a film", "--out", place)
+    same = ("predict", run, "--data", films / "films.csv", "--out", films / "films.csv")
+    assert "must be another file than --data" in refused(*same)
+    assert called("predict", run, "--text", "a film", "--out", films / "NEW.CSV")[0] == 0
+
+
+def test_a_full_disk_is_one_line() -> None:
+    script = "from clearhead.cli.app import main; main()"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script, "explain", "--text", "a b"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2
+    wanted = "output must be writable; got No space left on device. Make room, or write elsewhere.\n"
+    assert done.stderr.partition(": ")[2] == wanted
+
+
+def test_bytes_that_are_no_text_are_refused(films: Path, play: Path) -> None:
+    odd = "caf\udce9 film"
+    for words in (
+        ("explain", "--text", odd), ("predict", films / "run", "--text", odd), ("observe", play / "run", "--text", odd),
+        ("view", films / "run", "--text", odd), ("generate", play / "run", "--prompt", odd),
+    ):  # fmt: skip
+        assert "must be UTF-8; got a byte that is none at character 3" in refused(*words)
+
+
+def test_texts_are_printed_as_they_are(films: Path) -> None:
+    _, out, _ = called("predict", films / "run", "--text", "a :cat: film that is longer than eighty columns " * 2)
+    assert ":cat: film that is longer than eighty columns a :cat:" in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--vocab-size", 10**22), ("--min-count", 10**22), ("--max-len", 10**12), ("--embed-dim", 10**7)],
+)
+def test_sizes_that_are_none_are_refused(films: Path, words: tuple[object, ...]) -> None:
+    said = refused(*classify(films / "films.csv", films / "large", *words))
+    assert f"train classify: {words[0]} must be at most" in said
+
+
+def test_a_run_that_failed_at_once_may_be_begun_anew(films: Path) -> None:
+    again = films / "again"
+    code, _, err = called(*classify(films / "films.csv", again, "--lr", "inf"))
+    assert (code, "stay finite" in err) == (2, True)
+    assert called(*classify(films / "films.csv", again))[0] == 0
+    assert "a folder that holds a run" in refused(*classify(films / "films.csv", again))
+    (again / "metrics.json").write_text("{}")
+    assert "must hold held_out, best_step" in refused(*classify(films / "films.csv", again, "--resume"))
+
+
+def test_a_group_alone_says_what_is_missing() -> None:
+    assert (
+        called("train")[2] == "clearhead train: a command is missing. Run 'clearhead train --help' for what it takes.\n"
+    )
+
+
+def test_a_word_of_the_text_comes_before_an_index() -> None:
+    _, out, _ = called("explain", "--text", "I have 5 cats and dogs here", "--token", "5")
+    assert "token 2 '5'" in out
+
+
+def test_a_file_is_no_missing_folder(films: Path) -> None:
+    assert "got a file" in refused("predict", films / "films.csv", "--text", "a")

@@ -1,0 +1,45 @@
+"""Which tokens count as real: keys that may be attended to, wherever the padding stands and whoever attends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead.nn import MultiHeadAttention
+from clearhead.observe import head_scores, received_contributions, rollout, value_norms
+
+
+def module() -> MultiHeadAttention:
+    torch.manual_seed(0)
+    return MultiHeadAttention(16, 4).eval()
+
+
+@pytest.mark.parametrize("k_len", [4, 6])
+def test_lengths_of_a_memory_say_nothing_of_the_queries(k_len: int) -> None:
+    attention = module()
+    query, memory = torch.randn(2, 6, 16), torch.randn(2, k_len, 16)
+    with torch.no_grad(), ch.trace(attention) as traced:
+        attention(query, memory, mask=ch.Padding([2, k_len]))
+    points = traced[0]
+    assert points.real.all()
+    expected = points.weights.sum(dim=2) * value_norms(points, attention)
+    torch.testing.assert_close(received_contributions(points, attention), expected)
+
+
+@pytest.mark.parametrize(
+    "padding", [~ch.Padding([3, 0]), ch.Dense(torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1] * 7]).bool()[:, None, None])]
+)
+def test_a_sequence_behind_padding_has_the_measures_that_it_has_alone(padding: ch.Mask) -> None:
+    attention, x = module(), torch.randn(2, 7, 16)
+    with torch.no_grad(), ch.trace(attention) as traced:
+        attention(x, mask=ch.Causal() & padding)
+    with torch.no_grad(), ch.trace(attention) as alone:
+        attention(x[:1, 3:], mask=ch.Causal())
+    assert traced[0].real.tolist() == [[False] * 3 + [True] * 4, [True] * 7]
+    found, wanted = head_scores(traced[0], period=2), head_scores(alone[0], period=2)
+    for name in ("previous", "following", "first", "same", "induction"):
+        torch.testing.assert_close(getattr(found, name)[:1], getattr(wanted, name), msg=name)
+    torch.testing.assert_close(rollout(traced)[:1, :, 3:], rollout(alone))
+    found_keys, wanted_keys = (received_contributions(each[0], attention) for each in (traced, alone))
+    torch.testing.assert_close(found_keys[:1, :, 3:], wanted_keys)
