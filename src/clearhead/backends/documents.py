@@ -57,7 +57,7 @@ def documents_in(problem: Problem) -> Documents | None:
     if not packed or problem.mask is None:
         return None
     for part in conjuncts(problem.mask):
-        if does_as(part, Documents) and part.contiguous:
+        if isinstance(part, Documents) and does_as(part, Documents) and part.contiguous:
             return part
     return None
 
