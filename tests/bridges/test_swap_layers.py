@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,11 @@ def _same(
         torch.testing.assert_close(one, other, **EXACT)
 
 
+def _name(options: dict[str, Any]) -> str:
+    """The same in every process: no addresses."""
+    return ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in options.items()) or "plain"
+
+
 OPTIONS = [
     {},
     {"norm_first": True},
@@ -83,7 +89,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=_name)
 def test_encoder_layer(options: dict[str, object], training: bool) -> None:
     theirs, ours = (module.train(training) for module in _pair(lambda: _layer(**options)))
     x = _tokens(LENGTH, ours.self_attn.batch_first, 1)
@@ -93,7 +99,7 @@ def test_encoder_layer(options: dict[str, object], training: bool) -> None:
             torch.testing.assert_close(ours(x, **call), theirs(x, **call), **EXACT)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=_name)
 def test_decoder_layer(options: dict[str, object]) -> None:
     theirs, ours = _pair(lambda: _layer(nn.TransformerDecoderLayer, **options))
     inputs = (_tokens(LENGTH, ours.self_attn.batch_first, 1), _tokens(MEMORY, ours.self_attn.batch_first, 2))
