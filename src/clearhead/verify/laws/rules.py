@@ -147,21 +147,12 @@ _BIAS_CASES = (
 )  # fmt: skip
 
 LAWS = (
-    Law(
-        name="float mask",
-        says="finite numbers in a float mask are added to scaled scores",
-        check=_check_bias,
-        needs=frozenset({"mask"}),
-        search=False,
-        cases=_BIAS_CASES,
-    ),
-    Law(
-        name="float mask in gradients",
-        says="a float mask that is learned receives its gradient",
-        check=_check_bias_gradient,
-        needs=frozenset({"mask"}),
-        search=False,
-        cases=_BIAS_CASES,
+    *(
+        Law(name=name, says=says, check=check, needs=frozenset({"mask"}), search=False, cases=_BIAS_CASES)
+        for name, says, check in (
+            ("float mask", "finite numbers in a float mask are added to scaled scores", _check_bias),
+            ("float mask in gradients", "a float mask that is learned receives its gradient", _check_bias_gradient),
+        )
     ),
     _law(
         "alibi", "Alibi takes slope[head] * |q_pos - k_pos| from scaled scores",
