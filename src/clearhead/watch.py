@@ -5,7 +5,8 @@ Modules call ``attend`` where they would call ``attention``. Nobody watching, it
 what is wanted, read them, change the call before, or the output after. Nothing is left on a module.
 
 Who else knows something that watchers need says it here: bridges which modules come by (``recognise``), and those who
-lay a padded batch end to end what it was (``laid_out``).
+lay a padded batch end to end what it was (``laid_out``). Hooks that can be shown such a batch say so
+(``sees_layouts``); for others it stays padded.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,6 +42,8 @@ __all__ = [
     "laid_out",
     "layout_of",
     "recognise",
+    "sees_layouts",
+    "shown_padding",
     "watched",
     "watching",
 ]
@@ -228,3 +231,17 @@ def laid_out(documents: Documents, batch: int, length: int) -> None:
 def layout_of(documents: Documents) -> tuple[int, int] | None:
     """What was said of these documents."""
     return _LAYOUTS.get(documents)
+
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def sees_layouts(hook: _Hook) -> _Hook:
+    """Mark a hook of a module as one that knows a packed batch when it is shown one."""
+    hook.sees_layouts = True  # type: ignore[attr-defined]
+    return hook
+
+
+def shown_padding(hooks: Mapping[int, Callable[..., Any]]) -> bool:
+    """Whether any of a module's hooks has to be shown the padded batch that it would see without us."""
+    return not all(getattr(hook, "sees_layouts", False) for hook in hooks.values())

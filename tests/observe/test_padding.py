@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -43,3 +45,33 @@ def test_a_sequence_behind_padding_has_the_measures_that_it_has_alone(padding: c
     torch.testing.assert_close(rollout(traced)[:1, :, 3:], rollout(alone))
     found_keys, wanted_keys = (received_contributions(each[0], attention) for each in (traced, alone))
     torch.testing.assert_close(found_keys[:1, :, 3:], wanted_keys)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_packed_stack_runs_under_a_trace_as_it_runs_alone(training: bool) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.2, batch_first=True)
+    stack = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
+    ch.swap(stack)
+    x, forbidden = torch.randn(3, 9, 16), torch.arange(9) >= torch.tensor([[9], [2], [6]])
+    outputs = []
+    for looking in (False, True):
+        torch.manual_seed(1)
+        with torch.no_grad(), ch.trace(stack) if looking else contextlib.nullcontext() as traced:
+            outputs.append(stack(x, src_key_padding_mask=forbidden))
+    assert torch.equal(*outputs)
+    assert traced is not None
+    assert traced[0].query.shape[:3] == (1, 4, 17)
+    assert torch.equal(traced[1].real, ~forbidden)
+
+
+def test_a_hook_of_somebody_else_is_shown_the_padded_batch() -> None:
+    stack = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2)
+    ch.swap(stack)
+    x, forbidden, shapes = torch.randn(3, 9, 16), torch.arange(9) >= torch.tensor([[9], [2], [6]]), []
+    hook = stack.layers[0].self_attn.register_forward_hook(lambda module, given, out: shapes.append(out[0].shape))
+    with ch.trace(stack) as traced:
+        stack(x, src_key_padding_mask=forbidden)
+    hook.remove()
+    assert shapes == [(3, 9, 16)]
+    assert traced[0].query.shape == (3, 4, 9, 4)

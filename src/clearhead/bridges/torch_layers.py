@@ -22,7 +22,7 @@ from clearhead.masks import Causal, Documents, Mask
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.feedforward import rectified
 from clearhead.nn.linear import Linear
-from clearhead.watch import laid_out
+from clearhead.watch import laid_out, shown_padding
 
 __all__ = [
     "SwappedTransformerDecoder",
@@ -34,6 +34,8 @@ __all__ = [
 
 #: Names under which torch's layers hold their attentions.
 ATTENTIONS: Final = ("self_attn", "multihead_attn")
+#: Where a module holds its hooks.
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: From how many packed tokens on their number is rounded up, and to a multiple of what.
 _MANY, _ROWS = 1024, 32
 
@@ -260,11 +262,11 @@ def _by_token(stack: nn.Module) -> bool:
 
 def _is_watched(stack: nn.Module) -> bool:
     """Whether hooks look into the stack, or a part computes something of its own; they are shown what torch shows them,
-    tensors of the padded batch."""
+    tensors of the padded batch. Our own know a packed one."""
     return torch.nn.modules.module._has_any_global_hook() or any(
         module is not stack
-        and (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-             or module._backward_pre_hooks or _is_replaced(module.__dict__))
+        and (_is_replaced(module.__dict__)
+             or any(getattr(module, hooks) and shown_padding(getattr(module, hooks)) for hooks in _HOOKS))
         for module in stack.modules()
     )  # fmt: skip
 

@@ -29,7 +29,7 @@ from clearhead.observe.text import table
 from clearhead.problem import Problem
 from clearhead.record import Record
 from clearhead.statistics import Observation, Want
-from clearhead.watch import Attend, Call, active, watching
+from clearhead.watch import Attend, Call, active, sees_layouts, watching
 
 __all__ = ["Edit", "Trace", "trace"]
 
@@ -285,11 +285,13 @@ class _Tracer:
         self._frames.clear()
         self._open = False
 
+    @sees_layouts
     def began(self, *_: object) -> None:
         """The model itself was called."""
         if active(self):
             self._traced._begin()
 
+    @sees_layouts
     def entered(self, module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any] | None = None) -> None:
         """A chosen module was called.
 
@@ -298,6 +300,7 @@ class _Tracer:
         if active(self):
             self._frames.append(_Frame(module, tuple(map(self._held, inputs)), _each(options or {}, self._held)))
 
+    @sees_layouts
     def left(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> Any:
         """A chosen module returns; what it returns, changed where an edit says so."""
         if not active(self):
