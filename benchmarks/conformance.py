@@ -110,7 +110,9 @@ def module_fast_path(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tenso
     if key.shape[2] != length or heads % 2 or value.shape[3] != head_dim:
         raise NotImplementedError("the fast path takes self-attention with an even number of heads")
     width = 3 * heads * head_dim
-    module = nn.MultiheadAttention(width, heads, batch_first=True).to(query.dtype).eval()
+    # The weights that it draws are none of the attention's.
+    with torch.random.fork_rng(devices=[]):
+        module = nn.MultiheadAttention(width, heads, batch_first=True).to(query.dtype).eval()
     picks = torch.zeros(3, width, width, dtype=query.dtype)
     for part in range(3):
         for head in range(heads):

@@ -13,24 +13,24 @@ from torch import Tensor
 import clearhead as ch
 from tests.verify.steps import RIGHT, Broken, but, take_drop, take_forbid, take_scores
 
-__all__ = ["BROKEN_CALLS"]
+__all__ = ["BROKEN_CALLS", "Attention", "as_torch_s", "only_where"]
 
 Attention = Callable[..., Tensor]
 
 
-def _as_torch_s(fn: Attention) -> Attention:
+def as_torch_s(fn: Attention) -> Attention:
     """With the parameters of torch's function, so that everything is handed over."""
     fn.__signature__ = inspect.signature(RIGHT)  # type: ignore[attr-defined]
     return fn
 
 
-def _only_where(condition: Callable[..., bool], wrong: Attention) -> Attention:
+def only_where(condition: Callable[..., bool], wrong: Attention) -> Attention:
     """The wrong attention where a condition on query, key, value and options holds, the right one elsewhere."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         return (wrong if condition(query, key, value, options) else RIGHT)(query, key, value, **options)
 
-    return _as_torch_s(attention)
+    return as_torch_s(attention)
 
 
 # Float masks ------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class _Handed(torch.autograd.Function):
 
 
 def _bent(change: Callable[[Tensor], Tensor]) -> Attention:
-    return _as_torch_s(lambda query, key, value, **options: _Handed.apply(RIGHT(query, key, value, **options), change))
+    return as_torch_s(lambda query, key, value, **options: _Handed.apply(RIGHT(query, key, value, **options), change))
 
 
 def _dense_grad(grad: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def _zero_alone(place: int) -> Attention:
         wants = [tensor.requires_grad for tensor in (query, key, value)]
         return _bent(torch.zeros_like)(query, key, value, **options) if wants[place] and sum(wants) == 1 else output
 
-    return _as_torch_s(attention)
+    return as_torch_s(attention)
 
 
 def _lost_without(place: int) -> Attention:
@@ -153,7 +153,7 @@ def _lost_without(place: int) -> Attention:
             return RIGHT(query.detach(), key.detach(), value.detach(), **options)
         return RIGHT(query, key, value, **options)
 
-    return _as_torch_s(attention)
+    return as_torch_s(attention)
 
 
 class _Spent(torch.autograd.Function):
@@ -189,7 +189,7 @@ def _handing_out_one_buffer() -> Attention:
         place = kept.setdefault(tuple(output.shape), torch.empty_like(output))
         return place.copy_(output)
 
-    return _as_torch_s(attention)
+    return as_torch_s(attention)
 
 
 def _leaves_changed(change: Callable[[], Any]) -> Attention:
@@ -198,7 +198,7 @@ def _leaves_changed(change: Callable[[], Any]) -> Attention:
         change()
         return output
 
-    return _as_torch_s(attention)
+    return as_torch_s(attention)
 
 
 def _same_dropout(weights: Tensor, p: float) -> Tensor:
@@ -286,7 +286,7 @@ def _packed_if(place: int) -> Attention:
             tensors[place] = flat[torch.arange(own.numel()) % held].view(own.shape)
         return RIGHT(tensors[0], tensors[1], tensors[2], **options)
 
-    return _as_torch_s(attention)
+    return as_torch_s(attention)
 
 
 BROKEN_CALLS: dict[str, Broken] = {
@@ -294,11 +294,11 @@ BROKEN_CALLS: dict[str, Broken] = {
     "float mask that forbids all but 0": Broken(but(forbid=_binarised), "float mask"),
     "float mask that forbids what is very small, and adds nothing": Broken(but(forbid=_bool_threshold), "float mask"),
     "float mask without a gradient": Broken(but(forbid=_detached_mask), "float mask in gradients"),
-    "grouped heads wrong under a causal flag": Broken(_only_where(_causal, _WRONG_GROUPS), "grouped heads"),
-    "grouped heads wrong under a mask": Broken(_only_where(_masked, _WRONG_GROUPS), "grouped heads"),
+    "grouped heads wrong under a causal flag": Broken(only_where(_causal, _WRONG_GROUPS), "grouped heads"),
+    "grouped heads wrong under a mask": Broken(only_where(_masked, _WRONG_GROUPS), "grouped heads"),
     "grouped heads of the first of the batch in decode": Broken(_one_group_in_decode, "grouped heads"),
-    "wide values cut under a causal flag": Broken(_only_where(_causal, _narrow_values), "value width"),
-    "wide values cut under a mask": Broken(_only_where(_masked, _narrow_values), "value width"),
+    "wide values cut under a causal flag": Broken(only_where(_causal, _narrow_values), "value width"),
+    "wide values cut under a mask": Broken(only_where(_masked, _narrow_values), "value width"),
     "Alibi ignored": Broken(_without_rule(ch.Alibi), "alibi", "clearhead"),
     "RelativeBias ignored": Broken(_without_rule(ch.RelativeBias), "relative bias", "clearhead"),
     "SoftCap ignored": Broken(_without_rule(ch.SoftCap), "soft cap", "clearhead"),

@@ -101,8 +101,9 @@ def but(**steps: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Broken:
-    """A wrong function, the law it breaks, and how it is called."""
+    """A wrong function, the law it breaks, how it is called, whether it claims memory linear in the length."""
 
     fn: Callable[..., Any]
     law: str
     signature: str = "sdpa"
+    linear_memory: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from clearhead.verify.case import LAYOUTS, Case, laid_out
 from clearhead.verify.masks import KINDS, spoken
 from clearhead.verify.oracle import attend
 from tests import oracle
+from tests.verify.broken import BROKEN
 from tests.verify.steps import RIGHT
 
 STATISTICS = {"native": True, "tiled": True, "reference": True, "sdpa": False, "auto": True}
@@ -51,8 +53,10 @@ def test_our_attention_in_other_precisions(dtype: torch.dtype) -> None:
     assert report.ok, report
 
 
-def test_linear_memory_holds_for_the_kernels_and_the_tiles() -> None:
-    report = ch.verify(ch.attention, signature="clearhead", laws=["memory"], linear_memory=True)
+@pytest.mark.parametrize("backend", ["auto", "tiled"])
+def test_linear_memory_holds_for_the_kernels_and_the_tiles(backend: str) -> None:
+    attention = partial(ch.attention, backend=backend)
+    report = ch.verify(attention, signature="clearhead", laws=["memory"], linear_memory=True, examples=0)
     assert report["memory"].status == "holds", report
 
 
@@ -65,6 +69,7 @@ def test_torch_s_own_function_has_known_faults_and_no_other() -> None:
 
 def test_torch_s_module_by_its_own_convention() -> None:
     laws = ["output", "gradients", "mask polarity", "masks", "dropout", "dropout off", "dropout in backward"]
+    laws += ["many heads and sequences", "process state", "threads"]
     report = ch.verify(torch.nn.MultiheadAttention, signature="mha", laws=laws, examples=0)
     assert report.ok, report
 
@@ -197,6 +202,39 @@ def test_what_a_function_does_to_the_process_stays_with_it() -> None:
     assert report.broken == ("process state",), report
     said = report["process state"].detail
     assert said.startswith("a call changes whether gradients are recorded from True to False, the default dtype from")
+
+
+def test_threads_are_put_back_where_the_law_of_threads_breaks() -> None:
+    def alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return RIGHT(query, key, value) * (torch.get_num_threads() > 1)
+
+    before = torch.get_num_threads()
+    report = ch.verify(alone, laws=["threads"], examples=0)
+    assert torch.get_num_threads() == before
+    assert report.broken == ("threads",)
+    assert report["threads"].detail.startswith("at 1 thread, output is 0")
+
+
+def test_random_numbers_go_on_where_they_were() -> None:
+    """Whatever dropout, its backward and a function that draws for nothing have drawn."""
+    drawing = BROKEN["a random number in backward"].fn, BROKEN["another dropout in backward"].fn
+    for attention in (RIGHT, *drawing):
+        before = torch.get_rng_state()
+        ch.verify(attention, laws=["gradients", "dropout", "dropout draws", "dropout in backward"], examples=0)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_random_number_is_named() -> None:
+    report = ch.verify(BROKEN["a random number without dropout"].fn, laws=["process state"], examples=0)
+    assert report["process state"].detail == "a call changes which random numbers come next"
+
+
+def test_the_dense_mask_tells_heads_and_sequences_apart() -> None:
+    mask = spoken(Case(batch=17, kv_heads=33, q_len=7, k_len=7, mask="dense"))
+    assert mask is not None
+    for axis, rooms in ((0, (2, 4, 8, 16)), (1, (2, 4, 8, 16, 32))):
+        for room in rooms:
+            assert not torch.equal(mask.allowed.select(axis, 0), mask.allowed.select(axis, room)), (axis, room)
 
 
 def test_gradients_are_tried_where_the_caller_records_none() -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["undisturbed"]
+__all__ = ["undisturbed", "undrawn"]
 
 _STATE: Final[dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]] = {
     "whether gradients are recorded": (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -33,3 +33,28 @@ def undisturbed() -> Iterator[list[str]]:
             if found != before[name]:
                 changed.append(f"{name} from {before[name]} to {found}")
                 write(before[name])
+
+
+@contextmanager
+def undrawn(device: torch.device) -> Iterator[list[str]]:
+    """Put torch's own random numbers back at the end, the CPU's and those of a CUDA device; where some were drawn, the
+    list says so.
+
+    A generator's state does not print, and a call that drops may change it, so this is no part of ``undisturbed``.
+    """
+    before = _random_states(device)
+    drawn: list[str] = []
+    try:
+        yield drawn
+    finally:
+        after = _random_states(device)
+        if any(not torch.equal(one, other) for one, other in zip(before, after, strict=True)):
+            drawn.append("which random numbers come next")
+            torch.set_rng_state(before[0])
+            for state in before[1:]:
+                torch.cuda.set_rng_state(state, device)
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    on_device = device.type == "cuda" and torch.cuda.is_available()
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if on_device else [])]

@@ -90,9 +90,13 @@ class Signature(ABC):
         ``carried`` is what ``carries`` says of the function.
         """
 
+    def made(self, fn: Callable[..., Any], call: Call) -> Callable[..., Any]:
+        """What answers: ``fn`` itself, or the module that it makes, which may draw its first weights."""
+        return fn
+
     @abstractmethod
-    def call(self, fn: Callable[..., Any], call: Call) -> Answer:
-        """Call ``fn`` and read what it returns."""
+    def call(self, made: Callable[..., Any], call: Call) -> Answer:
+        """Call what ``made`` gave and read what it returns."""
 
 
 class Sdpa(Signature):
@@ -113,7 +117,7 @@ class Sdpa(Signature):
         flag = ("flag",) if mask == "causal" and "causal flag" in carried else ()
         return (*flag, *(("bool", "float") if "mask" in carried else ()))
 
-    def call(self, fn: Callable[..., Any], call: Call) -> Answer:
+    def call(self, made: Callable[..., Any], call: Call) -> Answer:
         options: dict[str, Any] = {}
         if call.form == "flag":
             options["is_causal"] = True
@@ -125,7 +129,7 @@ class Sdpa(Signature):
             options["enable_gqa"] = True
         if call.dropout and call.training:
             options["dropout_p"] = call.dropout
-        return read(fn(call.query, call.key, call.value, **options), call)
+        return read(made(call.query, call.key, call.value, **options), call)
 
 
 class Clearhead(Signature):
@@ -144,7 +148,7 @@ class Clearhead(Signature):
             return ()
         return ("object", "bool", *(("float",) if "score rules" in carried else ()))
 
-    def call(self, fn: Callable[..., Any], call: Call) -> Answer:
+    def call(self, made: Callable[..., Any], call: Call) -> Answer:
         options: dict[str, Any] = {"scores": call.rules} if call.rules else {}
         if call.mask is not None or call.rules:
             options["query_offset"] = call.offset
@@ -157,7 +161,7 @@ class Clearhead(Signature):
             options["scale"] = call.scale
         if call.dropout and call.training:
             options["dropout"] = call.dropout
-        return read(fn(call.query, call.key, call.value, **options), call)
+        return read(made(call.query, call.key, call.value, **options), call)
 
 
 class Mha(Signature):
@@ -177,13 +181,16 @@ class Mha(Signature):
             return ("bool", "float", "padding")
         return ("bool", "flag", "float") if mask == "causal" else ("bool", "float")
 
-    def call(self, fn: Callable[..., Any], call: Call) -> Answer:
-        batch, heads, _, head_dim = call.query.shape
-        width = heads * head_dim
-        module = fn(width, heads, dropout=call.dropout, batch_first=True)
+    def made(self, fn: Callable[..., Any], call: Call) -> Callable[..., Any]:
+        _, heads, _, head_dim = call.query.shape
+        module: nn.Module = fn(heads * head_dim, heads, dropout=call.dropout, batch_first=True)
         module.to(device=call.query.device, dtype=call.query.dtype).train(call.training)
-        orders = [_order(width, turn, call.query.device) for turn in range(4)]
-        _permute(module, orders)
+        _permute(module, _orders(call))
+        return module
+
+    def call(self, made: Callable[..., Any], call: Call) -> Answer:
+        batch, heads, _, head_dim = call.query.shape
+        orders = _orders(call)
         given = zip((call.query, call.key, call.value), orders[:3], strict=True)
         inputs = [tensor.transpose(1, 2).flatten(2)[..., order.argsort()] for tensor, order in given]
         options: dict[str, Any] = {"need_weights": call.returned}
@@ -191,7 +198,7 @@ class Mha(Signature):
             options["average_attn_weights"] = False
         if call.mask is not None:
             options |= self._masks(call, batch, heads)
-        output, weights = module(*inputs, **options)
+        output, weights = made(*inputs, **options)
         output = output[..., orders[3].argsort()].unflatten(-1, (heads, head_dim)).transpose(1, 2)
         return Answer(output=output, weights=weights)
 
@@ -207,9 +214,11 @@ class Mha(Signature):
         return {"attn_mask": square, **({"is_causal": True} if call.form == "flag" else {})}
 
 
-def _order(width: int, turn: int, device: torch.device) -> Tensor:
+def _orders(call: Call) -> list[Tensor]:
     """A permutation of channels for each projection, so that projections taken for one another are noticed."""
-    return torch.randperm(width, generator=torch.Generator().manual_seed(100 + turn)).to(device)
+    width, device = call.query.shape[1] * call.query.shape[3], call.query.device
+    seeds = (torch.Generator().manual_seed(100 + turn) for turn in range(4))
+    return [torch.randperm(width, generator=seed).to(device) for seed in seeds]
 
 
 def _permute(module: nn.Module, orders: list[Tensor]) -> None:

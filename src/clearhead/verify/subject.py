@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,7 +15,7 @@ from clearhead.verify.budget import excess, rounding
 from clearhead.verify.case import Case
 from clearhead.verify.masks import Spoken, spoken
 from clearhead.verify.oracle import attend, slope
-from clearhead.verify.process import undisturbed
+from clearhead.verify.process import undisturbed, undrawn
 from clearhead.verify.signatures import Answer, Call, Signature
 
 __all__ = ["NAMES", "Expected", "Rule", "Subject", "Tensors", "expected", "expected_of"]
@@ -131,7 +131,8 @@ class Subject:
         """Run the function on these tensors under the case's mask.
 
         Random numbers begin at the case's seed, or at ``seed``, and go on from where they are with None. The state of
-        the process is put back; ``changed``, a list, is told what had become of it.
+        the process is put back; ``changed``, a list, is told what had become of it. What is drawn to make a module is
+        no part of its call.
         """
         settings: dict[str, Any] = {
             "mask": self.spoken(case), "form": case.form, "offset": case.offset, "scale": case.scale,
@@ -140,9 +141,16 @@ class Subject:
         seed, changed = settings.pop("seed", case.seed), settings.pop("changed", [])
         query, key, value = tensors
         with undisturbed() as found, nullcontext() if seed is None else self._seeded(seed):
-            answer = self.signature.call(self.fn, Call(query=query, key=key, value=value, **settings))
-        changed += found
+            asked = Call(query=query, key=key, value=value, **settings)
+            made = self.signature.made(self.fn, asked)
+            with self._watched(asked.dropout, asked.training) as drawn:
+                answer = self.signature.call(made, asked)
+        changed += [*found, *drawn]
         return answer
+
+    def _watched(self, dropout: float, training: bool) -> AbstractContextManager[list[str]]:
+        """Random numbers stay where they are, but for those of dropout."""
+        return nullcontext([]) if dropout and training else undrawn(self.device)
 
     @contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:
@@ -164,9 +172,9 @@ class Subject:
         if not output.requires_grad:
             return None
         handed = slope(output) if grad is None else grad
-        with undisturbed() as disturbed:
+        with undisturbed() as disturbed, self._watched(case.dropout, changes.get("training", False)) as drawn:
             found = torch.autograd.grad(output, leaves, handed, allow_unused=True)
-        changes.get("changed", []).extend(disturbed)
+        changes.get("changed", []).extend([*disturbed, *drawn])
         return [
             output.detach(),
             *(torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, found, strict=True)),

@@ -15,7 +15,7 @@ from clearhead.problem import DTYPES
 from clearhead.verify.case import Case
 from clearhead.verify.law import REFUSALS, Broken, Law, NotApplicable
 from clearhead.verify.laws import LAWS
-from clearhead.verify.process import undisturbed
+from clearhead.verify.process import undisturbed, undrawn
 from clearhead.verify.report import Finding, Report, Status
 from clearhead.verify.search import can_search, search
 from clearhead.verify.signatures import CARRIED, signature_of
@@ -61,7 +61,8 @@ def verify(
         laws: names of the laws to try, by default all; ``law_names()`` lists them.
         examples: how many further cases Hypothesis draws for each law that its fixed cases found to hold; 0 for none,
             and then failing examples are not made smaller either. Needs the extra ``verify``.
-        linear_memory: hold the function to memory that grows with the length; by default memory is only measured.
+        linear_memory: hold the function to memory that grows with the length, backward's too; by default that of
+            forward is measured, and no law.
         name: what the report calls the function.
 
     Returns:
@@ -94,7 +95,7 @@ def verify(
     )  # fmt: skip
     searched = examples > 0 and can_search()
     chosen = _chosen(laws)
-    with undisturbed(), torch.enable_grad():
+    with undisturbed(), undrawn(subject.device), torch.enable_grad():
         findings = tuple(_try(law, subject, examples if searched else 0) for law in chosen)
     return Report(
         name=name or str(getattr(fn, "__qualname__", type(fn).__name__)), signature=signature,

@@ -9,8 +9,8 @@ import torch
 
 from clearhead.verify.budget import excess
 from clearhead.verify.case import Case
-from clearhead.verify.law import REFUSALS, Broken, Law
-from clearhead.verify.laws.numbers import require
+from clearhead.verify.law import REFUSALS, Broken, Law, NotApplicable
+from clearhead.verify.laws.numbers import check_both, require
 from clearhead.verify.oracle import slope
 from clearhead.verify.process import undisturbed
 from clearhead.verify.subject import NAMES, Subject, expected_of
@@ -56,6 +56,18 @@ def _check_process(subject: Subject, case: Case) -> None:
         subject.gradients(case, tensors, changed=changed)
     if changed:
         raise Broken(f"a call changes {', '.join(dict.fromkeys(changed))}")
+
+
+def _check_threads(subject: Subject, case: Case) -> None:
+    if subject.device.type != "cpu":
+        raise NotApplicable("threads are the CPU's matter")
+    with undisturbed():
+        for count in (1, max(2, torch.get_num_threads())):
+            torch.set_num_threads(count)
+            try:
+                check_both(subject, case)
+            except Broken as broken:
+                raise Broken(f"at {count} thread{'s' * (count > 1)}, {broken}") from None
 
 
 def _check_shared(subject: Subject, case: Case) -> None:
@@ -109,10 +121,26 @@ LAWS = (
     ),
     Law(
         name="process state",
-        says="a call leaves grad mode, default dtype, determinism, precision and threads of the process as they were",
+        says="a call leaves grad mode, default dtype, determinism, precision and threads of the process as they were, "
+        "and its random numbers where nothing is dropped",
         check=_check_process,
         search=False,
-        cases=(_SMALL, replace(_SMALL, mask="causal")),
+        # The probability acts on a module that is training, which none is here.
+        cases=(_SMALL, replace(_SMALL, mask="causal"), replace(_SMALL, dropout=0.5)),
+    ),
+    Law(
+        name="threads",
+        says="output and gradients hold at one thread and at several",
+        check=_check_threads,
+        search=False,
+        # Work enough to be shared, by heads, by rows, and by keys; much of it divides by no number of threads.
+        cases=(
+            Case(batch=3, kv_heads=3, q_len=33, k_len=33),
+            Case(q_len=257, k_len=257),
+            Case(q_len=1, k_len=1500),
+            Case(q_len=257, k_len=257, mask="causal"),
+            Case(batch=5, kv_heads=2, q_len=65, k_len=65, mask="padding"),
+        ),
     ),
     Law(
         name="one tensor",

@@ -90,6 +90,9 @@ _SMALL = Case(batch=2, kv_heads=2, q_len=7, k_len=7)
 #: One of the three lies otherwise than the others.
 _MIXED = tuple(f"{name}: {layout}" for name in ("query", "key", "value") for layout in LAYOUTS[1:4])
 
+#: Batch and heads, beyond the sizes of tables that a kernel may have.
+_MANY = ((1, 33), (17, 2))
+
 LAWS = (
     Law(
         name="output",
@@ -137,6 +140,24 @@ LAWS = (
         ),
     ),
     Law(
+        name="many heads and sequences",
+        says="more than 32 heads, and more than 16 sequences in a batch, count in full, under a mask and in decode too",
+        check=check_both,
+        # Each is slower than all that is small.
+        search=False,
+        cases=(
+            *(
+                replace(_SMALL, batch=batch, kv_heads=kv_heads)
+                for batch, kv_heads in ((1, 9), (1, 17), (1, 33), (5, 2), (9, 2), (17, 2), (5, 9))
+            ),
+            *(replace(_SMALL, batch=batch, kv_heads=kv_heads, q_len=1) for batch, kv_heads in _MANY),
+            *(
+                replace(_SMALL, batch=batch, kv_heads=kv_heads, mask=name)
+                for name in ("causal", "padding", "dense") for batch, kv_heads in _MANY
+            ),
+        ),
+    ),
+    Law(
         name="value width",
         says="values may be wider or narrower than keys",
         check=check_both,
@@ -181,6 +202,8 @@ LAWS = (
                 for q_len, name in ((9, "causal"), (9, "dense"), (1, "dense"))
             ),
             Case(batch=3, kv_heads=2, group=2, q_len=1, k_len=9, mask="padding"),
+            Case(kv_heads=33, group=2), Case(batch=5, kv_heads=9, group=4, q_len=1, k_len=9),
+            Case(batch=2, kv_heads=17, group=2, mask="dense"),
         ),
     ),
     Law(
