@@ -88,25 +88,70 @@ def test_errors_come_through() -> None:
         compiled(x)
 
 
-def test_learned_closures_are_refused_not_lost() -> None:
-    learned = torch.ones(3, 3, requires_grad=True)
-    rule = ch.ScoreFunction(lambda s, b, h, i, j: s + learned[i, j])
-    x = torch.randn(1, 2, 3, 4)
+class Learned(nn.Module):
+    """Two rules that share a learned table, which they name by their module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.gain = nn.Parameter(torch.randn(4, 5)), nn.Parameter(torch.zeros(4))
+        self.unread = nn.Parameter(torch.ones(3))
+        self.near = ch.ScoreFunction(lambda s, b, h, i, j: s + self.table[h, (i - j).clamp(-2, 2) + 2])
+        self.loud = ch.ScoreFunction(lambda s, b, h, i, j: s * self.gain[h].exp() + self.table[h, 0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ch.attention(x, x, x, scores=[self.near, self.loud, ch.SoftCap(5.0)], mask=ch.Causal())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_functions_train_what_they_close_over(backend: str) -> None:
+    torch.manual_seed(0)
+    model, x = Learned(), torch.randn(1, 4, 9, 4, requires_grad=True)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for _ in range(2):
+        grads = []
+        for run in (model, compiled):
+            model.zero_grad()
+            run(x).square().sum().backward()
+            assert model.unread.grad is None
+            grads.append([x.grad.clone(), model.table.grad, model.gain.grad])  # type: ignore[union-attr]
+            x.grad = None
+        torch.testing.assert_close(*grads)
+        with torch.no_grad():
+            model.table.add_(0.5)
+    assert torch.equal(compiled(x), model(x))
+
+
+def test_what_a_function_closes_over_stays_as_it_was_compiled() -> None:
+    model, x = Learned(), torch.randn(1, 4, 9, 4)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    output = compiled(x)
+    model.table = nn.Parameter(torch.ones(4, 5))
+    with pytest.raises(ch.UnsupportedError, match="must close over the learned tensors that they had"):
+        output.sum().backward()
+
+
+def test_what_a_function_reads_at_some_places_alone_is_not_lost() -> None:
+    learned = torch.ones(3, requires_grad=True)
+    rule = ch.ScoreFunction(lambda s, b, h, i, j: s * learned.sum() if s.numel() > 1 else s + 0.0)
+    x = torch.randn(1, 2, 3, 4, requires_grad=True)
     compiled = torch.compile(lambda x: ch.attention(x, x, x, scores=rule), fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="must not close over learned tensors"):
-        compiled(x)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x), ch.attention(x, x, x, scores=rule))
+    with pytest.raises(ch.UnsupportedError, match="must read the same learned tensors at every place"):
+        compiled(x).sum().backward()
 
 
 def test_the_operator_is_well_formed() -> None:
     query, key, value = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
-    arguments = (query, key, value, [torch.tensor([3])], "0", "Padding(t0)", "()", [], None, 0.0, None, "auto")
-    torch.library.opcheck(
-        torch.ops.clearhead.attention.default,
-        arguments,
-        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-    )
+    arguments = (query, key, value, [torch.tensor([3])], "0", "Padding(t0)", "()")
+    rest = ([], None, 0.0, None, "auto")
+    for own, asked in (
+        (torch.ops.clearhead.attention, "None"),
+        (torch.ops.clearhead.observe_attention, ch.Want(entropy=True, top_k=2, heatmap=2, rows=[1, 0]).encode([])),
+        (torch.ops.clearhead.top_k_attention, "2"),
+    ):
+        torch.library.opcheck(
+            own.default, (*arguments, asked, *rest),
+            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+        )  # fmt: skip
 
 
 def _add(amount: float) -> ch.ScoreFunction:
@@ -148,7 +193,9 @@ def test_a_rule_of_a_module_may_be_replaced() -> None:
 def test_a_function_of_another_process_is_refused() -> None:
     x = torch.randn(1, 2, 5, 4)
     with pytest.raises(ch.UnsupportedError, match="must name functions of this process"):
-        torch.ops.clearhead.attention(x, x, x, [], "", "None", "(ScoreFunction(f0_0),)", [], None, 0.0, None, "auto")
+        torch.ops.clearhead.attention(
+            x, x, x, [], "", "None", "(ScoreFunction(f0_0),)", "None", [], None, 0.0, None, "auto"
+        )
 
 
 def test_a_class_of_a_built_in_mask_s_name_takes_nothing_from_it() -> None:

@@ -13,7 +13,9 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
-__all__ = ["Bound", "bound_now", "closed_over"]
+from clearhead.record import constant_when_compiled
+
+__all__ = ["Bound", "bound_now", "closed_over", "find_learned", "learned_by"]
 
 #: Learned tensors are not looked for in longer collections.
 _MOST_MEMBERS: Final = 1024
@@ -30,6 +32,8 @@ class Bound:
     fn: Callable[..., Any]
     #: Compiled code is guarded by this text: of a function itself the compiler compares the code alone.
     handle: str = ""
+    #: The tensors that it reaches and that want a gradient, as ``find_learned`` last found them.
+    learned: tuple[Tensor, ...] = ()
 
     def hold(self, fn: Callable[..., Any]) -> None:
         """Take the function."""
@@ -42,6 +46,36 @@ class Bound:
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, fn=bound_now(self.fn))
         return copy
+
+
+@constant_when_compiled
+def find_learned(rule: Bound) -> int:
+    """Look for a record's ``learned`` tensors; how many there are.
+
+    The compiler lets it run while it traces, and then reads the tensors where they lie, as it does with a module's.
+    """
+    rule.__dict__["learned"] = tuple(_read_by(rule.fn, learned_by(rule.fn)))
+    return len(rule.learned)
+
+
+def _read_by(fn: Callable[..., Any], reached: tuple[Tensor, ...]) -> Iterator[Tensor]:
+    """Those of the tensors that a score depends on: who names a module reaches all that is learned in it."""
+    if not reached:
+        return
+    place = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=reached[0].device)
+    with torch.enable_grad():
+        try:
+            score = fn(torch.zeros_like(place, dtype=reached[0].dtype).requires_grad_(), *(place,) * 4)
+            grads = torch.autograd.grad(score.sum(), reached, allow_unused=True)
+        except Exception:
+            # What is wrong is told when the function is called with the scores.
+            grads = reached
+    yield from (tensor for tensor, grad in zip(reached, grads, strict=True) if grad is not None)
+
+
+def learned_by(fn: Callable[..., Any]) -> tuple[Tensor, ...]:
+    """The tensors that a function reaches and that want a gradient, each once."""
+    return tuple(tensor for tensor in closed_over(fn) if tensor.requires_grad)
 
 
 def bound_now(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from clearhead.arguments import seen
 from clearhead.backends import flex, native, reference, sdpa, tiled, triton
 from clearhead.backends.capability import Backend
 from clearhead.errors import UnsupportedError
@@ -51,12 +52,10 @@ def backend_names() -> tuple[str, ...]:
 
 def _named(function: str, name: str) -> Backend:
     for backend in BACKENDS:
-        if backend.name == name:
+        if isinstance(name, str) and backend.name == name:
             return backend
     known = ", ".join(repr(name) for name in ("auto", *backend_names()))
-    raise UnsupportedError.about(
-        function, "backend", must=f"be one of {known}", got=repr(name)[:80], then="'auto' chooses."
-    )
+    raise UnsupportedError.about(function, "backend", must=f"be one of {known}", got=seen(name), then="'auto' chooses.")
 
 
 def choose(function: str, problem: Problem, want: Want, backend: str = "auto") -> Backend:
@@ -65,7 +64,7 @@ def choose(function: str, problem: Problem, want: Want, backend: str = "auto") -
     Raises:
         UnsupportedError: the named backend, or every backend, has reasons against the problem.
     """
-    candidates = _automatic(want) if backend == "auto" else (_named(function, backend),)
+    candidates = _automatic(want) if _is_auto(backend) else (_named(function, backend),)
     against: list[str] = []
     for candidate in candidates:
         reasons = candidate.capability.reasons_against(problem, want)
@@ -76,6 +75,10 @@ def choose(function: str, problem: Problem, want: Want, backend: str = "auto") -
         function, "backend", must="be able to run this call", got=" | ".join(against),
         then="Use backend='auto', or change what it cannot do.",
     )  # fmt: skip
+
+
+def _is_auto(backend: object) -> bool:
+    return isinstance(backend, str) and backend == "auto"
 
 
 def _automatic(want: Want) -> tuple[Backend, ...]:
@@ -96,6 +99,6 @@ def run(function: str, problem: Problem, want: Want, backend: str = "auto") -> O
 def report(function: str, problem: Problem, want: Want, backend: str = "auto") -> DispatchReport:
     """The choice for a problem with the reasons of every backend."""
     reasons = {each.name: tuple(each.capability.reasons_against(problem, want)) for each in BACKENDS}
-    candidates = _automatic(want) if backend == "auto" else (_named(function, backend),)
+    candidates = _automatic(want) if _is_auto(backend) else (_named(function, backend),)
     eligible = [each for each in candidates if not reasons[each.name]]
     return DispatchReport(choice=eligible[0].name if eligible else None, reasons=reasons)

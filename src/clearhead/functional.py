@@ -136,6 +136,11 @@ def observe_attention(
     tensor([[1., 0.]])
     """
     _check_want("observe_attention", want)
+    if torch.compiler.is_compiling():
+        return torch_op.observe_attention(
+            query, key, value, want=want, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,
+            query_offset=query_offset, backend=backend,
+        )  # fmt: skip
     problem = Problem.of(
         "observe_attention", query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,
         query_offset=query_offset,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from clearhead.arguments import seen, tensor_of, whole
 from clearhead.errors import ShapeError
 from clearhead.masks import Documents
 from clearhead.shapes import Int
@@ -22,17 +23,15 @@ def as_lengths(
     longest: int | None = None,
 ) -> Int[Tensor, " batch"]:
     """Sequence lengths as int64, checked: one for each of ``batch`` sequences, from 0 to ``longest``."""
-    try:
-        tensor = torch.as_tensor(lengths)
-    except (TypeError, ValueError, RuntimeError):
-        tensor = torch.empty(0, 0)
+    found = tensor_of(lengths)
+    # What is no tensor, or one without numbers in it, is told with those of a wrong shape.
+    tensor = torch.empty(0, 0) if found is None or found.is_meta else found
     empty = tensor.numel() == 0 and tensor.ndim == 1
-    whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool) or empty
-    if tensor.ndim != 1 or not whole or (batch is not None and tensor.shape[0] != batch):
-        kind = f"{str(tensor.dtype)[6:]} of shape {tuple(tensor.shape)}"
+    integral = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool) or empty
+    if tensor.ndim != 1 or not integral or (batch is not None and tensor.shape[0] != batch):
         raise ShapeError.about(
             function, "lengths", must=f"be whole numbers, one per sequence{'' if batch is None else f' ({batch})'}",
-            got=kind if isinstance(lengths, Tensor) else repr(lengths)[:80],
+            got=seen(lengths) + (" on meta" if found is not None and found.is_meta else ""),
             then="Count the real tokens of each sequence.",
         )  # fmt: skip
     tensor = tensor.to(torch.int64)
@@ -78,7 +77,7 @@ def pack(x: Tensor, lengths: Sequence[int] | Int[Tensor, " batch"]) -> tuple[Ten
         )
     counts = as_lengths("pack", lengths, batch=x.shape[0], longest=x.shape[1])
     places = real_places(counts, x.shape[1]).to(x.device)
-    return x.flatten(0, 1).index_select(0, places)[None], Documents(lengths=counts.to(x.device))
+    return x.flatten(0, 1).index_select(0, places)[None], Documents(lengths=counts).to(x.device)
 
 
 def unpack(packed: Tensor, lengths: Sequence[int] | Int[Tensor, " batch"], max_len: int | None = None) -> Tensor:
@@ -100,6 +99,8 @@ def unpack(packed: Tensor, lengths: Sequence[int] | Int[Tensor, " batch"], max_l
     tensor([[1, 2],
             [3, 0]])
     """
+    if max_len is not None:
+        max_len = whole("unpack", "max_len", max_len, low=0)
     counts = as_lengths("unpack", lengths, longest=max_len)
     total = int(counts.sum())
     if not isinstance(packed, Tensor) or packed.ndim < 2 or packed.shape[:2] != (1, total):

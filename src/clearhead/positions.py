@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from clearhead.arguments import FARTHEST, number, real_number, seen, tensor_of, whole, whole_number
 from clearhead.errors import ShapeError
 from clearhead.shapes import Float, Int
 
@@ -35,17 +34,21 @@ class Rotary:
     """
 
     def __init__(self, base: float = 10000.0) -> None:
-        number = isinstance(base, (int, float)) and not isinstance(base, bool)
-        if not number or not math.isfinite(base) or base <= 1.0:
-            raise ShapeError.about(
-                "Rotary", "base", must="be a number above 1", got=repr(base)[:80], then="The paper uses 10000.0."
-            )
-        self.base = float(base)
+        self.base = number(
+            "Rotary", "base", base, must="be a number above 1", fits=lambda base: base > 1.0,
+            then="The paper uses 10000.0.",
+        )  # fmt: skip
 
     def rotate(
         self, x: Float[Tensor, "*leading len head_dim"], first: int = 0
     ) -> Float[Tensor, "*leading len head_dim"]:
         """The same tensor, its tokens turned as those at positions ``first, first + 1, ...``."""
+        if not isinstance(x, Tensor) or x.ndim < 2 or not x.is_floating_point():
+            raise ShapeError.about(
+                "Rotary.rotate", "x", must="be floating point [..., len, head_dim]", got=seen(x),
+                then="Split the embedding into heads first.",
+            )  # fmt: skip
+        first = whole("Rotary.rotate", "first", first, low=-FARTHEST)
         length, channels = x.shape[-2:]
         if channels % 2:
             raise ShapeError.about(
@@ -73,9 +76,9 @@ def as_rotary(function: str, rotary: Rotary | bool | float | None) -> Rotary | N
         return rotary
     if rotary is True:
         return Rotary()
-    if not isinstance(rotary, (int, float)):
+    if real_number(rotary) is None:
         raise ShapeError.about(
-            function, "rotary", must="be a Rotary, True, a base or None", got=repr(rotary)[:80],
+            function, "rotary", must="be a Rotary, True, a base or None", got=seen(rotary),
             then="Pass rotary=True for the usual base of 10000.",
         )  # fmt: skip
     return Rotary(rotary)
@@ -104,11 +107,28 @@ def sinusoidal(
     >>> sinusoidal(2, 2).tolist()[0]
     [0.0, 1.0]
     """
-    if not isinstance(dim, int) or dim < 2 or dim % 2:
+    channels = whole_number(dim)
+    if channels is None or not 2 <= channels <= FARTHEST or channels % 2:
         raise ShapeError.about(
-            "sinusoidal", "dim", must="be a positive even number", got=repr(dim), then="Sines and cosines alternate."
+            "sinusoidal", "dim", must="be a positive even number", got=seen(dim), then="Sines and cosines alternate."
         )
-    place = torch.arange(positions) if isinstance(positions, int) else positions
-    rate = 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=place.device) / dim)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ShapeError.about(
+            "sinusoidal", "dtype", must="be a floating point torch.dtype", got=seen(dtype), then="Pass torch.float32."
+        )
+    place = _places(positions)
+    rate = 10000.0 ** (-torch.arange(0, channels, 2, dtype=torch.float64, device=place.device) / channels)
     angle = place.to(torch.float64)[..., None] * rate
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2).to(dtype)
+
+
+def _places(positions: object) -> Int[Tensor, "*positions"]:
+    """The positions themselves, where a count was given those from 0 on."""
+    if not isinstance(positions, Tensor) and whole_number(positions) is not None:
+        return torch.arange(whole("sinusoidal", "positions", positions, low=0))
+    place = tensor_of(positions)
+    if place is None or place.is_floating_point() or place.is_complex() or place.dtype == torch.bool:
+        raise ShapeError.about(
+            "sinusoidal", "positions", must="be how many, or whole numbers", got=seen(positions), then="Pass an int."
+        )
+    return place

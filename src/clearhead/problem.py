@@ -11,14 +11,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from clearhead.arguments import probability, real_number, seed_of, seen
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
-from clearhead.masks.base import Mask, does_as, index_tensors, resolve_offset, seen
+from clearhead.masks.base import Mask, does_as, index_tensors, resolve_offset
 from clearhead.masks.parts import Parts, parts_of
 from clearhead.scores import ScoreFunction, ScoreRule, Sink, as_rules
 from clearhead.shapes import Bool, Float
 from clearhead.traced_rules import Extent, traced_rules
 
-__all__ = ["DTYPES", "Problem", "draw_seed"]
+__all__ = ["DTYPES", "Problem", "draw_seed", "scale_of"]
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -63,8 +64,10 @@ class Problem:
             query=query, key=key, value=value,
             mask=None if mask is None else mask.placed(offset).to(query.device),
             scores=tuple(rule.placed(offset).to(query.device) for rule in rules),
-            scale=_scale(function, scale, query), dropout=_probability(function, dropout),
-            seed=_seed(function, seed, dropout), query_offset=offset, leading=leading,
+            scale=1.0 / math.sqrt(query.shape[3]) if scale is None else scale_of(function, scale, query.dtype),
+            dropout=probability(function, "dropout", dropout),
+            seed=draw_seed(dropout) if seed is None else seed_of(function, seed),
+            query_offset=offset, leading=leading,
         )  # fmt: skip
         problem._check_parts(function)
         return problem
@@ -262,49 +265,31 @@ def _offset(
     q_len: int,
     k_len: int,
 ) -> int:
-    subjects = (mask, *rules)
-    return max((resolve_offset(function, part, q_len, k_len, query_offset) for part in subjects), key=abs)
+    found = [resolve_offset(function, part, q_len, k_len, query_offset) for part in (mask, *rules)]
+    # Those that read no position say 0. The compiler knows no max with a key.
+    return max(found) or min(found)
 
 
-def _scale(function: str, scale: float | None, query: Tensor) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(query.shape[3])
-    held = torch.finfo(torch.float64 if query.dtype == torch.float64 else torch.float32)
-    number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    finite = number and (isinstance(scale, int) or math.isfinite(scale))
-    if not finite or abs(scale) > held.max:
+def scale_of(function: str, scale: object, dtype: torch.dtype) -> float:
+    """A factor on scores of queries of this dtype.
+
+    Raises:
+        ShapeError: it is no number, or one that they do not hold.
+    """
+    held = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
+    found = real_number(scale)
+    # Compared alone, for the compiler traces no isfinite of a number that changes.
+    if found is None or not abs(found) <= held.max:
+        # A whole number that no float holds is finite too.
+        known = type(scale) is int if found is None else math.isfinite(found)
         raise ShapeError.about(
-            function, "scale", must=f"be a number that float{held.bits} holds" if finite else "be a finite number",
+            function, "scale", must=f"be a number that float{held.bits} holds" if known else "be a finite number",
             got=seen(scale), then="A learned scale goes onto query before the call.",
         )  # fmt: skip
     # Below the normal numbers some kernels would have digits that others lack.
-    return float(scale) if held.bits == 64 or abs(scale) >= held.tiny else 0.0
-
-
-def _probability(function: str, dropout: float) -> float:
-    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
-        raise ShapeError.about(
-            function, "dropout", must="be a probability from 0 up to, but not, 1", got=repr(dropout)[:80],
-            then="0.0 switches it off.",
-        )  # fmt: skip
-    return float(dropout)
+    return found if held.bits == 64 or abs(found) >= held.tiny else 0.0
 
 
 def draw_seed(dropout: float) -> int:
     """One from torch's generator, so that ``torch.manual_seed`` reproduces it; 0 where nothing is dropped."""
     return int(torch.randint(2**62, (), device="cpu").item()) if dropout > 0.0 else 0
-
-
-def _seed(function: str, seed: int | None, dropout: float) -> int:
-    """The caller's seed, or one that is drawn."""
-    if seed is None:
-        return draw_seed(dropout)
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
-        raise ShapeError.about(
-            function,
-            "seed",
-            must="be a whole number from 0 to 2**64 - 1",
-            got=repr(seed)[:80],
-            then="Pass e.g. 0.",
-        )
-    return seed

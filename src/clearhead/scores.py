@@ -9,19 +9,24 @@ from __future__ import annotations
 import math
 from abc import ABC
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from clearhead.arguments import number, seen, tensor_of, whole
 from clearhead.closure import Bound, closed_over
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks.function import call_user_function, function_name, tile_seen
-from clearhead.record import Record, constant_when_compiled
+from clearhead.record import Record
 from clearhead.shapes import Float, Int
 
 __all__ = ["Alibi", "DenseBias", "RelativeBias", "ScoreFunction", "ScoreRule", "Sink", "SoftCap"]
+
+
+#: Heads that a rule makes numbers for.
+_MOST_HEADS: Final = 2**16
 
 
 class ScoreRule(Record, ABC):
@@ -83,12 +88,8 @@ class Alibi(ScoreRule):
                 got="both" if slopes is not None else "neither", then="Pass Alibi(8).",
             )  # fmt: skip
         if num_heads is not None:
-            if not isinstance(num_heads, int) or num_heads < 1:
-                raise ShapeError.about(
-                    "Alibi", "num_heads", must="be a whole number of at least 1", got=repr(num_heads),
-                    then="Pass the number of query heads.",
-                )  # fmt: skip
-            slopes = _alibi_slopes(num_heads)
+            then = "Pass the number of query heads."
+            slopes = _alibi_slopes(whole("Alibi", "num_heads", num_heads, low=1, high=_MOST_HEADS, then=then))
         self.slopes = _float_tensor("Alibi", "slopes", slopes, axes=1)
 
     def apply(self, score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
@@ -149,11 +150,9 @@ class SoftCap(ScoreRule):
     relative = True
 
     def __init__(self, cap: float) -> None:
-        if not isinstance(cap, (int, float)) or not math.isfinite(cap) or cap <= 0:
-            raise ShapeError.about(
-                "SoftCap", "cap", must="be a positive number", got=repr(cap), then="Gemma 2 uses 50.0."
-            )
-        self.cap = float(cap)
+        self.cap = number(
+            "SoftCap", "cap", cap, must="be a positive number", fits=lambda cap: cap > 0.0, then="Gemma 2 uses 50.0."
+        )
 
     def apply(self, score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return self.cap * torch.tanh(score / self.cap)
@@ -170,11 +169,11 @@ class DenseBias(ScoreRule):
     fields = ("bias", "first")
 
     def __init__(self, bias: Float[Tensor, "*leading q_len k_len"]) -> None:
-        tensor = torch.as_tensor(bias)
-        if not tensor.is_floating_point() or not 2 <= tensor.ndim <= 4:
+        tensor = tensor_of(bias)
+        if tensor is None or not tensor.is_floating_point() or not 2 <= tensor.ndim <= 4:
             raise ShapeError.about(
                 "DenseBias", "bias", must="be floating point with 2 to 4 axes",
-                got=f"{tensor.dtype} of shape {tuple(tensor.shape)}", then="Pass booleans as a mask: ch.Dense.",
+                got=seen(bias if tensor is None else tensor), then="Pass booleans as a mask: ch.Dense.",
             )  # fmt: skip
         self.bias = tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)
         self.first = 0
@@ -211,8 +210,9 @@ class Sink(ScoreRule):
     relative = True
 
     def __init__(self, logits: float | Sequence[float] | Float[Tensor, " heads"]) -> None:
-        tensor = torch.as_tensor(logits)
-        self.logits = _float_tensor("Sink", "logits", tensor.reshape(1) if tensor.ndim == 0 else tensor, axes=1)
+        tensor = tensor_of(logits)
+        given = logits if tensor is None or tensor.ndim > 0 else tensor.reshape(1)
+        self.logits = _float_tensor("Sink", "logits", given, axes=1)
 
     def check(self, function: str, batch: int, heads: int, q_len: int, k_len: int) -> None:
         _check_heads(function, self, self.logits.shape[0], heads)
@@ -248,9 +248,7 @@ class ScoreFunction(Bound, ScoreRule):
 
     def __init__(self, fn: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
         if not callable(fn):
-            raise ShapeError.about(
-                "ScoreFunction", "fn", must="be callable", got=repr(fn)[:80], then="Pass a function."
-            )
+            raise ShapeError.about("ScoreFunction", "fn", must="be callable", got=seen(fn), then="Pass a function.")
         self.hold(fn)
 
     def apply(self, score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
@@ -342,20 +340,14 @@ def check_reached(rules: Sequence[ScoreRule], after: Tensor, before: Tensor, par
         waiting += [following for following, _ in node.next_functions if following is not None]
 
 
-@constant_when_compiled
-def closes_over_learned(fn: Callable[..., Any]) -> bool:
-    """Whether a user's function reaches a tensor that wants a gradient."""
-    return any(tensor.requires_grad for tensor in closed_over(fn))
-
-
 def _float_tensor(function: str, argument: str, value: object, *, axes: int) -> Tensor:
-    tensor = torch.as_tensor(value)
-    if not tensor.is_floating_point() and tensor.dtype != torch.bool and not tensor.is_complex():
-        tensor = tensor.to(torch.get_default_dtype())
-    if tensor.ndim != axes or not tensor.is_floating_point():
+    tensor = tensor_of(value)
+    if tensor is not None and tensor.dtype != torch.bool and not tensor.is_complex():
+        tensor = tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
+    if tensor is None or tensor.ndim != axes or not tensor.is_floating_point():
         raise ShapeError.about(
-            function, argument, must=f"be floating point with {axes} axis{'' if axes == 1 else 'es'}",
-            got=f"{tensor.dtype} of shape {tuple(tensor.shape)}", then="See its documentation for the shape.",
+            function, argument, must=f"be floating point with {axes} ax{'is' if axes == 1 else 'es'}",
+            got=seen(value if tensor is None else tensor), then="See its documentation for the shape.",
         )  # fmt: skip
     return tensor
 

@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
+from clearhead.arguments import seen, tensor_of, whole_number
 from clearhead.errors import ShapeError
+from clearhead.record import Record
 from clearhead.shapes import Float, Int
 
-__all__ = ["Observation", "Want"]
+__all__ = ["UNDIFFERENTIABLE", "Observation", "Want"]
+
+#: Fields of an observation that have no gradient.
+UNDIFFERENTIABLE: Final = ("top_indices", "top_weights", "heatmap_max", "heatmap_mean")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Want:
+class Want(Record):
     """The statistics to compute along with the output; all describe the weights before dropout, per query head.
 
     A query that may attend to nothing has ``lse`` and ``max_score`` -inf and 0 elsewhere. A row that is NaN is so for
@@ -51,15 +57,42 @@ class Want:
     distance: bool = False
     rows: Sequence[int] | Int[Tensor, " rows"] | None = None
 
+    fields: ClassVar[tuple[str, ...]] = (
+        "lse", "max_score", "entropy", "top_k", "received", "row_weights", "heatmap", "sink", "distance", "rows",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        # As Python's own numbers, which can be written as a text and read back.
+        for name in ("top_k", "heatmap", "sink"):
+            value = getattr(self, name)
+            if type(value) is not int and (found := whole_number(value)) is not None:
+                object.__setattr__(self, name, found)
+        if isinstance(self.rows, (list, tuple, range)):
+            object.__setattr__(self, "rows", _plain(self.rows))
+
     @cached_property
     def names(self) -> frozenset[str]:
         """Which statistics are asked for."""
-        asked = set()
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and not (isinstance(value, (bool, int)) and not value):
-                asked.add(field.name)
-        return frozenset(asked)
+        return frozenset(self._asked())
+
+    def _asked(self) -> list[str]:
+        # Not from the cache: the compiler knows no lock, and a cached property takes one.
+        given = [(name, getattr(self, name)) for name in self.fields]
+        return [name for name, value in given if not (value is None or (isinstance(value, (bool, int)) and not value))]
+
+    def shapes(self, q_len: int, k_len: int) -> dict[str, tuple[int, ...]]:
+        """The fields of an ``Observation`` that answer, in its order, each with its axes after batch and heads."""
+        top, side = (q_len, self.top_k), max(1, self.heatmap)
+        cells = (-(-q_len // side), -(-k_len // side))
+        mixed = 0 if self.row_weights is None else self.row_weights.shape[2]
+        rows = 0 if self.rows is None else len(self.rows)
+        every = {
+            "lse": (q_len,), "max_score": (q_len,), "entropy": (q_len,), "top_indices": top, "top_weights": top,
+            "received": (k_len,), "row_weights": (mixed, k_len), "heatmap_max": cells, "heatmap_mean": cells,
+            "sink": (q_len,), "distance": (q_len,), "rows": (rows, k_len),
+        }  # fmt: skip
+        asked = {one for name in self._asked() for one in _ANSWERS.get(name, (name,))}
+        return {name: shape for name, shape in every.items() if name in asked}
 
     def rows_on(self, device: torch.device) -> Int[Tensor, " rows"]:
         """``rows`` as int64 on a device; none where none are asked for."""
@@ -79,16 +112,24 @@ class Want:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ShapeError.about(
-                    function, f"want.{name}", must="be True or False", got=repr(value)[:80], then="True asks for it."
+                    function, f"want.{name}", must="be True or False", got=seen(value), then="True asks for it."
                 )
         for name, high in (("top_k", k_len), ("sink", k_len), ("heatmap", None)):
             value = getattr(self, name)
             number = isinstance(value, int) and not isinstance(value, bool)
             if not number or value < 0 or (high is not None and value > high):
                 rule = "be 0 or more, a whole number" if high is None else f"be a whole number from 0 to k_len {high}"
-                raise ShapeError.about(
-                    function, f"want.{name}", must=rule, got=repr(value)[:80], then="0 asks for nothing."
-                )
+                raise ShapeError.about(function, f"want.{name}", must=rule, got=seen(value), then="0 asks for nothing.")
+
+
+#: Statistics that are answered by two fields.
+_ANSWERS: Final = {"top_k": ("top_indices", "top_weights"), "heatmap": ("heatmap_max", "heatmap_mean")}
+
+
+def _plain(given: Sequence[int]) -> Sequence[int]:
+    """Whole numbers as a list of Python's own; anything else as it is."""
+    found = [whole_number(one) for one in given]
+    return given if None in found else found  # type: ignore[return-value]
 
 
 def _as_rows(given: Sequence[int] | Tensor) -> Tensor:
@@ -97,16 +138,11 @@ def _as_rows(given: Sequence[int] | Tensor) -> Tensor:
 
 def _check_rows(function: str, given: Sequence[int] | Tensor, q_len: int) -> None:
     must = f"be query indices from 0 to {q_len - 1}" if q_len else "be empty where there are no queries"
-    try:
-        rows = _as_rows(given)
-    except (TypeError, ValueError, RuntimeError):
-        rows = None
+    rows = given if isinstance(given, Tensor) else tensor_of(given, device="cpu")
     whole = rows is not None and (rows.numel() == 0 or not (rows.is_floating_point() or rows.dtype == torch.bool))
-    if rows is None or not whole or rows.is_complex() or rows.ndim != 1:
-        got = "something else" if rows is None else f"{rows.dtype} of shape {tuple(rows.shape)}"
-        raise ShapeError.about(
-            function, "want.rows", must=must, got=got.removeprefix("torch."), then="Pass a list of whole numbers."
-        )
+    if rows is None or not whole or rows.is_complex() or rows.ndim != 1 or rows.is_meta:
+        got = seen(given if rows is None else rows) + (" on meta" if rows is not None and rows.is_meta else "")
+        raise ShapeError.about(function, "want.rows", must=must, got=got, then="Pass a list of whole numbers.")
     rows = rows.to(torch.int64)
     if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= q_len):
         outside = rows[(rows < 0) | (rows >= q_len)]

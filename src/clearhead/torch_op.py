@@ -1,82 +1,193 @@
-"""Attention as one torch operator, so that ``torch.compile`` and ``torch.export`` carry it whole.
+"""Verbs of attention as torch operators, so that ``torch.compile`` and ``torch.export`` carry a call whole.
 
-Masks and rules travel as a short text plus their tensors (``record``); inside, the operator validates,
+Masks, rules and what is wanted travel as a short text plus their tensors (``record``); inside, an operator validates,
 chooses and runs exactly as an eager call does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from clearhead.closure import find_learned, learned_by
 from clearhead.dispatch import run
 from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
 from clearhead.problem import Problem
-from clearhead.record import decode
-from clearhead.scores import ScoreFunction, ScoreRule, closes_over_learned
-from clearhead.statistics import Want
+from clearhead.record import Record, decode
+from clearhead.scores import ScoreFunction, ScoreRule
+from clearhead.statistics import UNDIFFERENTIABLE, Observation, Want
 
-__all__ = ["attention"]
+__all__ = ["Operator", "attention", "observe_attention", "output_like"]
 
-
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Mask | None, scores: ScoreRule | Iterable[ScoreRule],
-    scale: float | None, dropout: float, seed: int | None, query_offset: int | None, backend: str,
-) -> Tensor:  # fmt: skip
-    """The call as the operator's arguments; traced by the compiler, so it only writes things down."""
-    tensors: list[Tensor] = []
-    rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
-    for rule in rules:
-        if isinstance(rule, ScoreFunction) and torch.is_grad_enabled() and closes_over_learned(rule.fn):
-            raise UnsupportedError.about(
-                "attention", "scores", must="not close over learned tensors under torch.compile or export",
-                got=repr(rule), then="Use ch.RelativeBias or ch.DenseBias, or leave the call outside compilation.",
-            )  # fmt: skip
-    mask_text = "None" if mask is None else mask.encode(tensors)
-    rule_texts = [rule.encode(tensors) for rule in rules]
-    seeds = []
-    if dropout > 0.0:
-        seeds.append(
-            torch.randint(2**62, ()) if seed is None else torch.tensor(seed - 2**64 if seed >= 2**63 else seed)
-        )
-    output: Tensor = torch.ops.clearhead.attention(
-        query, key, value, tensors, "".join("1" if tensor.requires_grad else "0" for tensor in tensors), mask_text,
-        "(" + "".join(text + "," for text in rule_texts) + ")", seeds, scale, dropout, query_offset, backend,
-    )  # fmt: skip
-    return output
+#: What an operator's further tensors are: of a mask or rule, with a gradient or without; or what a user's function
+#: closes over, which it finds by itself.
+_LEARNED, _FIXED, _CLOSED_OVER = "1", "0", "c"
+#: A verb's work: a problem, what is asked besides, and a backend's name; results with batch and heads.
+Compute = Callable[[Problem, Any, str], Sequence[Tensor]]
+#: Tensors without numbers like those results, made of query, key, value and what is asked; leading axes as in query.
+Like = Callable[[Tensor, Tensor, Tensor, Any], Sequence[Tensor]]
 
 
-def _run(
-    query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], mask: str, scores: str, seeds: list[Tensor],
-    scale: float | None, dropout: float, query_offset: int | None, backend: str,
-) -> Tensor:  # fmt: skip
-    problem = Problem.of(
-        "attention", query, key, value, mask=decode(mask, tensors), scores=decode(scores, tensors), scale=scale,
-        dropout=dropout, seed=int(seeds[0]) % 2**64 if seeds else None, query_offset=query_offset,
-    )  # fmt: skip
-    output = run("attention", problem, Want(), backend).output
-    return output.reshape(output.shape[2 - problem.leading :])
+class Operator:
+    """A verb as the operator ``clearhead::name``, with a backward that computes the call once more with gradients.
+
+    Args:
+        name: the verb's, which its errors speak of.
+        compute: the work.
+        like: the shapes and dtypes that it gives.
+        fixed: the places of those results that have no gradient.
+    """
+
+    def __init__(
+        self, name: str, compute: Compute, like: Like, *, fixed: Callable[[Any], Sequence[int]] = lambda asked: ()
+    ) -> None:
+        self._name, self._compute, self._like, self._fixed = name, compute, like, fixed
+        ahead = torch.library.custom_op(f"clearhead::{name}", self._forward, mutates_args=())
+        back = torch.library.custom_op(f"clearhead::{name}_backward", self._backward, mutates_args=())
+        ahead.register_fake(self._forward_like)
+        back.register_fake(self._backward_like)
+        ahead.register_autograd(self._pull, setup_context=self._keep)
+        self._own, self._own_backward = (getattr(torch.ops.clearhead, one) for one in (name, f"{name}_backward"))
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *, asked: Any = None, mask: Mask | None = None,
+        scores: ScoreRule | Iterable[ScoreRule] = (), scale: float | None = None, dropout: float = 0.0,
+        seed: int | None = None, query_offset: int | None = None, backend: str = "auto",
+    ) -> list[Tensor]:  # fmt: skip
+        """The verb's arguments as the operator's; traced by the compiler, so it only writes things down."""
+        tensors: list[Tensor] = []
+        rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
+        mask_text = "None" if mask is None else mask.encode(tensors)
+        rule_texts = "".join([rule.encode(tensors) + "," for rule in rules])
+        asked_text = asked.encode(tensors) if isinstance(asked, Record) else repr(asked)
+        kinds = [_LEARNED if tensor.requires_grad else _FIXED for tensor in tensors]
+        if torch.is_grad_enabled():
+            for rule in rules:
+                if isinstance(rule, ScoreFunction):
+                    kinds += [_CLOSED_OVER] * find_learned(rule)
+                    tensors += rule.learned
+        seeds = []
+        if dropout > 0.0:
+            seeds.append(
+                torch.randint(2**62, ()) if seed is None else torch.tensor(seed - 2**64 if seed >= 2**63 else seed)
+            )
+        results: list[Tensor] = self._own(
+            query, key, value, tensors, "".join(kinds), mask_text, f"({rule_texts})", asked_text, seeds,
+            scale, dropout, query_offset, backend,
+        )  # fmt: skip
+        return results
+
+    def _results(
+        self, query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], mask: str, scores: str, asked: str,
+        seeds: list[Tensor], scale: float | None, dropout: float, query_offset: int | None, backend: str,
+    ) -> list[Tensor]:  # fmt: skip
+        problem = Problem.of(
+            self._name, query, key, value, mask=decode(mask, tensors), scores=decode(scores, tensors), scale=scale,
+            dropout=dropout, seed=int(seeds[0]) % 2**64 if seeds else None, query_offset=query_offset,
+        )  # fmt: skip
+        results = self._compute(problem, decode(asked, tensors), backend)
+        return [one.reshape(one.shape[2 - problem.leading :]) for one in results]
+
+    def _forward(
+        self, query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], kinds: str, mask: str, scores: str,
+        asked: str, seeds: list[Tensor], scale: float | None, dropout: float, query_offset: int | None, backend: str,
+    ) -> list[Tensor]:  # fmt: skip
+        call = (query, key, value, tensors, mask, scores, asked, seeds, scale, dropout, query_offset, backend)
+        return [one.contiguous() for one in self._results(*call)]
+
+    def _forward_like(
+        self, query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], kinds: str, mask: str, scores: str,
+        asked: str, seeds: list[Tensor], scale: float | None, dropout: float, query_offset: int | None, backend: str,
+    ) -> list[Tensor]:  # fmt: skip
+        return list(self._like(query, key, value, decode(asked, tensors)))
+
+    def _backward(
+        self, grads: list[Tensor], given: str, query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor],
+        kinds: str, mask: str, scores: str, asked: str, seeds: list[Tensor], scale: float | None, dropout: float,
+        query_offset: int | None, backend: str,
+    ) -> list[Tensor]:  # fmt: skip
+        """Gradients of query, key, value, and of the further tensors."""
+        functions = [rule for rule in decode(scores, tensors) if isinstance(rule, ScoreFunction)]
+        inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        with _recording():
+            reached = iter(_reached(self._name, functions, tensors, kinds))
+            extra = [
+                next(reached) if kind == _CLOSED_OVER else tensor.detach().requires_grad_(kind == _LEARNED)
+                for tensor, kind in zip(tensors, kinds, strict=True)
+            ]
+            every = [*inputs, *extra]
+            wanted = list({id(tensor): tensor for tensor in every if tensor.requires_grad}.values())
+            others = [tensor for rule in functions for tensor in learned_by(rule.fn) if not _among(tensor, wanted)]
+            call = (*inputs, extra, mask, scores, asked, seeds, scale, dropout, query_offset, backend)
+            results = self._results(*call)  # type: ignore[arg-type]
+            ends = [one for one, arrived in zip(results, given, strict=True) if arrived == "1"]
+            pulled = torch.autograd.grad(ends, [*wanted, *others], grads, allow_unused=True)
+        _check_all_compiled(self._name, pulled[len(wanted) :])
+        found = {id(tensor): own for tensor, own in zip(wanted, pulled, strict=False) if own is not None}
+        # What is there twice has all of its gradient the first time.
+        own_grads = (found.pop(id(tensor), None) for tensor in every)
+        return [
+            torch.zeros_like(tensor) if own is None else own.contiguous()
+            for tensor, own in zip(every, own_grads, strict=True)
+        ]
+
+    def _backward_like(
+        self, grads: list[Tensor], given: str, query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor],
+        kinds: str, mask: str, scores: str, asked: str, seeds: list[Tensor], scale: float | None, dropout: float,
+        query_offset: int | None, backend: str,
+    ) -> list[Tensor]:  # fmt: skip
+        sources = (query, key, value, *tensors)
+        return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in sources]
+
+    def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+        query, key, value, tensors, kinds, mask, scores, asked, seeds, *rest = inputs
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(output[place] for place in self._fixed(decode(asked, tensors))))
+        ctx.save_for_backward(query, key, value, *tensors, *seeds)
+        ctx.counts, ctx.texts, ctx.rest = (len(tensors), len(seeds)), (kinds, mask, scores, asked), rest
+
+    def _pull(self, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+        query, key, value, *others = ctx.saved_tensors
+        tensors, seeds = others[: ctx.counts[0]], others[ctx.counts[0] :]
+        given = "".join("0" if grad is None else "1" for grad in grads)
+        arrived = [grad for grad in grads if grad is not None]
+        found = self._own_backward(arrived, given, query, key, value, tensors, *ctx.texts, seeds, *ctx.rest)
+        extra = [None if kind == _FIXED else own for own, kind in zip(found[3:], ctx.texts[0], strict=True)]
+        return (*found[:3], extra, None, None, None, None, [None] * ctx.counts[1], None, None, None, None)
 
 
-@torch.library.custom_op("clearhead::attention", mutates_args=())
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], learned: str, mask: str, scores: str,
-    seeds: list[Tensor], scale: float | None, dropout: float, query_offset: int | None, backend: str,
-) -> Tensor:  # fmt: skip
-    output = _run(query, key, value, tensors, mask, scores, seeds, scale, dropout, query_offset, backend)
-    return output.contiguous()
+def _reached(name: str, functions: Iterable[ScoreFunction], tensors: Sequence[Tensor], kinds: str) -> list[Tensor]:
+    """The learned tensors that users' functions read, which have to be those that were compiled."""
+    found = [tensor for rule in functions if find_learned(rule) for tensor in rule.learned]
+    compiled = [tensor for tensor, kind in zip(tensors, kinds, strict=True) if kind == _CLOSED_OVER]
+    if [*map(_lies, found)] != [*map(_lies, compiled)]:
+        raise UnsupportedError.about(
+            name, "scores", must="close over the learned tensors that they had when they were compiled",
+            got="others", then="Write to them in place, or make a new ch.ScoreFunction.",
+        )  # fmt: skip
+    return found
 
 
-@_attention.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], learned: str, mask: str, scores: str,
-    seeds: list[Tensor], scale: float | None, dropout: float, query_offset: int | None, backend: str,
-) -> Tensor:  # fmt: skip
-    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+def _check_all_compiled(name: str, grads: Sequence[Tensor | None]) -> None:
+    """A learned tensor that a function reads at some places alone was not seen when it was compiled."""
+    if any(grad is not None for grad in grads):
+        raise UnsupportedError.about(
+            name, "scores", must="read the same learned tensors at every place under torch.compile",
+            got="a function that reads others at the first", then="Use torch.where, or leave it uncompiled.",
+        )  # fmt: skip
+
+
+def _among(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    return any(tensor is other for other in others)
+
+
+def _lies(tensor: Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
 
 
 @contextmanager
@@ -90,44 +201,48 @@ def _recording() -> Iterator[None]:
         yield
 
 
-@torch.library.custom_op("clearhead::attention_backward", mutates_args=())
-def _attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], learned: str, mask: str,
-    scores: str, seeds: list[Tensor], scale: float | None, dropout: float, query_offset: int | None, backend: str,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of query, key, value and the tensors of mask and rules, by running forward again."""
-    inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-    extra = [tensor.detach().requires_grad_(wants == "1") for tensor, wants in zip(tensors, learned, strict=True)]
-    wanted = [*inputs, *(tensor for tensor in extra if tensor.requires_grad)]
-    with _recording():
-        output = _run(*inputs, extra, mask, scores, seeds, scale, dropout, query_offset, backend)  # type: ignore[call-arg, arg-type]
-        found = torch.autograd.grad(output, wanted, grad, allow_unused=True)
-    filled = iter(
-        torch.zeros_like(tensor) if own is None else own.contiguous() for own, tensor in zip(found, wanted, strict=True)
-    )
-    return [next(filled) if tensor.requires_grad else torch.zeros_like(tensor) for tensor in [*inputs, *extra]]
+def _attention(problem: Problem, asked: None, backend: str) -> list[Tensor]:
+    return [run("attention", problem, Want(), backend).output]
 
 
-@_attention_backward.register_fake
-def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], learned: str, mask: str,
-    scores: str, seeds: list[Tensor], scale: float | None, dropout: float, query_offset: int | None, backend: str,
-) -> list[Tensor]:  # fmt: skip
-    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value, *tensors)]
+def output_like(query: Tensor, key: Tensor, value: Tensor, asked: object) -> list[Tensor]:
+    """An attention's output without its numbers."""
+    return [query.new_empty((*query.shape[:-1], value.shape[-1]))]
 
 
-def _setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    query, key, value, tensors, learned, mask, scores, seeds, *rest = inputs
-    ctx.save_for_backward(query, key, value, *tensors, *seeds)
-    ctx.counts, ctx.texts, ctx.rest = (len(tensors), len(seeds)), (learned, mask, scores), rest
+def _observe(problem: Problem, want: Want, backend: str) -> list[Tensor]:
+    want.check("observe_attention", (problem.batch, problem.num_heads, problem.q_len, problem.k_len))
+    seen = run("observe_attention", problem, want, backend)
+    return [seen.output, *(getattr(seen, name) for name in want.shapes(problem.q_len, problem.k_len))]
 
 
-def _backward(ctx, grad):  # type: ignore[no-untyped-def]
-    query, key, value, *others = ctx.saved_tensors
-    tensors, seeds = others[: ctx.counts[0]], others[ctx.counts[0] :]
-    found = torch.ops.clearhead.attention_backward(grad, query, key, value, tensors, *ctx.texts, seeds, *ctx.rest)
-    rule_grads = [own if wants == "1" else None for own, wants in zip(found[3:], ctx.texts[0], strict=True)]
-    return (*found[:3], rule_grads, None, None, None, [None] * ctx.counts[1], None, None, None, None)
+def _seen_like(query: Tensor, key: Tensor, value: Tensor, want: Want) -> list[Tensor]:
+    work = torch.float64 if query.dtype == torch.float64 else torch.float32
+    shapes = want.shapes(query.shape[-2], key.shape[-2])
+    return [
+        *output_like(query, key, value, want),
+        *(
+            query.new_empty((*query.shape[:-2], *shape), dtype=torch.int64 if name == "top_indices" else work)
+            for name, shape in shapes.items()
+        ),
+    ]
 
 
-_attention.register_autograd(_backward, setup_context=_setup)
+def _without_gradient(want: Want) -> list[int]:
+    return [place for place, name in enumerate(want.shapes(0, 0), start=1) if name in UNDIFFERENTIABLE]
+
+
+_ATTENTION: Final = Operator("attention", _attention, output_like)
+_OBSERVE: Final = Operator("observe_attention", _observe, _seen_like, fixed=_without_gradient)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """``attention``'s arguments, as one operator."""
+    (output,) = _ATTENTION(query, key, value, **options)
+    return output
+
+
+def observe_attention(query: Tensor, key: Tensor, value: Tensor, *, want: Want, **options: Any) -> Observation:
+    """``observe_attention``'s arguments, as one operator."""
+    output, *found = _OBSERVE(query, key, value, asked=want, **options)
+    return Observation(output=output, **dict(zip(want.shapes(0, 0), found, strict=True)))

@@ -397,7 +397,7 @@ def test_a_compiled_model_says_that_it_went_by_unseen(x: Tensor) -> None:
         ({"queries": [0, 6]}, "queries must lie from 0 to 5, the positions that were seen; got [0, 6]"),
         ({"want": ch.Want(rows=[9])}, "want.rows must lie from 0 to 5"),
         ({"want": ch.Want(top_k=7)}, "want.top_k must be a whole number from 0 to k_len 6"),
-        ({"want": ch.Want(lse=True), "keep": "first"}, "keep must be 'last' or 'all'; got 'first'"),
+        ({"want": ch.Want(lse=True), "keep": "first"}, "keep must be one of last, all; got 'first'"),
     ],
     ids=str,
 )

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.dropout import keep_scale
 from clearhead.backends.once import once
-from clearhead.backends.tiled_statistics import UNDIFFERENTIABLE, Pulls, Sweep, result_names, weigh
+from clearhead.backends.tiled_statistics import Pulls, Sweep, result_names, weigh
 from clearhead.backends.tiles import (
     Layout,
     Tile,
@@ -37,7 +37,7 @@ from clearhead.errors import ClearheadError
 from clearhead.problem import Problem
 from clearhead.scores import ScoreFunction, check_reached, differentiated
 from clearhead.shapes import Float
-from clearhead.statistics import Observation, Want
+from clearhead.statistics import UNDIFFERENTIABLE, Observation, Want
 
 __all__ = ["BACKEND"]
 

@@ -22,18 +22,15 @@ from clearhead.problem import Problem
 from clearhead.shapes import Float, Int
 from clearhead.statistics import Want
 
-__all__ = ["UNDIFFERENTIABLE", "Pulls", "Seen", "Sweep", "result_names", "weigh"]
+__all__ = ["Pulls", "Seen", "Sweep", "result_names", "weigh"]
 
-#: Fields of an observation that have no gradient.
-UNDIFFERENTIABLE: Final = ("top_indices", "top_weights", "heatmap_max", "heatmap_mean")
-#: Statistics whose answer has two fields.
-_FIELDS: Final = {"top_k": ("top_indices", "top_weights"), "heatmap": ("heatmap_max", "heatmap_mean")}
-_ORDER: Final = ("entropy", "sink", "distance", "top_k", "received", "row_weights", "heatmap", "rows")
+#: What the first walk finds.
+_FIRST: Final = ("lse", "max_score")
 
 
 def result_names(want: Want) -> tuple[str, ...]:
     """The fields of the observation that the second walk fills, in its order."""
-    return tuple(name for asked in _ORDER if asked in want.names for name in _FIELDS.get(asked, (asked,)))
+    return tuple(name for name in want.shapes(0, 0) if name not in _FIRST)
 
 
 @dataclass(frozen=True)
@@ -70,19 +67,12 @@ class Sweep:
         self.rows = want.rows_on(problem.query.device)
         # A tile larger than the whole is the whole.
         self.side = min(want.heatmap, max(1, q_len, k_len))
-        side = max(1, self.side)
-        cells = (-(-q_len // side), -(-k_len // side))
-        mixed = 0 if want.row_weights is None else want.row_weights.shape[2]
-        shapes = {
-            "entropy": (q_len,), "sink": (q_len,), "distance": (q_len,), "top_indices": (q_len, want.top_k),
-            "top_weights": (q_len, want.top_k), "received": (k_len,), "row_weights": (mixed, k_len),
-            "heatmap_max": cells, "heatmap_mean": cells, "rows": (self.rows.shape[0], k_len),
-        }  # fmt: skip
         self.found = {
             name: problem.query.new_zeros(
-                (batch, heads, *shapes[name]), dtype=torch.int64 if name == "top_indices" else problem.work_dtype
+                (batch, heads, *shape), dtype=torch.int64 if name == "top_indices" else problem.work_dtype
             )
-            for name in result_names(want)
+            for name, shape in want.shapes(q_len, k_len).items()
+            if name not in _FIRST
         }
         if "top_indices" in self.found:
             # Rows outside every document are in no layout; all their weights are 0.

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
+from clearhead.arguments import flag
 from clearhead.bridges.torch_attention import SwappedMultiheadAttention
 from clearhead.bridges.torch_layers import (
     ATTENTIONS,
@@ -131,6 +132,7 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
       MultiheadAttention: layers.0.self_attn, layers.1.self_attn
     """
     _check_model("swap", model)
+    leave_padding_out = flag("swap", "leave_padding_out", leave_padding_out)
     with _LOCK:
         handed = _hand_over(model)
         named = list(model.named_modules())

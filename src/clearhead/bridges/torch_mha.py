@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from clearhead.arguments import real_number, seen, whole_number
 from clearhead.errors import MaskError
 from clearhead.masks import Dense, Mask, Padding
 from clearhead.scores import DenseBias
@@ -107,13 +108,18 @@ def from_additive(
     >>> mask.dense(2, 2).int().tolist(), rules
     ([[1, 0], [1, 0]], ())
     """
-    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+    if not isinstance(bias, Tensor) or not bias.is_floating_point() or bias.is_meta:
         raise MaskError.about(
             "from_additive", "bias", must="be a floating point tensor", got=_seen(bias),
             then="A bool mask is from_forbidden's.",
         )  # fmt: skip
+    limit = real_number(forbids)
+    if limit is None:
+        raise MaskError.about(
+            "from_additive", "forbids", must="be a number", got=seen(forbids), then="Pass one far below all biases."
+        )
     bias = _four_axes("from_additive", "bias", bias, num_heads)
-    allowed = bias > forbids
+    allowed = bias > limit
     rest = bias.masked_fill(~allowed, 0.0)
     mask = None if bool(allowed.all()) else Dense(allowed)
     return mask, (DenseBias(rest),) if bias.requires_grad or bool((rest != 0.0).any()) else ()
@@ -132,6 +138,10 @@ def to_forbidden(
     >>> to_forbidden(Causal(), 2, 2).int().tolist()
     [[0, 1], [0, 0]]
     """
+    if not isinstance(mask, Mask):
+        raise MaskError.about(
+            "to_forbidden", "mask", must="be a mask", got=type(mask).__name__, then="Booleans need ~ alone."
+        )
     return ~mask.dense(q_len, k_len, query_offset=query_offset)
 
 
@@ -139,13 +149,15 @@ def _four_axes(function: str, argument: str, tensor: Tensor, num_heads: int | No
     """``[batch | 1, heads | 1, q_len, k_len]``."""
     if tensor.ndim in (2, 4):
         return tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)
-    if tensor.ndim != 3 or num_heads is None or num_heads < 1 or tensor.shape[0] % num_heads:
+    heads = whole_number(num_heads)
+    if tensor.ndim != 3 or heads is None or heads < 1 or tensor.shape[0] % heads:
         raise MaskError.about(
             function, argument, must="have axes [q_len, k_len], [batch, heads, q_len, k_len], or with num_heads "
             "[batch * num_heads, q_len, k_len]",
-            got=f"{_seen(tensor)}, num_heads {num_heads}", then="Pass num_heads, or give batch and heads an axis each.",
+            got=f"{_seen(tensor)}, num_heads {seen(num_heads)}",
+            then="Pass num_heads, or give batch and heads an axis each.",
         )  # fmt: skip
-    split: Tensor = tensor.unflatten(0, (-1, num_heads))
+    split: Tensor = tensor.unflatten(0, (-1, heads))
     return split
 
 

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
+from clearhead.arguments import seen, several, texts_of, whole_number
 from clearhead.errors import DataError, ShapeError, UnsupportedError
 from clearhead.functional import attention
 from clearhead.inspector.carried import FUNCTION
@@ -25,7 +26,7 @@ from clearhead.inspector.schema import FORMAT, VERSION, validate
 from clearhead.inspector.values import AT_MOST
 from clearhead.masks import Mask
 from clearhead.nn.generation import evaluating
-from clearhead.observe.layers import Kept, Layers, choose_heads, several, whole_number
+from clearhead.observe.layers import Kept, Layers, choose_heads
 from clearhead.observe.observe import Seen
 from clearhead.observe.points import Points
 from clearhead.observe.trace import Trace, trace
@@ -168,7 +169,7 @@ def view(
     plain = isinstance(subject, Tensor)
     own = {"mask": mask, "scores": scores, "scale": scale, "query_offset": query_offset}
     for name, value in own.items():
-        if not plain and value not in (None, ()):
+        if not plain and value is not None and not (isinstance(value, tuple) and not value):
             raise UnsupportedError.about(
                 FUNCTION, name, must="be left to the model", got="another", then="Only plain tensors take one."
             )
@@ -268,7 +269,7 @@ def _images(image: Any, grid: tuple[int, int] | None, first: int, runs: list[str
     """The picture of each run that has one."""
     if image is None:
         if grid is not None:
-            raise ShapeError.about(FUNCTION, "grid", must="go with an image", got=repr(grid)[:80], then="Pass image=.")
+            raise ShapeError.about(FUNCTION, "grid", must="go with an image", got=seen(grid), then="Pass image=.")
         return {}
     by_name = dict(image) if isinstance(image, Mapping) else dict.fromkeys(runs, image)
     unknown = sorted(set(by_name) - set(runs))
@@ -329,7 +330,7 @@ def _check(kept: Sequence[Points], batch: int) -> int:
         numbers += problem.head_dim * (problem.num_heads * problem.q_len + problem.num_kv_heads * problem.k_len)
         if not 0 <= batch < problem.batch:
             raise ShapeError.about(
-                FUNCTION, "batch", must=f"be a whole number from 0 to {problem.batch - 1}", got=repr(given)[:80],
+                FUNCTION, "batch", must=f"be a whole number from 0 to {problem.batch - 1}", got=seen(given),
                 then="It says which sequence to show.",
             )  # fmt: skip
         if problem.q_len == 0 or problem.k_len == 0:
@@ -368,11 +369,7 @@ def _texts(
     for name, given, count, first in (
         ("tokens", tokens, problem.q_len, problem.query_offset), ("key_tokens", key_tokens, problem.k_len, 0),
     ):  # fmt: skip
-        if given is not None and len(given) != count:
-            raise ShapeError.about(
-                FUNCTION, name, must=f"have one text for each of {count} tokens", got=len(given),
-                then="Leave it out to see positions.",
-            )  # fmt: skip
         told = range(first, first + count) if given is None else given
-        texts.append([_written(name, str(each)) for each in told])
+        found = texts_of(FUNCTION, name, told, count, "Leave it out to see positions.")
+        texts.append([_written(name, each) for each in found])
     return texts[0], texts[1]

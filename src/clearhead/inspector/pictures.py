@@ -9,6 +9,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from clearhead.arguments import seen, several, whole, whole_number
 from clearhead.errors import ShapeError
 from clearhead.inspector.arrays import pack
 from clearhead.inspector.carried import FUNCTION
@@ -23,18 +24,15 @@ def picture(image: Tensor | ArrayLike, grid: tuple[int, int], first: int) -> dic
         ShapeError: no picture, or a grid that is none.
     """
     pixels = _pixels(image)
-    good = isinstance(grid, tuple) and len(grid) == 2 and all(type(size) is int and size >= 1 for size in grid)
-    if not good:
+    sides = [size for given in several(grid) if (size := whole_number(given)) is not None and size >= 1]
+    if len(sides) != 2 or len(several(grid)) != 2:
         raise ShapeError.about(
-            FUNCTION, "grid", must="be (rows, columns) of the image's patches", got=repr(grid)[:80],
+            FUNCTION, "grid", must="be (rows, columns) of the image's patches", got=seen(grid),
             then="A ViT of 224 pixels and patches of 16 has (14, 14).",
         )  # fmt: skip
-    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-        raise ShapeError.about(
-            FUNCTION, "grid_first", must="be a whole number of at least 0", got=repr(first)[:80],
-            then="It is the key of the first patch: 1 behind a class token.",
-        )  # fmt: skip
-    return {"pixels": pack(pixels, "u8"), "rows": grid[0], "columns": grid[1], "first": first}
+    then = "It is the key of the first patch: 1 behind a class token."
+    place = whole(FUNCTION, "grid_first", first, low=0, then=then)
+    return {"pixels": pack(pixels, "u8"), "rows": sides[0], "columns": sides[1], "first": place}
 
 
 def check_grid(image: dict[str, Any], k_len: int) -> None:
@@ -51,14 +49,23 @@ def check_grid(image: dict[str, Any], k_len: int) -> None:
         )  # fmt: skip
 
 
+def _array(image: object) -> NDArray[Any]:
+    """The numbers of a picture; none where it has no numbers that can be read."""
+    try:
+        array = np.asarray(image.detach().to("cpu", torch.float64) if isinstance(image, Tensor) else image)
+    except (TypeError, ValueError, RuntimeError):
+        return np.zeros(0)
+    return array if array.dtype.kind in "biuf" else np.zeros(0)
+
+
 def _pixels(image: Tensor | ArrayLike) -> NDArray[np.uint8]:
     """``[height, width, 1 or 3]``; numbers that are no bytes are spread from their least to their most."""
-    array = np.asarray(image.detach().to("cpu", torch.float64) if isinstance(image, Tensor) else image)
+    array = _array(image)
     if array.ndim == 2:
         array = array[:, :, None]
     if array.ndim != 3 or array.shape[2] not in (1, 3) or array.size == 0:
         raise ShapeError.about(
-            FUNCTION, "image", must="be [height, width], or [height, width, 3]", got=f"shape {np.shape(image)}",
+            FUNCTION, "image", must="be [height, width], or [height, width, 3]", got=f"shape {array.shape}",
             then="Move channels to the end: image.permute(1, 2, 0).",
         )  # fmt: skip
     is_bytes = image.dtype == torch.uint8 if isinstance(image, Tensor) else array.dtype == np.uint8

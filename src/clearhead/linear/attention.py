@@ -9,12 +9,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from clearhead.arguments import flag, whole
 from clearhead.errors import UnsupportedError
 from clearhead.linear.check import check_decay, check_gate, check_rate, check_tensors
 from clearhead.linear.feature_maps import FeatureMap, PositiveRandomFeatures, as_feature_map
 from clearhead.linear.run import Member, run
 from clearhead.linear.state import LinearState
 from clearhead.masks import Mask
+from clearhead.problem import scale_of
 from clearhead.shapes import Float
 
 __all__ = [
@@ -88,7 +90,9 @@ def linear_attention(
     name = "linear_attention"
     check_tensors(name, query, key, value)
     chosen = as_feature_map(name, feature_map, query.shape[-1])
-    normalized = chosen.nonnegative if normalize is None else normalize
+    causal = flag(name, "causal", causal)
+    normalized = chosen.nonnegative if normalize is None else flag(name, "normalize", normalize)
+    scale = scale_of(name, scale, query.dtype)
     if chosen.only_normalized and not normalized:
         raise UnsupportedError.about(
             name, "normalize", must=f"be True with {chosen.name}", got="False",
@@ -143,10 +147,11 @@ def retention(
     name = "retention"
     check_tensors(name, query, key, value)
     heads = key.shape[-3] if key.ndim > 2 else 1
-    found = check_decay(name, default_decay(heads) if decay is None else decay, heads)
+    found = check_decay(name, _decays(heads) if decay is None else decay, heads)
     member = Member(
         function=name, feature_map=as_feature_map(name, feature_map, query.shape[-1]), normalized=False,
-        scale=_scale(scale, query), log_decay=found.log().to(key.device)[:, None, None].expand(heads, key.shape[-2], 1),
+        scale=_scale(name, scale, query),
+        log_decay=found.log().to(key.device)[:, None, None].expand(heads, key.shape[-2], 1),
     )  # fmt: skip
     return run(member, query, key, value, True, state, mask, form, chunk_size)
 
@@ -199,8 +204,9 @@ def gated_linear_attention(
     chosen = as_feature_map(name, feature_map, query.shape[-1])
     check_gate(name, log_gate, key, chosen.features(key.shape[-1]))
     member = Member(
-        function=name, feature_map=chosen, normalized=False, scale=_scale(scale, query), log_decay=log_gate, gated=True
-    )
+        function=name, feature_map=chosen, normalized=False, scale=_scale(name, scale, query), log_decay=log_gate,
+        gated=True,
+    )  # fmt: skip
     return run(member, query, key, value, True, state, mask, form, chunk_size)
 
 
@@ -261,7 +267,7 @@ def delta_attention(
         check_gate(name, log_gate, key, chosen.features(key.shape[-1]))
     member = Member(
         function=name, feature_map=chosen, normalized=False,
-        scale=_scale(scale, query), log_decay=log_gate, rate=rate[..., None], gated=True,
+        scale=_scale(name, scale, query), log_decay=log_gate, rate=rate[..., None], gated=True,
     )  # fmt: skip
     return run(member, query, key, value, True, state, mask, form, chunk_size)
 
@@ -269,11 +275,18 @@ def delta_attention(
 def default_decay(heads: int) -> Float[Tensor, " heads"]:
     """RetNet's decays: ``1 - 2^(-5 - head)`` (Sun et al. 2023, section 2.1).
 
+    Raises:
+        ShapeError: no number of heads.
+
     >>> default_decay(2)
     tensor([0.9688, 0.9844], dtype=torch.float64)
     """
+    return _decays(whole("default_decay", "heads", heads, low=0, high=2**20))
+
+
+def _decays(heads: int) -> Tensor:
     return 1.0 - torch.exp2(-5.0 - torch.arange(heads, dtype=torch.float64))
 
 
-def _scale(scale: float | None, query: Tensor) -> float:
-    return 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+def _scale(function: str, scale: float | None, query: Tensor) -> float:
+    return 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale_of(function, scale, query.dtype)

@@ -8,14 +8,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from clearhead.arguments import FARTHEST, one_of, seen, tensor_of, whole_number
 from clearhead.backends.native_library import in_memory
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.linear.recurrence import transformed
 from clearhead.linear.state import LinearState
 
 __all__ = [
-    "check_decay", "check_features", "check_form", "check_gate", "check_gate_numbers", "check_lengths", "check_rate",
-    "check_state", "check_tensors",
+    "check_chunk", "check_decay", "check_features", "check_form", "check_gate", "check_gate_numbers", "check_lengths",
+    "check_rate", "check_state", "check_tensors",
 ]  # fmt: skip
 
 _DTYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -62,17 +63,20 @@ def check_tensors(function: str, query: object, key: object, value: object) -> N
         )
 
 
-def check_form(function: str, form: object, chunk_size: object, forms: Sequence[str]) -> None:
-    """A form that there is, and a chunk that can be halved."""
-    if form not in forms:
-        raise UnsupportedError.about(
-            function, "form", must=f"be one of {', '.join(forms)}", got=repr(form)[:80], then="Usual: 'auto'."
-        )
-    whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
-    if not whole or chunk_size < 1 or chunk_size & (chunk_size - 1):  # type: ignore[operator]
+def check_form(function: str, form: object, forms: Sequence[str]) -> str:
+    """A form that there is."""
+    return one_of(function, "form", form, forms, "Usual: 'auto'.")
+
+
+def check_chunk(function: str, chunk_size: object) -> int:
+    """A chunk that can be halved until one token is left."""
+    found = whole_number(chunk_size)
+    if found is None or not 1 <= found <= FARTHEST or found & (found - 1):
         raise ShapeError.about(
-            function, "chunk_size", must="be a power of two", got=repr(chunk_size)[:80], then="Usual: 64 or 128."
-        )
+            function, "chunk_size", must="be a power of two up to 2**48", got=seen(chunk_size),
+            then="Usual: 64 or 128.",
+        )  # fmt: skip
+    return found
 
 
 def check_lengths(function: str, query: Tensor, key: Tensor) -> None:
@@ -87,14 +91,26 @@ def check_lengths(function: str, query: Tensor, key: Tensor) -> None:
 def check_decay(function: str, decay: object, heads: int) -> Tensor:
     """One decay per head, as float64."""
     # A tensor made of Python's numbers would hold them in float32.
-    found = decay if isinstance(decay, Tensor) else torch.tensor(decay, dtype=torch.float64)
-    if found.shape != (heads,) or not bool(((found > 0) & (found <= 1)).all()):
+    found = decay if isinstance(decay, Tensor) else tensor_of(decay, torch.float64)
+    if found is None or found.shape != (heads,) or found.is_complex() or not _decays(found):
         raise ShapeError.about(
             function, "decay", must=f"be {heads} numbers above 0 and at most 1, one per head",
-            got=_seen(found) if found.shape != (heads,) else repr(found.tolist())[:80],
-            then="Usual: 1 - 2^(-5 - head).",
+            got=_told_decay(decay, found, heads), then="Usual: 1 - 2^(-5 - head).",
         )  # fmt: skip
     return found.to(torch.float64)
+
+
+def _decays(found: Tensor) -> bool:
+    """Whether they let a state decay; what numbers a tensor holds is not known while the call is traced."""
+    return torch.compiler.is_compiling() or (not found.is_meta and bool(((found > 0) & (found <= 1)).all()))
+
+
+def _told_decay(decay: object, found: Tensor | None, heads: int) -> str:
+    if found is None:
+        return seen(decay)
+    if found.shape != (heads,) or found.is_complex():
+        return _seen(found)
+    return "a tensor without numbers" if found.is_meta else seen(found.tolist())
 
 
 def check_gate(function: str, log_gate: object, key: Tensor, features: int) -> None:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from clearhead.arguments import flag, number, seed_of, seen, whole
 from clearhead.errors import ShapeError, UnsupportedError
+from clearhead.record import constant_when_compiled
 from clearhead.shapes import Float
 
 __all__ = ["FEATURE_MAPS", "PERFORMER", "FeatureMap", "PositiveRandomFeatures", "as_feature_map"]
@@ -130,21 +132,17 @@ class PositiveRandomFeatures:
             scale: by default ``1 / sqrt(head_dim)``, softmax attention's.
 
         Raises:
-            ShapeError: a number that is not positive.
+            ShapeError: a number that is not positive, or none.
         """
-        num_features = 2 * head_dim if num_features is None else num_features
-        for name, value in (("head_dim", head_dim), ("num_features", num_features)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ShapeError.about(
-                    "PositiveRandomFeatures.draw", name, must="be a whole number of at least 1", got=repr(value)[:80],
-                    then="Usual: head_dim, and twice as many features.",
-                )  # fmt: skip
-        scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-        if not scale > 0.0:
-            raise ShapeError.about(
-                "PositiveRandomFeatures.draw", "scale", must="be positive", got=scale, then="Usual: 1 / sqrt(head_dim)."
-            )
-        generator = torch.Generator().manual_seed(seed)
+        name = "PositiveRandomFeatures.draw"
+        head_dim = _size(name, "head_dim", head_dim)
+        num_features = 2 * head_dim if num_features is None else _size(name, "num_features", num_features)
+        orthogonal = flag(name, "orthogonal", orthogonal)
+        scale = _softmax_scale(head_dim) if scale is None else number(
+            name, "scale", scale, must="be positive and finite", fits=lambda given: given > 0.0,
+            then="Usual: 1 / sqrt(head_dim).",
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(seed_of(name, seed))
         rows = torch.randn(num_features, head_dim, generator=generator, dtype=torch.float64)
         if orthogonal:
             blocks = [_orthogonal(head_dim, generator) for _ in range(-(-num_features // head_dim))]
@@ -185,6 +183,24 @@ def _performer(head_dim: int) -> FeatureMap:
     return PositiveRandomFeatures.draw(head_dim).as_map()
 
 
+@constant_when_compiled
+def _drawn(head_dim: int) -> Tensor:
+    return PositiveRandomFeatures.draw(head_dim).weights
+
+
+def _compiled_performer(head_dim: int) -> FeatureMap:
+    """The same map; the compiler takes a tensor for a constant, and no other object."""
+    return PositiveRandomFeatures(weights=_drawn(head_dim), scale=_softmax_scale(head_dim)).as_map()
+
+
+def _size(function: str, argument: str, value: object) -> int:
+    return whole(function, argument, value, low=1, high=2**24, then="Usual: head_dim, and twice as many features.")
+
+
+def _softmax_scale(head_dim: int) -> float:
+    return 1.0 / math.sqrt(head_dim)
+
+
 def as_feature_map(function: str, feature_map: object, head_dim: int) -> FeatureMap:
     """The map of a name, of random features, or the map itself."""
     if isinstance(feature_map, FeatureMap):
@@ -197,11 +213,11 @@ def as_feature_map(function: str, feature_map: object, head_dim: int) -> Feature
                 then=f"Call PositiveRandomFeatures.draw({head_dim}).",
             )  # fmt: skip
         return feature_map.as_map()
-    if feature_map == PERFORMER:
-        return _performer(head_dim)
+    if isinstance(feature_map, str) and feature_map == PERFORMER:
+        return _compiled_performer(head_dim) if torch.compiler.is_compiling() else _performer(head_dim)
     if isinstance(feature_map, str) and feature_map in FEATURE_MAPS:
         return FEATURE_MAPS[feature_map]
     raise UnsupportedError.about(
         function, "feature_map", must=f"be one of {', '.join((*FEATURE_MAPS, PERFORMER))}, or a FeatureMap",
-        got=repr(feature_map)[:80], then="Pass a name, or FeatureMap(name=, query=, key=, nonnegative=).",
+        got=seen(feature_map), then="Pass a name, or FeatureMap(name=, query=, key=, nonnegative=).",
     )  # fmt: skip

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from clearhead.backends.documents import Group
 from clearhead.linear import native
-from clearhead.linear.check import check_features, check_form, check_gate_numbers, check_lengths, check_state
+from clearhead.linear.check import (
+    check_chunk,
+    check_features,
+    check_form,
+    check_gate_numbers,
+    check_lengths,
+    check_state,
+)
 from clearhead.linear.feature_maps import FeatureMap
 from clearhead.linear.forms import FORMS, whole
 from clearhead.linear.recurrence import Recurrence
@@ -72,7 +79,7 @@ def run(
     given = query
     query, key, value = (_four_axes(part) for part in (query, key, value))
     batch, length = key.shape[0], key.shape[2]
-    check_form(member.function, form, chunk_size, ("auto", *FORMS))
+    form, chunk_size = check_form(member.function, form, ("auto", *FORMS)), check_chunk(member.function, chunk_size)
     sequences = Sequences.of(member.function, mask, batch, length, key.device, causal=causal)
     if sequences.causal or sequences.groups is not None:
         check_lengths(member.function, query, key)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from clearhead.arguments import seen
 from clearhead.backends.documents import Group, groups
 from clearhead.errors import MaskError
 from clearhead.masks import Causal, Documents, Mask, Padding
@@ -82,7 +83,7 @@ class Sequences:
             elif isinstance(part, Documents) and documents is None:
                 documents = part
             else:
-                raise _refused(function, repr(part)[:80])
+                raise _refused(function, seen(part))
         if documents is None:
             return cls(causal=causal, real=real)
         if batch != 1 or not documents.contiguous:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from clearhead.arguments import seen, whole
 from clearhead.errors import ShapeError
 from clearhead.shapes import Float
 
@@ -58,8 +59,14 @@ class LinearCache:
         """Keep the state that a call gave back after ``tokens`` more tokens.
 
         Raises:
-            ShapeError: it is of another shape than the one held.
+            ShapeError: it is no state, or of another shape than the one held; or no number of tokens.
         """
+        if not isinstance(state, LinearState) or not isinstance(state.matrix, Tensor):
+            raise ShapeError.about(
+                "LinearCache.update", "state", must="be a LinearState", got=seen(state),
+                then="Pass what a call gave back.",
+            )  # fmt: skip
+        tokens = whole("LinearCache.update", "tokens", tokens, low=0)
         if self.state is not None and self.state.matrix.shape != state.matrix.shape:
             raise ShapeError.about(
                 "LinearCache.update", "state", must=f"match what is held, {list(self.state.matrix.shape)}",

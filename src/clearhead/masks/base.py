@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from clearhead.arguments import FARTHEST, seen, whole, whole_number
 from clearhead.errors import MaskError, ShapeError
 from clearhead.masks.intervals import Intervals
 from clearhead.masks.picture import LARGEST, SIDE, draw
@@ -15,7 +16,6 @@ from clearhead.record import Record
 from clearhead.shapes import Bool, Int
 
 __all__ = [
-    "FARTHEST",
     "Both",
     "Carrying",
     "Combined",
@@ -28,13 +28,7 @@ __all__ = [
     "index_tensors",
     "resolve_offset",
     "seen",
-    "tensor_of",
-    "whole",
 ]
-
-
-#: The farthest position or distance that anything takes, as the CPU kernels have it.
-FARTHEST: Final = 2**48
 
 
 class Mask(Record, ABC):
@@ -117,11 +111,10 @@ class Mask(Record, ABC):
         >>> Causal().dense(2, 2).tolist()
         [[True, False], [True, True]]
         """
-        whole(type(self).__name__ + ".dense", "q_len", q_len, low=0)
-        whole(type(self).__name__ + ".dense", "k_len", k_len, low=0)
-        for name, size in (("batch", batch), ("num_heads", num_heads)):
-            if size is not None:
-                whole(type(self).__name__ + ".dense", name, size, low=0)
+        name = type(self).__name__ + ".dense"
+        q_len, k_len = whole(name, "q_len", q_len, low=0), whole(name, "k_len", k_len, low=0)
+        batch = None if batch is None else whole(name, "batch", batch, low=0)
+        num_heads = None if num_heads is None else whole(name, "num_heads", num_heads, low=0)
         offset = resolve_offset("dense", self, q_len, k_len, query_offset)
         own_batch, own_heads = carried_sizes(self)
         placed = self.placed(offset)
@@ -155,8 +148,8 @@ class Mask(Record, ABC):
         ·■■
         """
         own_q, own_k = self.own_size() or (SIDE, SIDE)
-        q_len = whole(type(self).__name__ + ".picture", "q_len", q_len or own_q, low=0)
-        k_len = whole(type(self).__name__ + ".picture", "k_len", k_len or own_k, low=0)
+        q_len = whole(type(self).__name__ + ".picture", "q_len", own_q if q_len is None else q_len, low=0) or own_q
+        k_len = whole(type(self).__name__ + ".picture", "k_len", own_k if k_len is None else k_len, low=0) or own_k
         batch, heads = carried_sizes(self)
         placed = self.placed(0)
         placed.check("picture", batch, heads, range(q_len), k_len)
@@ -170,40 +163,9 @@ class Mask(Record, ABC):
         return f"{self!r}\n{self.picture()}"
 
 
-def whole(function: str, argument: str, value: object, *, low: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)) or value < low:
-        raise ShapeError.about(
-            function,
-            argument,
-            must=f"be a whole number of at least {low}",
-            got=seen(value),
-            then="Pass an int.",
-        )
-    if isinstance(value, int) and value > FARTHEST:
-        raise ShapeError.about(
-            function, argument, must="be at most 2**48", got=seen(value), then="No position lies farther away."
-        )
-    return int(value) if isinstance(value, int) else value  # type: ignore[return-value]
-
-
 def does_as(value: object, kind: type, method: str = "allows") -> bool:
     """Whether a value is of a kind and has that kind's method: a subclass may do something else."""
     return isinstance(value, kind) and getattr(type(value), method) is getattr(kind, method)
-
-
-def tensor_of(value: object) -> Tensor | None:
-    """What a user gave as a tensor; None where it is none."""
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):
-        return None
-
-
-def seen(value: object) -> str:
-    """A value as an error names it."""
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
-    return repr(value)[:80]
 
 
 def _mask(operator: str, other: object) -> Mask:
@@ -230,12 +192,12 @@ def index_tensors(
 def resolve_offset(function: str, subject: object, q_len: int, k_len: int, query_offset: int | None) -> int:
     """Where the first query stands; refuses to guess for a position-dependent subject of unequal lengths."""
     if query_offset is not None:
-        if isinstance(query_offset, bool) or not isinstance(query_offset, (int, torch.SymInt)):
-            must = "be a whole number"
-        elif isinstance(query_offset, torch.SymInt) or abs(query_offset) <= FARTHEST:
+        if isinstance(query_offset, torch.SymInt):
             return query_offset
-        else:
-            must = "lie within 2**48 of 0"
+        found = whole_number(query_offset)
+        if found is not None and abs(found) <= FARTHEST:
+            return found
+        must = "be a whole number" if found is None else "lie within 2**48 of 0"
         raise ShapeError.about(
             function, "query_offset", must=must, got=seen(query_offset),
             then="It is the absolute position of the first query.",

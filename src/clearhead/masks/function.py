@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from clearhead.arguments import seen
 from clearhead.closure import Bound
 from clearhead.errors import ClearheadError, MaskError, UnsupportedError
-from clearhead.masks.base import Mask, seen
+from clearhead.masks.base import Mask
 from clearhead.masks.intervals import Intervals
 from clearhead.masks.traced import traced_intervals
 

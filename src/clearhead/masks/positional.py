@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clearhead.masks.base import Mask, whole
+from clearhead.arguments import whole
+from clearhead.masks.base import Mask
 from clearhead.masks.intervals import Intervals
 
 __all__ = ["Causal", "Global", "Prefix", "Strided", "Window"]

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from clearhead.arguments import seen, tensor_of
 from clearhead.errors import MaskError, ShapeError
-from clearhead.masks.base import Carrying, seen, tensor_of
+from clearhead.masks.base import Carrying
 from clearhead.masks.intervals import Intervals
 from clearhead.masks.picture import SIDE
 from clearhead.shapes import Bool, Int
@@ -104,12 +105,12 @@ class Documents(Carrying):
                 got="both" if ids is not None else "neither", then="Pass Documents(lengths=[5, 3]).",
             )  # fmt: skip
         if lengths is not None:
-            counts = _counts("Documents", "lengths", lengths)
+            counts = _with_numbers("lengths", _counts("Documents", "lengths", lengths))
             numbers = torch.arange(counts.shape[0], device=counts.device)
             self.ids = torch.repeat_interleave(numbers, counts)[None]
             self.contiguous = True
         else:
-            self.ids = _document_ids(ids)
+            self.ids = _with_numbers("ids", _document_ids(ids))
             self.contiguous = _contiguous(self.ids)
 
     def carries(self) -> tuple[int, int]:
@@ -164,6 +165,16 @@ def _document_ids(ids: Tensor | None) -> Tensor:
         )
     # A copy: whoever writes into the ids that were given would make documents of several runs.
     return (tensor if tensor.ndim == 2 else tensor[None]).to(torch.int64, copy=True)
+
+
+def _with_numbers(argument: str, tensor: Tensor) -> Tensor:
+    """Documents are told from numbers, which a tensor without storage does not have."""
+    if tensor.is_meta:
+        raise ShapeError.about(
+            "Documents", argument, must="hold numbers", got=f"a meta tensor of shape {tuple(tensor.shape)}",
+            then="Make the mask elsewhere and move it with .to(device).",
+        )  # fmt: skip
+    return tensor
 
 
 def _contiguous(ids: Tensor) -> bool:

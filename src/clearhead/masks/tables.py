@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from clearhead.arguments import seen, tensor_of, whole
 from clearhead.errors import MaskError
-from clearhead.masks.base import Carrying, seen, tensor_of, whole
+from clearhead.masks.base import Carrying
 from clearhead.shapes import Bool
 
 __all__ = ["Blocks", "Dense"]

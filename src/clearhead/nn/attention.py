@@ -7,10 +7,11 @@ from typing import Self
 
 from torch import Tensor, nn
 
+from clearhead.arguments import FARTHEST, flag, probability, whole
 from clearhead.cache import KVCache, check_cache, restored_on_error
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks import Mask
-from clearhead.nn.checks import positive, probability, sources_of
+from clearhead.nn.checks import positive, sources_of
 from clearhead.nn.fused_attention import self_attention
 from clearhead.nn.linear import Linear, hooked, linear_each
 from clearhead.nn.rules import RuleList
@@ -70,10 +71,10 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         self.embed_dim = positive(_NAME, "embed_dim", embed_dim)
         self.num_heads = positive(_NAME, "num_heads", num_heads)
-        self.num_kv_heads = positive(_NAME, "num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
+        self.num_kv_heads = self.num_heads if num_kv_heads is None else positive(_NAME, "num_kv_heads", num_kv_heads)
         self.head_dim = _head_dim(self.embed_dim, self.num_heads, head_dim)
-        self.key_dim = positive(_NAME, "key_dim", embed_dim if key_dim is None else key_dim)
-        self.value_dim = positive(_NAME, "value_dim", embed_dim if value_dim is None else value_dim)
+        self.key_dim = self.embed_dim if key_dim is None else positive(_NAME, "key_dim", key_dim)
+        self.value_dim = self.embed_dim if value_dim is None else positive(_NAME, "value_dim", value_dim)
         if self.num_heads % self.num_kv_heads:
             raise ShapeError.about(
                 _NAME, "num_kv_heads", must=f"divide num_heads {num_heads}", got=num_kv_heads,
@@ -87,13 +88,12 @@ class MultiHeadAttention(nn.Module):
             )
         self.scale = scale
         self.backend = backend
+        bias, mixed = flag(_NAME, "bias", bias), flag(_NAME, "output_projection", output_projection)
         kv_width = self.num_kv_heads * self.head_dim
         self.query_projection = Linear(self.embed_dim, self.num_heads * self.head_dim, bias=bias)
         self.key_projection = Linear(self.key_dim, kv_width, bias=bias)
         self.value_projection = Linear(self.value_dim, kv_width, bias=bias)
-        self.output_projection = (
-            Linear(self.num_heads * self.head_dim, self.embed_dim, bias=bias) if output_projection else None
-        )
+        self.output_projection = Linear(self.num_heads * self.head_dim, self.embed_dim, bias=bias) if mixed else None
         self.scores = RuleList(_NAME, scores)
 
     def forward(
@@ -128,6 +128,8 @@ class MultiHeadAttention(nn.Module):
             UnsupportedError: dtype or device differ from the module's, or the cache is no ``KVCache``.
         """
         check_cache(_NAME, "cache", cache)
+        if query_offset is not None:
+            query_offset = whole(_NAME, "query_offset", query_offset, low=-FARTHEST)
         own = (key is None or key is query) and (value is None or value is key or value is query)
         key, value = self._sources(query, key, value)
         first = self._first_position(own, cache, query_offset, query.shape[-2], key.shape[-2])
@@ -189,6 +191,7 @@ class MultiHeadAttention(nn.Module):
         [torch.Size([2, 5, 4]), torch.Size([1, 5, 4]), torch.Size([1, 5, 4])]
         """
         own = key is None
+        first = whole(f"{_NAME}.project", "first", first, low=-FARTHEST)
         key, value = self._sources(query, key, value)
         return self._heads(query, key, value, first, first if own else 0)
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from clearhead.arguments import flag, probability
 from clearhead.cache import KVCache, restored_on_error
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks import Causal, Mask
 from clearhead.nn.attention import MultiHeadAttention
-from clearhead.nn.checks import check_tokens, probability
+from clearhead.nn.checks import check_tokens
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.feedforward import FeedForward
 from clearhead.nn.weights import copy_into
@@ -82,16 +83,17 @@ class EncoderBlock(_Block):
         rotary: Rotary | bool | float | None = None, checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.norm_first = norm_first
-        self.checkpoint_activations = checkpoint_activations
+        name = "EncoderBlock"
+        self.norm_first, bias = flag(name, "norm_first", norm_first), flag(name, "bias", bias)
+        self.checkpoint_activations = flag(name, "checkpoint_activations", checkpoint_activations)
         self.attention = MultiHeadAttention(
             embed_dim, num_heads, num_kv_heads=num_kv_heads, bias=bias, scores=scores, rotary=rotary,
             dropout=dropout if attention_dropout is None else attention_dropout,
         )  # fmt: skip
-        self.attention_norm = nn.LayerNorm(embed_dim, bias=bias)
+        self.attention_norm = nn.LayerNorm(self.attention.embed_dim, bias=bias)
         self.feedforward = FeedForward(embed_dim, feedforward_dim, activation=activation, dropout=dropout, bias=bias)
-        self.feedforward_norm = nn.LayerNorm(embed_dim, bias=bias)
-        self.residual_dropout = Dropout(probability("EncoderBlock", "dropout", dropout))
+        self.feedforward_norm = nn.LayerNorm(self.attention.embed_dim, bias=bias)
+        self.residual_dropout = Dropout(probability(name, "dropout", dropout))
 
     def forward(
         self, x: Float[Tensor, "*batch len embed_dim"], *, mask: Mask | None = None
@@ -204,24 +206,26 @@ class DecoderBlock(_Block):
         checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.norm_first = norm_first
-        self.checkpoint_activations = checkpoint_activations
+        name = "DecoderBlock"
+        self.norm_first, bias = flag(name, "norm_first", norm_first), flag(name, "bias", bias)
+        self.checkpoint_activations = flag(name, "checkpoint_activations", checkpoint_activations)
+        cross_attention = flag(name, "cross_attention", cross_attention)
         weight_dropout = dropout if attention_dropout is None else attention_dropout
         self.attention = MultiHeadAttention(
             embed_dim, num_heads, num_kv_heads=num_kv_heads, bias=bias, scores=scores, rotary=rotary,
             dropout=weight_dropout,
         )  # fmt: skip
-        self.attention_norm = nn.LayerNorm(embed_dim, bias=bias)
+        self.attention_norm = nn.LayerNorm(self.attention.embed_dim, bias=bias)
         self.cross_attention = self.cross_norm = None
         if cross_attention or memory_dim is not None:
             self.cross_attention = MultiHeadAttention(
                 embed_dim, num_heads, num_kv_heads=num_kv_heads, key_dim=memory_dim, value_dim=memory_dim, bias=bias,
                 dropout=weight_dropout,
             )  # fmt: skip
-            self.cross_norm = nn.LayerNorm(embed_dim, bias=bias)
+            self.cross_norm = nn.LayerNorm(self.attention.embed_dim, bias=bias)
         self.feedforward = FeedForward(embed_dim, feedforward_dim, activation=activation, dropout=dropout, bias=bias)
-        self.feedforward_norm = nn.LayerNorm(embed_dim, bias=bias)
-        self.residual_dropout = Dropout(probability("DecoderBlock", "dropout", dropout))
+        self.feedforward_norm = nn.LayerNorm(self.attention.embed_dim, bias=bias)
+        self.residual_dropout = Dropout(probability(name, "dropout", dropout))
 
     def forward(
         self,

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Iterable
 
+import torch
+from torch import Tensor, nn
+
+from clearhead.arguments import seen, whole
 from clearhead.errors import ShapeError, UnsupportedError
 
-__all__ = ["check_tokens", "converts", "positive", "probability", "sources_of"]
+__all__ = ["check_tokens", "compile_each", "converts", "depth", "positive", "sources_of"]
 
 
-def positive(function: str, argument: str, value: int) -> int:
-    """``value``, once it is known to be a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ShapeError.about(
-            function, argument, must="be a whole number of at least 1", got=repr(value)[:80], then="Pass an int."
-        )
-    return value
+def positive(function: str, argument: str, value: object) -> int:
+    """A size of a module, a whole number of at least 1 that some machine could hold."""
+    return whole(function, argument, value, low=1, high=2**31)
 
 
-def probability(function: str, argument: str, value: float) -> float:
-    """``value``, once it is known to be a probability below 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < 1.0:
-        raise ShapeError.about(
-            function, argument, must="be a probability from 0 up to, but not, 1", got=repr(value)[:80],
-            then="0.0 switches it off.",
+def depth(function: str, argument: str, value: object) -> int:
+    """How many layers a model has."""
+    return whole(function, argument, value, low=1, high=2**16)
+
+
+def compile_each(function: str, blocks: Iterable[nn.Module], backend: object) -> None:
+    """Compile blocks in place with ``torch.compile`` and this backend of it, for any length."""
+    named = isinstance(backend, str) and backend in torch.compiler.list_backends(exclude_tags=())
+    if not named and not callable(backend):
+        raise UnsupportedError.about(
+            function, "backend", must="be one of torch.compiler.list_backends(), or a function", got=seen(backend),
+            then="The usual one is 'inductor'.",
         )  # fmt: skip
-    return float(value)
+    for block in blocks:
+        block.compile(dynamic=True, backend=backend)
 
 
 def converts(x: Tensor) -> bool:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from clearhead.errors import UnsupportedError
+from clearhead.arguments import one_of, probability, whole
 from clearhead.masks import Mask
-from clearhead.nn.checks import positive, probability
+from clearhead.nn.checks import positive
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.edge import Lengths
 from clearhead.nn.embedding import TokenEmbedding, check_ids, embedded
@@ -65,25 +65,23 @@ class SequenceClassifier(nn.Module):
         neighbours: int = 0, scores: ScoreRule | Iterable[ScoreRule] = (), checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        if pooling not in POOLINGS:
-            raise UnsupportedError.about(
-                "SequenceClassifier", "pooling", must=f"be one of {', '.join(POOLINGS)}", got=repr(pooling)[:80],
-                then="The usual one is 'mean'.",
-            )  # fmt: skip
-        self.pooling = pooling
+        name = "SequenceClassifier"
+        self.pooling = one_of(name, "pooling", pooling, POOLINGS, "The usual one is 'mean'.")
+        neighbours = whole(name, "neighbours", neighbours, low=0, high=2**16)
         self.embedding = TokenEmbedding(
             vocab_size, embed_dim, max_len=max_len, positions=positions,
             dropout=dropout if embedding_dropout is None else embedding_dropout,
         )  # fmt: skip
-        self.neighbours = NeighbourMixing(embed_dim, neighbours) if neighbours else None
+        width = self.embedding.token.embedding_dim
+        self.neighbours = NeighbourMixing(width, neighbours) if neighbours else None
         self.encoder = Encoder(
             embed_dim, num_heads, num_layers, feedforward_dim=feedforward_dim, dropout=dropout,
             attention_dropout=attention_dropout, norm_first=norm_first, num_kv_heads=num_kv_heads, scores=scores,
-            rotary=positions == "rotary", checkpoint_activations=checkpoint_activations,
+            rotary=self.embedding.positions == "rotary", checkpoint_activations=checkpoint_activations,
         )  # fmt: skip
-        self.dropout = Dropout(probability("SequenceClassifier", "dropout", dropout))
-        width = embed_dim * (2 if pooling == "mean_max" else 1)
-        self.classifier = Linear(width, positive("SequenceClassifier", "num_classes", num_classes))
+        self.dropout = Dropout(probability(name, "dropout", dropout))
+        pooled = width * (2 if self.pooling == "mean_max" else 1)
+        self.classifier = Linear(pooled, positive(name, "num_classes", num_classes))
         start_embeddings(self)
 
     @property

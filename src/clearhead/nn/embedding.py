@@ -7,8 +7,9 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from clearhead.errors import ShapeError, UnsupportedError
-from clearhead.nn.checks import positive, probability
+from clearhead.arguments import one_of, probability
+from clearhead.errors import ShapeError
+from clearhead.nn.checks import positive
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.edge import Edge
 from clearhead.positions import sinusoidal
@@ -41,14 +42,10 @@ class TokenEmbedding(nn.Module):
         super().__init__()
         self.vocab_size = positive("TokenEmbedding", "vocab_size", vocab_size)
         self.max_len = positive("TokenEmbedding", "max_len", max_len)
-        if positions not in POSITIONS:
-            raise UnsupportedError.about(
-                "TokenEmbedding", "positions", must=f"be one of {', '.join(POSITIONS)}", got=repr(positions)[:80],
-                then="The usual one is 'learned'.",
-            )  # fmt: skip
-        self.positions = positions
-        self.token = nn.Embedding(vocab_size, positive("TokenEmbedding", "embed_dim", embed_dim))
-        self.position = nn.Embedding(max_len, embed_dim) if positions == "learned" else None
+        self.positions = one_of("TokenEmbedding", "positions", positions, POSITIONS, "The usual one is 'learned'.")
+        self.token = nn.Embedding(self.vocab_size, positive("TokenEmbedding", "embed_dim", embed_dim))
+        width = self.token.embedding_dim
+        self.position = nn.Embedding(self.max_len, width) if self.positions == "learned" else None
         self.dropout = Dropout(probability("TokenEmbedding", "dropout", dropout))
 
     def forward(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from clearhead.arguments import flag
 from clearhead.errors import ShapeError
 from clearhead.nn.checks import check_tokens
 from clearhead.nn.edge import Lengths
 from clearhead.nn.embedding import TokenEmbedding, check_ids, check_range, embedded
-from clearhead.nn.generation import Sampler, check_prompt, check_token, evaluating, extend
+from clearhead.nn.generation import Sampler, as_token, check_prompt, evaluating, extend
 from clearhead.nn.linear import Linear
 from clearhead.nn.stacks import Decoder, DecoderCache, Encoder
 from clearhead.nn.start import start_embeddings
@@ -58,19 +59,20 @@ class EncoderDecoder(nn.Module):
             TokenEmbedding(size, embed_dim, max_len=max_len, positions=positions, dropout=dropout)
             for size in (source_vocab_size, target_vocab_size)
         )
+        rotary = self.source_embedding.positions == "rotary"
         self.encoder = Encoder(
             embed_dim, num_heads, num_layers, feedforward_dim=feedforward_dim, dropout=dropout,
-            attention_dropout=attention_dropout, norm_first=norm_first, rotary=positions == "rotary",
+            attention_dropout=attention_dropout, norm_first=norm_first, rotary=rotary,
             checkpoint_activations=checkpoint_activations,
         )  # fmt: skip
         self.decoder = Decoder(
             embed_dim, num_heads, num_layers, cross_attention=True, feedforward_dim=feedforward_dim, dropout=dropout,
-            attention_dropout=attention_dropout, norm_first=norm_first, rotary=positions == "rotary",
+            attention_dropout=attention_dropout, norm_first=norm_first, rotary=rotary,
             checkpoint_activations=checkpoint_activations,
         )  # fmt: skip
-        self.head = Linear(embed_dim, target_vocab_size, bias=False)
+        self.head = Linear(self.decoder.embed_dim, self.target_embedding.vocab_size, bias=False)
         start_embeddings(self)
-        if tie_embeddings:
+        if flag("EncoderDecoder", "tie_embeddings", tie_embeddings):
             self.head.weight = self.target_embedding.token.weight
 
     @property
@@ -157,17 +159,16 @@ class EncoderDecoder(nn.Module):
             ShapeError: arguments out of range.
         """
         name = "EncoderDecoder.generate"
-        check_prompt(name, "source", source, max_new_tokens)
+        max_new_tokens = check_prompt(name, "source", source, max_new_tokens)
         if max_new_tokens > self.max_len:
             raise ShapeError.about(
                 name, "max_new_tokens", must=f"be at most {self.max_len} (max_len)", got=max_new_tokens,
                 then="Ask for fewer, or build the model with a larger max_len.",
             )  # fmt: skip
         sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed, device=source.device)
-        check_token(name, "start", start)
-        if stop is not None:
-            check_token(name, "stop", stop)
-        cache = self.new_cache() if cached else None
+        start = as_token(name, "start", start)
+        stop = None if stop is None else as_token(name, "stop", stop)
+        cache = self.new_cache() if flag(name, "cached", cached) else None
         target = torch.full((source.shape[0], 1), start, dtype=torch.int64, device=source.device)
         check_range(name, "start", target, self.target_embedding.vocab_size)
         with evaluating(self):

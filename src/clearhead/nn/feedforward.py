@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.module import _has_any_global_hook
 
-from clearhead.errors import UnsupportedError
-from clearhead.nn.checks import check_tokens, positive, probability
+from clearhead.arguments import flag, one_of, probability
+from clearhead.nn.checks import check_tokens, positive
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.linear import Linear, hooked
 from clearhead.projection import project_relu_project
@@ -49,19 +49,15 @@ class FeedForward(nn.Module):
         bias: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.embed_dim = positive("FeedForward", "embed_dim", embed_dim)
-        width = positive(
-            "FeedForward", "feedforward_dim", 4 * embed_dim if feedforward_dim is None else feedforward_dim
-        )
-        if activation not in ACTIVATIONS:
-            raise UnsupportedError.about(
-                "FeedForward", "activation", must=f"be one of {', '.join(ACTIVATIONS)}", got=repr(activation)[:80],
-                then="The usual one is 'gelu'.",
-            )  # fmt: skip
-        self.expand = Linear(embed_dim, width, bias=bias)
-        self.activation = ACTIVATIONS[activation]()
-        self.dropout = Dropout(probability("FeedForward", "dropout", dropout))
-        self.contract = Linear(width, embed_dim, bias=bias)
+        name = "FeedForward"
+        self.embed_dim = positive(name, "embed_dim", embed_dim)
+        width = 4 * self.embed_dim if feedforward_dim is None else positive(name, "feedforward_dim", feedforward_dim)
+        chosen = one_of(name, "activation", activation, ACTIVATIONS, "The usual one is 'gelu'.")
+        bias = flag(name, "bias", bias)
+        self.expand = Linear(self.embed_dim, width, bias=bias)
+        self.activation = ACTIVATIONS[chosen]()
+        self.dropout = Dropout(probability(name, "dropout", dropout))
+        self.contract = Linear(width, self.embed_dim, bias=bias)
 
     def forward(self, x: Float[Tensor, "*batch len embed_dim"]) -> Float[Tensor, "*batch len embed_dim"]:
         """Each token through both layers."""

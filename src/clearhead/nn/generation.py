@@ -10,11 +10,12 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from clearhead.arguments import FARTHEST, number, seed_of, seen, whole, whole_number
 from clearhead.errors import ShapeError
 from clearhead.nn.embedding import check_ids, widened
 from clearhead.shapes import Float, Int
 
-__all__ = ["Sampler", "check_prompt", "check_token", "evaluating", "extend"]
+__all__ = ["Sampler", "as_token", "check_prompt", "evaluating", "extend"]
 
 
 #: Temperature below which nothing but the likeliest token is left, and the division would overflow.
@@ -37,23 +38,14 @@ class Sampler:
     def __init__(
         self, function: str, *, temperature: float, top_k: int | None, seed: int | None, device: torch.device
     ) -> None:
-        number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-        if not number or not math.isfinite(temperature) or temperature < 0.0:
-            raise ShapeError.about(
-                function, "temperature", must="be a number of at least 0", got=repr(temperature)[:80],
-                then="0.0 always takes the likeliest token.",
-            )  # fmt: skip
-        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
-            raise ShapeError.about(
-                function, "top_k", must="be a whole number of at least 1", got=repr(top_k)[:80], then="None keeps all."
-            )
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64):
-            raise ShapeError.about(
-                function, "seed", must="be a whole number from 0 to 2**64 - 1", got=repr(seed)[:80], then="Pass e.g. 0."
-            )
-        self.temperature = 0.0 if temperature < _COLDEST else float(temperature)
-        self.top_k = top_k
-        self.generator = None if seed is None else torch.Generator(device=device).manual_seed(seed)
+        warmth = number(
+            function, "temperature", temperature, must="be a number of at least 0", fits=lambda given: given >= 0.0,
+            then="0.0 always takes the likeliest token.",
+        )  # fmt: skip
+        self.temperature = 0.0 if warmth < _COLDEST else warmth
+        self.top_k = None if top_k is None else whole(function, "top_k", top_k, low=1, then="None keeps all.")
+        chosen = None if seed is None else seed_of(function, seed)
+        self.generator = None if chosen is None else torch.Generator(device=device).manual_seed(chosen)
 
     def draw(self, logits: Float[Tensor, "batch vocab_size"]) -> Int[Tensor, "batch 1"]:
         """One token id for each row."""
@@ -98,21 +90,21 @@ def extend(
     return ids
 
 
-def check_token(function: str, argument: str, token: object) -> None:
-    if isinstance(token, bool) or not isinstance(token, int):
+def as_token(function: str, argument: str, token: object) -> int:
+    """A token id, which some vocabulary may have."""
+    found = whole_number(token)
+    if found is None or not -FARTHEST <= found <= FARTHEST:
         raise ShapeError.about(
-            function, argument, must="be a token id, a whole number", got=repr(token)[:80], then="Pass an int."
+            function, argument, must="be a token id, a whole number", got=seen(token), then="Pass an int."
         )
+    return found
 
 
-def check_prompt(function: str, argument: str, ids: Tensor, max_new_tokens: int) -> None:
+def check_prompt(function: str, argument: str, ids: Tensor, max_new_tokens: object) -> int:
+    """Raise unless there are tokens to go on from; how many to add."""
     _, length = check_ids(function, argument, ids, 2**62)
     if length == 0:
         raise ShapeError.about(
             function, argument, must="hold at least one token", got=tuple(ids.shape), then="Begin with a start token."
         )
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-        raise ShapeError.about(
-            function, "max_new_tokens", must="be a whole number of at least 0", got=repr(max_new_tokens)[:80],
-            then="Pass an int.",
-        )  # fmt: skip
+    return whole(function, "max_new_tokens", max_new_tokens, low=0, high=2**31)

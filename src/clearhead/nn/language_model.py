@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
+from clearhead.arguments import flag
 from clearhead.errors import ShapeError
 from clearhead.masks import Mask
 from clearhead.nn.embedding import TokenEmbedding, check_ids, embedded
-from clearhead.nn.generation import Sampler, check_prompt, check_token, evaluating, extend
+from clearhead.nn.generation import Sampler, as_token, check_prompt, evaluating, extend
 from clearhead.nn.linear import Linear
 from clearhead.nn.stacks import Decoder, DecoderCache
 from clearhead.nn.start import start_embeddings, start_linears
@@ -63,12 +64,12 @@ class LanguageModel(nn.Module):
         self.decoder = Decoder(
             embed_dim, num_heads, num_layers, feedforward_dim=feedforward_dim, dropout=dropout,
             attention_dropout=attention_dropout, norm_first=norm_first, bias=bias, num_kv_heads=num_kv_heads,
-            scores=scores, rotary=positions == "rotary", checkpoint_activations=checkpoint_activations,
+            scores=scores, rotary=self.embedding.positions == "rotary", checkpoint_activations=checkpoint_activations,
         )  # fmt: skip
-        self.head = Linear(embed_dim, vocab_size, bias=False)
+        self.head = Linear(self.decoder.embed_dim, self.embedding.vocab_size, bias=False)
         start_embeddings(self)
         start_linears(self.decoder.blocks)
-        if tie_embeddings:
+        if flag("LanguageModel", "tie_embeddings", tie_embeddings):
             self.head.weight = self.embedding.token.weight
 
     @property
@@ -137,11 +138,10 @@ class LanguageModel(nn.Module):
             ShapeError: an empty prompt, or arguments out of range.
         """
         name = "LanguageModel.generate"
-        check_prompt(name, "ids", ids, max_new_tokens)
+        max_new_tokens = check_prompt(name, "ids", ids, max_new_tokens)
         sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed, device=ids.device)
-        if stop is not None:
-            check_token(name, "stop", stop)
-        cache = self.new_cache() if cached else None
+        stop = None if stop is None else as_token(name, "stop", stop)
+        cache = self.new_cache() if flag(name, "cached", cached) else None
 
         def next_logits(ids: Tensor) -> Tensor:
             if cache is None or ids.shape[1] > self.max_len:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from clearhead.arguments import flag, one_of
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.linear import (
     FeatureMap,
@@ -21,6 +22,7 @@ from clearhead.linear import (
     linear_attention,
     retention,
 )
+from clearhead.linear.feature_maps import PERFORMER, as_feature_map
 from clearhead.masks import Causal, Documents, Mask, Padding
 from clearhead.masks.base import conjuncts
 from clearhead.nn.checks import positive, sources_of
@@ -97,36 +99,32 @@ class LinearAttention(nn.Module):
         output_projection: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        if kind not in _KINDS:
-            raise UnsupportedError.about(
-                _NAME, "kind", must=f"be one of {', '.join(_KINDS)}", got=repr(kind)[:80], then="Usual: 'linear'."
-            )
-        self.kind = kind
+        self.kind = one_of(_NAME, "kind", kind, _KINDS, "Usual: 'linear'.")
         self.embed_dim = positive(_NAME, "embed_dim", embed_dim)
         self.num_heads = positive(_NAME, "num_heads", num_heads)
-        self.num_kv_heads = positive(_NAME, "num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
+        self.num_kv_heads = self.num_heads if num_kv_heads is None else positive(_NAME, "num_kv_heads", num_kv_heads)
         if self.num_heads % self.num_kv_heads:
             raise ShapeError.about(
                 _NAME, "num_kv_heads", must=f"divide num_heads {num_heads}", got=num_kv_heads,
                 then="Each head of keys serves as many heads of queries.",
             )  # fmt: skip
-        if head_dim is None and embed_dim % num_heads:
+        if head_dim is None and self.embed_dim % self.num_heads:
             raise ShapeError.about(
                 _NAME, "embed_dim", must=f"be a multiple of num_heads {num_heads}", got=embed_dim,
                 then="Or give head_dim.",
             )  # fmt: skip
-        self.head_dim = positive(_NAME, "head_dim", embed_dim // num_heads if head_dim is None else head_dim)
-        self.key_dim = positive(_NAME, "key_dim", embed_dim if key_dim is None else key_dim)
-        self.value_dim = positive(_NAME, "value_dim", embed_dim if value_dim is None else value_dim)
+        own_width = self.embed_dim // self.num_heads
+        self.head_dim = own_width if head_dim is None else positive(_NAME, "head_dim", head_dim)
+        self.key_dim = self.embed_dim if key_dim is None else positive(_NAME, "key_dim", key_dim)
+        self.value_dim = self.embed_dim if value_dim is None else positive(_NAME, "value_dim", value_dim)
+        bias, mixed = flag(_NAME, "bias", bias), flag(_NAME, "output_projection", output_projection)
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.query_projection = Linear(self.embed_dim, width, bias=bias)
         self.key_projection = Linear(self.key_dim, kv_width, bias=bias)
         self.value_projection = Linear(self.value_dim, kv_width, bias=bias)
-        self.output_projection = Linear(width, self.embed_dim, bias=bias) if output_projection else None
+        self.output_projection = Linear(width, self.embed_dim, bias=bias) if mixed else None
         self.extra_projection = self._extra_projection(kv_width)
-        self.feature_map = _KINDS[kind].feature_map if feature_map is None else feature_map
-        if self.feature_map == "performer":
-            self.feature_map = PositiveRandomFeatures.draw(self.head_dim)
+        self.feature_map = self._feature_map(feature_map)
         drawn = self.feature_map
         self.register_buffer(
             "random_features", drawn.weights.float() if isinstance(drawn, PositiveRandomFeatures) else None
@@ -194,6 +192,25 @@ class LinearAttention(nn.Module):
             cache.update(state, key.shape[-2])
         joined = output.transpose(-3, -2).flatten(-2)
         return joined if self.output_projection is None else self.output_projection(joined)
+
+    def _feature_map(
+        self, given: str | FeatureMap | PositiveRandomFeatures | None
+    ) -> str | FeatureMap | PositiveRandomFeatures:
+        """The map, by default the kind's own, once it is known to be one that the kind can use."""
+        chosen = _KINDS[self.kind].feature_map if given is None else given
+        known = as_feature_map(_NAME, chosen, self.head_dim)
+        if _KINDS[self.kind].ordered and known.only_normalized:
+            raise UnsupportedError.about(
+                _NAME, "feature_map", must=f"need no normaliser with kind {self.kind!r}", got=known.name,
+                then="Only kind 'linear' normalises.",
+            )  # fmt: skip
+        features = known.features(self.head_dim)
+        if _KINDS[self.kind].extra == "log_gate" and features != self.head_dim:
+            raise ShapeError.about(
+                _NAME, "feature_map", must=f"have a feature for each of {self.head_dim} channels with kind 'gated'",
+                got=f"{known.name}, which has {features}", then="Each feature has a gate of its own.",
+            )  # fmt: skip
+        return PositiveRandomFeatures.draw(self.head_dim) if chosen == PERFORMER else chosen
 
     def _extra_projection(self, width: int) -> nn.Module | None:
         match _KINDS[self.kind].extra:

@@ -32,7 +32,8 @@ class NeighbourMixing(nn.Module):
     def __init__(self, embed_dim: int, reach: int) -> None:
         super().__init__()
         self.reach = positive("NeighbourMixing", "reach", reach)
-        self.mix = Linear((2 * reach + 1) * embed_dim, embed_dim)
+        embed_dim = positive("NeighbourMixing", "embed_dim", embed_dim)
+        self.mix = Linear((2 * self.reach + 1) * embed_dim, embed_dim)
 
     def forward(
         self, x: Float[Tensor, "batch len embed_dim"], places: Int[Tensor, "#batch len"]

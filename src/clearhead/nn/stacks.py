@@ -8,11 +8,12 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from clearhead.arguments import flag
 from clearhead.cache import KVCache, restored_on_error
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks import Mask
 from clearhead.nn.blocks import DecoderBlock, EncoderBlock
-from clearhead.nn.checks import check_tokens, positive
+from clearhead.nn.checks import check_tokens, compile_each, depth, positive
 from clearhead.nn.edge import Edge, Lengths
 from clearhead.positions import Rotary
 from clearhead.scores import ScoreRule, as_rules
@@ -61,9 +62,9 @@ class Encoder(nn.Module):
                 num_kv_heads=num_kv_heads, scores=rules, rotary=rotary,
                 checkpoint_activations=checkpoint_activations,
             )
-            for _ in range(positive("Encoder", "num_layers", num_layers))
+            for _ in range(depth("Encoder", "num_layers", num_layers))
         )  # fmt: skip
-        self.norm = nn.LayerNorm(embed_dim, bias=bias) if norm_first else nn.Identity()
+        self.norm = _last_norm(self.blocks)
 
     def forward(
         self, x: Float[Tensor, "*batch len embed_dim"], *, lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
@@ -103,13 +104,20 @@ class Encoder(nn.Module):
 
     def compile_blocks(self, backend: str = "inductor") -> None:
         """Compile every block in place with ``torch.compile`` and this backend of it, for any length."""
-        for block in self.blocks:
-            block.compile(dynamic=True, backend=backend)
+        compile_each("Encoder.compile_blocks", self.blocks, backend)
 
 
 def _packable(blocks: nn.ModuleList) -> bool:
     """Whether every block's score rules mean the same where sequences lie end to end."""
     return all(cast(EncoderBlock | DecoderBlock, block).attention.scores.relative for block in blocks)
+
+
+def _last_norm(blocks: nn.ModuleList) -> nn.Module:
+    """The norm behind blocks that norm what they read; its bias is as theirs."""
+    first = _first(blocks)
+    if not first.norm_first:
+        return nn.Identity()
+    return nn.LayerNorm(first.attention.embed_dim, bias=first.attention_norm.bias is not None)
 
 
 def _first(blocks: nn.ModuleList) -> EncoderBlock | DecoderBlock:
@@ -125,11 +133,11 @@ class DecoderCache:
 
     def check(self, function: str, num_layers: int) -> None:
         """Raise unless it was made for a decoder of so many layers."""
-        held = (len(self.layers), len(self.memory))
+        held = (_count(self.layers), _count(self.memory))
         if held not in ((num_layers, 0), (num_layers, num_layers)):
             raise ShapeError.about(
                 function, "cache", must=f"hold a KVCache for each of the {num_layers} layers, and one for each memory",
-                got=f"{held[0]}, and {held[1]} for memories", then="Take one from new_cache().",
+                got=f"{_told(held[0])}, and {_told(held[1])} for memories", then="Take one from new_cache().",
             )  # fmt: skip
 
     @property
@@ -144,6 +152,16 @@ class DecoderCache:
 
     def __repr__(self) -> str:
         return f"DecoderCache(layers={len(self.layers)}, length={self.length})"
+
+
+def _count(caches: object) -> int | None:
+    """How many caches a list holds; None where it is none, or holds something else."""
+    lists = isinstance(caches, (list, tuple)) and all(isinstance(cache, KVCache) for cache in caches)
+    return len(caches) if lists else None  # type: ignore[arg-type]
+
+
+def _told(count: int | None) -> str:
+    return "no list of them" if count is None else str(count)
 
 
 class Decoder(nn.Module):
@@ -185,7 +203,7 @@ class Decoder(nn.Module):
         super().__init__()
         rules = as_rules("Decoder", scores)
         self.embed_dim = positive("Decoder", "embed_dim", embed_dim)
-        self.cross_attention = cross_attention or memory_dim is not None
+        self.cross_attention = flag("Decoder", "cross_attention", cross_attention) or memory_dim is not None
         self.blocks = nn.ModuleList(
             DecoderBlock(
                 embed_dim, num_heads, feedforward_dim=feedforward_dim, dropout=dropout,
@@ -193,9 +211,9 @@ class Decoder(nn.Module):
                 num_kv_heads=num_kv_heads, scores=rules, rotary=rotary, cross_attention=cross_attention,
                 memory_dim=memory_dim, checkpoint_activations=checkpoint_activations,
             )
-            for _ in range(positive("Decoder", "num_layers", num_layers))
+            for _ in range(depth("Decoder", "num_layers", num_layers))
         )  # fmt: skip
-        self.norm = nn.LayerNorm(embed_dim, bias=bias) if norm_first else nn.Identity()
+        self.norm = _last_norm(self.blocks)
 
     def seen(self, function: str, cache: DecoderCache | None) -> int:
         """How many tokens the cache holds, once it is known to be one for this decoder."""
@@ -294,5 +312,4 @@ class Decoder(nn.Module):
 
     def compile_blocks(self, backend: str = "inductor") -> None:
         """Compile every block in place with ``torch.compile`` and this backend of it, for any length."""
-        for block in self.blocks:
-            block.compile(dynamic=True, backend=backend)
+        compile_each("Decoder.compile_blocks", self.blocks, backend)

@@ -31,7 +31,8 @@ def weight_and_bias(function: str, role: str, part: HeadWeight) -> tuple[Tensor,
     if isinstance(part, nn.Linear):
         return part.weight, part.bias
     weight, bias = part if isinstance(part, tuple) else (part, None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+    fits = isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point()
+    if not fits or (bias is not None and not (isinstance(bias, Tensor) and bias.shape == weight.shape[:1])):
         raise ShapeError.about(
             function, role, must="be a weight [out, in], with a bias [out] if any",
             got=[tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in (weight, bias)],

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clearhead.arguments import seen
 from clearhead.errors import UnsupportedError
 from clearhead.nn.generation import evaluating
-from clearhead.observe.layers import Layers
+from clearhead.observe.layers import Layers, check_model
 from clearhead.observe.trace import trace
 from clearhead.shapes import Float
 
@@ -48,6 +49,12 @@ def head_effects(
     >>> {name: list(effect.shape) for name, effect in effects.items()}
     {'encoder.blocks.0.attention': [2]}
     """
+    check_model("head_effects", model)
+    if measure is not None and not callable(measure):
+        raise UnsupportedError.about(
+            "head_effects", "measure", must="be a function of what the model returns", got=seen(measure),
+            then="Pass one that gives a number.",
+        )  # fmt: skip
     with evaluating(model):
         with trace(model, layers=layers) as traced:
             whole = model(*inputs, **options)
@@ -66,8 +73,17 @@ def head_effects(
 
 
 def _difference(measure: Callable[[Any], Tensor | float], whole: Any) -> Callable[[Any], float]:
-    before = float(measure(whole))
-    return lambda output: float(measure(output)) - before
+    before = _measured(measure(whole))
+    return lambda output: _measured(measure(output)) - before
+
+
+def _measured(value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError, OverflowError) as failure:
+        raise UnsupportedError.about(
+            "head_effects", "measure", must="return a number", got=seen(value), then="Reduce it: output.mean()."
+        ) from failure
 
 
 def _moved(whole: Any) -> Callable[[Any], float]:

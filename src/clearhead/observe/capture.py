@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clearhead.arguments import seen, whole_number
 from clearhead.errors import ClearheadError, ShapeError, UnsupportedError
 from clearhead.nn.attention import MultiHeadAttention
 from clearhead.observe.trace import trace
@@ -50,10 +51,11 @@ def find_layer(function: str, model: nn.Module, layer: int | str | None) -> str:
         )  # fmt: skip
     if isinstance(layer, str) and layer in names:
         return layer
-    if layer is None or (isinstance(layer, int) and not isinstance(layer, bool) and 0 <= layer < len(names)):
-        return names[layer or 0]
+    place = 0 if layer is None else whole_number(layer)
+    if place is not None and 0 <= place < len(names):
+        return names[place]
     listed = ", ".join(f"{place} ({name})" if name else str(place) for place, name in enumerate(names))
-    raise ShapeError.about(function, "layer", must=f"be one of {listed}", got=repr(layer)[:80], then="Pass its number.")
+    raise ShapeError.about(function, "layer", must=f"be one of {listed}", got=seen(layer), then="Pass its number.")
 
 
 def capture(

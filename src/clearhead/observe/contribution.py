@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from clearhead.dispatch import run
 from clearhead.errors import ShapeError, UnsupportedError
-from clearhead.observe.layers import several, whole_number
-from clearhead.observe.points import Points
+from clearhead.observe.layers import places
+from clearhead.observe.points import Points, check_points
 from clearhead.problem import Problem
 from clearhead.shapes import Float
 from clearhead.statistics import Want
@@ -41,6 +41,7 @@ def value_norms(points: Points, projection: Projection) -> Float[Tensor, "batch 
 
     Cost: ``k_len * heads * value_dim * embed_dim`` operations, one head at a time.
     """
+    check_points("value_norms", "points", points)
     return _norms(points.padded, projection)
 
 
@@ -105,16 +106,9 @@ def contributions(
     >>> contributions(traced[0], module, queries=[0, 2]).shape
     torch.Size([1, 2, 2, 3])
     """
+    check_points("contributions", "points", points)
     problem = points.padded
-    chosen = []
-    for given in several(queries):
-        query = whole_number(given)
-        if query is None or not 0 <= query < problem.q_len:
-            raise ShapeError.about(
-                "contributions", "queries", must=f"lie from 0 to {problem.q_len - 1}", got=repr(given)[:80],
-                then="Rows are counted within the call.",
-            )  # fmt: skip
-        chosen.append(query)
+    chosen = places("contributions", "queries", queries, problem.q_len, "Rows are counted within the call.")
     norms = _norms(problem, projection)
     if not chosen:
         return norms.new_empty(*norms.shape[:2], 0, norms.shape[2])
@@ -132,6 +126,7 @@ def received_contributions(points: Points, projection: Projection) -> Float[Tens
 
     Cost: a pass for ``received`` and ``value_norms``; memory grows with the length.
     """
+    check_points("received_contributions", "points", points)
     problem = points.padded
     # Padding asks too, where a batch was not packed; what it asks for is nobody's output.
     real = points.real.to(problem.work_dtype)[:, None, None]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clearhead.arguments import seen, several, texts_of, whole_number
 from clearhead.dispatch import choose
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks import Mask
@@ -80,7 +81,7 @@ def explain(
     if isinstance(subject, Tensor):
         if layer is not None:
             raise UnsupportedError.about(
-                "explain", "layer", must="be left out for tensors", got=repr(layer), then="Pass a model to choose one."
+                "explain", "layer", must="be left out for tensors", got=seen(layer), then="Pass a model to choose one."
             )
         options = {"mask": mask, "scores": scores, "scale": scale, "query_offset": query_offset}
         ran, name = _from_tensors((subject, *inputs), options, backend), None
@@ -118,9 +119,9 @@ def _from_module(
 ) -> tuple[Subject, str | None]:
     given = {name: value for name, value in options.items() if value is not None}
     if isinstance(model, MultiHeadAttention):
-        if layer not in (None, 0):
+        if layer is not None and whole_number(layer) != 0:
             raise ShapeError.about(
-                "explain", "layer", must="be left out for one attention module", got=repr(layer), then="Pass a model."
+                "explain", "layer", must="be left out for one attention module", got=seen(layer), then="Pass a model."
             )
         return _subject(capture(model, model, inputs, given)), None
     name = find_layer("explain", model, layer)
@@ -164,12 +165,8 @@ def _texts(
         key_tokens = tokens
     texts = []
     for name, given, count in (("tokens", tokens, problem.q_len), ("key_tokens", key_tokens, problem.k_len)):
-        if given is not None and len(given) != count:
-            raise ShapeError.about(
-                "explain", name, must=f"have one text for each of {count} tokens", got=f"{len(given)}",
-                then="Leave it out to see indices.",
-            )  # fmt: skip
-        texts.append(tuple(str(text) for text in given) if given is not None else tuple(map(str, range(count))))
+        told = range(count) if given is None else given
+        texts.append(texts_of("explain", name, told, count, "Leave it out to see indices."))
     return texts[0], texts[1]
 
 
@@ -179,8 +176,8 @@ def _explanation(
 ) -> Explanation:  # fmt: skip
     problem = ran.problem
     place = find_token("explain", texts[0], token)
-    _in_range("head", head, problem.num_heads)
-    _in_range("batch", batch, problem.batch)
+    head = _in_range("head", head, problem.num_heads)
+    batch = _in_range("batch", batch, problem.batch)
     steps = tuple(steps_of(ran, batch, head, place))
     masked = next(step for step in steps if step.name == "mask")
     return Explanation(
@@ -200,6 +197,7 @@ def find_token(function: str, texts: Sequence[str], token: int | str) -> int:
     >>> find_token("explain", ["The", "cat"], "cat")
     1
     """
+    texts = [str(text) for text in several(texts)]
     if isinstance(token, str):
         places = [place for place, text in enumerate(texts) if text == token]
         if len(places) == 1:
@@ -209,18 +207,18 @@ def find_token(function: str, texts: Sequence[str], token: int | str) -> int:
                 function, "token", must="stand once in the text", got=f"{token!r} at {', '.join(map(str, places))}",
                 then="Pass the index.",
             )  # fmt: skip
-    elif isinstance(token, int) and not isinstance(token, bool) and 0 <= token < len(texts):
-        return token
+    elif (place := whole_number(token)) is not None and 0 <= place < len(texts):
+        return place
     shown = ", ".join(f"{place} {text!r}" if text != str(place) else text for place, text in enumerate(texts[:40]))
     more = "" if len(texts) <= 40 else f", up to {len(texts) - 1}"
-    raise ShapeError.about(
-        function, "token", must=f"be one of {shown}{more}", got=repr(token)[:80], then="Pass its index."
-    )
+    raise ShapeError.about(function, "token", must=f"be one of {shown}{more}", got=seen(token), then="Pass its index.")
 
 
-def _in_range(name: str, value: int, count: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
+def _in_range(name: str, value: int, count: int) -> int:
+    found = whole_number(value)
+    if found is None or not 0 <= found < count:
         raise ShapeError.about(
-            "explain", name, must=f"be a whole number from 0 to {count - 1}", got=repr(value)[:80],
+            "explain", name, must=f"be a whole number from 0 to {count - 1}", got=seen(value),
             then=f"There {'is one' if count == 1 else f'are {count}'}, counted from 0.",
         )  # fmt: skip
+    return found

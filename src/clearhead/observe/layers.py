@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Final, Generic, TypeVar
 
 from torch import nn
 
+from clearhead.arguments import one_of, seen, several, whole_number
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.nn.attention import MultiHeadAttention
 from clearhead.watch import attends, recognise
@@ -17,12 +17,12 @@ __all__ = [
     "Kept",
     "Layers",
     "attention_layers",
+    "check_model",
     "choose_heads",
     "choose_layers",
     "meant",
     "not_called",
-    "several",
-    "whole_number",
+    "places",
     "whole_numbers",
 ]
 
@@ -43,6 +43,7 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     >>> list(attention_layers(Encoder(8, num_heads=2, num_layers=2)))
     ['blocks.0.attention', 'blocks.1.attention']
     """
+    check_model("attention_layers", model)
     return {_plain(name): part for name, part in model.named_modules() if attends(part)}
 
 
@@ -57,10 +58,7 @@ def choose_layers(function: str, model: nn.Module, layers: Layers) -> dict[str, 
         UnsupportedError: no module of the model can be watched.
         ShapeError: there is no such layer; the text lists those that exist.
     """
-    if not isinstance(model, nn.Module):
-        raise UnsupportedError.about(
-            function, "model", must="be a torch.nn.Module", got=type(model).__name__, then="Pass the model itself."
-        )
+    check_model(function, model)
     known = attention_layers(model)
     if not known:
         raise UnsupportedError.about(
@@ -69,6 +67,14 @@ def choose_layers(function: str, model: nn.Module, layers: Layers) -> dict[str, 
         )  # fmt: skip
     names = list(known)
     return {name: known[name] for name in meant(function, names, names, layers)}
+
+
+def check_model(function: str, model: object) -> None:
+    """Raise unless ``model`` is a module."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError.about(
+            function, "model", must="be a torch.nn.Module", got=type(model).__name__, then="Pass the model itself."
+        )
 
 
 def meant(function: str, existing: Sequence[str], chosen: Sequence[str], layers: Layers) -> list[str]:
@@ -88,7 +94,7 @@ def meant(function: str, existing: Sequence[str], chosen: Sequence[str], layers:
         own = set(_named(existing, layer)) & set(chosen)
         if not own:
             listed = _listed(existing, chosen)
-            must, got = f"be one of {listed}", repr(layer)[:80]
+            must, got = f"be one of {listed}", seen(layer)
             raise ShapeError.about(function, "layers", must=must, got=got, then="Pass numbers, names or globs.")
         found |= own
     return [name for name in chosen if name in found]
@@ -100,27 +106,6 @@ def _named(names: Sequence[str], layer: object) -> list[str]:
         return [layer] if layer in names else [name for name in names if fnmatchcase(name, layer)]
     number = whole_number(layer)
     return [names[number]] if number is not None and 0 <= number < len(names) else []
-
-
-def several(given: object) -> tuple[object, ...]:
-    """What users give where one thing or several may stand; a text is one."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        return (given,)
-    try:
-        return tuple(given)
-    except TypeError:
-        # Arrays without an axis say that they can be walked along.
-        return (given,)
-
-
-def whole_number(value: object) -> int | None:
-    """A whole number, numpy's and torch's among them; None for anything else."""
-    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
-        return None
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
 
 
 def whole_numbers(
@@ -135,7 +120,7 @@ def whole_numbers(
     for value in several(given):
         number = whole_number(value)
         if number is None:
-            raise ShapeError.about(function, argument, must="be whole numbers", got=repr(value)[:80], then=then)
+            raise ShapeError.about(function, argument, must="be whole numbers", got=seen(value), then=then)
         found.append(number)
     return tuple(found)
 
@@ -176,16 +161,22 @@ def choose_heads(function: str, heads: int | Sequence[int] | None, num_heads: in
     """
     if heads is None:
         return tuple(range(num_heads))
-    chosen = []
-    for given in several(heads):
-        head = whole_number(given)
-        if head is None or not 0 <= head < num_heads:
-            raise ShapeError.about(
-                function, "heads", must=f"lie from 0 to {num_heads - 1}", got=repr(given)[:80],
-                then=f"The layer has {num_heads}, counted from 0.",
-            )  # fmt: skip
-        chosen.append(head)
-    return tuple(chosen)
+    return places(function, "heads", heads, num_heads, f"The layer has {num_heads}, counted from 0.")
+
+
+def places(function: str, argument: str, chosen: object, count: int, then: str) -> tuple[int, ...]:
+    """One place or several among ``count``.
+
+    Raises:
+        ShapeError: there is no such place.
+    """
+    found = []
+    for given in several(chosen):
+        place = whole_number(given)
+        if place is None or not 0 <= place < count:
+            raise ShapeError.about(function, argument, must=f"lie from 0 to {count - 1}", got=seen(given), then=then)
+        found.append(place)
+    return tuple(found)
 
 
 class _NotSeen(ShapeError, KeyError):
@@ -201,11 +192,8 @@ class Kept(Mapping[str, Record], Generic[Record]):
     """Records by layer, of its last call or of all its calls; also found by the layer's number in the model."""
 
     def __init__(self, function: str, chosen: Sequence[str], existing: Sequence[str], keep: str) -> None:
-        if keep not in ("last", "all"):
-            raise UnsupportedError.about(
-                function, "keep", must="be 'last' or 'all'", got=repr(keep)[:80], then="'last' keeps the newest call."
-            )
-        self._function, self._existing, self._all = function, list(existing), keep == "all"
+        kept = one_of(function, "keep", keep, ("last", "all"), "'last' keeps the newest call.")
+        self._function, self._existing, self._all = function, list(existing), kept == "all"
         self._records: dict[str, list[Record]] = {name: [] for name in chosen}
 
     def __getitem__(self, layer: str | int) -> Record:
@@ -221,10 +209,11 @@ class Kept(Mapping[str, Record], Generic[Record]):
         found = _named(self._existing, layer)
         kept = tuple(self._records.get(found[0], ())) if len(found) == 1 else ()
         if not kept:
-            seen = _listed(self._existing, list(self)) or "none"
+            known = _listed(self._existing, list(self)) or "none"
             why = "was not called" if len(found) == 1 and found[0] in self._records else "was not watched"
-            got = f"{layer!r}, which {why if found else 'does not exist'}"
-            raise _NotSeen.about(self._function, "layer", must=f"be one of {seen}", got=got, then="Choose one of them.")
+            got = f"{seen(layer)}, which {why if found else 'does not exist'}"
+            must, then = f"be one of {known}", "Choose one of them."
+            raise _NotSeen.about(self._function, "layer", must=must, got=got, then=then)
         return kept
 
     def every_call(self) -> Iterator[tuple[str, Record]]:

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from clearhead.arguments import flag, seen, several, whole_number
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.observe.layers import (
     Kept,
@@ -18,12 +19,9 @@ from clearhead.observe.layers import (
     choose_heads,
     choose_layers,
     not_called,
-    several,
-    whole_number,
 )
 from clearhead.observe.packed import sequences_of
 from clearhead.observe.text import table
-from clearhead.record import as_index
 from clearhead.shapes import Float, Int
 from clearhead.statistics import Observation, Want
 from clearhead.watch import Attend, Call, watching
@@ -177,9 +175,9 @@ class _Observer:
                 choose_heads(_FUNCTION, heads, num_heads)
         self.seen = Seen(_FUNCTION, list(chosen), list(attention_layers(model)), keep)
         self._names: dict[nn.Module, str] = {module: name for name, module in chosen.items()}
-        self._want, self._heads, self._detach = want, heads, detach
+        self._want, self._heads, self._detach = want, heads, flag(_FUNCTION, "detach", detach)
         self._queries = _positions("queries", queries)
-        self._rows = None if want.rows is None else _positions("want.rows", as_index(want.rows).tolist())
+        self._rows = None if want.rows is None else _positions("want.rows", want.rows)
         self._most = 0
 
     def attend(self, owner: object, call: Call, want: Want, inner: Attend) -> Observation:
@@ -244,7 +242,7 @@ class _Observer:
                 )  # fmt: skip
 
 
-def _positions(argument: str, chosen: int | Sequence[int] | None) -> tuple[int, ...] | None:
+def _positions(argument: str, chosen: int | Sequence[int] | Tensor | None) -> tuple[int, ...] | None:
     """Positions of queries, checked."""
     if chosen is None:
         return None
@@ -253,7 +251,7 @@ def _positions(argument: str, chosen: int | Sequence[int] | None) -> tuple[int, 
         place = whole_number(given)
         if place is None or place < 0:
             raise ShapeError.about(
-                _FUNCTION, argument, must="be positions, whole numbers of at least 0", got=repr(given)[:80],
+                _FUNCTION, argument, must="be positions, whole numbers of at least 0", got=seen(given),
                 then="They count from a sequence's first token.",
             )  # fmt: skip
         places.append(place)

@@ -22,7 +22,7 @@ from clearhead.shapes import Bool, Float
 from clearhead.statistics import Observation, Want
 from clearhead.watch import Attend, Call, innermost
 
-__all__ = ["POINTS", "SQUARES", "Changed", "Points", "run_changed"]
+__all__ = ["POINTS", "SQUARES", "Changed", "Points", "check_points", "run_changed"]
 
 #: In the order in which they are computed.
 POINTS: Final = ("query", "key", "value", "scores", "scaled", "masked", "weights", "head_outputs", "output")
@@ -147,6 +147,15 @@ class Points:
 
     def __repr__(self) -> str:
         return f"Points({self.layer!r}, {', '.join(f'{name}={list(shape)}' for name, shape in self.shapes.items())})"
+
+
+def check_points(function: str, argument: str, points: object) -> None:
+    """Raise unless ``points`` are those of one call of one layer."""
+    if not isinstance(points, Points):
+        raise UnsupportedError.about(
+            function, argument, must="be the Points of a layer", got=type(points).__name__,
+            then="Pass traced[0] after `with ch.trace(model) as traced`.",
+        )  # fmt: skip
 
 
 def real_keys(problem: Problem) -> Bool[Tensor, "batch k_len"]:

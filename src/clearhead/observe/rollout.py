@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from clearhead.arguments import number
 from clearhead.dispatch import run
 from clearhead.errors import ShapeError, UnsupportedError
-from clearhead.observe.layers import several, whole_number
-from clearhead.observe.points import Points
+from clearhead.observe.layers import places
+from clearhead.observe.points import Points, check_points
 from clearhead.observe.trace import Trace
 from clearhead.problem import Problem
 from clearhead.shapes import Float
@@ -64,18 +65,21 @@ def rollout(
         raise UnsupportedError.about(
             "rollout", "traced", must="hold layers", got="none", then="Run the model within `with ch.trace(model)`."
         )
-    if isinstance(residual, bool) or not isinstance(residual, (int, float)) or not 0.0 <= residual <= 1.0:
-        raise ShapeError.about(
-            "rollout", "residual", must="lie from 0 to 1", got=repr(residual)[:80], then="The paper takes 0.5."
-        )
+    share = number(
+        "rollout", "residual", residual, must="lie from 0 to 1", fits=lambda given: 0.0 <= given <= 1.0,
+        then="The paper takes 0.5.",
+    )  # fmt: skip
     problems = [_checked(points, layers[0]) for points in layers]
-    return torch.cat([_down(problems, start, residual) for start in _starts(layers[-1], tokens)], dim=1)
+    return torch.cat([_down(problems, start, share) for start in _starts(layers[-1], tokens)], dim=1)
 
 
 def _calls(traced: Mapping[str, Points]) -> list[Points]:
     """The calls of one forward pass in their order; all of a layer that the model uses several times."""
     if not isinstance(traced, Trace):
-        return list(traced.values())
+        layers = list(traced.values()) if isinstance(traced, Mapping) else [traced]
+        for points in layers:
+            check_points("rollout", "traced", points)
+        return layers
     if missing := traced.incomplete():
         raise UnsupportedError.about(
             "rollout", "traced", must="hold every call of a layer", got=missing[0], then="Trace with keep='all'."
@@ -104,15 +108,9 @@ def _starts(points: Points, tokens: int | Sequence[int] | None) -> Iterator[Floa
         share = real.to(dtype) / real.sum(dim=-1, keepdim=True).clamp(min=1)
         yield share[:, None, None]
         return
-    chosen = []
-    for given in several(tokens):
-        token = whole_number(given)
-        if token is None or not 0 <= token < length:
-            raise ShapeError.about(
-                "rollout", "tokens", must=f"lie from 0 to {length - 1}", got=repr(given)[:80],
-                then="They are positions in the sequence.",
-            )  # fmt: skip
-        chosen.append(token)
+    chosen = places("rollout", "tokens", tokens, length, "They are positions in the sequence.")
+    if not chosen:
+        yield torch.zeros(problem.batch, 1, 0, length, dtype=dtype, device=real.device)
     for begin in range(0, len(chosen), _STRIP):
         index = torch.tensor(chosen[begin : begin + _STRIP], device=real.device)
         rows = torch.nn.functional.one_hot(index, length).to(dtype)

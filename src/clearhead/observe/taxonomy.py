@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from clearhead.arguments import seed_of, whole
 from clearhead.errors import ShapeError
 from clearhead.observe.band import band, column
-from clearhead.observe.points import Points
+from clearhead.observe.points import Points, check_points
 from clearhead.problem import Problem
 from clearhead.shapes import Bool, Float, Int
 
@@ -77,17 +78,15 @@ def head_scores(points: Points, *, period: int | None = None) -> HeadScores:
     >>> head_scores(traced[0], period=5).following
     tensor([[0., 0.]])
     """
+    check_points("head_scores", "points", points)
     problem = points.padded
     if problem.q_len != problem.k_len or problem.query_offset != 0:
         raise ShapeError.about(
             "head_scores", "points", must="be of self-attention over a whole sequence",
             got=f"q_len {problem.q_len}, k_len {problem.k_len}", then="Trace one call without a cache.",
         )  # fmt: skip
-    if period is not None and (isinstance(period, bool) or not isinstance(period, int) or period < 1):
-        raise ShapeError.about(
-            "head_scores", "period", must="be a whole number of at least 1", got=repr(period)[:80],
-            then="Pass the length of what is repeated.",
-        )  # fmt: skip
+    if period is not None:
+        period = whole("head_scores", "period", period, low=1, then="Pass the length of what is repeated.")
     length, real = problem.q_len, points.real
     if period is not None and period >= length:
         raise ShapeError.about(
@@ -146,19 +145,17 @@ def repeated_tokens(
 
     Paper: Olsson et al. 2022, "In-context learning and induction heads": 25 random tokens, 4 times.
     """
-    for name, value, low in (
-        ("vocab_size", vocab_size, 1), ("period", period, 1), ("repeats", repeats, 2), ("batch", batch, 1),
-    ):  # fmt: skip
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ShapeError.about(
-                "repeated_tokens", name, must=f"be a whole number of at least {low}", got=repr(value)[:80],
-                then="Pass an int.",
-            )  # fmt: skip
+    name = "repeated_tokens"
+    vocab_size, period = (
+        whole(name, each, size, low=1, high=2**31) for each, size in (("vocab_size", vocab_size), ("period", period))
+    )
+    repeats = whole(name, "repeats", repeats, low=2, high=2**31)
+    batch = whole(name, "batch", batch, low=1, high=2**31)
     generator = torch.Generator()
     if seed is None:
         generator.seed()
     else:
-        generator.manual_seed(seed)
+        generator.manual_seed(seed_of(name, seed))
     if period <= vocab_size:
         rows = [torch.randperm(vocab_size, generator=generator)[:period] for _ in range(batch)]
         return torch.stack(rows).repeat(1, repeats)

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from clearhead.arguments import flag, number, seen
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.observe.layers import (
     Kept,
@@ -62,7 +63,7 @@ class Edit:
         if self.heads is None:
             return self._replaced(tensor)
         heads = list(choose_heads(_FUNCTION, self.heads, tensor.shape[_HEADS]))
-        index = torch.tensor(heads, device=tensor.device)
+        index = torch.tensor(heads, dtype=torch.int64, device=tensor.device)
         part = self._replaced(tensor.index_select(_HEADS, index))
         return tensor.index_copy(_HEADS, index, part)
 
@@ -144,9 +145,9 @@ class Trace(Kept[Points]):
 
         Cost: points from ``scores`` to ``weights`` make their layer compute by the formula, ``q_len * k_len`` memory.
         """
-        if point not in POINTS:
+        if not isinstance(point, str) or point not in POINTS:
             raise ShapeError.about(
-                _FUNCTION, "point", must=f"be one of {', '.join(POINTS)}", got=repr(point)[:80], then="Choose one."
+                _FUNCTION, "point", must=f"be one of {', '.join(POINTS)}", got=seen(point), then="Choose one."
             )
         if not isinstance(by, Tensor) and not callable(by):
             raise UnsupportedError.about(
@@ -178,12 +179,11 @@ class Trace(Kept[Points]):
 
         It is done to queries, whose product with keys is divided by it as well.
         """
-        if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not temperature > 0.0:
-            raise ShapeError.about(
-                _FUNCTION, "temperature", must="be a number above 0", got=repr(temperature)[:80],
-                then="1.0 changes nothing.",
-            )  # fmt: skip
-        return self.replace("query", lambda query: query / temperature, layers=layers, heads=heads)
+        divisor = number(
+            _FUNCTION, "temperature", temperature, must="be a number above 0", fits=lambda given: given > 0.0,
+            then="1.0 changes nothing.",
+        )  # fmt: skip
+        return self.replace("query", lambda query: query / divisor, layers=layers, heads=heads)
 
     def _edits_of(self, layer: str, points: Sequence[str]) -> list[Edit]:
         return [edit for edit in self._edits if layer in edit.layers and edit.point in points]
@@ -239,6 +239,7 @@ def trace(
     (torch.Size([1, 2, 3, 3]), tensor(0.))
     """
     chosen = choose_layers(_FUNCTION, model, layers)
+    record, detach = flag(_FUNCTION, "record", record), flag(_FUNCTION, "detach", detach)
     traced = Trace(list(chosen), list(attention_layers(model)), keep)
     tracer = _Tracer(traced, chosen, record=record, detach=detach)
     with ExitStack() as stack:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from clearhead.arguments import whole
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.functional import attention, observe_attention
 from clearhead.masks import Causal, Mask, Padding, Window
-from clearhead.masks.base import whole
+from clearhead.masks.base import Not
 from clearhead.problem import Problem
 from clearhead.shapes import Float
 from clearhead.statistics import Want
@@ -71,7 +72,7 @@ def dilated_attention(
             [0.0000, 0.5000, 0.0000, 0.5000]])
     """
     problem = Problem.of(_NAME, query, key, value, scale=scale)
-    _check(problem, stride, before, after, local)
+    stride, before, after, local = _checked(problem, stride, before, after, local)
     inputs = (problem.query, problem.key, problem.value)
     if not local:
         mask = _reach(before, after)
@@ -83,12 +84,12 @@ def dilated_attention(
     return output.reshape(output.shape[2 - problem.leading :])
 
 
-def _check(problem: Problem, stride: int, before: int | None, after: int | None, local: int) -> None:
-    whole(_NAME, "stride", stride, low=1)
-    whole(_NAME, "local", local, low=0)
-    for name, reach in (("before", before), ("after", after)):
-        if reach is not None:
-            whole(_NAME, name, reach, low=0)
+def _checked(
+    problem: Problem, stride: int, before: int | None, after: int | None, local: int
+) -> tuple[int, int | None, int | None, int]:
+    stride, local = whole(_NAME, "stride", stride, low=1), whole(_NAME, "local", local, low=0)
+    before = None if before is None else whole(_NAME, "before", before, low=0)
+    after = None if after is None else whole(_NAME, "after", after, low=0)
     if problem.q_len != problem.k_len:
         raise ShapeError.about(
             _NAME, "key", must=f"have query's length {problem.q_len}", got=f"shape {tuple(problem.key.shape)}",
@@ -99,12 +100,13 @@ def _check(problem: Problem, stride: int, before: int | None, after: int | None,
             _NAME, "local", must="be 0 where keys ahead are seen", got=f"local={local}, after={after}",
             then="Use attention(mask=ch.sparse.dilated(...) | ch.Window(...)).",
         )  # fmt: skip
+    return stride, before, after, local
 
 
 def _reach(before: int | None, after: int | None) -> Mask | None:
     """Keys of a query among the tokens of its own remainder."""
     if before is not None:
-        return Window(before, after) if after is not None else ~Causal() | Window(before)
+        return Window(before, after) if after is not None else Not(Causal()) | Window(before)
     if after is None:
         return None
     return Causal() if after == 0 else Causal() | Window(0, after)
@@ -127,7 +129,8 @@ def _with_local(
     """Nearest keys and those further back are disjoint, and the softmax over both is a weighted mean of two."""
     scale, want = problem.scale, Want(lse=True)
     near = observe_attention(*inputs, mask=Causal() & Window(local), want=want, scale=scale, backend=backend)
-    beyond = Causal() & ~Window(local // stride)
+    # The compiler follows no `~` of an object.
+    beyond = Causal() & Not(Window(local // stride))
     mask = _real(beyond if before is None else beyond & Window(before), problem, stride)
     apart = [_split(tensor, stride) for tensor in inputs]
     far = observe_attention(*apart, mask=mask, want=want, scale=scale, backend=backend)

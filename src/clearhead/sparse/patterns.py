@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from clearhead.errors import ShapeError
+from clearhead.arguments import FARTHEST, seed_of, seen, whole, whole_number
+from clearhead.errors import MaskError, ShapeError
 from clearhead.masks import Blocks, Causal, Global, Mask, Strided, Window
-from clearhead.masks.base import carried_sizes, index_tensors, whole
+from clearhead.masks.base import Not, carried_sizes, index_tensors
 from clearhead.masks.tile_map import EMPTY, tile_map
 
 __all__ = ["big_bird", "covered", "dilated", "longformer", "strided"]
@@ -80,18 +81,18 @@ def big_bird(
     >>> print(big_bird(16, size=2, num_global=1, num_random=1, seed=3).table[0, 0].int().sum(dim=1).tolist())
     [8, 4, 5, 5, 5, 5, 5, 4]
     """
-    whole("big_bird", "length", length, low=1)
-    whole("big_bird", "size", size, low=1)
-    whole("big_bird", "num_random", num_random, low=0)
-    whole("big_bird", "num_heads", num_heads, low=1)
-    if not isinstance(window, int) or window < 1 or window % 2 == 0:
+    name = "big_bird"
+    blocks = -(-whole(name, "length", length, low=1) // whole(name, "size", size, low=1))
+    num_random, num_heads = whole(name, "num_random", num_random, low=0), whole(name, "num_heads", num_heads, low=1)
+    width = whole_number(window)
+    if width is None or not 1 <= width <= FARTHEST or width % 2 == 0:
         raise ShapeError.about(
-            "big_bird", "window", must="be an odd number of blocks", got=repr(window)[:80],
+            name, "window", must="be an odd number of blocks", got=seen(window),
             then="3 is a block with its two neighbours.",
         )  # fmt: skip
-    blocks = -(-length // size)
-    fixed = (Window(window // 2, window // 2) | Global(num_global)).dense(blocks, blocks)
-    draw = torch.rand(num_heads, blocks, blocks, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    fixed = (Window(width // 2, width // 2) | Global(num_global)).dense(blocks, blocks)
+    generator = torch.Generator().manual_seed(seed_of(name, seed))
+    draw = torch.rand(num_heads, blocks, blocks, generator=generator, dtype=torch.float64)
     order = draw.masked_fill(fixed, 2.0).argsort(dim=-1)[..., : min(num_random, blocks)]
     random = torch.zeros(num_heads, blocks, blocks, dtype=torch.bool).scatter_(-1, order, True)
     # A row with too few blocks left draws some that are fixed anyway.
@@ -126,14 +127,13 @@ def dilated(stride: int, before: int | None = None, after: int | None = 0) -> Ma
 
 
 def _dilated(function: str, stride: int, before: int | None, after: int | None) -> Mask:
-    whole(function, "stride", stride, low=1)
-    for name, reach in (("before", before), ("after", after)):
-        if reach is not None:
-            whole(function, name, reach, low=0)
+    stride = whole(function, "stride", stride, low=1)
+    before = None if before is None else whole(function, "before", before, low=0)
+    after = None if after is None else whole(function, "after", after, low=0)
     mask: Mask = Strided(stride)
     if before is not None:
         # A window open ahead: what lies not more than so far back.
-        ahead = ~Causal() | Window(before * stride)
+        ahead = Not(Causal()) | Window(before * stride)
         mask = mask & (ahead if after is None else Window(before * stride, after * stride))
     elif after is not None:
         mask = mask & (Causal() if after == 0 else Causal() | Window(0, after * stride))
@@ -165,7 +165,7 @@ def strided(stride: int) -> Mask:
     ··■■■■·
     ■··■■■■
     """
-    whole("strided", "stride", stride, low=1)
+    stride = whole("strided", "stride", stride, low=1)
     return Causal() & (Window(stride - 1) | Strided(stride))
 
 
@@ -194,8 +194,12 @@ def covered(mask: Mask, q_len: int, k_len: int | None = None, *, query_offset: i
     >>> covered(Window(64) | Global(1), 1024).right.table.float().mean().item()
     0.234375
     """
-    whole("covered", "size", size, low=1)
-    rows, columns = whole("covered", "q_len", q_len, low=1), whole("covered", "k_len", k_len or q_len, low=1)
+    if not isinstance(mask, Mask):
+        raise MaskError.about(
+            "covered", "mask", must="be a mask", got=type(mask).__name__, then="Wrap a boolean tensor in ch.Dense."
+        )
+    size, rows = whole("covered", "size", size, low=1), whole("covered", "q_len", q_len, low=1)
+    columns = rows if k_len is None else whole("covered", "k_len", k_len, low=1)
     offset = whole("covered", "query_offset", query_offset, low=0)
     if offset % size:
         raise ShapeError.about(

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from clearhead.arguments import flag, whole
 from clearhead.errors import ShapeError
 from clearhead.masks import Blocks, Causal, Mask
-from clearhead.masks.base import whole
 from clearhead.problem import Problem
 from clearhead.shapes import Float
 
@@ -80,8 +80,9 @@ def routed(
     # Values take no part; a problem checks the rest.
     problem = Problem.of(_NAME, query, key, key, query_offset=query_offset)
     keep, size = whole(_NAME, "keep", keep, low=1), whole(_NAME, "size", size, low=1)
-    whole(_NAME, "first", first, low=0)
-    if whole(_NAME, "query_offset", query_offset, low=0) % size:
+    first, causal = whole(_NAME, "first", first, low=0), flag(_NAME, "causal", causal)
+    query_offset = whole(_NAME, "query_offset", query_offset, low=0)
+    if query_offset % size:
         raise ShapeError.about(
             _NAME, "query_offset", must=f"be a multiple of size {size}", got=query_offset,
             then="Within a block, use the mask that was chosen where it began.",

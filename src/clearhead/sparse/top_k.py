@@ -9,16 +9,19 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from clearhead.arguments import whole
 from clearhead.backends.once import once
 from clearhead.dispatch import run
-from clearhead.errors import ShapeError
 from clearhead.masks import Mask
 from clearhead.problem import Problem
 from clearhead.scores import ScoreRule, check_reached, differentiated
 from clearhead.shapes import Bool, Float, Int
 from clearhead.statistics import Want
+from clearhead.torch_op import Operator, output_like
 
 __all__ = ["top_k_attention"]
+
+_NAME: Final = "top_k_attention"
 
 #: Numbers of gathered keys held at once: 1 MiB in float32, which stays in a core's cache with its values beside it.
 _STRIP_NUMBERS: Final = 2**18
@@ -74,19 +77,27 @@ def top_k_attention(
             [0., 1., 0.],
             [0., 0., 1.]])
     """
-    problem = Problem.of(
-        "top_k_attention", query, key, value, mask=mask, scores=scores, scale=scale, query_offset=query_offset
-    )
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ShapeError.about(
-            "top_k_attention", "k", must="be a whole number of at least 1", got=repr(k)[:80],
-            then="It is how many keys each query keeps.",
+    k = whole(_NAME, "k", k, low=1, then="It is how many keys each query keeps.")
+    if torch.compiler.is_compiling():
+        (output,) = _OPERATOR(
+            query, key, value, asked=k, mask=mask, scores=scores, scale=scale, query_offset=query_offset,
+            backend=backend,
         )  # fmt: skip
+        return output
+    problem = Problem.of(_NAME, query, key, value, mask=mask, scores=scores, scale=scale, query_offset=query_offset)
+    (output,) = _attend(problem, k, backend)
+    return output.reshape(output.shape[2 - problem.leading :])
+
+
+def _attend(problem: Problem, k: int, backend: str) -> list[Tensor]:
     chosen = _choose(problem, min(k, problem.k_len), backend)
     output: Tensor = _TopK.apply(  # type: ignore[no-untyped-call]
         problem, chosen, problem.query, problem.key, problem.value, *problem.rule_parameters
     )
-    return output.reshape(output.shape[2 - problem.leading :])
+    return [output]
+
+
+_OPERATOR: Final = Operator(_NAME, _attend, output_like)
 
 
 @dataclass(frozen=True)
@@ -105,7 +116,7 @@ def _choose(problem: Problem, k: int, backend: str) -> _Chosen:
     # Nobody reads the output of this call, so its values are one channel wide.
     narrow = problem.with_tensors(problem.query, problem.key, problem.value[..., :1])
     with torch.no_grad():
-        seen = run("top_k_attention", narrow, Want(top_k=k, lse=True), backend)
+        seen = run(_NAME, narrow, Want(top_k=k, lse=True), backend)
     assert seen.top_indices is not None
     assert seen.lse is not None
     return _Chosen(seen.top_indices, seen.lse.isnan())
