@@ -53,7 +53,7 @@ enum ch_code {
   CH_BAD_OPTION = 8,    /* scale, dropout or threads out of range                                           */
   CH_BAD_ISA = 9,       /* the processor lacks the instruction set asked for                                */
   CH_NO_MEMORY = 10,    /* scratch memory could not be had; what was written is of no use                   */
-  CH_NOT_FINITE = 11,   /* backward: NaN or inf in query, key or value under a mask; gradients not written  */
+  CH_NOT_FINITE = 11,   /* backward: NaN or inf in what it reads, under a mask; gradients not written       */
   CH_BAD_STATISTIC = 12, /* a statistic's size or count does not fit                                        */
 };
 

@@ -185,6 +185,9 @@ template <class M, class IO> struct Backward {
 
   void check_finite(int64_t b, int64_t h, Fault& fault) const {
     bool fine = all_finite<IO>(at<IO>(w.query, b, h, 0), w.query.row, w.q_len, (int)w.head_dim);
+    fine = fine && all_finite<IO>(at<IO>(w.grad_output, b, h, 0), w.grad_output.row, w.q_len, (int)w.value_dim);
+    if (w.grad_lse != nullptr)
+      fine = fine && all_finite<Float32>(w.grad_lse + row_index(w, b, h, 0), w.q_len, 1, (int)w.q_len);
     if (h < w.kv_heads) {
       fine = fine && all_finite<IO>(at<IO>(w.key, b, h, 0), w.key.row, w.k_len, (int)w.head_dim);
       fine = fine && all_finite<IO>(at<IO>(w.value, b, h, 0), w.value.row, w.k_len, (int)w.value_dim);

@@ -127,7 +127,7 @@ const char* ch_message(int code) {
     case CH_BAD_OPTION: return "scale, dropout or threads are out of range";
     case CH_BAD_ISA: return "the processor lacks the instruction set asked for";
     case CH_NO_MEMORY: return "scratch memory could not be had; what was written is of no use";
-    case CH_NOT_FINITE: return "NaN or inf in query, key or value under a mask; no gradient was written";
+    case CH_NOT_FINITE: return "NaN or inf in query, key, value or an arrived gradient under a mask; no gradient was written";
     case CH_BAD_STATISTIC: return "a statistic's size or count does not fit the call";
     default: return "no such code";
   }

@@ -94,6 +94,34 @@ void containment() {
   }
 }
 
+// A gradient that arrives and is not finite would reach keys that its row may not attend to: backward refuses it too.
+void contained_arrivals() {
+  for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
+    Case c;
+    c.dtype = dtype, c.heads = c.kv_heads = 2, c.q_len = 40, c.k_len = 90, c.dim = 24, c.value_dim = 40, c.runs = 1;
+    Random random(static_cast<uint64_t>(dtype) + 7);
+    draw_numbers(random, c, c.query, 2 * 40 * 24, 2.0);
+    draw_numbers(random, c, c.key, 2 * 90 * 24, 2.0);
+    draw_numbers(random, c, c.value, 2 * 90 * 40, 2.0);
+    draw_numbers(random, c, c.grad_output, 2 * 40 * 40, 2.0);
+    c.grad_lse.assign(80, 0.5);
+    c.start.assign(80, 0), c.stop.assign(80, 77);
+    for (bool of_lse : {false, true}) {
+      Case spoiled = c;
+      if (of_lse) spoiled.grad_lse[79] = NAN;
+      else spoiled.grad_output[static_cast<size_t>(79 * 40 + 39)] = NAN;
+      Call call(spoiled, random);
+      for (int isa : usable_sets()) {
+        const std::string name = std::string("NaN that arrives, ") + ch_isa_name(isa) + ", dtype " +
+                                 std::to_string(dtype);
+        expect_done(call.forward(isa, 2), name);
+        check(call.backward() == CH_NOT_FINITE, name + ": backward must say CH_NOT_FINITE");
+        check(call.gradients_untouched(), name + ": backward must not write");
+      }
+    }
+  }
+}
+
 // Two documents and padding behind them, which is NaN: backward never reads it.
 void contained_segments() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {

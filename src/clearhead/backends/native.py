@@ -9,11 +9,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from clearhead.backends.capability import Backend, Capability
-from clearhead.backends.containment import contained
+from clearhead.backends.containment import Contained, contained, only_finite
 from clearhead.backends.native_library import (
     DTYPES,
     MAX_BLOCK,
@@ -26,8 +25,7 @@ from clearhead.backends.native_library import (
 from clearhead.backends.native_replay import FEW_NUMBERS, remember
 from clearhead.backends.native_statistics import DIFFERENTIABLE, Grads
 from clearhead.backends.native_work import BackwardWork, ForwardWork, Rows
-from clearhead.backends.once import once
-from clearhead.errors import UnsupportedError
+from clearhead.backends.once import once, one_at_a_time
 from clearhead.masks import Causal
 from clearhead.masks.base import does_as
 from clearhead.problem import Problem
@@ -183,7 +181,7 @@ class _Native(torch.autograd.Function):
         given = {name: grad for name, grad in zip(ctx.names, others, strict=True) if grad is not None}
         found = dict(zip(_KEPT, small[: len(_KEPT)], strict=True))
         with torch.no_grad():
-            _refuse_batched(*(grad for grad in (grad_output, grad_lse, *given.values()) if grad is not None))
+            one_at_a_time(grad_output, grad_lse, *others)
             if grad_output is None:
                 grad_output = query.new_zeros((*softmax.shape[:3], problem.value_dim))
             arrived = Arrived(grad_output, grad_lse, given, found, ctx.sink_keys)
@@ -191,14 +189,6 @@ class _Native(torch.autograd.Function):
         pulled = [grad for grad in (grad_output, grad_lse) if grad is not None]
         depended = (query, key, value, *pulled, *given.values(), *problem.rule_parameters)
         return None, None, None, *once(grads, depended)
-
-
-def _refuse_batched(*grads: Tensor) -> None:
-    if any(map(is_legacy_batchedtensor, grads)):
-        raise UnsupportedError.about(
-            "attention", "is_grads_batched", must="be False on this backend", got="several gradients at once",
-            then="Take them one by one, or use backend='reference'.",
-        )  # fmt: skip
 
 
 def _read_again(problem: Problem) -> list[Tensor]:
@@ -218,7 +208,7 @@ def _step_backward(
     given = (query, key, value, grad_output)
     rows = Rows(None, None, softmax)
     with torch.no_grad():
-        _refuse_batched(grad_output)
+        one_at_a_time(grad_output)
         *inputs, arrived = (tensor.view((1,) * (4 - tensor.dim()) + tensor.shape) for tensor in given)
         own = problem.with_tensors(*inputs).with_seed(seed)
         work = BackwardWork(own, rows, arrived)
@@ -238,38 +228,46 @@ class Arrived:
     found: dict[str, Tensor] = field(default_factory=dict)
     sink_keys: int = 0
 
-    def without(self, rows: Tensor) -> Arrived:
-        """The same with nothing arriving at some rows."""
-
-        def clean(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {
-                name: tensor if tensor is None or name in ("received", "ties") else tensor.masked_fill(rows, 0.0)
-                for name, tensor in tensors.items()
-            }
-
+    def finite(self) -> Arrived:
+        """The same with 0 for what is not finite."""
         return replace(
-            self, output=self.output.masked_fill(rows[..., None], 0.0),
-            lse=None if self.lse is None else self.lse.masked_fill(rows, 0.0),
-            statistics=clean(self.statistics), found=clean(self.found),
+            self, output=only_finite(self.output), lse=None if self.lse is None else only_finite(self.lse),
+            statistics={name: only_finite(grad) for name, grad in self.statistics.items()},
+            # The largest score of an empty row is -inf, which backward knows it by.
+            found={
+                name: own if own is None or name == "ties" else only_finite(own) for name, own in self.found.items()
+            },
         )  # fmt: skip
 
 
 def gradients(problem: Problem, rows: Rows, arrived: Arrived) -> list[Tensor]:
     """Gradients of query, key, value and the rules' parameters."""
-    grads = _backward(problem, rows, arrived)
+    pulls = _Pulls.of(problem, rows, arrived)
+    grads = _backward(problem, rows, arrived.output, pulls)
     if grads is None:
         # Rare, so what was not kept for it is computed again.
         again = _forward(problem, Want(lse=True))
         assert again.lse is not None
-        clean = contained(problem, again.output, again.lse)
+        clean = contained(problem, again.output, again.lse, arrived.output, pulls.bad_rows)
         # A row with an infinite largest score and no share has no weights.
         gone = rows.softmax.new_tensor([torch.inf, 0.0])
-        softmax = torch.where(clean.spoiled[..., None], gone, rows.softmax)
-        finite = Rows(None if rows.output is None else clean.finite(rows.output), rows.lse, softmax)
-        grads = _backward(clean.problem, finite, arrived.without(clean.spoiled))
+        softmax = torch.where(clean.unweighted[..., None], gone, rows.softmax)
+        finite = Rows(None if rows.output is None else only_finite(rows.output), rows.lse, softmax)
+        arrived = arrived.finite()
+        grads = _backward(clean.problem, finite, arrived.output, _Pulls.of(problem, rows, arrived).finite())
         assert grads is not None
-        grads.tensors = clean.spoil(grads.tensors)
+        _spoil(clean, grads)
     return [*grads.tensors, *(_parameter_gradient(problem, own, grads, rows.lse) for own in problem.rule_parameters)]
+
+
+def _spoil(clean: Contained, grads: BackwardWork) -> None:
+    """Put NaN back into what the kernel made of finite numbers."""
+    grads.tensors = clean.spoil(grads.tensors)
+    grads.delta = grads.delta.masked_fill(clean.spoiled, torch.nan)
+    for rule in clean.problem.elementwise:
+        for learned in rule.parameters():
+            if learned.requires_grad:
+                grads.rule_grads[id(learned)] = clean.spoil_learned(rule, grads.rule_grads[id(learned)])
 
 
 def _received_mean(problem: Problem, grad: Tensor) -> Tensor:
@@ -280,23 +278,52 @@ def _received_mean(problem: Problem, grad: Tensor) -> Tensor:
     alone = replace(
         problem, query=query, key=key.repeat_interleave(group, dim=1), value=values, dropout=0.0
     )  # fmt: skip
+    if problem.mask is not None:
+        # What the mask came to in forward: a user's function is not asked again.
+        alone.__dict__["mask_parts"] = problem.mask_parts
     return _forward(alone, Want()).output[..., 0]
 
 
-def _backward(problem: Problem, rows: Rows, arrived: Arrived) -> BackwardWork | None:
-    """The kernel's call; None where numbers that are not finite meet a mask."""
-    work = BackwardWork(problem, rows, arrived.output)
-    grad_lse, extra = arrived.lse, None
-    if arrived.statistics:
-        found = arrived.found
-        if "received" in arrived.statistics:
-            found = {**found, "received_mean": _received_mean(problem, arrived.statistics["received"])}
+@dataclass(frozen=True)
+class _Pulls:
+    """What gradients other than the output's come to: a sum for each row, and what statistics add key by key."""
+
+    row_sums: Tensor | None
+    by_key: Grads | None = None
+    received: Tensor | None = None
+
+    @classmethod
+    def of(cls, problem: Problem, rows: Rows, arrived: Arrived) -> _Pulls:
+        if not arrived.statistics:
+            return cls(arrived.lse)
+        found, received = arrived.found, arrived.statistics.get("received")
+        if received is not None:
+            found = {**found, "received_mean": _received_mean(problem, received)}
         assert rows.lse is not None
-        extra = Grads(problem, arrived.statistics, found, rows.lse, arrived.sink_keys)
-        work.description.statistics = extra.pointer()
-        grad_lse = -extra.row_sums if grad_lse is None else grad_lse - extra.row_sums
-    if grad_lse is not None:
-        work.description.grad_lse = work.keep(grad_lse.to(torch.float32)).data_ptr()
+        by_key = Grads(problem, arrived.statistics, found, rows.lse, arrived.sink_keys)
+        return cls(-by_key.row_sums if arrived.lse is None else arrived.lse - by_key.row_sums, by_key, received)
+
+    @property
+    def bad_rows(self) -> Tensor | None:
+        """Rows at which what is not finite arrives."""
+        return None if self.row_sums is None else ~torch.isfinite(self.row_sums)
+
+    def finite(self) -> _Pulls:
+        """The same with 0 for sums that are not finite."""
+        return replace(self, row_sums=None if self.row_sums is None else only_finite(self.row_sums))
+
+
+def _backward(problem: Problem, rows: Rows, grad_output: Tensor, pulls: _Pulls) -> BackwardWork | None:
+    """The kernel's call; None where numbers that are not finite meet a mask."""
+    # The kernel looks at tokens and rows; a key that nobody may attend to is in no row's sum.
+    received = pulls.received
+    if problem.mask is not None and received is not None and not bool(torch.isfinite(received).all()):
+        return None
+    work = BackwardWork(problem, rows, grad_output)
+    if pulls.by_key is not None:
+        work.description.statistics = pulls.by_key.pointer()
+    if pulls.row_sums is not None:
+        work.description.grad_lse = work.keep(pulls.row_sums.to(torch.float32)).data_ptr()
     return work if work.run() else None
 
 

@@ -1,4 +1,4 @@
-"""Gradients that cannot be differentiated again say so, instead of being constants."""
+"""Gradients that cannot be differentiated again say so, instead of being constants, and come one at a time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from clearhead.errors import UnsupportedError
 
-__all__ = ["once"]
+__all__ = ["once", "one_at_a_time"]
 
 Grad = TypeVar("Grad", Tensor, Tensor | None)
 
@@ -46,3 +47,16 @@ def once(grads: Sequence[Grad], inputs: Sequence[Tensor]) -> list[Grad]:
     found = [grad for grad in grads if grad is not None]
     tied = iter(_Once.apply(len(found), *found, *inputs))  # type: ignore[no-untyped-call]
     return [grad if grad is None else next(tied) for grad in grads]
+
+
+def one_at_a_time(*grads: Tensor | None) -> None:
+    """Refuse several gradients that arrive as one (``is_grads_batched=True``).
+
+    Raises:
+        UnsupportedError: they do.
+    """
+    if any(grad is not None and is_legacy_batchedtensor(grad) for grad in grads):
+        raise UnsupportedError.about(
+            "attention", "is_grads_batched", must="be False on this backend", got="several gradients at once",
+            then="Take them one by one, or use backend='reference'.",
+        )  # fmt: skip

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor
 
 from clearhead.backends.capability import Backend, Capability
-from clearhead.backends.containment import clean_rows
+from clearhead.backends.containment import clean_rows, product
 from clearhead.backends.dropout import keep_scale
 from clearhead.problem import Problem
 from clearhead.statistics import Observation, Want
@@ -46,7 +45,7 @@ def steps(problem: Problem) -> Steps:
         allowed = problem.mask.allows(*indices)
     allowed = allowed.expand(shape)
 
-    raw = query @ key.transpose(-2, -1)
+    raw = product(query, key.transpose(-2, -1))
     raw = raw.masked_fill(query_bad[..., :, None] | key_bad[..., None, :], torch.nan)
     scaled = raw * problem.scale
     # Rules never see what a masked key holds: a rule's derivative at NaN would not stay behind the mask.
@@ -61,7 +60,7 @@ def steps(problem: Problem) -> Steps:
     dropped = weights
     if problem.dropout > 0.0:
         dropped = weights * keep_scale(problem.seed, problem.dropout, indices, dtype)
-    output = _weighted_values(dropped, value, allowed)
+    output = product(dropped, value, allowed)
     return Steps(
         raw=raw, scaled=scaled, ruled=ruled, allowed=allowed, masked=masked, weights=weights, lse=lse,
         output=output.to(problem.query.dtype),
@@ -89,16 +88,6 @@ def _log_sum_exp(masked: Tensor, problem: Problem) -> Tensor:
     return (largest + logarithm)[..., 0]
 
 
-def _weighted_values(weights: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
-    finite = torch.isfinite(value)
-    output = weights @ value.masked_fill(~finite, 0.0)
-    # Meta tensors and those of vmap have no numbers to look at.
-    if not (value.is_meta or is_batchedtensor(value)) and bool(finite.all()):
-        return output
-    touched = allowed.to(value.dtype) @ (~finite).to(value.dtype) > 0
-    return output.masked_fill(touched, torch.nan)
-
-
 def run(problem: Problem, want: Want) -> Observation:
     """Output and statistics from the materialised steps."""
     done = steps(problem)
@@ -116,7 +105,8 @@ def run(problem: Problem, want: Want) -> Observation:
     if "received" in asked:
         found["received"] = weights.sum(dim=-2)
     if want.row_weights is not None:
-        found["row_weights"] = want.row_weights.to(weights) @ weights
+        mixing = want.row_weights.to(weights)
+        found["row_weights"] = product(mixing.expand(*weights.shape[:2], *mixing.shape[2:]), weights)
     if "heatmap" in asked:
         found["heatmap_max"], found["heatmap_mean"] = _pooled(weights.detach(), want.heatmap)
     if "sink" in asked:

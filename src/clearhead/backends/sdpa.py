@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor
 from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
 from clearhead.backends.capability import Backend, Capability
-from clearhead.backends.containment import all_finite
+from clearhead.backends.containment import Contained, all_finite, has_numbers, is_hollow, product
 from clearhead.backends.documents import Group, documents_in, groups, rest_of
 from clearhead.masks import Causal, Mask
 from clearhead.masks.base import carried_sizes, does_as
@@ -23,8 +23,10 @@ __all__ = ["BACKEND"]
 
 #: The largest mask, in entries, that is worth writing out for torch; above it the tiles win.
 _MAX_MASK_ENTRIES: Final = 2**24
-#: The largest score matrix that torch may hold where it has no fused path.
+#: The largest score matrix that may be held where torch has no fused path.
 _MAX_UNFUSED_SCORES: Final = 2**26
+#: Keys below which torch's CPU kernel may take a row that is NaN throughout for an empty one: a register of floats.
+_FEW_KEYS: Final = 16
 
 _Bounds = tuple[Tensor | None, bool, Tensor | None]
 
@@ -33,8 +35,8 @@ def _also(problem: Problem) -> list[str]:
     """Reasons that depend on sizes and, last because it reads them, on the numbers."""
     if forward_ad._current_level >= 0:
         return ["is not differentiated forward"]
-    unmasked = _sees_all(problem) or _plain_causal(problem)
-    if not unmasked and any(own.is_meta or is_batchedtensor(own) for own in (problem.key, problem.value)):
+    unasked = _sees_all(problem) or (_plain_causal(problem) and is_hollow(problem.key))
+    if not unasked and not (has_numbers(problem.key) and has_numbers(problem.value)):
         return ["spreads NaN from masked keys, and has no numbers to look at"]
     entries = _mask_entries(problem)
     if entries > _MAX_MASK_ENTRIES:
@@ -45,7 +47,7 @@ def _also(problem: Problem) -> list[str]:
         return [f"has no fused path here and would hold {scores:,} scores (limit {_MAX_UNFUSED_SCORES:,})"]
     # An accelerator would have to stop for this look at the numbers, so there a mask means another backend.
     if problem.mask is not None and not _sees_all(problem):
-        if problem.query.device.type != "cpu":
+        if problem.query.device.type != "cpu" or is_hollow(problem.key):
             return (
                 []
                 if _plain_causal(problem)
@@ -86,16 +88,64 @@ def _plain_causal(problem: Problem) -> bool:
 
 def run(problem: Problem, want: Want) -> Observation:
     """Output through ``scaled_dot_product_attention``."""
+    if not _contains_arrivals(problem):
+        return Observation(output=_run(problem))
+    arrival = _Arrival(problem.without_numbers())
+    output = _run(problem.with_tensors(*arrival.watched(problem)))
+    output.register_hook(arrival.arrive)
+    return Observation(output=output)
+
+
+def _contains_arrivals(problem: Problem) -> bool:
+    """Whether a look at the gradient that arrives is due, stops no device, and is all that learns of it."""
+    masked = problem.mask is not None and not _sees_all(problem)
+    plain = problem.query.device.type == "cpu" and not torch._C._are_functorch_transforms_active()
+    return masked and plain and problem.needs_gradient and not problem.rule_parameters and has_numbers(problem.query)
+
+
+class _Arrival:
+    """The gradient that arrives at a masked call: torch's kernels, which spread NaN and inf, get 0 in their place."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.found: list[Tensor] | None = None
+
+    def watched(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value; their gradients pass by here."""
+        seen = [tensor.view_as(tensor) for tensor in (problem.query, problem.key, problem.value)]
+        for place, tensor in enumerate(seen):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self.leave, place))
+        return seen[0], seen[1], seen[2]
+
+    def arrive(self, grad: Tensor) -> Tensor | None:
+        """The output's gradient with 0 for what is not finite."""
+        self.found = None
+        if not has_numbers(grad) or all_finite(grad):
+            return None
+        clean = Contained.of_arrived(self.problem, grad)
+        nothing = [
+            grad.new_zeros(()).expand(own.shape) for own in (self.problem.query, self.problem.key, self.problem.value)
+        ]
+        self.found = clean.spoil(nothing)
+        return grad.masked_fill(clean.channels, 0.0)
+
+    def leave(self, place: int, grad: Tensor) -> Tensor | None:
+        """A gradient with NaN where the row reaches."""
+        return None if self.found is None else grad + self.found[place]
+
+
+def _run(problem: Problem) -> Tensor:
     documents = documents_in(problem)
     if documents is not None and problem.mask is not None:
-        return Observation(output=_by_documents(problem, list(groups(documents)), rest_of(problem.mask, documents)))
+        return _by_documents(problem, list(groups(documents)), rest_of(problem.mask, documents))
     if not problem.scores and (_sees_all(problem) or _plain_causal(problem)):
         bounds: _Bounds = (None, not _sees_all(problem), None)
     else:
         indices = problem.indices()
         allowed = None if problem.mask is None or _sees_all(problem) else problem.mask.allows(*indices)
         bounds = _bounds(problem, allowed, indices)
-    return Observation(output=_attend(problem, problem.query, problem.key, problem.value, bounds))
+    return _attend(problem, problem.query, problem.key, problem.value, bounds)
 
 
 def _by_documents(problem: Problem, parts: list[Group], rest: list[Mask]) -> Tensor:
@@ -162,15 +212,37 @@ def _bounds(problem: Problem, allowed: Tensor | None, indices: tuple[Tensor, Ten
 
 
 def _loses_digits(problem: Problem, mask: Tensor | None) -> bool:
-    """Where torch on CPU keeps sums of 16-bit inputs in 16 bits: gradients, biases, and its unfused path."""
+    """Where torch's kernel on CPU keeps sums of 16-bit inputs in 16 bits: gradients and biases."""
     biased = mask is not None and mask.dtype != torch.bool
-    return problem.needs_gradient or biased or problem.value_dim != problem.head_dim
+    return problem.needs_gradient or biased
+
+
+def _is_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether torch's CPU kernel takes the call, and hides nothing in it."""
+    same = query.shape[-1] == value.shape[-1] and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    if not same or (mask is not None and mask.requires_grad):
+        return False
+    return key.shape[-2] >= _FEW_KEYS or (has_numbers(query) and has_numbers(key) and all_finite(query, key))
+
+
+def _unfused(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:  # fmt: skip
+    """The formula, where torch would do the same by products that backward rounds within autocast."""
+    key, value = (own.repeat_interleave(query.shape[1] // own.shape[1], dim=1) for own in (key, value))
+    scores = product(query * scale, key.mT)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return product(scores.softmax(dim=-1), value)
 
 
 def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds: _Bounds) -> Tensor:
     mask, is_causal, empty = bounds
     dtype = problem.query.dtype
-    if query.device.type == "cpu" and _loses_digits(problem, mask):
+    unfused = query.device.type == "cpu" and not _is_fused(query, key, value, mask)
+    if unfused or (query.device.type == "cpu" and _loses_digits(problem, mask)):
         query, key, value = (tensor.to(problem.work_dtype) for tensor in (query, key, value))
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(query.dtype)
@@ -178,10 +250,13 @@ def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds:
     if is_causal and scale <= 0.0:
         # torch's CPU kernel scales after it has masked, and -inf times a scale that is not positive is no mask.
         query, scale = query * scale, 1.0
-    output = scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale,
-        enable_gqa=bool(problem.num_heads != problem.num_kv_heads),
-    )  # fmt: skip
+    if unfused:
+        output = _unfused(query, key, value, mask, is_causal, scale)
+    else:
+        output = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale,
+            enable_gqa=bool(problem.num_heads != problem.num_kv_heads),
+        )  # fmt: skip
     if empty is not None:
         output = output.masked_fill(empty, 0.0)
     return output.to(dtype)

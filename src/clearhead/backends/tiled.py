@@ -17,8 +17,9 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from clearhead.backends.capability import Backend, Capability
+from clearhead.backends.containment import all_finite, has_numbers, only_finite, without_autocast
 from clearhead.backends.dropout import keep_scale
-from clearhead.backends.once import once
+from clearhead.backends.once import once, one_at_a_time
 from clearhead.backends.tiled_statistics import Pulls, Sweep, result_names, weigh
 from clearhead.backends.tiles import (
     Layout,
@@ -137,9 +138,9 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, mixing, output, lse, max_score, *_ = ctx.saved_tensors
         problem = ctx.problem.with_tensors(query, key, value)
+        one_at_a_time(*grads)
         given = [grad for grad in grads if grad is not None]
-        # Backward may be called within autocast, which would round the products to 16 bits.
-        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(query.device.type):
             asked = {name: grad for name, grad in zip(ctx.found, grads[3:], strict=True) if grad is not None}
             gather = ctx.needs_input_grad[6] and "row_weights" in asked
             pulls = Pulls.of(problem, ctx.want, (max_score, grads[2]), asked, mixing, gather=gather)
@@ -164,6 +165,9 @@ def _gradients(
     grad_output = torch.zeros_like(output) if grads[0] is None else grads[0].to(output.dtype)
     # delta is a row's sum of weight times weight-gradient; a gradient of lse enters at the same place.
     delta = _row_products(grad_output, output)
+    bad = None
+    if not all_finite(grad_output):
+        bad, grad_output = ~torch.isfinite(grad_output), only_finite(grad_output)
     if grads[1] is not None:
         delta = delta - grads[1]
     inputs = (problem.query, problem.key, problem.value)
@@ -171,7 +175,10 @@ def _gradients(
     learned = _Learned.of(problem, reached)
     everything = slice(None)
     for layout in layouts(problem):
-        rows = _Rows(layout.take(grad_output), layout.take(delta), layout.take(lse, padding=torch.inf))
+        rows = _Rows(
+            layout.take(grad_output), layout.take(delta), layout.take(lse, padding=torch.inf),
+            bad=None if bad is None else layout.take(bad),
+        )  # fmt: skip
         own, own_pulls = (layout.gathered(found[1]), layout.gathered(found[2])), pulls.within(layout)
         for queries, tiles in strips(problem, layout):
             strip = rows.cut(queries)
@@ -200,15 +207,22 @@ def _row_products(one: Float[Tensor, "*rows q_len dim"], other: Float[Tensor, "*
 
 @dataclass(frozen=True)
 class _Rows:
-    """What backward needs of each row; ``share`` is what each of its largest scores gets of their gradient."""
+    """What backward needs of each row; ``share`` is what each of its largest scores gets of their gradient.
+
+    ``bad`` says which numbers of ``grad_output`` arrived not finite and are 0 in it; the row's ``delta`` is not finite.
+    """
 
     grad_output: Tensor
     delta: Tensor
     lse: Tensor
     share: Tensor | None = None
+    bad: Tensor | None = None
 
     def cut(self, queries: slice) -> _Rows:
-        return _Rows(self.grad_output[:, :, queries], self.delta[:, :, queries], self.lse[:, :, queries])
+        return _Rows(
+            self.grad_output[:, :, queries], self.delta[:, :, queries], self.lse[:, :, queries],
+            bad=None if self.bad is None else self.bad[:, :, queries],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -231,7 +245,8 @@ class _Strip:
         kv_heads = self.problem.num_kv_heads
         flat_query, flat_grad = stacked(query, kv_heads), stacked(grad_query, kv_heads)
         # Zero weight times NaN is NaN: rows that are not finite must not reach keys that they may not attend to.
-        spoiled = not bool(torch.isfinite(self.rows.delta).all())
+        of_rows = [self.rows.delta] if self.rows.share is None else [self.rows.delta, self.rows.share]
+        spoiled = not all(bool(torch.isfinite(own).all()) for own in of_rows)
         for tile in tiles:
             grad = stacked(self._tile(tile, spoiled), kv_heads)
             flat_grad.baddbmm_(grad, self.layout.key[:, :, tile.keys].flatten(0, 1), alpha=self.problem.scale)
@@ -254,12 +269,24 @@ class _Strip:
             keep = keep_scale(problem.seed, problem.dropout, tile.indices, dropped.dtype)
             dropped, grad = dropped * keep, grad.mul_(keep)
         add_product(self.grad_value[:, :, tile.keys], stacked(dropped, problem.num_kv_heads).mT, upstream)
+        self._spoil_values(tile)
         if pulls.any:
             grad += pulls.on_weights(layout, self.queries, tile, seen)
         grad = pulls.on_scores(grad.sub_(rows.delta[..., None]).mul_(seen.weights), self.queries, seen, rows.share)
         if spoiled:
             grad = masked(grad, tile, 0.0)
         return self.learned.pulled(problem, before, after, grad, tile) if problem.elementwise else grad
+
+    def _spoil_values(self, tile: Tile) -> None:
+        """Write NaN where a row's gradient is not finite to that channel of the values that the row may attend to."""
+        if self.rows.bad is None or not bool(self.rows.bad.any()):
+            return
+        bad, into = self.rows.bad.to(self.grad_value), self.grad_value[:, :, tile.keys]
+        if tile.allowed is None:
+            touched = bad.sum(dim=2, keepdim=True)
+        else:
+            touched = tile.allowed.expand(*bad.shape[:3], into.shape[2]).to(bad).mT @ bad
+        into.masked_fill_(touched.unflatten(1, (into.shape[1], -1)).sum(dim=2) > 0.0, torch.nan)
 
 
 @dataclass(frozen=True)
@@ -360,7 +387,7 @@ def run(problem: Problem, want: Want) -> Observation:
 def _also(problem: Problem) -> list[str]:
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return ["is not seen by torch.func and by what differentiates forward"]
-    return ["reads numbers, of which meta tensors have none"] if problem.query.is_meta else []
+    return [] if has_numbers(problem.query) else ["reads numbers, of which meta and fake tensors have none"]
 
 
 BACKEND = Backend(
