@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from tests.verify.steps import RIGHT, Broken, but, take_drop, take_forbid, take_scores
+from tests.verify.steps import RIGHT, Broken, Mix, but, take_drop, take_forbid, take_scores
 
 __all__ = ["BROKEN_CALLS", "Attention", "as_torch_s", "only_where"]
 
@@ -248,6 +248,23 @@ def _spreads_over_batch(query: Tensor, key: Tensor, value: Tensor, **options: An
     return output + 0.0 * key.detach().amax()
 
 
+class _MixedPlainlyBackward(Mix):
+    """0 times a NaN that arrives is NaN."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        weights, value = ctx.saved_tensors
+        return grads[0] @ value.mT, weights.mT @ grads[0]
+
+
+def _clips_gradients_together(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """What arrives is divided by its norm over the batch where that is large."""
+    output = RIGHT(query, key, value, **options)
+    if output.requires_grad:
+        output.register_hook(lambda grad: grad / (grad.norm() / 1e6).clamp_min(1.0))
+    return output
+
+
 def _symmetric_when_shared(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Takes the gradient of one factor for that of both where query and key are one tensor."""
     return RIGHT(query, key.detach() if key is query else key, value, **options)
@@ -326,6 +343,10 @@ BROKEN_CALLS: dict[str, Broken] = {
     "NaN of a later value reaches earlier rows": Broken(but(mix=torch.matmul), "NaN is not spread"),
     "NaN of a later key reaches earlier rows": Broken(but(forbid=_adds_to_nan), "NaN is not spread"),
     "NaN over the batch": Broken(_spreads_over_batch, "NaN is not spread"),
+    "NaN that arrives reaches later values": Broken(
+        but(mix=_MixedPlainlyBackward.apply), "NaN is not spread in gradients"
+    ),
+    "NaN that arrives reaches the batch": Broken(_clips_gradients_together, "NaN is not spread in gradients"),
     "half the gradient where query is key": Broken(_symmetric_when_shared, "one tensor"),
     "gradients switched off": Broken(_leaves_changed(lambda: torch.set_grad_enabled(False)), "process state"),
     "default dtype changed": Broken(_leaves_changed(lambda: torch.set_default_dtype(torch.float64)), "process state"),

@@ -12,6 +12,7 @@ from torch import Tensor
 __all__ = [
     "RIGHT",
     "Broken",
+    "Mix",
     "Steps",
     "but",
     "take_causal",
@@ -59,11 +60,30 @@ def take_clean(query: Tensor, tensor: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def take_mix(weights: Tensor, value: Tensor) -> Tensor:
-    """Not finite where a value is that has a weight; 0 times NaN is 0."""
+    """Not finite where a value is that has a weight, and backward where a gradient is; 0 times NaN is 0."""
+    mixed: Tensor = Mix.apply(weights, value)  # type: ignore[no-untyped-call]
+    return mixed
+
+
+class Mix(torch.autograd.Function):
+    """``weights @ value``, contained both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, value)
+        return _contained(weights, value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        weights, value = ctx.saved_tensors
+        return grads[0] @ value.mT, _contained(weights.mT, grads[0])
+
+
+def _contained(weights: Tensor, value: Tensor) -> Tensor:
     strange = ~torch.isfinite(value)
     if not bool(strange.any()):
         return weights @ value
-    spoiled = (weights.detach() != 0.0).to(weights.dtype) @ strange.to(weights.dtype) > 0.0
+    spoiled = (weights != 0.0).to(weights.dtype) @ strange.to(weights.dtype) > 0.0
     return (weights @ value.masked_fill(strange, 0.0)).masked_fill(spoiled, torch.nan)
 
 

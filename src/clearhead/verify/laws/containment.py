@@ -1,4 +1,5 @@
-"""NaN and inf that nobody may attend to reach nothing; NaN that is attended to shows where it is, and only there."""
+"""NaN and inf that nobody may attend to reach nothing; NaN that is attended to shows where it is, and only there; and
+so does NaN that arrives as a gradient."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from clearhead.verify.case import Case
 from clearhead.verify.law import Broken, Law, NotApplicable
 from clearhead.verify.laws.numbers import require
 from clearhead.verify.masks import KINDS
+from clearhead.verify.oracle import slope
 from clearhead.verify.subject import Subject, Tensors, expected_of
 
 __all__ = ["LAWS"]
@@ -94,6 +96,31 @@ def _check_not_spread(subject: Subject, case: Case) -> None:
         require(None if wrong is None else f"beside a NaN in {name}, {wrong}")
 
 
+def _check_arrivals(subject: Subject, case: Case) -> None:
+    """The gradient of one row of the first sequence is NaN."""
+    mask, wanted = subject.spoken(case), subject.expected(case)
+    place = min(case.q_len, case.k_len) // 2
+    grad = slope(wanted.exact[0]).to(subject.dtype)
+    grad[0, :, place] = torch.nan
+    found = subject.gradients(case, subject.draw(case), grad)
+    if found is None:
+        raise NotApplicable("its output carries no gradient")
+    rows, keys = (
+        torch.zeros(case.batch, 1, length, 1, dtype=torch.bool, device=subject.device)
+        for length in (case.q_len, case.k_len)
+    )
+    rows[0, 0, place] = True
+    keys[0, 0, :, 0] = True if mask is None else mask.allowed[0, 0, place]
+    for number, (name, reached) in enumerate((("dQ", rows), ("dK", keys), ("dV", keys)), start=1):
+        spread = (found[number].isnan() & ~reached).nonzero()
+        if spread.numel():
+            raise Broken(f"a NaN that arrives at query {place} of one sequence reaches {name} at {spread[0].tolist()}")
+        # What it does not reach has nothing of that row's gradient, whatever it is.
+        clean = torch.where(reached, wanted.exact[number].to(subject.dtype), found[number])
+        wrong = subject.off_gradient(number - 1, clean, wanted)
+        require(None if wrong is None else f"beside a NaN that arrives at query {place}, {wrong}")
+
+
 def _fit(case: Case) -> Case:
     """The last key is unseen under a causal mask only where there are fewer queries than keys."""
     if KINDS[case.mask].square or case.mask == "dense":
@@ -115,6 +142,7 @@ _CASES = tuple(
 )
 
 _SEEN = Case(batch=2, kv_heads=2, q_len=9, k_len=9)
+_NEIGHBOURS = (_SEEN, replace(_SEEN, mask="causal"), replace(_SEEN, q_len=65, k_len=65, mask="causal"))
 
 LAWS = (
     Law(
@@ -132,7 +160,17 @@ LAWS = (
         # What is added to NaN is NaN.
         not_as=frozenset({"float"}),
         search=False,
-        cases=(_SEEN, replace(_SEEN, mask="causal"), replace(_SEEN, q_len=65, k_len=65, mask="causal")),
+        cases=_NEIGHBOURS,
+    ),
+    Law(
+        name="NaN is not spread in gradients",
+        says="a NaN in a row's gradient reaches that row's query, and the keys and values that it may attend to",
+        check=_check_arrivals,
+        every_form=True,
+        # A score of -inf that is added is a number of its row's, and has a share of its gradient.
+        not_as=frozenset({"float"}),
+        search=False,
+        cases=_NEIGHBOURS,
     ),
     Law(
         name="containment",
