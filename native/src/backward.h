@@ -607,6 +607,8 @@ template <class M, class IO> struct Backward {
         for (int64_t block = 0; block < blocks; block++) {
           Span span = d.spans[g * blocks + block];
           if (span.low >= t0 + key_count || span.high <= t0) continue;
+          const int64_t first = block * BLOCK, count = least((int64_t)BLOCK, w.q_len - first);
+          if (!blocks_meet(w, b, h0 + g, first, count, t0, t0 + key_count)) continue;
           visit(b, h0 + g, block, t0, key_count, d, d.diagonal + g * diagonals * length,
                 diagonal_grads + g * learned * length, dq + g * rows);
         }

@@ -213,6 +213,19 @@ template <class M, class IO> struct Forward {
     return span;
   }
 
+  // Whether the table of blocks leaves anything of a tile to any row of the block; the rows of a group's heads follow each
+  // other.
+  bool meets(int64_t b, int64_t kh, int64_t first, int count, int64_t t) const {
+    const int64_t t0 = t * tile, t1 = least(t0 + tile, w.k_len);
+    for (int64_t done = 0; done < count;) {
+      const int64_t h = kh * group + (first + done) / w.q_len, i = (first + done) % w.q_len;
+      const int64_t own = least(count - done, w.q_len - i);
+      if (blocks_meet(w, b, h, i, own, t0, t1)) return true;
+      done += own;
+    }
+    return false;
+  }
+
   // What a tile does to its rows: its own largest scores, how far the exponents of what was summed move, and by which
   // factor that shrinks.
   struct Rise {
@@ -489,6 +502,7 @@ template <class M, class IO> struct Forward {
     d.once = to - from == 1 && partial == nullptr && !direct;
     if (!d.once) memset(d.o, 0, (size_t)count * out * sizeof(float));
     for (int64_t t = from; t < to; t++) {
+      if (!d.once && !meets(b, kh, first, count, t)) continue;
       int64_t place = packed ? t : 0;
       number* k = keys.k + place * k_numbers;
       number* v = keys.v + place * v_numbers;

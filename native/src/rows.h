@@ -109,6 +109,20 @@ inline Span reach(const ch_attention& w, const Row& row, int64_t first, int64_t 
   return Span{(int)low, (int)(high > low ? high : low)};
 }
 
+// Whether the table of blocks lets any of a head's rows [first, first + count) attend to any of the keys [from, to). Under a
+// pattern most tiles of a long call are empty, and this asks less than all rows would. Of smaller blocks it would not.
+inline bool blocks_meet(const ch_attention& w, int64_t b, int64_t h, int64_t first, int64_t count, int64_t from,
+                        int64_t to) {
+  constexpr int64_t SMALL = 16;
+  if (w.blocks.data == nullptr || w.block_size < SMALL) return true;
+  const int64_t size = w.block_size, begin = w.query_offset + first, left = from / size, right = (to - 1) / size;
+  const uint8_t* head = (const uint8_t*)w.blocks.data + b * w.blocks.batch + h * w.blocks.head;
+  for (int64_t row = begin / size; row <= (begin + count - 1) / size; row++)
+    for (int64_t column = left; column <= right; column++)
+      if (head[row * w.blocks.row + column * w.blocks.column]) return true;
+  return false;
+}
+
 CH_INLINE void fill(float* p, int64_t from, int64_t to, float value) {
   for (int64_t c = from; c < to; c++) p[c] = value;
 }

@@ -133,7 +133,10 @@ class _Strip:
 
     def gather(self, source: Float[Tensor, "rows dim"], dtype: torch.dtype) -> Float[Tensor, "b heads queries k dim"]:
         """The rows of the chosen keys; zeros for forbidden ones, which may hold anything."""
-        picked = source.index_select(0, self.rows).view(*self.indices[3].shape, -1).to(dtype)
+        return self.reached(source.index_select(0, self.rows).view(*self.indices[3].shape, -1).to(dtype))
+
+    def reached(self, picked: Float[Tensor, "b heads queries k dim"]) -> Float[Tensor, "b heads queries k dim"]:
+        """What belongs to the chosen keys; 0 for forbidden ones, which 0 times a gradient that is NaN would reach."""
         return picked if self.allowed is None else picked.masked_fill(~self.allowed[..., None], 0.0)
 
 
@@ -228,7 +231,7 @@ def _gradients(problem: Problem, keys: Tensor, grad_output: Tensor, rules: bool)
         own = _pulled(problem, strip, gathered, upstream, parameters, first=place == 0)
         grad_query[:, :, strip.queries] = own[0]
         for total, grad in zip(totals, own[1:3], strict=True):
-            total.index_add_(0, strip.rows, grad.flatten(0, 3))
+            total.index_add_(0, strip.rows, strip.reached(grad).flatten(0, 3))
         for total, grad in zip(rule_totals, own[3:], strict=True):
             total += grad
     inputs = (problem.query, problem.key, problem.value)
