@@ -133,3 +133,118 @@ def test_an_empty_cell_may_be_filled_later() -> None:
     bound = bound_now(early)
     later = 3
     assert bound() == 3
+
+
+class Gate(torch.nn.Module):
+    """A rule with a number a head, and one layer that is made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Parameter(torch.tensor([0.5, -1.0]))
+        self.last: Tensor | None = None
+
+    def rule(self, s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s * torch.sigmoid(self.gate[h])
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, call: Callable[..., Tensor]) -> Tensor:
+        self.last = call(query, key, value, scores=ch.ScoreFunction(self.rule))
+        return self.last
+
+
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "tiled": partial(ch.attention, backend="tiled"),
+    "top_k": partial(ch.sparse.top_k_attention, k=5),
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_functional_call_has_its_own_numbers_in_backward_too(name: str, frozen: bool) -> None:
+    layer, inputs = Gate().requires_grad_(not frozen), _inputs()
+    own = torch.tensor([2.0, 0.1], requires_grad=True)
+    output = torch.func.functional_call(layer, {"gate": own}, (*inputs, CALLS[name]))
+    right = CALLS[name](*inputs, scores=ch.ScoreFunction(lambda s, b, h, i, j: s * torch.sigmoid(own[h])))
+    torch.testing.assert_close(output, right)
+    for one, other in zip(
+        *(torch.autograd.grad(o.square().sum(), [*inputs, own]) for o in (output, right)), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+    assert layer.gate is not own
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_module_may_keep_its_last_output(name: str) -> None:
+    layer, inputs = Gate(), _inputs()
+    for _ in range(3):
+        layer.zero_grad()
+        layer(*inputs, CALLS[name]).square().sum().backward()
+    assert layer.gate.grad is not None
+    right = torch.autograd.grad(Gate()(*inputs, CALLS[name]).square().sum(), inputs[0])[0]
+    assert inputs[0].grad is not None
+    torch.testing.assert_close(inputs[0].grad / 3, right)
+
+
+def test_an_object_that_gets_another_tensor_for_each_layer_trains_all() -> None:
+    class Scaled:
+        by: Tensor
+
+        def __call__(self, s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s * torch.sigmoid(self.by[h])
+
+    found = []
+    for backend in ("tiled", "reference"):
+        rule, inputs, learned = Scaled(), _inputs(), torch.tensor([0.3, -0.7], requires_grad=True)
+        query = inputs[0]
+        for n in range(3):
+            rule.by = learned * (n + 1)
+            query = ch.attention(query, *inputs[1:], scores=ch.ScoreFunction(rule), backend=backend)
+        found.append(torch.autograd.grad(query.square().sum(), [*inputs, learned]))
+    for one, right in zip(*found, strict=True):
+        torch.testing.assert_close(one, right)
+
+
+def _as_partial(gate: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def rule(gate: Callable[[Tensor], Tensor], s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s * gate(h)
+
+    return partial(rule, gate)
+
+
+def _as_default(gate: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda s, b, h, i, j, gate=gate: s * gate(h)
+
+
+def _decorated(gate: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    own = torch.enable_grad()(gate)
+    return torch.compiler.disable(lambda s, b, h, i, j: s * own(h))
+
+
+@pytest.mark.parametrize("way", [_as_partial, _as_default, _decorated])
+def test_a_helper_keeps_its_variables_however_it_is_given(
+    way: Callable[[Callable[[Tensor], Tensor]], Callable[..., Tensor]],
+) -> None:
+    found = []
+    for backend in ("tiled", "reference"):
+        inputs, gates = _inputs(), torch.tensor([[0.5, 1.0], [-1.0, 2.0]], requires_grad=True)
+        query = inputs[0]
+        for n in range(2):
+            rule = way(lambda h: torch.sigmoid(gates[n][h]))  # noqa: B023
+            query = ch.attention(query, *inputs[1:], scores=ch.ScoreFunction(rule), backend=backend)
+        found.append(torch.autograd.grad(query.square().sum(), [*inputs, gates]))
+    for one, right in zip(*found, strict=True):
+        torch.testing.assert_close(one, right)
+
+
+def test_a_compiled_helper_finds_its_graph() -> None:
+    helper = torch.compile(lambda d: (d == 7).float() * 3.0, backend="eager")
+    inputs = _inputs()
+    rule = ch.ScoreFunction(lambda s, b, h, i, j: s + helper(i - j))
+    one, other = (ch.attention(*inputs, scores=rule, backend=backend) for backend in ("tiled", "reference"))
+    torch.testing.assert_close(one, other)
+
+
+def test_a_function_may_look_a_global_up_by_its_name() -> None:
+    inputs = _inputs()
+    one = ch.attention(*inputs, mask=ch.MaskFunction(lambda b, h, i, j: (i * j) % globals()["WIDTH"] > 0))
+    other = ch.attention(*inputs, mask=ch.MaskFunction(lambda b, h, i, j: (i * j) % eval("WIDTH") > 0))
+    assert torch.equal(one, other)

@@ -284,3 +284,36 @@ def test_rules_that_share_a_parameter_count_it_once() -> None:
         output = ch.attention(*_inputs(50), scores=rules, backend=backend)
         grads += torch.autograd.grad(output.square().sum(), weight)
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_module_computed_once_is_behind_every_tile() -> None:
+    class Made(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(3, 2)
+            self.gate = self.net(torch.ones(3))
+
+        def forward(self, s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s * torch.sigmoid(self.gate[h])
+
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(1, 2, 600, 4, generator=generator) for _ in range(3)]
+    rule = Made()
+    found = [
+        torch.autograd.grad(
+            ch.attention(*inputs, scores=ch.ScoreFunction(rule), backend=backend).square().sum(),
+            list(rule.parameters()), retain_graph=True,
+        )
+        for backend in ("tiled", "reference")
+    ]  # fmt: skip
+    for one, right in zip(*found, strict=True):
+        torch.testing.assert_close(one, right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("elsewhere", [lambda x: x.to("meta"), lambda x: x.to_sparse()])
+def test_what_lies_elsewhere_is_refused(elsewhere: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(1, 1, 5, 4)
+    with pytest.raises(ch.ShapeError, match="ScoreFunction: fn must return a plain tensor on cpu"):
+        ch.attention(x, x, x, scores=ch.ScoreFunction(lambda s, b, h, i, j: elsewhere(s)))
+    with pytest.raises(ch.MaskError, match="MaskFunction: fn must return a plain tensor on cpu"):
+        ch.attention(x, x, x, mask=ch.MaskFunction(lambda b, h, i, j: elsewhere(i >= j)))

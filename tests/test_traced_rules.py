@@ -277,3 +277,57 @@ def test_what_is_found_is_what_the_function_does(number: _Number, offset: int, s
     for rule in found:
         written = rule.apply(written, *_indices(extent))
     torch.testing.assert_close(written, fn(score, *_indices(extent)).float(), rtol=1e-5, atol=1e-4)
+
+
+class _Through(torch.autograd.Function):
+    """Rounded, with the gradient of what was not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+@torch.no_grad()
+def _frozen(h: Tensor, d: Tensor) -> Tensor:
+    return TABLE[h, d.clamp(-16, 16) + 16]
+
+
+@torch.jit.script
+def _scripted(i: Tensor, j: Tensor) -> Tensor:
+    return ((i - j) == 7).float()
+
+
+def _hides_all(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    try:
+        return s + 0.0 * i.shape[2] + ((i - j) == 7)
+    except:  # noqa: E722
+        return s
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda s, b, h, i, j: s + _Through.apply(TABLE[h, (i - j).clamp(-16, 16) + 16]),
+        lambda s, b, h, i, j: s + _frozen(h, i - j),
+        lambda s, b, h, i, j: s + _scripted(i, j),
+        _hides_all,
+        lambda s, b, h, i, j: s + (i * 0.1 - j * 0.1).floor(),
+        lambda s, b, h, i, j: s + (i / 3 - j / 3).floor(),
+        lambda s, b, h, i, j: s + ((i + SLOPES[h].detach()) - (j + SLOPES[h].detach()) == 0.0),
+        lambda s, b, h, i, j: torch.tanh(s * float("inf")) * 0.0,
+        lambda s, b, h, i, j: s + torch.abs(i - j, out=torch.empty(0, dtype=torch.int64)),
+    ],
+    ids=["straight-through", "no_grad", "scripted", "bare except", "tenths", "thirds", "shifted", "inf", "out"],
+)
+def test_what_tracing_would_get_wrong_stays_a_function(fn: Callable[..., Tensor]) -> None:
+    assert traced_rules(ch.ScoreFunction(fn), EXTENT, LIKE) is None
+
+
+def test_queries_far_from_all_keys_take_no_table_of_what_lies_between() -> None:
+    far = Extent(batch=1, heads=HEADS, q_len=4, k_len=8, query_offset=8_000_000)
+    rule = ch.ScoreFunction(lambda s, b, h, i, j: s - SLOPES[h] * (i - j).abs())
+    assert traced_rules(rule, far, LIKE) is None

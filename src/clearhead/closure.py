@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dis
+import inspect
 import itertools
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,9 +23,17 @@ __all__ = ["Bound", "bound_now", "closed_over", "find_learned", "learned_by"]
 _MOST_MEMBERS: Final = 1024
 _WRITES_GLOBALS: Final = {dis.opmap[name] for name in ("STORE_GLOBAL", "DELETE_GLOBAL")}
 _WRITES_CELLS: Final = {dis.opmap[name] for name in ("STORE_DEREF", "DELETE_DEREF")}
+#: What looks global variables up by names that a function's code does not tell.
+_LOOKS_UP: Final = frozenset({"globals", "eval", "exec"})
+#: What an import within a function reads of its file.
+_OF_A_FILE: Final = ("__builtins__", "__name__", "__package__", "__spec__", "__path__")
 #: A program that is exported here and run elsewhere must not find another function by the same name.
 _PROCESS: Final = secrets.token_hex(4)
 _NUMBERS: Final = itertools.count()
+#: Where an object keeps a tensor, its name there, and the tensor.
+Held: TypeAlias = tuple[dict[Any, Any], Any, Tensor | None]
+#: What a name stands for that is no longer there.
+_GONE: Final = object()
 
 
 class Bound:
@@ -34,6 +44,10 @@ class Bound:
     handle: str = ""
     #: The tensors that it reaches and that want a gradient, as ``find_learned`` last found them.
     learned: tuple[Tensor, ...] = ()
+    #: The tensors that it reaches, as they were at a call; None before there was one.
+    reached: tuple[Tensor, ...] | None = None
+    #: Those of them that modules and other objects hold, and a module's further numbers.
+    held: tuple[Held, ...] = ()
 
     def hold(self, fn: Callable[..., Any]) -> None:
         """Take the function."""
@@ -44,8 +58,33 @@ class Bound:
         if torch.compiler.is_compiling():
             return self
         copy = object.__new__(type(self))
-        copy.__dict__.update(self.__dict__, fn=bound_now(self.fn))
+        objects = list(_reached_from(self.fn))
+        reached = _without_results(self.fn, [one for one in objects if isinstance(one, Tensor)])
+        copy.__dict__.update(
+            self.__dict__, fn=bound_now(self.fn), reached=reached, held=tuple(_held_in(objects, reached))
+        )  # fmt: skip
         return copy
+
+    def as_called(self) -> AbstractContextManager[None]:
+        """Objects with the tensors that they had at the call, for backward: ``functional_call`` takes a module's away
+        again, and a loop gives one object those of each layer."""
+        return _with_numbers(self.held) if self.held else nullcontext()
+
+
+@contextmanager
+def _with_numbers(held: tuple[Held, ...]) -> Iterator[None]:
+    moved = [(*one, one[0].get(one[1], _GONE)) for one in held if one[0].get(one[1], _GONE) is not one[2]]
+    try:
+        for holder, name, own, _ in moved:
+            holder[name] = own
+        yield
+    finally:
+        for holder, name, own, now in moved:
+            # What the function wrote itself stays.
+            if now is _GONE:
+                holder.pop(name, None)
+            elif holder.get(name) is own:
+                holder[name] = now
 
 
 @constant_when_compiled
@@ -66,7 +105,8 @@ def _read_by(fn: Callable[..., Any], reached: tuple[Tensor, ...]) -> Iterator[Te
     with torch.enable_grad():
         try:
             score = fn(torch.zeros_like(place, dtype=reached[0].dtype).requires_grad_(), *(place,) * 4)
-            grads = torch.autograd.grad(score.sum(), reached, allow_unused=True)
+            # The graph behind a tensor that was computed is the caller's.
+            grads = torch.autograd.grad(score.sum(), reached, allow_unused=True, retain_graph=True)
         except Exception:
             # What is wrong is told when the function is called with the scores.
             grads = reached
@@ -96,7 +136,9 @@ class _Binding:
 
     def bound(self, value: Any) -> Any:
         if type(value) is partial:
-            return partial(self.bound(value.func), *value.args, **value.keywords)
+            given = [self.bound(one) if _is_of(value.func, one) else one for one in value.args]
+            named = {name: self.bound(one) if _is_of(value.func, one) else one for name, one in value.keywords.items()}
+            return partial(self.bound(value.func), *given, **named)
         if type(value) is MethodType:
             return MethodType(self.bound(value.__func__), value.__self__)
         return self._function(value) if type(value) is FunctionType else value
@@ -111,21 +153,24 @@ class _Binding:
             old if name in written or old == CellType() else new
             for name, old, new in zip(code.co_freevars, fn.__closure__ or (), cells, strict=True)
         ]
-        copy = FunctionType(code, self._names(fn), fn.__name__, fn.__defaults__, tuple(closure))
-        copy.__kwdefaults__, copy.__qualname__, copy.__module__ = fn.__kwdefaults__, fn.__qualname__, fn.__module__
+        copy = FunctionType(code, self._names(fn), fn.__name__, None, tuple(closure))
+        copy.__qualname__, copy.__module__ = fn.__qualname__, fn.__module__
         copy.__dict__.update(fn.__dict__)
         self._functions[id(fn)] = (fn, copy)
+        copy.__defaults__ = tuple(self._helper(one, fn) for one in fn.__defaults__ or ()) or None
+        if fn.__kwdefaults__ is not None:
+            copy.__kwdefaults__ = {name: self._helper(one, fn) for name, one in fn.__kwdefaults__.items()}
         for old, new in zip(fn.__closure__ or (), closure, strict=True):
             if new is not old:
                 new.cell_contents = self._helper(old.cell_contents, fn)
         return copy
 
     def _names(self, fn: FunctionType) -> dict[str, Any]:
-        """The global variables that a function looks up; its file's own where it writes some."""
-        if _uses(fn.__code__, _WRITES_GLOBALS):
+        """The global variables that a function looks up; its file's own where it writes some, or hides which."""
+        if _uses(fn.__code__, _WRITES_GLOBALS) or not _LOOKS_UP.isdisjoint(_names(fn.__code__)):
             return fn.__globals__
         found = self._globals.setdefault(id(fn.__globals__), (fn.__globals__, {}))[1]
-        for name in ("__builtins__", "__name__", *_names(fn.__code__)):
+        for name in (*_OF_A_FILE, *_names(fn.__code__)):
             if name in fn.__globals__ and name not in found:
                 # A function that names itself finds the name taken.
                 found[name] = fn.__globals__[name]
@@ -134,7 +179,24 @@ class _Binding:
 
     def _helper(self, value: Any, fn: FunctionType) -> Any:
         """Functions of other files are libraries, which hold nothing that a loop moves."""
-        return self.bound(value) if getattr(value, "__globals__", None) is fn.__globals__ else value
+        return self.bound(value) if _is_of(fn, value) else value
+
+
+def _file_of(fn: object) -> object:
+    """What tells the file of a function, or of one that a library's decorator wraps; None for what is none."""
+    wrapped = inspect.unwrap(fn, stop=_is_compiled) if isinstance(fn, (FunctionType, MethodType)) else fn
+    return getattr(wrapped, "__globals__", None)
+
+
+def _is_compiled(fn: object) -> bool:
+    """Whether a function is ``torch.compile``'s, whose code finds its graphs among the variables of its very file."""
+    return hasattr(fn, "_torchdynamo_orig_callable") and not getattr(fn, "_torchdynamo_disable", False)
+
+
+def _is_of(fn: object, value: object) -> bool:
+    """Whether a value is a function of the same file."""
+    file = _file_of(fn.func if type(fn) is partial else fn)
+    return file is not None and _file_of(value) is file
 
 
 def _uses(code: CodeType, operations: set[int]) -> bool:
@@ -154,6 +216,29 @@ def _written_cells(code: CodeType) -> set[str]:
 
 def closed_over(fn: Callable[..., Any]) -> Iterator[Tensor]:
     """Tensors that a function reaches through what it names and what that holds, each once."""
+    return (value for value in _reached_from(fn) if isinstance(value, Tensor))
+
+
+def _without_results(fn: Callable[..., Any], found: list[Tensor]) -> tuple[Tensor, ...]:
+    """Tensors without those that were computed and that a score does not depend on: a module may keep its last output,
+    and the graph behind it is not this call's."""
+    read = {id(tensor) for tensor in _read_by(fn, tuple(tensor for tensor in found if tensor.grad_fn is not None))}
+    return tuple(tensor for tensor in found if tensor.grad_fn is None or id(tensor) in read)
+
+
+def _held_in(objects: list[object], reached: tuple[Tensor, ...]) -> Iterator[Held]:
+    """Where objects keep tensors that a later call may find others in place of, and which these are."""
+    learned = {id(tensor) for tensor in reached if tensor.requires_grad}
+    for one in objects:
+        for module in one.modules() if isinstance(one, torch.nn.Module) else ():
+            for holder in (module._parameters, module._buffers):
+                yield from ((holder, name, tensor) for name, tensor in holder.items())
+        if isinstance(one, dict):
+            yield from ((one, name, tensor) for name, tensor in one.items() if id(tensor) in learned)
+
+
+def _reached_from(fn: Callable[..., Any]) -> Iterator[object]:
+    """What a function reaches through what it names and what that holds, each once; of modules the parameters."""
     waiting: list[object] = [fn]
     # The objects themselves are kept, so that no later one can have the same address.
     seen: dict[int, object] = {}
@@ -162,9 +247,8 @@ def closed_over(fn: Callable[..., Any]) -> Iterator[Tensor]:
         if id(value) in seen:
             continue
         seen[id(value)] = value
-        if isinstance(value, Tensor):
-            yield value
-        else:
+        yield value
+        if not isinstance(value, Tensor):
             waiting += value.parameters() if isinstance(value, torch.nn.Module) else _held_by(value)
 
 
@@ -183,7 +267,7 @@ def _held_by(value: object) -> list[object]:
         held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         named = (value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__)
         # Functions of other files are libraries, which hold nothing learned but could lead anywhere.
-        return held + [one for one in named if getattr(one, "__globals__", value.__globals__) is value.__globals__]
+        return held + [one for one in named if _file_of(one) is None or _is_of(value, one)]
     call = next((vars(kind)["__call__"] for kind in type(value).__mro__ if "__call__" in vars(kind)), None)
     return [getattr(value, "__dict__", None), call] if isinstance(call, FunctionType) else []
 

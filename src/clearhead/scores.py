@@ -252,7 +252,8 @@ class ScoreFunction(Bound, ScoreRule):
         self.hold(fn)
 
     def apply(self, score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        result = call_user_function("ScoreFunction", self.fn, ShapeError, score, batch, head, q_pos, k_pos)
+        with self.as_called():
+            result = call_user_function("ScoreFunction", self.fn, ShapeError, score, batch, head, q_pos, k_pos)
         if result.shape != score.shape or result.dtype != score.dtype:
             raise ShapeError.about(
                 "ScoreFunction", "fn", must=f"return {str(score.dtype)[6:]} of the tile's shape {tuple(score.shape)}",
@@ -266,7 +267,7 @@ class ScoreFunction(Bound, ScoreRule):
         return self.bound()
 
     def parameters(self) -> list[Tensor]:
-        return list(closed_over(self.fn))
+        return list(closed_over(self.fn) if self.reached is None else self.reached)
 
 
 def differentiated(
@@ -296,7 +297,8 @@ def _stopped_at(after: Tensor, inputs: Sequence[Tensor], grad: Tensor) -> tuple[
     from another, once for the whole call."""
     computed = [place for place, tensor in enumerate(inputs) if tensor.grad_fn is not None]
     if not computed:
-        return torch.autograd.grad(after, inputs, grad, allow_unused=True)
+        # What a module computed once and keeps lies behind every tile.
+        return torch.autograd.grad(after, inputs, grad, allow_unused=True, retain_graph=True)
     arrived: dict[int, Tensor] = {}
 
     def stopping(place: int) -> Callable[[Tensor], Tensor]:

@@ -92,7 +92,11 @@ def _bias(result: StandIn, extent: Extent, like: Tensor) -> ScoreRule | None:
     if facts.shift == 0.0 and BATCH not in facts.axes:
         # Distances that do not occur are not asked for: a function may have no number there.
         low, high = extent.query_offset - extent.k_len + 1, extent.query_offset + extent.q_len - 1
-        found, reach = _added(result, like, zero, head, torch.arange(low, high + 1), zero), max(-low, high)
+        reach = max(-low, high)
+        # Queries far from all keys: the table would be of what lies between.
+        if reach > 2 * (extent.q_len + extent.k_len):
+            return None
+        found = _added(result, like, zero, head, torch.arange(low, high + 1), zero)
         return None if found is None else RelativeBias(F.pad(found[0, :, :, 0], (low + reach, reach - high)))
     if QUERY not in facts.axes:
         found = _added(result, like, batch, head, zero, torch.arange(extent.k_len))

@@ -27,12 +27,28 @@ __all__ = [
 MOST_POSITIONS: Final = 2**24
 BATCH, HEAD, QUERY, KEY = range(4)
 _EXACT: Final = (torch.int32, torch.int64, torch.float32, torch.float64)
+#: Digits behind the binary point that a float32 has to spare beside a position.
+_BINARY_PLACES: Final = 4
 #: Operations one upon another that are worked out again.
 _DEEPEST: Final = 100
 
 
 class _Unknown(BaseException):
-    """What a function does to its arguments is not in the table; no ``except Exception`` of its own hides it."""
+    """What a function does to its arguments is not in the table."""
+
+
+@dataclass
+class _Look:
+    """One call of a function on stand-ins.
+
+    Attributes:
+        recording: whether autograd recorded where it began. Where that changes a gradient is cut off, or, within an
+            autograd function of the user's own, another one takes its place.
+        failed: something unknown was met, whatever the function made of the exception.
+    """
+
+    recording: bool
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,11 +85,12 @@ class StandIn(Tensor):
     #: Which of a function's arguments it stands for.
     argument: int | None
     depth: int
+    look: _Look
 
     @staticmethod
-    def of(value: Tensor, facts: Facts, *, made_by: Any = None, argument: int | None = None) -> StandIn:
+    def of(value: Tensor, facts: Facts, look: _Look, *, made_by: Any = None, argument: int | None = None) -> StandIn:
         stand_in: StandIn = Tensor._make_subclass(StandIn, value.detach())
-        stand_in.facts, stand_in.made_by, stand_in.argument = facts, made_by, argument
+        stand_in.facts, stand_in.made_by, stand_in.argument, stand_in.look = facts, made_by, argument, look
         operands = () if made_by is None else (*made_by[1], *made_by[2].values())
         stand_in.depth = 1 + max((part.depth for part in operands if isinstance(part, StandIn)), default=0)
         if stand_in.depth > _DEEPEST:
@@ -88,19 +105,41 @@ class StandIn(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _READ:
                 return func(*args, **options)
-            way = _WAYS.get(func)
-            if way is None or options.get("inplace"):
-                raise _Unknown(getattr(func, "__name__", func))
-            return cls.of(func(*args, **options), way(*args, **options), made_by=(func, args, options))
+            look = _look_of((*args, *options.values()))
+            try:
+                way = _WAYS.get(func)
+                if way is None or options.get("inplace") or "out" in options:
+                    raise _Unknown(getattr(func, "__name__", func))
+                if torch.is_grad_enabled() != look.recording:
+                    raise _Unknown("a gradient of its own")
+                made, facts = func(*args, **options), way(*args, **options)
+                # Other dtypes do not count positions exactly: what is made with them does not move evenly.
+                facts = facts if made.dtype in _EXACT or facts.shift == 0.0 else replace(facts, shift=None)
+                return cls.of(made, facts, look, made_by=(func, args, options))
+            except _Unknown:
+                look.failed = True
+                raise
+
+
+def _look_of(values: Sequence[Any]) -> _Look:
+    """The call that the operands of an operation belong to."""
+    for value in values:
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(one, StandIn):
+                return one.look
+    raise _Unknown("operands that are nested")
 
 
 def trace(fn: Callable[..., Any], arguments: Sequence[tuple[Tensor, Facts]]) -> StandIn | None:
     """What a function makes of numbers of one place each; None where that cannot be told."""
+    look = _Look(torch.is_grad_enabled())
+    # Five axes: what code that torch does not show us makes of stand-ins is known by them from a user's own numbers.
+    given = (StandIn.of(value[None], facts, look, argument=own) for own, (value, facts) in enumerate(arguments))
     try:
-        result = fn(*(StandIn.of(value, facts, argument=own) for own, (value, facts) in enumerate(arguments)))
+        result = fn(*given)
     except (Exception, _Unknown):  # what is wrong with a function, a tile will tell
         return None
-    return result if isinstance(result, StandIn) else None
+    return result if isinstance(result, StandIn) and not look.failed else None
 
 
 def few(size: int) -> Tensor:
@@ -169,7 +208,7 @@ def _comparison(left: object, right: object) -> Facts:
     return Facts(_joined([one, other]), 0.0 if one.shift is not None and one.shift == other.shift else None)
 
 
-def _sum(left: object, right: object, sign: float = 1.0) -> Facts:
+def _sum(left: object, right: object, *, sign: float = 1.0) -> Facts:
     one, other = facts_of(left), facts_of(right)
     if other.score and (one.score or sign < 0.0):
         raise _Unknown("two scores, or a score that is subtracted")
@@ -177,16 +216,33 @@ def _sum(left: object, right: object, sign: float = 1.0) -> Facts:
         raise _Unknown("a score that is not capped yet")
     known = one.shift is not None and other.shift is not None
     shift = one.shift + sign * other.shift if known else None  # type: ignore[operator]
+    # A number that is rounded with each position it is added to: sums of these do not move evenly.
+    still = [value for value, own in ((left, one), (right, other)) if own.shift == 0.0 and not own.score]
+    if shift != 0.0 and not all(map(_is_exact, still)):
+        shift = None
     score = one if one.score else other
     return Facts(_joined([one, other]), shift, score.score, score.cap, added=bool(score.score))
 
 
 def _difference(left: object, right: object) -> Facts:
-    return _sum(left, right, -1.0)
+    return _sum(left, right, sign=-1.0)
 
 
 def _reversed_difference(left: object, right: object) -> Facts:
-    return _sum(right, left, -1.0)
+    return _sum(right, left, sign=-1.0)
+
+
+def _is_exact(value: object) -> bool:
+    """Whether a number, or every number of a tensor, can be added to positions without rounding: halves and such."""
+    if isinstance(value, Tensor):
+        return not value.is_floating_point()
+    return isinstance(value, (int, float)) and float(value * 2**_BINARY_PLACES).is_integer()
+
+
+def _scales_exactly(moving: object, factor: float) -> bool:
+    """Whether a position times a number is not rounded."""
+    whole = isinstance(factor, int) and isinstance(moving, Tensor) and not moving.is_floating_point()
+    return whole or abs(math.frexp(factor)[0]) == 0.5
 
 
 def _product(left: object, right: object) -> Facts:
@@ -197,13 +253,14 @@ def _product(left: object, right: object) -> Facts:
         if own.score:
             return _scaled(own, factor)
         if own.shift is not None:
-            return Facts(own.axes, own.shift * factor)
+            even = own.shift == 0.0 or _scales_exactly(moving, factor)
+            return Facts(own.axes, own.shift * factor if even else None)
     return _any_function(left, right)
 
 
 def _scaled(score: Facts, factor: float) -> Facts:
     """A score on its way to a cap, times a number."""
-    if score == SCORE and factor > 0.0 and math.isfinite(1.0 / factor):
+    if score == SCORE and factor > 0.0 and 0.0 < 1.0 / factor < math.inf:
         return Facts(score="score / cap", cap=1.0 / factor)
     if score.score == "tanh(score / cap)" and score.cap is not None and math.isclose(factor, score.cap, rel_tol=1e-12):
         return replace(score, score="score")

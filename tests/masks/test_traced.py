@@ -175,3 +175,24 @@ def test_what_is_found_is_the_predicates_own_answer(truth: _Number, offset: int,
     index = index_tensors(BATCH, HEADS, q_len, k_len, offset, None)
     right = truth(*index).expand(BATCH, HEADS, q_len, k_len)
     assert torch.equal(_places(found, k_len).expand_as(right), right)
+
+
+def test_thirds_are_rounded_where_the_function_rounds_them() -> None:
+    for fn in (lambda b, h, i, j: (i / 3 - j / 3).abs() < 1.0, lambda b, h, i, j: i * 0.1 <= j * 0.1 + 0.3):
+        mask = ch.MaskFunction(fn)
+        x = torch.randn(1, 1, 200, 4, generator=torch.Generator().manual_seed(0))
+        one, right = (ch.attention(x, x, x, mask=mask, backend=backend) for backend in ("auto", "reference"))
+        torch.testing.assert_close(one, right)
+
+
+def test_ids_that_are_no_numbers_are_like_none() -> None:
+    ids = torch.full((200,), torch.nan)
+    ids[95:105] = 1.0
+    mask = ch.MaskFunction(lambda b, h, i, j: ids[i] == ids[j])
+    x = torch.randn(1, 1, 200, 4, generator=torch.Generator().manual_seed(0))
+    one, right = (ch.attention(x, x, x, mask=mask, backend=backend) for backend in ("auto", "reference"))
+    torch.testing.assert_close(one, right)
+
+
+def test_a_predicate_may_say_that_it_has_no_gradient() -> None:
+    assert _found(torch.no_grad()(lambda b, h, i, j: i >= j)) is not None

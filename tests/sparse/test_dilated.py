@@ -85,3 +85,10 @@ def test_bad_calls_are_one_line() -> None:
         dilated_attention(query[:, :, :5], key, value, stride=2)
     with pytest.raises(ch.UnsupportedError, match="local must be 0 where keys ahead are seen"):
         dilated_attention(query, key, value, stride=2, after=1, local=1)
+
+
+def test_a_stride_beyond_the_sequence_fills_nothing_up() -> None:
+    x = torch.randn(1, 1, 6, 4)
+    torch.testing.assert_close(ch.sparse.dilated_attention(x, x, x, stride=2**40), x)
+    near = ch.sparse.dilated_attention(x, x, x, stride=2**40, local=2)
+    torch.testing.assert_close(near, ch.attention(x, x, x, mask=ch.Window(2)))

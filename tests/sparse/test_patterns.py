@@ -87,7 +87,9 @@ class TestCovered:
     def test_it_allows_the_same(self, name: str, size: int) -> None:
         mask = MASKS[name].mask
         assert mask is not None
-        both = (part.dense(LEN, LEN) for part in (mask, covered(mask, LEN, size=size)))
+        heads = 2 if name == "function" else None
+        told = covered(mask, LEN, size=size, num_heads=heads)
+        both = (part.dense(LEN, LEN, num_heads=heads) for part in (mask, told))
         first, second = torch.broadcast_tensors(*both)
         assert torch.equal(first, second)
 
@@ -95,6 +97,22 @@ class TestCovered:
         mask = ch.Window(5) | ch.Global(2)
         told = covered(mask, 10, 26, query_offset=16, size=4)
         assert torch.equal(told.dense(10, 26, query_offset=16), mask.dense(10, 26, query_offset=16))
+
+    def test_a_function_that_tells_heads_apart_has_to_say_how_many(self) -> None:
+        wider = ch.MaskFunction(lambda b, h, i, j: (i - j).abs() <= 4 * (h + 1)) & ch.Causal()
+        with pytest.raises(ch.ShapeError, match="covered: num_heads must be given for a mask that reads it"):
+            covered(wider, 64, size=4)
+        told = covered(wider, 64, size=4, num_heads=3)
+        assert torch.equal(told.dense(64, 64), wider.dense(64, 64, num_heads=3))
+        assert torch.equal(covered(wider, 64, num_heads=1).dense(64, 64), wider.dense(64, 64))
+
+    def test_a_function_that_tells_batch_entries_apart_has_to_say_how_many(self) -> None:
+        lengths = torch.tensor([10, 40])
+        padded = ch.MaskFunction(lambda b, h, i, j: j < lengths[b])
+        with pytest.raises(ch.ShapeError, match="covered: batch must be given for a mask that reads it"):
+            covered(padded, 64, size=4)
+        told = covered(padded, 64, size=4, batch=2)
+        assert torch.equal(told.dense(64, 64), padded.dense(64, 64, batch=2))
 
     def test_an_offset_between_blocks_is_refused(self) -> None:
         with pytest.raises(ch.ShapeError, match="covered: query_offset must be a multiple of size 4; got 3"):

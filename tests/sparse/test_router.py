@@ -141,3 +141,11 @@ def test_bad_numbers_are_one_line(arguments: dict[str, int], message: str) -> No
         routed(query[:, :, :8], key, keep=1)
     with pytest.raises(ch.ShapeError, match="routed: query_offset must be a multiple of size 4; got 5"):
         routed(query[:, :, 5:], key, keep=1, size=4, query_offset=5)
+
+
+def test_autocast_chooses_no_other_blocks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(4, 8, 512, 32, generator=generator) for _ in range(2))
+    plain = routed(query, key, keep=3, size=16).dense(512, 512)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(routed(query, key, keep=3, size=16).dense(512, 512), plain)

@@ -286,3 +286,19 @@ def test_no_square_is_ever_held() -> None:
 def test_k_must_be_a_count(k: object) -> None:
     with pytest.raises(ch.ShapeError, match="top_k_attention: k must be a whole number of at least 1; got"):
         top_k_attention(*tensors(), k=k)  # type: ignore[arg-type]
+
+
+def test_an_empty_batch_gives_an_empty_batch() -> None:
+    x = torch.randn(0, 2, 5, 4, requires_grad=True)
+    output = ch.sparse.top_k_attention(x, x, x, k=2)
+    output.sum().backward()
+    assert output.shape == x.shape
+
+
+def test_transforms_and_several_gradients_at_once_are_refused_in_one_line() -> None:
+    x = torch.randn(2, 2, 5, 4, requires_grad=True)
+    with pytest.raises(ch.UnsupportedError, match="top_k_attention: query must be seen outside"):
+        torch.vmap(lambda one: ch.sparse.top_k_attention(one, one, one, k=2))(x)
+    output = ch.sparse.top_k_attention(x, x, x, k=2)
+    with pytest.raises(ch.UnsupportedError, match="is_grads_batched must be False"):
+        torch.autograd.grad(output, x, torch.randn(3, *x.shape), is_grads_batched=True)

@@ -49,7 +49,8 @@ class MaskFunction(Bound, Mask):
         return self.bound()
 
     def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        allowed = call_user_function("MaskFunction", self.fn, MaskError, batch, head, q_pos, k_pos)
+        with self.as_called():
+            allowed = call_user_function("MaskFunction", self.fn, MaskError, batch, head, q_pos, k_pos)
         shape = torch.broadcast_shapes(batch.shape, head.shape, q_pos.shape, k_pos.shape)
         if allowed.dtype != torch.bool or not _broadcasts(allowed.shape, shape):
             raise MaskError.about(
@@ -103,6 +104,13 @@ def call_user_function(
             function, "fn", must="return a tensor",
             got=f"{type(result).__name__} from {function_name(fn)} on {tile_seen(*arguments[-4:])}",
             then="Return a tensor built from the arguments.",
+        )  # fmt: skip
+    device = arguments[-1].device
+    if result.device != device or result.layout != torch.strided:
+        raise error.about(
+            function, "fn", must=f"return a plain tensor on {device}",
+            got=f"{str(result.layout)[6:]} on {result.device} from {function_name(fn)} on {tile_seen(*arguments[-4:])}",
+            then="Move what it reads to the device of its arguments.",
         )  # fmt: skip
     return result
 

@@ -69,7 +69,9 @@ def traced_intervals(
         return None
     places = _Places(batch, head, q_pos, k_len)
     last = [index.flatten()[-1:].view(1, 1, 1, 1) for index in (batch, head, q_pos, places.k_pos)]
-    result = trace(fn, list(zip(last, INDICES, strict=True)))
+    # A predicate has no gradient, and may say so.
+    with torch.no_grad():
+        result = trace(fn, list(zip(last, INDICES, strict=True)))
     if result is None or result.dtype != torch.bool or max(int(q_pos.max()), k_len) >= MOST_POSITIONS:
         return None
     try:
@@ -169,6 +171,9 @@ def _ordered(symbol: str, query: Tensor, key: Tensor) -> Intervals | None:
 
 def _alike(query: Tensor, key: Tensor) -> Intervals | None:
     """``query == key`` where the keys' numbers stay alike for long, as those of documents do."""
+    # What is not a number has no place among sorted ones.
+    if key.is_floating_point() and bool(key.isnan().any()):
+        return None
     count = key.shape[-1]
     new = torch.ones_like(key, dtype=torch.bool)
     new[..., 1:] = key[..., 1:] != key[..., :-1]

@@ -100,7 +100,8 @@ def _checked(
             _NAME, "local", must="be 0 where keys ahead are seen", got=f"local={local}, after={after}",
             then="Use attention(mask=ch.sparse.dilated(...) | ch.Window(...)).",
         )  # fmt: skip
-    return stride, before, after, local
+    # Tokens that are further apart than the sequence is long have no other; nothing is filled up for them.
+    return min(stride, max(1, problem.q_len)), before, after, local
 
 
 def _reach(before: int | None, after: int | None) -> Mask | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from clearhead.arguments import FARTHEST, seed_of, seen, whole, whole_number
-from clearhead.errors import MaskError, ShapeError
+from clearhead.errors import ClearheadError, MaskError, ShapeError
 from clearhead.masks import Blocks, Causal, Global, Mask, Strided, Window
-from clearhead.masks.base import Not, carried_sizes, index_tensors
+from clearhead.masks.base import Carrying, Combined, Not, carried_sizes, index_tensors
 from clearhead.masks.tile_map import EMPTY, tile_map
 
 __all__ = ["big_bird", "covered", "dilated", "longformer", "strided"]
@@ -169,7 +169,10 @@ def strided(stride: int) -> Mask:
     return Causal() & (Window(stride - 1) | Strided(stride))
 
 
-def covered(mask: Mask, q_len: int, k_len: int | None = None, *, query_offset: int = 0, size: int = BLOCK) -> Mask:
+def covered(
+    mask: Mask, q_len: int, k_len: int | None = None, *, query_offset: int = 0, size: int = BLOCK,
+    batch: int | None = None, num_heads: int | None = None,
+) -> Mask:  # fmt: skip
     """The same mask with a table of its blocks, so that kernels skip every empty one, between runs of keys too.
 
     ``mask & Blocks(not empty, size)``; it allows what ``mask`` allows, for the lengths it was made for.
@@ -180,12 +183,15 @@ def covered(mask: Mask, q_len: int, k_len: int | None = None, *, query_offset: i
         k_len: number of keys; by default ``q_len``.
         query_offset: position of the first query, a multiple of ``size``.
         size: positions in a block.
+        batch: batch size, where a function in the mask reads it; by default what the mask itself carries, else 1.
+        num_heads: number of heads, likewise.
 
     Returns:
         A mask for calls of these lengths and this offset.
 
     Raises:
-        ShapeError: a number out of range, or an offset that is no multiple of ``size``.
+        ShapeError: a number out of range, an offset that is no multiple of ``size``, or no ``batch`` or ``num_heads``
+            for a mask that differs between them.
 
     Cost: made once: ``q_len * k_len / size`` time where rows are runs of keys, else ``q_len * k_len``; the table has
     ``q_len * k_len / size ** 2`` booleans for each batch and head that differ.
@@ -207,9 +213,33 @@ def covered(mask: Mask, q_len: int, k_len: int | None = None, *, query_offset: i
             then="Make the mask for all queries, or choose a size that divides the offset.",
         )  # fmt: skip
     placed = mask.placed(offset)
-    batch, heads = carried_sizes(mask)
+    given = {"batch": batch, "num_heads": num_heads}
+    carried = carried_sizes(mask)
+    batch = carried[0] if batch is None else whole("covered", "batch", batch, low=1)
+    heads = carried[1] if num_heads is None else whole("covered", "num_heads", num_heads, low=1)
     placed.check("covered", batch, heads, range(offset, offset + rows), columns)
     device = next((tensor.device for tensor in mask.tensors()), None)
+    _check_told(placed, given, offset, device)
     kinds = tile_map(placed, index_tensors(batch, heads, rows, columns, offset, device), size, size)
     used = torch.nn.functional.pad(kinds != EMPTY, (0, 0, offset // size, 0))
     return mask & Blocks(used.expand(*used.shape[:2], -1, -(-columns // size)), size)
+
+
+def _check_told(mask: Mask, given: dict[str, int | None], offset: int, device: torch.device | None) -> None:
+    """Raise ``ShapeError`` where a function tells batch entries or heads apart and nobody said how many there are."""
+    if isinstance(mask, Combined):
+        for part in mask.parts():
+            _check_told(part, given, offset, device)
+    elif not isinstance(mask, Carrying) and None in given.values():
+        batch, heads = (2 if count is None else count for count in given.values())
+        try:
+            found = mask.allows(*index_tensors(batch, heads, 1, 1, offset, device)).shape
+        except ClearheadError:
+            # Numbers for one entry alone: a call has no other.
+            return
+        for (name, count), own in zip(given.items(), found[:2], strict=True):
+            if count is None and own > 1:
+                raise ShapeError.about(
+                    "covered", name, must="be given for a mask that reads it", got=f"none, for {mask!r}",
+                    then="The table of blocks has one part for each.",
+                )  # fmt: skip

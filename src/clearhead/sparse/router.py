@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead.arguments import flag, whole
+from clearhead.backends.containment import without_autocast
 from clearhead.errors import ShapeError
 from clearhead.masks import Blocks, Causal, Mask
 from clearhead.problem import Problem
@@ -96,7 +97,8 @@ def routed(
         raise ShapeError.about(
             _NAME, "first", must=f"be less than keep {keep}", got=first, then="The own block is kept besides."
         )
-    with torch.no_grad():
+    # Autocast would round the scores to 16 bits, and choose other blocks.
+    with torch.no_grad(), without_autocast(problem.query.device.type):
         table = _table(problem, keep, size, causal, first)
     return Causal() & Blocks(table, size) if causal else Blocks(table, size)
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from clearhead.arguments import whole
-from clearhead.backends.once import once
+from clearhead.backends.containment import without_autocast
+from clearhead.backends.once import once, one_at_a_time
 from clearhead.dispatch import run
+from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
 from clearhead.problem import Problem
 from clearhead.scores import ScoreRule, check_reached, differentiated
@@ -90,6 +92,11 @@ def top_k_attention(
 
 
 def _attend(problem: Problem, k: int, backend: str) -> list[Tensor]:
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedError.about(
+            _NAME, "query", must="be seen outside of torch.func", got="a transform such as vmap or grad",
+            then="Give batches as the first axis, and differentiate with torch.autograd.",
+        )  # fmt: skip
     chosen = _choose(problem, min(k, problem.k_len), backend)
     output: Tensor = _TopK.apply(  # type: ignore[no-untyped-call]
         problem, chosen, problem.query, problem.key, problem.value, *problem.rule_parameters
@@ -133,7 +140,8 @@ class _Strip:
 
     def gather(self, source: Float[Tensor, "rows dim"], dtype: torch.dtype) -> Float[Tensor, "b heads queries k dim"]:
         """The rows of the chosen keys; zeros for forbidden ones, which may hold anything."""
-        return self.reached(source.index_select(0, self.rows).view(*self.indices[3].shape, -1).to(dtype))
+        picked = source.index_select(0, self.rows)
+        return self.reached(picked.view(*self.indices[3].shape, source.shape[1]).to(dtype))
 
     def reached(self, picked: Float[Tensor, "b heads queries k dim"]) -> Float[Tensor, "b heads queries k dim"]:
         """What belongs to the chosen keys; 0 for forbidden ones, which 0 times a gradient that is NaN would reach."""
@@ -196,7 +204,7 @@ class _TopK(torch.autograd.Function):
         output = query.new_zeros((*query.shape[:3], value.shape[3]))
         work = problem.work_dtype
         # Autocast would round the products of float32 inputs to 16 bits.
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query.device.type):
             for strip in _strips(problem, chosen.keys):
                 scores = _scores(problem, query[:, :, strip.queries].to(work), strip.gather(flat_key, work))
                 scores = _ruled(problem, strip, scores)
@@ -210,8 +218,9 @@ class _TopK(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, keys = ctx.saved_tensors
         problem = ctx.problem
+        one_at_a_time(*grads)
         # Backward may be called within autocast, which would round the products to 16 bits.
-        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(query.device.type):
             found = _gradients(problem.with_tensors(query, key, value), keys, grads[0], ctx.rules)
         parameters = ctx.problem.rule_parameters if ctx.rules else ()
         return None, None, *once(found, (query, key, value, *parameters, *grads))
