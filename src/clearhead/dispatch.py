@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from clearhead.arguments import seen
 from clearhead.backends import flex, native, reference, sdpa, tiled, triton
 from clearhead.backends.capability import Backend
+from clearhead.backends.containment import without_autocast
 from clearhead.errors import UnsupportedError
 from clearhead.problem import Problem
 from clearhead.statistics import Observation, Want
@@ -89,10 +88,7 @@ def _automatic(want: Want) -> tuple[Backend, ...]:
 def run(function: str, problem: Problem, want: Want, backend: str = "auto") -> Observation:
     """Choose and run; autocast stays outside, so that float32 inputs are computed in float32."""
     chosen = choose(function, problem, want, backend)
-    device = problem.query.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return chosen.run(problem, want)
-    with torch.autocast(device, enabled=False):
+    with without_autocast(problem.query.device.type):
         return chosen.run(problem, want)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.linear import PositiveRandomFeatures, linear_attention
+from clearhead.linear import PositiveRandomFeatures, feature_maps, linear_attention
 from clearhead.linear.feature_maps import FEATURE_MAPS
 
 
@@ -143,3 +143,48 @@ def test_large_queries_do_not_overflow_performer() -> None:
     key, value = torch.randn(2, 1, 1, 4, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
     output, _ = linear_attention(query, key, value, causal=True, feature_map="performer")
     assert bool(output.isfinite().all())
+
+
+@pytest.mark.parametrize("form", ["recurrent", "chunked", "parallel"])
+def test_a_key_without_direction_has_no_feature_and_no_gradient(form: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(1, 1, 7, 4, generator=generator) for _ in range(3))
+    key[:, :, 2] = 0.0
+    query[:, :, 5] = 0.0
+    rate = torch.full((1, 1, 7), 0.5)
+    query.requires_grad_()
+    key.requires_grad_()
+    output, state = ch.linear.delta_attention(query, key, value, rate=rate, form=form)
+    assert not bool(output[:, :, 5].any())
+    for part, place in zip(torch.autograd.grad(output.sum() + state.matrix.sum(), (query, key)), (5, 2), strict=True):
+        assert not bool(part[:, :, place].any())
+        assert float(part.abs().max()) < 100.0
+
+
+def test_what_is_kept_of_performer_is_nobodys() -> None:
+    def spoil(x: torch.Tensor) -> None:
+        feature_maps._performer.cache_clear()
+        linear_attention(x, x, x, feature_map="performer")
+
+    x = torch.randn(1, 1, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = linear_attention(x, x, x, feature_map="performer")[0]
+    with torch.inference_mode():
+        spoil(x)
+    own = x.clone().requires_grad_()
+    found = linear_attention(own, own, own, feature_map="performer")[0]
+    assert bool(torch.autograd.grad(found.sum(), own)[0].isfinite().all())
+    with torch.device("meta"):
+        spoil(x)
+    assert torch.equal(linear_attention(x, x, x, feature_map="performer")[0], expected)
+    feature_maps._performer.cache_clear()
+    mapped = torch.vmap(lambda one: linear_attention(one, one, one, feature_map="performer")[0])(x)
+    torch.testing.assert_close(mapped, expected)
+    assert torch.equal(linear_attention(x, x, x, feature_map="performer")[0], expected)
+
+
+def test_a_module_made_without_memory_keeps_its_random_features_there() -> None:
+    with torch.device("meta"):
+        module = ch.nn.LinearAttention(12, 2, feature_map="performer")
+    assert module.random_features.device.type == "meta"
+    x = torch.randn(1, 2, 5, 6, generator=torch.Generator().manual_seed(1))
+    assert linear_attention(x, x, x, feature_map="performer")[0].device.type == "cpu"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import clearhead as ch
@@ -102,3 +103,45 @@ def test_a_module_can_be_checkpointed(kind: Any, use_native: bool, monkeypatch: 
             output = checkpoint(lambda x: module(x, mask=ch.Causal()), x, use_reentrant=False)
         grads.append(torch.autograd.grad(output.square().sum(), x)[0])
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("name", ["gate per token", "gate per channel", "delta, gate per token"])
+def test_a_sum_of_many_decays_keeps_the_digits_of_those_behind_it(name: str) -> None:
+    member = MEMBERS[name]
+    inputs = member.draw((1, 2, 512, 6), dtype=torch.float32)
+    gate = torch.full_like(inputs.extra["log_gate"], -0.01)
+    gate[:, :, ::16] = -100.0
+    given_ = Inputs(inputs.query, inputs.key, inputs.value, {**inputs.extra, "log_gate": gate})
+    serial, _ = member.run(given_, form="recurrent")
+    # A float32 sum of 32 such gates has steps of 2e-4.
+    torch.testing.assert_close(member.run(given_, form="parallel")[0], serial, rtol=2e-6, atol=2e-6)
+    wanted = gradients(member, given_, form="recurrent")
+    for own, other in zip(gradients(member, given_, form="parallel"), wanted, strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=1e-5 * max(1.0, float(other.abs().max())))
+
+
+@pytest.mark.parametrize("name", ["gate per token", "gate per channel", "delta, gate per token", "retention"])
+def test_numbers_that_nobody_can_look_at_are_not_asked_for(name: str) -> None:
+    member = MEMBERS[name]
+    inputs = member.draw(dtype=torch.float32)
+
+    def one(*parts: Any) -> Any:
+        tokens = Inputs(*(part[None] for part in parts[:3]), {})  # type: ignore[arg-type]
+        extra = dict(zip(inputs.extra, (part[None] for part in parts[3:]), strict=True))
+        return member.run(Inputs(tokens.query, tokens.key, tokens.value, extra))[0][0]
+
+    found = torch.vmap(one)(*inputs.tensors())
+    torch.testing.assert_close(found, member.run(inputs)[0], rtol=1e-4, atol=1e-5)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = inputs.mapped(mode.from_tensor)
+        assert member.run(fake)[0].shape == found.shape
+
+
+def test_decays_may_be_mapped_over_and_default_ones_are_numbers() -> None:
+    x = torch.randn(1, 3, 9, 4, generator=torch.Generator().manual_seed(1))
+    decays = torch.tensor([[0.5, 0.9, 1.0], [0.1, 0.2, 0.3]])
+    found = torch.vmap(lambda decay: ch.linear.retention(x, x, x, decay=decay)[0])(decays)
+    for one, decay in zip(found, decays, strict=True):
+        torch.testing.assert_close(one, ch.linear.retention(x, x, x, decay=decay)[0], rtol=1e-4, atol=1e-5)
+    with torch.device("meta"):
+        assert ch.linear.retention(x, x, x)[0].device.type == "cpu"

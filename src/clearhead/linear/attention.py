@@ -285,7 +285,7 @@ def default_decay(heads: int) -> Float[Tensor, " heads"]:
 
 
 def _decays(heads: int) -> Tensor:
-    return 1.0 - torch.exp2(-5.0 - torch.arange(heads, dtype=torch.float64))
+    return 1.0 - torch.exp2(-5.0 - torch.arange(heads, dtype=torch.float64, device="cpu"))
 
 
 def _scale(function: str, scale: float | None, query: Tensor) -> float:

@@ -48,11 +48,18 @@ def check_tensors(function: str, query: object, key: object, value: object) -> N
                 function, name, must=f"have {'query' if part is key else 'key'}'s batch and heads, as in "
                 f"{tuple((query if part is key else key).shape)}", got=_seen(part), then="Split both alike.",
             )  # fmt: skip
-    if key.ndim > 2 and (query.shape[-3] % key.shape[-3] if key.shape[-3] else query.shape[-3]):
+    heads, kv_heads = (part.shape[-3] if part.ndim > 2 else 1 for part in (query, key))
+    shared = heads > 0 and heads % kv_heads == 0 if kv_heads else heads == 0
+    if not shared:
         raise ShapeError.about(
-            function, "key", must=f"have a number of heads that divides query's {query.shape[-3]}", got=_seen(key),
+            function, "key", must=f"have a number of heads that divides query's {heads}", got=_seen(key),
             then="Grouped heads: each head of keys serves as many heads of queries.",
         )  # fmt: skip
+    for name, part in (("query", query), ("value", value)):
+        if part.shape[-1] == 0:
+            raise ShapeError.about(
+                function, name, must="have at least one channel", got=_seen(part), then="Check how heads were split."
+            )
     if key.shape[-1] != query.shape[-1]:
         raise ShapeError.about(
             function, "key", must=f"have query's {query.shape[-1]} channels", got=_seen(key), then="Project key."
@@ -102,7 +109,15 @@ def check_decay(function: str, decay: object, heads: int) -> Tensor:
 
 def _decays(found: Tensor) -> bool:
     """Whether they let a state decay; what numbers a tensor holds is not known while the call is traced."""
-    return torch.compiler.is_compiling() or (not found.is_meta and bool(((found > 0) & (found <= 1)).all()))
+    return not found.is_meta and (not _known(found) or bool(((found > 0) & (found <= 1)).all()))
+
+
+def _known(part: Tensor) -> bool:
+    """Whether the numbers of a tensor can be looked at: nobody traces, maps over or stands in for it."""
+    # In this order: what is traced must not ask a tensor about its memory.
+    if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack():
+        return False
+    return in_memory(part)
 
 
 def _told_decay(decay: object, found: Tensor | None, heads: int) -> str:
@@ -125,6 +140,7 @@ def check_gate(function: str, log_gate: object, key: Tensor, features: int) -> N
             function, "log_gate", must=f"have {features} features or 1", got=_seen(log_gate),
             then="One gate for each feature of a key, or one for all.",
         )  # fmt: skip
+    _check_like(function, "log_gate", log_gate, key)
 
 
 def check_gate_numbers(function: str, log_gate: Tensor, present: Callable[[], Tensor]) -> None:
@@ -135,7 +151,7 @@ def check_gate_numbers(function: str, log_gate: Tensor, present: Callable[[], Te
         log_gate: ``[batch, kv_heads, len, gates]``.
         present: which keys there are, ``[batch | 1, len]``; asked only where a number is not a gate's.
     """
-    if log_gate.device.type != "cpu" or torch.compiler.is_compiling():
+    if log_gate.device.type != "cpu" or not _known(log_gate):
         return
     fits = (log_gate <= 0) & log_gate.isfinite()
     if bool(fits.all()):
@@ -158,10 +174,7 @@ def check_features(function: str, state: LinearState, inhabited: Callable[[], Te
         inhabited: which entries of the state's first axis have a key; asked only where a sum is 0.
     """
     sums = state.normalizer
-    # In this order: what is traced must not ask a tensor about its memory.
-    if sums is None or torch.compiler.is_compiling() or transformed():
-        return
-    if sums.device.type != "cpu" or not in_memory(sums) or sums.shape[-1] == 0:
+    if sums is None or sums.device.type != "cpu" or sums.shape[-1] == 0 or not _known(sums):
         return
     lost = (sums.detach().amax(dim=-1) < torch.finfo(sums.dtype).tiny).any(dim=-1)
     if bool(lost.any()) and bool((lost & inhabited()).any()):
@@ -178,6 +191,16 @@ def check_rate(function: str, rate: object, key: Tensor) -> None:
         raise ShapeError.about(
             function, "rate", must=f"have key's axes but the last, {tuple(key.shape[:-1])}", got=_seen(rate),
             then="One step per token, usually torch.sigmoid(x).",
+        )  # fmt: skip
+    _check_like(function, "rate", rate, key)
+
+
+def _check_like(function: str, name: str, part: Tensor, key: Tensor) -> None:
+    """Real numbers that lie with the keys; converting them to the precision of sums is the call's."""
+    if part.is_complex() or part.device != key.device or part.layout is not key.layout:
+        raise UnsupportedError.about(
+            function, name, must=f"hold real numbers on key's device {key.device}",
+            got=f"{part.dtype} on {part.device}, {part.layout}", then="Convert it with .to() or .to_dense().",
         )  # fmt: skip
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from clearhead.backends.containment import without_autocast
+from clearhead.linear.again import Parts, gradients_again, recorded
 from clearhead.linear.feature_maps import FeatureMap
 from clearhead.linear.recurrence import Recurrence, quotient, transformed, weightless
 from clearhead.linear.state import LinearState
@@ -140,9 +142,9 @@ class _Chunks(torch.autograd.Function):
         phi: FeatureMap = ctx.phi
         # Checkpoints hand out what was saved once.
         saved = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return None, *_recorded(phi, saved[:5], grads)
-        with torch.autocast(saved[2].device.type, enabled=False):
+        if recorded(grads):
+            return None, *gradients_again(lambda inputs: _computed(phi, inputs), saved[:5], grads)
+        with without_autocast(saved[2].device.type):
             return None, *_gradients(phi, saved, grads)
 
 
@@ -178,10 +180,8 @@ def _gradients(
     return *found, held, sums
 
 
-def _recorded(
-    phi: FeatureMap, inputs: tuple[Tensor | None, ...], grads: tuple[Tensor, ...]
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The same gradients by operations that autograd records, for those who differentiate once more."""
+def _computed(phi: FeatureMap, inputs: Parts) -> Parts:
+    """The same pass by operations that autograd records."""
     query, key, value, matrix, normalizer = inputs
     assert query is not None
     assert key is not None
@@ -190,14 +190,11 @@ def _recorded(
     queries, keys = phi.query(query), phi.key(key)
     scores = (queries @ keys.mT).tril()
     before, last = _added(keys.mT @ value, matrix)
-    output, after = queries @ before + scores @ value, [last]
-    if normalizer is not None:
-        earlier, end = _added(keys.sum(dim=1), normalizer)
-        output = quotient(output, (queries @ earlier[..., None])[..., 0] + scores.sum(dim=-1))
-        after.append(end)
-    asked = [part for part in inputs if part is not None and part.requires_grad]
-    found = iter(torch.autograd.grad([output, *after], asked, grads, create_graph=True, allow_unused=True))
-    return tuple(next(found) if part is not None and part.requires_grad else None for part in inputs)
+    output = queries @ before + scores @ value
+    if normalizer is None:
+        return output, last
+    earlier, end = _added(keys.sum(dim=1), normalizer)
+    return quotient(output, (queries @ earlier[..., None])[..., 0] + scores.sum(dim=-1)), last, end
 
 
 def _added(own: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,8 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from clearhead.arguments import flag, number, seed_of, seen, whole
 from clearhead.errors import ShapeError, UnsupportedError
@@ -20,6 +21,8 @@ from clearhead.shapes import Float
 __all__ = ["FEATURE_MAPS", "PERFORMER", "FeatureMap", "PositiveRandomFeatures", "as_feature_map"]
 
 PERFORMER: Final = "performer"
+#: Of a vector that is divided by its length, as in ``torch.nn.functional.normalize``.
+_LEAST_LENGTH: Final = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,9 @@ def _one(features: Tensor) -> float:
 
 
 def _unit(x: Tensor) -> Tensor:
-    return F.normalize(x, dim=-1)
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    # What has no direction is 0 with a gradient of 0, and not of one over the least length.
+    return x / torch.where(length == 0.0, math.inf, length.clamp_min(_LEAST_LENGTH))
 
 
 FEATURE_MAPS: Final = {
@@ -89,7 +94,7 @@ FEATURE_MAPS: Final = {
 }
 """Maps by name. ``elu``: ``elu(x) + 1`` (Katharopoulos et al. 2020, section 3.2.1); ``relu``; ``identity``;
 ``unit``: ``x / |x|``, which the delta rule wants of its keys (Yang et al. 2024, "Parallelizing linear transformers
-with the delta rule", section 3.3)."""
+with the delta rule", section 3.3), and 0 with a gradient of 0 where there is no direction."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -142,8 +147,9 @@ class PositiveRandomFeatures:
             name, "scale", scale, must="be positive and finite", fits=lambda given: given > 0.0,
             then="Usual: 1 / sqrt(head_dim).",
         )  # fmt: skip
-        generator = torch.Generator().manual_seed(seed_of(name, seed))
-        rows = torch.randn(num_features, head_dim, generator=generator, dtype=torch.float64)
+        generator = torch.Generator("cpu").manual_seed(seed_of(name, seed))
+        # A generator draws on its own device, whatever the default one is.
+        rows = torch.randn(num_features, head_dim, generator=generator, dtype=torch.float64, device="cpu")
         if orthogonal:
             blocks = [_orthogonal(head_dim, generator) for _ in range(-(-num_features // head_dim))]
             rows = torch.cat(blocks)[:num_features] * rows.norm(dim=1, keepdim=True)
@@ -173,14 +179,16 @@ class PositiveRandomFeatures:
 
 def _orthogonal(size: int, generator: torch.Generator) -> Tensor:
     """A uniformly drawn rotation or reflection: QR with the signs of R's diagonal taken out."""
-    q, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
+    q, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64, device="cpu"))
     rotation: Tensor = (q * r.diagonal().sign()).mT
     return rotation
 
 
 @lru_cache(maxsize=16)
 def _performer(head_dim: int) -> FeatureMap:
-    return PositiveRandomFeatures.draw(head_dim).as_map()
+    # What is kept serves later calls: it is no mode's and no transform's, and autograd may save it.
+    with _disable_current_modes(), temporarily_clear_interpreter_stack(), torch.inference_mode(False):
+        return PositiveRandomFeatures.draw(head_dim).as_map()
 
 
 @constant_when_compiled

@@ -16,6 +16,7 @@ linear transformers with the delta rule", section 3 (the triangular system).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Final, TypeAlias
 
@@ -94,12 +95,12 @@ def _chunked(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, 
         return plain_chunks(call, state, chunk)
     length = call.key.shape[2]
     query, key, value = (in_chunks(part, chunk) for part in (call.query, call.key, call.value))
-    log_decay = None if call.log_decay is None else bounded(in_chunks(call.log_decay, chunk)).cumsum(dim=-2)
-    faded_query, faded_key, kept = _faded(query, key, log_decay)
-    scores = _decayed_products(query, key, log_decay).tril()
+    decays = None if call.log_decay is None else _Decays.of(bounded(in_chunks(call.log_decay, chunk)))
+    faded_query, faded_key, kept = _faded(query, key, decays)
+    scores = _decayed_products(query, key, decays).tril()
     transition: Tensor | None = kept
     if call.rate is not None:
-        value, pull = _corrections(key, value, in_chunks(call.rate, chunk), log_decay)
+        value, pull = _corrections(key, value, in_chunks(call.rate, chunk), decays)
         inputs = faded_key.mT @ value
         own = torch.diag_embed(kept.expand(*inputs.shape[:3], inputs.shape[-2], 1)[..., 0]) if kept is not None else (
             torch.eye(inputs.shape[-2], dtype=inputs.dtype, device=inputs.device))  # fmt: skip
@@ -157,26 +158,59 @@ def _next_power(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def _faded(query: Tensor, key: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+@dataclass(frozen=True)
+class _Decays:
+    """Running sums of log decays: each a number, and what rounding it to the state's dtype left out.
+
+    Decay between two tokens is a difference, and a sum over thousands of tokens, or over a gate that forgets all, has
+    few digits left for it.
+
+    Attributes:
+        high: the sums, which gradients take.
+        low: what they lack; None in float64.
+    """
+
+    high: Tensor
+    low: Tensor | None
+
+    @classmethod
+    def of(cls, log_decay: Tensor) -> _Decays:
+        """The sums along the tokens of each chunk."""
+        if log_decay.dtype is torch.float64:
+            return cls(log_decay.cumsum(dim=-2), None)
+        exact = log_decay.to(torch.float64).cumsum(dim=-2)
+        high = exact.to(log_decay.dtype)
+        return cls(high, (exact - high).detach().to(log_decay.dtype))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> _Decays:
+        return _Decays(change(self.high), None if self.low is None else change(self.low))
+
+    def since(self, other: _Decays) -> Tensor:
+        """Logarithms of what is left of ``other`` here."""
+        apart = self.high - other.high
+        return apart if self.low is None or other.low is None else apart + (self.low - other.low)
+
+
+def _faded(query: Tensor, key: Tensor, decays: _Decays | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Queries as the chunk's first state meets them, keys as its last state holds them, and what of the first
     state is left in the last."""
-    if log_decay is None:
+    if decays is None:
         return query, key, None
-    end = log_decay[..., -1:, :]
-    return query * log_decay.exp(), key * (end - log_decay).exp(), end.exp().mT
+    end = decays.mapped(lambda part: part[..., -1:, :])
+    return query * decays.high.exp(), key * end.since(decays).exp(), end.high.exp().mT
 
 
-def _decayed_products(left: Tensor, right: Tensor, log_decay: Tensor | None) -> Tensor:
+def _decayed_products(left: Tensor, right: Tensor, decays: _Decays | None) -> Tensor:
     """``left_i . right_j`` with ``right_j`` decayed up to ``i``, for ``j <= i``; what is above is not to be read."""
-    if log_decay is None:
+    if decays is None:
         return left @ right.mT
-    if log_decay.shape[-1] > 1:
-        return _split_products(left, right, log_decay)
+    if decays.high.shape[-1] > 1:
+        return _split_products(left, right, decays)
     # Above the diagonal the difference is positive and could overflow.
-    return (left @ right.mT) * (log_decay - log_decay.mT).clamp_max(0.0).exp()
+    return (left @ right.mT) * decays.since(decays.mapped(lambda part: part.mT)).clamp_max(0.0).exp()
 
 
-def _split_products(left: Tensor, right: Tensor, log_decay: Tensor) -> Tensor:
+def _split_products(left: Tensor, right: Tensor, decays: _Decays) -> Tensor:
     """The same with decays by channel: blocks below the diagonal meet at the token between them.
 
     A block's later half decays from that token on, its earlier half up to it, so both exponents are at most 0 and
@@ -185,22 +219,27 @@ def _split_products(left: Tensor, right: Tensor, log_decay: Tensor) -> Tensor:
     size, half = left.shape[-2], 1
     found = (left * right).sum(dim=-1)[..., None, None]
     while half < size:
-        blocks = [part.unflatten(-2, (-1, 2, half)) for part in (left, right, log_decay)]
-        middle = blocks[2][..., 0, -1:, :]
-        later = blocks[0][..., 1, :, :] * (blocks[2][..., 1, :, :] - middle).exp()
-        earlier = blocks[1][..., 0, :, :] * (middle - blocks[2][..., 0, :, :]).exp()
+        first, second = (_half(place, half) for place in (0, 1))
+        middle = decays.mapped(lambda part, first=first: first(part)[..., -1:, :])  # type: ignore[misc]
+        later = second(left) * decays.mapped(second).since(middle).exp()
+        earlier = first(right) * middle.since(decays.mapped(first)).exp()
         below = later @ earlier.mT
-        first, second = found.unflatten(-3, (-1, 2)).unbind(-3)
-        upper = torch.cat([first, torch.zeros_like(below)], dim=-1)
-        found = torch.cat([upper, torch.cat([below, second], dim=-1)], dim=-2)
+        before, behind = found.unflatten(-3, (-1, 2)).unbind(-3)
+        upper = torch.cat([before, torch.zeros_like(below)], dim=-1)
+        found = torch.cat([upper, torch.cat([below, behind], dim=-1)], dim=-2)
         half *= 2
     return found[..., 0, :, :]
 
 
-def _corrections(key: Tensor, value: Tensor, rate: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor]:
+def _half(place: int, size: int) -> Callable[[Tensor], Tensor]:
+    """Of each block of two halves of ``size`` tokens, one half."""
+    return lambda part: part.unflatten(-2, (-1, 2, size))[..., place, :, :]
+
+
+def _corrections(key: Tensor, value: Tensor, rate: Tensor, decays: _Decays | None) -> tuple[Tensor, Tensor]:
     """``U`` and ``W`` of the delta rule: what a token writes is ``U - W S0``."""
-    system = rate * _decayed_products(key, key, log_decay).tril(-1)
-    faded = key if log_decay is None else key * log_decay.exp()
+    system = rate * _decayed_products(key, key, decays).tril(-1)
+    faded = key if decays is None else key * decays.high.exp()
     both = torch.linalg.solve_triangular(
         system, rate * torch.cat([value, faded], dim=-1), upper=False, unitriangular=True
     )

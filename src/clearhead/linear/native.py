@@ -27,6 +27,7 @@ from clearhead.backends.native_library import (
     message,
 )  # fmt: skip
 from clearhead.backends.native_memory import new_tensor, room_like
+from clearhead.linear.again import Parts, gradients_again, recorded
 from clearhead.linear.feature_maps import FEATURE_MAPS, FeatureMap
 from clearhead.linear.recurrence import Recurrence, transformed
 from clearhead.linear.state import LinearState
@@ -201,15 +202,16 @@ class _Native(torch.autograd.Function):
         if training:
             ctx.setting = setting
             ctx.set_materialize_grads(False)
-            ctx.save_for_backward(*inputs, output, shares, states, sums)
+            # Where nothing is divided, backward does not read the output, which may be changed in place then.
+            ctx.save_for_backward(*inputs, output if setting.normalized else None, shares, states, sums)
         return output, last, normalizer
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # Checkpoints hand out what was saved once.
         saved = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return None, *_recorded(ctx.setting, saved[:7], grads)
+        if recorded(grads):
+            return None, *gradients_again(lambda inputs: _computed(ctx.setting, inputs), saved[:7], grads)
         return None, *_gradients(ctx.setting, saved[:7], saved[7:], grads)
 
 
@@ -223,13 +225,13 @@ def _gradients(
     assert query is not None
     assert key is not None
     assert value is not None
-    assert output is not None
     assert matrix is not None
     work = _Work(setting, inputs)
-    work.rows("output", output)
+    if output is not None:
+        work.rows("output", output)
     for name, part in (("shares", shares), ("states", states), ("sums", sums)):
         work.read(name, part)
-    work.rows("grad_output", torch.zeros_like(output) if grads[0] is None else grads[0])
+    work.rows("grad_output", _no_gradient(query, value) if grads[0] is None else grads[0])
     work.read("grad_last_state", grads[1])
     found = [
         work.rows(f"grad_{name}", room_like(part, part.shape[-1]))
@@ -250,10 +252,12 @@ def _gradients(
     return [*found, decays, rates, first, first_sums]
 
 
-def _recorded(
-    setting: _Setting, inputs: tuple[Tensor | None, ...], grads: tuple[Tensor | None, ...]
-) -> list[Tensor | None]:
-    """The same gradients by operations that autograd records, for those who differentiate once more."""
+def _no_gradient(query: Tensor, value: Tensor) -> Tensor:
+    return value.new_zeros((*query.shape[:3], value.shape[3]))
+
+
+def _computed(setting: _Setting, inputs: Parts) -> Parts:
+    """The same pass by operations that autograd records."""
     query, key, value, log_decay, rate, matrix, normalizer = inputs
     assert query is not None
     assert key is not None
@@ -264,15 +268,4 @@ def _recorded(
         log_decay=log_decay, rate=rate, normalized=setting.normalized,
     )  # fmt: skip
     output, after = setting.again(call, LinearState(matrix=matrix, normalizer=normalizer), setting.chunk)
-    results = [
-        (part, grad)
-        for part, grad in zip((output, after.matrix, after.normalizer), grads, strict=True)
-        if part is not None and grad is not None
-    ]
-    asked = [part for part in inputs if part is not None and part.requires_grad]
-    found = iter(
-        torch.autograd.grad(
-            [part for part, _ in results], asked, [grad for _, grad in results], create_graph=True, allow_unused=True
-        )
-    )
-    return [next(found) if part is not None and part.requires_grad else None for part in inputs]
+    return output, after.matrix, after.normalizer

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from clearhead.backends.containment import without_autocast
 from clearhead.backends.documents import Group
 from clearhead.linear import native
 from clearhead.linear.check import (
@@ -62,8 +63,11 @@ class _Way:
         form = self.form
         if not self.causal:
             return whole(call, start, form, self.chunk)
-        if length == 0:
-            return call.value.new_zeros((*call.query.shape[:3], call.value.shape[-1])), start
+        if 0 in call.key.shape[:3]:
+            # Sums over nothing, so that a loss has a gradient here too.
+            parts = (call.query, call.key, call.value, call.log_decay, call.rate)
+            nothing = torch.stack([part.sum() for part in parts if part is not None]).sum()
+            return nothing.expand(*call.query.shape[:3], call.value.shape[-1]), start
         # A chunk longer than the sequence would be padding.
         chunk = min(self.chunk, 1 << (length - 1).bit_length())
         if form == "auto":
@@ -87,7 +91,7 @@ def run(
         gate = _four_axes(member.log_decay)
         check_gate_numbers(member.function, gate, lambda: sequences.present(length, key.device))
     # Autocast would multiply in 16 bits what is summed up in 32.
-    with torch.autocast(key.device.type, enabled=False):
+    with without_autocast(key.device.type):
         call = _recurrence(member, query, key, value, sequences.real)
     features = member.feature_map.features(key.shape[-1])
     if state is not None:
@@ -95,7 +99,7 @@ def run(
         shape = (documents, key.shape[1], features, value.shape[-1])
         check_state(member.function, state, shape, call.key, normalized=member.normalized)
     way = _Way(causal=sequences.causal, form=form, chunk=chunk_size, features=features)
-    with torch.autocast(key.device.type, enabled=False):
+    with without_autocast(key.device.type):
         output, after = way.take(call, state) if sequences.groups is None else _documents(way, call, state, sequences)
     if member.feature_map.only_normalized:
         check_features(member.function, after, lambda: sequences.inhabited(batch, length, key.device))
@@ -157,4 +161,9 @@ def _taken(call: Recurrence, group: Group) -> Recurrence:
 
     query, key, value = (group.take(part) for part in (call.query, call.key, call.value))
     own = replace(call, query=query, key=key, value=value, log_decay=taken(call.log_decay), rate=taken(call.rate))
-    return own.without(~group.valid[:, None, :, None])
+    absent = ~group.valid[:, None, :, None]
+    own = own.without(absent)
+    # Queries too: nobody reads what they give, but 0 times what is not finite would come back from there.
+    fill = own.feature_map.absent
+    assert fill is not None
+    return replace(own, query=own.query.masked_fill(absent, fill))

@@ -11,7 +11,7 @@ from clearhead.arguments import seen
 from clearhead.backends.documents import Group, groups
 from clearhead.errors import MaskError
 from clearhead.masks import Causal, Documents, Mask, Padding
-from clearhead.masks.base import conjuncts
+from clearhead.masks.base import Carrying, conjuncts, does_as
 from clearhead.shapes import Bool
 
 __all__ = ["Sequences"]
@@ -70,17 +70,17 @@ class Sequences:
             return cls(causal=causal)
         if not isinstance(mask, Mask):
             raise _refused(function, type(mask).__name__)
-        mask.check(function, batch, 1, range(length), length)
+        _check(mask, function, batch, length)
         mask = mask.to(device)
         real: Tensor | None = None
         documents: Documents | None = None
         for part in conjuncts(mask):
-            if isinstance(part, Causal):
+            if does_as(part, Causal):
                 causal = True
-            elif isinstance(part, Padding):
+            elif isinstance(part, Padding) and does_as(part, Padding):
                 own = torch.arange(length, device=device) < part.lengths[:, None]
                 real = own if real is None else real & own
-            elif isinstance(part, Documents) and documents is None:
+            elif isinstance(part, Documents) and does_as(part, Documents) and documents is None:
                 documents = part
             else:
                 raise _refused(function, seen(part))
@@ -94,6 +94,16 @@ class Sequences:
             )  # fmt: skip
         found = tuple(groups(documents))
         return cls(causal=causal, real=real, groups=found, order=_order(found))
+
+
+def _check(mask: Mask, function: str, batch: int, length: int) -> None:
+    parts = conjuncts(mask)
+    if not torch.compiler.is_compiling() or any(isinstance(part, Documents) for part in parts):
+        return mask.check(function, batch, 1, range(length), length)
+    for part in parts:
+        # What lengths a tensor holds is not known while the call is traced; how many there are is.
+        if isinstance(part, Padding):
+            Carrying.check(part, function, batch, 1, range(length), length)
 
 
 def _order(found: tuple[Group, ...]) -> Tensor:

@@ -24,7 +24,7 @@ from clearhead.linear import (
 )
 from clearhead.linear.feature_maps import PERFORMER, as_feature_map
 from clearhead.masks import Causal, Documents, Mask, Padding
-from clearhead.masks.base import conjuncts
+from clearhead.masks.base import conjuncts, does_as
 from clearhead.nn.checks import positive, sources_of
 from clearhead.nn.linear import Linear
 from clearhead.shapes import Float
@@ -127,7 +127,10 @@ class LinearAttention(nn.Module):
         self.feature_map = self._feature_map(feature_map)
         drawn = self.feature_map
         self.register_buffer(
-            "random_features", drawn.weights.float() if isinstance(drawn, PositiveRandomFeatures) else None
+            "random_features",
+            drawn.weights.to(self.query_projection.weight.device, torch.float32)
+            if isinstance(drawn, PositiveRandomFeatures)
+            else None,
         )
 
     def forward(
@@ -243,7 +246,7 @@ class LinearAttention(nn.Module):
 
     def _check_order(self, mask: Mask | None) -> bool:
         """Whether keys count in their order; raises where the kind cannot do otherwise and the mask does not say so."""
-        causal = isinstance(mask, Mask) and any(isinstance(part, Causal) for part in conjuncts(mask))
+        causal = isinstance(mask, Mask) and any(does_as(part, Causal) for part in conjuncts(mask))
         if _KINDS[self.kind].ordered and not causal:
             raise MaskError.about(
                 _NAME, "mask", must=f"hold Causal() with kind {self.kind!r}, alone or with & Padding or & Documents",
@@ -272,6 +275,7 @@ def _behind(mask: Mask | None, held: int, length: int) -> Mask | None:
                 _NAME, "mask", must="hold no Documents with a cache that holds tokens", got=repr(mask)[:80],
                 then="Decode documents as a batch: the state after a packed call has one entry for each.",
             )  # fmt: skip
-        moved = Padding((part.lengths - held).clamp(0, length)) if isinstance(part, Padding) else part
-        found = moved if found is None else found & moved
+        if isinstance(part, Padding) and does_as(part, Padding):
+            part = Padding((part.lengths - held).clamp(0, length))
+        found = part if found is None else found & part
     return found
