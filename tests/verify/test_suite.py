@@ -154,6 +154,79 @@ def test_a_module_is_told_what_its_forward_takes() -> None:
     assert {finding.law for finding in report.findings if finding.status == "holds"} == {"output", "causal flag"}
 
 
+def test_what_can_be_given_by_position_only_is_not_told_by_name() -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, /) -> Tensor:
+        return RIGHT(query, key, value, attn_mask)
+
+    report = ch.verify(attention, laws=["output", "masks"], examples=0)
+    assert report.ok, report
+    assert report["masks"].status == "does not apply"
+
+
+def test_an_argument_without_a_default_is_told_torch_s() -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        return RIGHT(query, key, value, attn_mask, is_causal=is_causal)
+
+    report = ch.verify(attention, laws=["output", "masks", "causal flag"], examples=0)
+    assert report.ok, report
+    assert {finding.status for finding in report.findings} == {"holds"}
+
+
+def test_what_sounds_like_an_argument_of_the_convention_is_noted() -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, block: int = 64) -> Tensor:
+        return RIGHT(query, key, value, mask)
+
+    report = ch.verify(attention, laws=["output"], examples=0)
+    assert report.unheard == ("mask",)
+    assert "Never given, and so not tried: mask. The convention sdpa gives attn_mask," in " ".join(report.lines())
+    assert report.to_dict()["notes"] == list(report.notes)
+    assert ch.verify(RIGHT, laws=["output"], examples=0).unheard == ()
+
+
+def test_a_mask_is_told_without_a_position_where_none_is_taken() -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor, mask: ch.Mask | None = None) -> Tensor:
+        return ch.attention(query, key, value, mask=mask, backend="reference")
+
+    report = ch.verify(attention, signature="clearhead", laws=["masks", "causal alignment"], examples=0)
+    assert report["masks"].status == "holds", report
+    assert report["causal alignment"].detail == "refused: it cannot be told where the first query stands"
+
+
+def test_a_module_is_told_what_it_takes() -> None:
+    class Attention(torch.nn.MultiheadAttention):
+        def __init__(self, embed_dim: int, num_heads: int) -> None:
+            super().__init__(embed_dim, num_heads, batch_first=True)
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Any:
+            return super().forward(query, key, value, attn_mask=attn_mask)[0]
+
+    laws = ["output", "mask polarity", "mask layouts", "packed equals padded", "dropout", "weights"]
+    report = ch.verify(Attention, signature="mha", laws=laws, examples=0)
+    assert report.ok, report
+    applies = {finding.law for finding in report.findings if finding.status == "holds"}
+    assert applies == {"output", "mask polarity", "mask layouts", "packed equals padded"}
+
+
+def test_heads_behind_the_lengths_are_named() -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return RIGHT(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)).transpose(1, 2)
+
+    said = ch.verify(attention, laws=["output"], examples=0)["output"].detail
+    assert said == "it takes [batch, len, heads, head_dim]; here tensors are [batch, heads, len, head_dim]"
+
+
+def test_a_refused_second_derivative_is_no_failure() -> None:
+    finding = ch.verify(F.scaled_dot_product_attention, laws=["gradients of gradients"], examples=0).findings[0]
+    assert finding.status == "does not apply"
+    assert finding.detail.startswith("it says that its gradients have none: ")
+
+
+def test_progress_names_each_law_before_it_is_tried() -> None:
+    told: list[str] = []
+    ch.verify(RIGHT, laws=["gradients", "output"], examples=0, progress=told.append)
+    assert told == ["output", "gradients"]
+
+
 def test_a_function_that_ends_the_process_fails() -> None:
     def leaving(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         raise SystemExit(0)
@@ -273,6 +346,11 @@ def test_without_hypothesis_the_fixed_cases_run_and_the_report_says_so(monkeypat
         ({"laws": ["gravity"]}, "verify: laws must be names of laws; got 'gravity'."),
         ({"dtype": torch.int64}, "verify: dtype must be floating point; got torch.int64."),
         ({"fn": 3}, "verify: fn must be callable; got int."),
+        (
+            {"fn": lambda *, query, key, value: value},
+            "verify: fn must be callable as fn(query, key, value); got <lambda>(*, query, key, value).",
+        ),
+        ({"fn": lambda query: query, "signature": "mha"}, "verify: fn must be callable as fn(embed_dim, num_heads);"),
     ],
 )
 def test_a_wrong_call_is_one_line(arguments: dict[str, Any], said: str) -> None:
@@ -311,7 +389,8 @@ def test_each_mask_and_its_plain_meaning_agree(kind: str, q_len: int, k_len: int
 def test_a_layout_changes_strides_and_no_number(layout: str) -> None:
     tensor = torch.randn(3, 2, 5, 4)
     laid = laid_out(tensor, layout)
-    assert torch.equal(laid, tensor[:1].expand_as(tensor) if layout == "expanded" else tensor)
+    repeated = {"expanded": tensor[:1], "one head": tensor[:, :1]}
+    assert torch.equal(laid, repeated.get(layout, tensor).expand_as(tensor))
     assert (laid.stride() == tensor.stride()) == (layout == "plain")
 
 

@@ -50,14 +50,18 @@ def command(
         clearhead conform torch.nn.functional:scaled_dot_product_attention
         clearhead conform mine.py:attention --dtype bfloat16
         clearhead conform torch.nn:MultiheadAttention --signature mha
+
+    What a function's parameters cannot say is not tried; a function that raises NotImplementedError says that it does
+    not do this, which does not count against it.
     """
     from clearhead.verify import verify
     from clearhead.verify.process import undisturbed
 
-    with _to_stderr(), undisturbed(), _importable(target):
+    with _shown_progress() as progress, _to_stderr(), undisturbed(), _importable(target):
         report = verify(
             _found(target), signature=signature, dtype=_dtype(dtype), device=_device(device), laws=laws or None,
             examples=examples, linear_memory=linear_memory, name=target,
+            progress=progress,
         )  # fmt: skip
     if as_json:
         typer.echo(report.to_json())
@@ -65,6 +69,26 @@ def command(
         _print(report)
     if not report.ok:
         raise typer.Exit(_BROKEN)
+
+
+@contextmanager
+def _shown_progress() -> Iterator[Callable[[str], None] | None]:
+    """Which law is being tried, on one line of a terminal that is gone in the end; nothing where nobody watches."""
+    stream = sys.stderr
+    if not stream.isatty():
+        yield None
+        return
+    clear = f"\r{'':40}\r"
+
+    def show(law: str) -> None:
+        stream.write(f"{clear}trying: {law}"[: len(clear) + 39])
+        stream.flush()
+
+    try:
+        yield show
+    finally:
+        stream.write(clear)
+        stream.flush()
 
 
 @contextmanager

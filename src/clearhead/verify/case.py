@@ -10,7 +10,7 @@ from torch import Tensor
 
 __all__ = ["LAYOUTS", "Case", "laid_out"]
 
-LAYOUTS = ("plain", "heads last", "slice", "every other", "expanded")
+LAYOUTS = ("plain", "heads last", "slice", "every other", "expanded", "one head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,8 @@ class Case:
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same numbers in another order of memory; "expanded" repeats the first of the batch without a copy."""
+    """The same numbers in another order of memory; "expanded" repeats the first of the batch without a copy,
+    "one head" the first head."""
     if layout == "heads last":
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "slice":
@@ -110,4 +111,6 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
         return roomy[..., ::2]
     if layout == "expanded":
         return tensor[:1].expand_as(tensor)
+    if layout == "one head":
+        return tensor[:, :1].expand_as(tensor)
     return tensor

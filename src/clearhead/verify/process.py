@@ -7,17 +7,39 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
+from torch.backends import cuda
 
 __all__ = ["undisturbed", "undrawn"]
 
+
+def _set_default_device(device: torch.device) -> None:
+    """The CPU is the default where none is set, and then no mode is left behind."""
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+#: How each is read and written.
 _STATE: Final[dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]] = {
     "whether gradients are recorded": (torch.is_grad_enabled, torch.set_grad_enabled),
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "the deterministic mode": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     "the precision of float32 products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "autocast on the CPU": (
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda on: torch.set_autocast_enabled("cpu", on),
+    ),
+    "autocast on CUDA": (
+        lambda: torch.is_autocast_enabled("cuda"),
+        lambda on: torch.set_autocast_enabled("cuda", on),
+    ),
+    "the default device": (torch.get_default_device, _set_default_device),
+    "whether torch may use its flash kernels": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    "whether torch may use its memory-efficient kernels": (
+        cuda.mem_efficient_sdp_enabled,
+        cuda.enable_mem_efficient_sdp,
+    ),
+    "whether torch may use its plain kernels": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
 }
-"""How each is read and written."""
 
 
 @contextmanager

@@ -56,6 +56,8 @@ class Report:
         findings: one a law.
         versions: of Python, torch and clearhead.
         searched: whether Hypothesis looked for further and smaller examples.
+        unheard: parameters of the function that sound like what was tried, and were never given.
+        known: names of arguments that the convention gives.
     """
 
     name: str
@@ -65,6 +67,8 @@ class Report:
     findings: tuple[Finding, ...]
     versions: dict[str, str]
     searched: bool
+    unheard: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -102,19 +106,25 @@ class Report:
             "Only the fixed cases were tried, and failing examples are not made smaller (examples is 0, or Hypothesis "
             "is not installed: install clearhead[verify])."
         )
-        return () if self.searched else (without,)
+        never = (
+            f"Never given, and so not tried: {', '.join(self.unheard)}. The convention {self.signature} gives "
+            f"{', '.join(self.known)}; wrap the function to have these names where it means the same."
+        )
+        return (*(() if self.searched else (without,)), *((never,) if self.unheard else ()))
 
     def lines(self, width: int = 118) -> list[str]:
         """The table, a finding a line and what went wrong below it."""
         name = max((len(finding.law) for finding in self.findings), default=0)
-        found = [self.heading, *self.notes, ""]
+        notes = (line for note in self.notes for line in textwrap.wrap(note, max(30, width)))
+        found = [*textwrap.wrap(self.heading, max(30, width)), *notes, ""]
         for finding in self.findings:
             lead = f"  {_MARKS[finding.status]:<5} {finding.law:<{name}}  "
             text = finding.says if finding.status == "holds" else finding.detail
             wrapped = textwrap.wrap(text, max(30, width - len(lead))) or [""]
             found += [lead + wrapped[0], *(" " * len(lead) + line for line in wrapped[1:])]
             if finding.example is not None:
-                found.append(f"{'':{len(lead)}}with {finding.example}")
+                example = textwrap.wrap(f"with {finding.example}", max(30, width - len(lead)), break_on_hyphens=False)
+                found += [" " * len(lead) + line for line in example]
         return [*(line.rstrip() for line in found), "", self.verdict]
 
     def __str__(self) -> str:
@@ -123,7 +133,8 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         return {
             "name": self.name, "signature": self.signature, "dtype": self.dtype, "device": self.device,
-            "versions": self.versions, "searched": self.searched, "ok": self.ok, "verdict": self.verdict,
+            "versions": self.versions, "searched": self.searched, "notes": list(self.notes), "ok": self.ok,
+            "verdict": self.verdict,
             "findings": [finding.to_dict() for finding in self.findings],
         }  # fmt: skip
 

@@ -78,10 +78,23 @@ class Signature(ABC):
     """A convention of calling attention."""
 
     name: str
+    #: Names of arguments behind the tensors, as far as a function has them.
+    options: tuple[str, ...] = ()
 
     @abstractmethod
     def carries(self, fn: Callable[..., Any]) -> frozenset[str]:
         """What ``fn`` can be told, of ``CARRIED``; read off its parameters where Python can see them."""
+
+    def refused(self, fn: Callable[..., Any]) -> str | None:
+        """How ``fn`` must be callable where Python can see that it is not; None where it is, or may be."""
+        return None if _takes(fn, 3) else "fn(query, key, value)"
+
+    def unheard(self, fn: Callable[..., Any]) -> tuple[str, ...]:
+        """Parameters of ``fn`` that sound like something of the convention's under a name that it does not use."""
+        known = _signature(fn)
+        own = () if known is None else tuple(known.parameters.values())[3:]
+        never = (one.name for one in own if one.name not in self.options or one.kind is one.POSITIONAL_ONLY)
+        return tuple(name for name in never if any(sound in name for sound in _SOUNDS))
 
     @abstractmethod
     def forms(self, mask: str, carried: frozenset[str]) -> tuple[str, ...]:
@@ -104,6 +117,7 @@ class Sdpa(Signature):
     are added, ``is_causal`` from the upper left corner. May return ``(output, lse)`` or ``(output, weights)``."""
 
     name = "sdpa"
+    options = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
     def carries(self, fn: Callable[..., Any]) -> frozenset[str]:
         known = _parameters(fn)
@@ -129,6 +143,10 @@ class Sdpa(Signature):
             options["enable_gqa"] = True
         if call.dropout and call.training:
             options["dropout_p"] = call.dropout
+        # Torch's function has a default for each; one that has none for some is told what torch's would be.
+        for name, parameter in (_parameters(made) or {}).items():
+            if name in _DEFAULTS and parameter.default is inspect.Parameter.empty:
+                options.setdefault(name, _DEFAULTS[name])
         return read(made(call.query, call.key, call.value, **options), call)
 
 
@@ -136,6 +154,7 @@ class Clearhead(Signature):
     """As ``clearhead.attention``: mask objects, score rules, absolute positions. May return an ``Observation``."""
 
     name = "clearhead"
+    options = ("mask", "scores", "query_offset", "scale", "dropout")
 
     def carries(self, fn: Callable[..., Any]) -> frozenset[str]:
         known = _parameters(fn)
@@ -151,7 +170,11 @@ class Clearhead(Signature):
     def call(self, made: Callable[..., Any], call: Call) -> Answer:
         options: dict[str, Any] = {"scores": call.rules} if call.rules else {}
         if call.mask is not None or call.rules:
-            options["query_offset"] = call.offset
+            known = _parameters(made)
+            if known is None or "query_offset" in known:
+                options["query_offset"] = call.offset
+            elif call.offset or call.query.shape[2] != call.key.shape[2]:
+                raise NotImplementedError("it cannot be told where the first query stands")
         if call.mask is not None:
             if call.form == "float":
                 options["scores"] = (*call.rules, DenseBias(_added(call)))
@@ -167,14 +190,22 @@ class Clearhead(Signature):
 class Mha(Signature):
     """As ``torch.nn.MultiheadAttention``: a factory ``fn(embed_dim, num_heads, dropout=, batch_first=)`` of modules.
 
-    Its projections are set to permutations that differ, which are exact, so that heads can be compared. In its masks
-    True forbids.
+    Modules read and give the batch first; a factory without ``batch_first`` makes no others, one without ``dropout``
+    drops nothing. Their forward returns the output, alone or with weights. Projections are set to permutations that
+    differ, which are exact, so that heads can be compared. In its masks True forbids.
     """
 
     name = "mha"
 
     def carries(self, fn: Callable[..., Any]) -> frozenset[str]:
-        return frozenset({"mask", "dropout"})
+        known = _parameters(fn)
+        return frozenset({"mask", "dropout"} if known is None or "dropout" in known else {"mask"})
+
+    def refused(self, fn: Callable[..., Any]) -> str | None:
+        return None if _takes(fn, 2) else "fn(embed_dim, num_heads)"
+
+    def unheard(self, fn: Callable[..., Any]) -> tuple[str, ...]:
+        return ()
 
     def forms(self, mask: str, carried: frozenset[str]) -> tuple[str, ...]:
         if mask in ("padding", "padding to nothing"):
@@ -183,7 +214,7 @@ class Mha(Signature):
 
     def made(self, fn: Callable[..., Any], call: Call) -> Callable[..., Any]:
         _, heads, _, head_dim = call.query.shape
-        module: nn.Module = fn(heads * head_dim, heads, dropout=call.dropout, batch_first=True)
+        module: nn.Module = fn(heads * head_dim, heads, **_taken(fn, {"dropout": call.dropout, "batch_first": True}))
         module.to(device=call.query.device, dtype=call.query.dtype).train(call.training)
         _permute(module, _orders(call))
         return module
@@ -198,18 +229,31 @@ class Mha(Signature):
             options["average_attn_weights"] = False
         if call.mask is not None:
             options |= self._masks(call, batch, heads)
-        output, weights = made(*inputs, **options)
+        hints = _taken(made, {name: options[name] for name in options if name not in _MASKS})
+        masks = {name: options[name] for name in options if name in _MASKS}
+        for name in masks:
+            if name not in _taken(made, masks):
+                raise NotImplementedError(f"its forward takes no {name}")
+        answer = made(*inputs, **masks, **hints)
+        output, weights = (*answer, None)[:2] if isinstance(answer, (tuple, list)) else (answer, None)
+        if not isinstance(output, Tensor):
+            raise TypeError(f"returned {type(output).__name__}, not a tensor or a tuple that begins with one")
+        weights = weights if call.returned and "need_weights" in hints else None
         output = output[..., orders[3].argsort()].unflatten(-1, (heads, head_dim)).transpose(1, 2)
         return Answer(output=output, weights=weights)
 
     def _masks(self, call: Call, batch: int, heads: int) -> dict[str, Any]:
         assert call.mask is not None
-        forbidden = ~call.mask.allowed
+        allowed = call.mask.allowed
+        lengths = (call.query.shape[2], call.key.shape[2])
+        forbidden = ~allowed[(None,) * (4 - allowed.ndim)]
         if call.form == "padding":
             return {"key_padding_mask": forbidden[:, 0, 0].expand(batch, -1)}
         if call.form == "float":
             forbidden = _added(call)
-        whole = forbidden.expand(batch, heads, *forbidden.shape[2:])
+            forbidden = forbidden[(None,) * (4 - forbidden.ndim)]
+        forbidden = forbidden.expand(*forbidden.shape[:-2], *lengths)
+        whole = forbidden.expand(batch, heads, *lengths)
         square = forbidden[0, 0] if forbidden.shape[:2] == (1, 1) else whole.flatten(0, 1)
         return {"attn_mask": square, **({"is_causal": True} if call.form == "flag" else {})}
 
@@ -248,17 +292,57 @@ def _added(call: Call) -> Tensor:
     return torch.zeros(allowed.shape, dtype=call.query.dtype, device=allowed.device).masked_fill(~allowed, -torch.inf)
 
 
-def _parameters(fn: Callable[..., Any]) -> frozenset[str] | None:
-    """Names of a function's parameters; None where they are unknown or anything goes."""
+_MASKS: Final = ("attn_mask", "key_padding_mask")
+
+_DEFAULTS: Final[dict[str, Any]] = {
+    "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False,
+}  # fmt: skip
+
+#: What a parameter's name has in it where it probably means what a convention can say.
+_SOUNDS: Final = ("mask", "causal", "dropout", "scale", "bias")
+
+
+def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
+    """A function's signature; None where Python cannot see it."""
     # A module hands what it is called with to its forward, and its own signature is (*args, **kwargs).
     plain = isinstance(fn, nn.Module) and type(fn).__call__ is nn.Module.__call__
     try:
-        found = inspect.signature(fn.forward if plain else fn).parameters  # type: ignore[attr-defined]
+        return inspect.signature(fn.forward if plain else fn)  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         return None
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in found.values()):
+
+
+def _parameters(fn: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
+    """Parameters that a function can be given by name; None where they are unknown or anything goes."""
+    known = _signature(fn)
+    if known is None or any(one.kind is one.VAR_KEYWORD for one in known.parameters.values()):
         return None
-    return frozenset(found)
+    return {
+        name: one for name, one in known.parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    }
+
+
+def _taken(fn: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Of some options, those that a function takes."""
+    known = _parameters(fn)
+    return options if known is None else {name: one for name, one in options.items() if name in known}
+
+
+def _takes(fn: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be given so many arguments by position, options by name; True where that is unknown."""
+    known = _signature(fn)
+    if known is None:
+        return True
+    own = list(known.parameters.values())
+    given = [one for one in own if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    needed = [
+        one for one in own
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        and one not in given[:count]
+    ]  # fmt: skip
+    return (len(given) >= count or any(one.kind is one.VAR_POSITIONAL for one in own)) and all(
+        one.name in _DEFAULTS and one.kind is not one.POSITIONAL_ONLY for one in needed
+    )
 
 
 def read(result: Any, call: Call) -> Answer:

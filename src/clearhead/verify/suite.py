@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -36,6 +37,7 @@ def verify(
     examples: int = 20,
     linear_memory: bool = False,
     name: str | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Report:
     """Run an attention function, ours or a stranger's, through the laws that attention obeys.
 
@@ -64,13 +66,14 @@ def verify(
         linear_memory: hold the function to memory that grows with the length, backward's too; by default that of
             forward is measured, and no law.
         name: what the report calls the function.
+        progress: is called with the name of each law before it is tried.
 
     Returns:
         A ``Report``: ``str()`` of it is a table, ``.ok`` the verdict, ``.broken`` names the laws that fail, and
         ``.to_json()`` holds all of it with the smallest failing example found for each.
 
     Raises:
-        UnsupportedError: an unknown signature, law or dtype.
+        UnsupportedError: an unknown signature, law or dtype; or a function that Python sees cannot be called so.
 
     Cost: some hundreds of small calls, each with a float64 oracle beside it; some seconds for most functions.
 
@@ -86,6 +89,12 @@ def verify(
         raise UnsupportedError.about(
             "verify", "fn", must="be callable", got=type(fn).__name__, then="Pass an attention function."
         )
+    how = known.refused(fn)
+    if how is not None:
+        raise UnsupportedError.about(
+            "verify", "fn", must=f"be callable as {how}", got=_shown(fn),
+            then="Wrap it in a function that is; arguments behind these need defaults, or the convention's names.",
+        )  # fmt: skip
     if dtype not in DTYPES:
         raise UnsupportedError.about(
             "verify", "dtype", must="be floating point", got=dtype, then="16, 32 and 64 bit floats are served."
@@ -95,12 +104,16 @@ def verify(
     )  # fmt: skip
     searched = examples > 0 and can_search()
     chosen = _chosen(laws)
+    findings = []
     with undisturbed(), undrawn(subject.device), torch.enable_grad():
-        findings = tuple(_try(law, subject, examples if searched else 0) for law in chosen)
+        for law in chosen:
+            if progress is not None:
+                progress(law.name)
+            findings.append(_try(law, subject, examples if searched else 0))
     return Report(
         name=name or str(getattr(fn, "__qualname__", type(fn).__name__)), signature=signature,
-        dtype=str(dtype).removeprefix("torch."), device=str(device), findings=findings, versions=_versions(),
-        searched=searched,
+        dtype=str(dtype).removeprefix("torch."), device=str(device), findings=tuple(findings),
+        versions=_versions(), searched=searched, unheard=known.unheard(fn), known=known.options,
     )  # fmt: skip
 
 
@@ -123,6 +136,15 @@ def _chosen(names: Iterable[str] | None) -> list[Law]:
                 "verify", "laws", must="be names of laws", got=repr(name), then=f"Known are: {', '.join(law_names())}."
             )
     return [law for law in LAWS if law.name in wanted]
+
+
+def _shown(fn: Callable[..., Any]) -> str:
+    """A function with its parameters."""
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    try:
+        return f"{name}{inspect.signature(fn)}"[:160]
+    except (TypeError, ValueError):
+        return str(name)
 
 
 def _versions() -> dict[str, str]:

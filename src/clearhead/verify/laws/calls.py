@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -96,6 +97,102 @@ def _check_shared(subject: Subject, case: Case) -> None:
         require(None if wrong is None else f"the gradient of a tensor that is {len(shares)} of the inputs is {wrong}")
 
 
+def _check_turns(subject: Subject, case: Case) -> None:
+    """Lengths that come and go, so that what is kept for some of them meets others."""
+    others: tuple[Case, ...] = (
+        case, replace(case, k_len=case.k_len - 4), replace(case, k_len=case.k_len + 4), case,
+        replace(case, batch=case.batch + 1), replace(case, q_len=case.q_len + 4), replace(case, q_len=case.q_len - 4),
+        replace(case, q_len=case.k_len, k_len=case.q_len), case,
+    )  # fmt: skip
+    if case.mask == "none" and "causal flag" in subject.signature.carries(subject.fn):
+        # The flag may be handed over at any lengths, which a law's forms leave to the law of the flag.
+        flagged = tuple(replace(own, mask="causal", form="flag") for own in others)
+        apart = replace(flagged[0], q_len=16, k_len=19)
+        alone = subject.off_budget([subject.call(apart, subject.draw(apart)).output], subject.expected(apart))
+        others += () if alone else flagged
+    for number, own in enumerate(others):
+        wrong = subject.off_budget([subject.call(own, subject.draw(own)).output], subject.expected(own))
+        if wrong is not None and number == 0:
+            raise NotApplicable("it is wrong before anything is kept, which is another law's matter")
+        require(None if wrong is None else f"after calls of other lengths, {wrong}")
+
+
+def _check_modes(subject: Subject, case: Case) -> None:
+    """At lengths that no other law has: what is made without gradients, or in another dtype, may be kept."""
+    shorter = replace(case, q_len=case.q_len - 1, k_len=case.k_len - 1)
+    reason = "it is wrong before anything is kept, which is another law's matter"
+    try:
+        check_both(subject, shorter)
+    except Broken:
+        raise NotApplicable(reason) from None
+    if subject.call(shorter, subject.draw(shorter)).output.dtype != subject.dtype:
+        raise NotApplicable(reason)
+    with torch.inference_mode():
+        subject.call(case, subject.draw(case))
+    _after("a call under torch.inference_mode()", lambda: check_both(subject, case))
+    longer = replace(case, q_len=case.q_len + 1, k_len=case.k_len + 1)
+    other = replace(subject, dtype=torch.float32 if subject.dtype == torch.float64 else torch.float64)
+    try:
+        before = other.call(longer, other.draw(longer)).output
+    except Exception as error:
+        raise NotApplicable(f"in {other.dtype} it raises {type(error).__name__}") from None
+    if before.dtype != other.dtype:
+        raise NotApplicable(f"in {other.dtype} its output is {before.dtype}")
+
+    def check() -> None:
+        found = subject.call(longer, subject.draw(longer)).output
+        if found.dtype != subject.dtype:
+            raise Broken(f"the output of one in {subject.dtype} is {found.dtype}")
+        check_both(subject, longer)
+
+    _after(f"a call in {other.dtype}", check)
+
+
+def _after(what: str, check: Callable[[], None]) -> None:
+    """A check whose findings, and errors, are told as those after a call of another kind."""
+    try:
+        check()
+    except REFUSALS:
+        raise
+    except Broken as broken:
+        raise Broken(f"after {what}, {broken}") from None
+    except Exception as error:
+        said = " ".join(str(error).split())[:200]
+        raise Broken(f"after {what}, one in its own raises {type(error).__name__}: {said}") from None
+
+
+def _check_written(subject: Subject, case: Case) -> None:
+    """As layers do that add to their input in place."""
+    tensors = subject.draw(case)
+    kept = [tensor.clone() for tensor in tensors]
+    output = subject.call(case, tensors).output
+    copy = output.detach().clone()
+    try:
+        with torch.no_grad():
+            output.mul_(3.0)
+    except RuntimeError as error:
+        raise Broken(f"its output cannot be written to: {' '.join(str(error).split())[:120]}") from None
+    for name, one, other in zip(("query", "key", "value"), tensors, kept, strict=True):
+        if not torch.equal(one, other):
+            raise Broken(f"what is written to the output is written to {name}")
+    if not torch.equal(output.detach(), 3.0 * copy):
+        raise Broken("places of the output share memory")
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    output = subject.call(case, (leaves[0], leaves[1], leaves[2])).output
+    if not output.requires_grad:
+        return
+    try:
+        with undisturbed():
+            # The result is three times the output, whose gradient is then what the oracle is handed.
+            found = torch.autograd.grad(output.mul_(3.0), leaves, slope(output) / 3.0, allow_unused=True)
+    except RuntimeError:
+        # Autograd says that what backward needs was written to.
+        return
+    for place, one in enumerate(found):
+        wrong = None if one is None else subject.off_gradient(place, one, subject.expected(case))
+        require(None if wrong is None else f"where the output was written to before backward, {wrong}")
+
+
 def _self_attention(case: Case) -> Case:
     return replace(case, q_len=case.k_len, value_dim=case.head_dim)
 
@@ -110,6 +207,29 @@ LAWS = (
         check=_check_earlier,
         search=False,
         cases=(*_CASES, replace(_SMALL, q_len=1, k_len=33)),
+    ),
+    Law(
+        name="calls in turn",
+        says="what is kept for the lengths of one call does no harm to calls of others",
+        check=_check_turns,
+        search=False,
+        every_form=True,
+        cases=(Case(batch=2, q_len=14, k_len=22), Case(batch=2, q_len=14, k_len=22, mask="causal")),
+    ),
+    Law(
+        name="kinds in turn",
+        says="what is kept by a call under torch.inference_mode() or in another dtype does no harm to later ones",
+        check=_check_modes,
+        search=False,
+        every_form=True,
+        cases=(Case(batch=2, q_len=43, k_len=43), Case(batch=2, q_len=46, k_len=46, mask="causal")),
+    ),
+    Law(
+        name="output written to",
+        says="writing to the output changes no input, and gradients stay right, or autograd says that they cannot",
+        check=_check_written,
+        search=False,
+        cases=(Case(q_len=1, k_len=1), Case(q_len=3, k_len=1), _SMALL, replace(_SMALL, mask="causal")),
     ),
     Law(
         name="unrecorded",

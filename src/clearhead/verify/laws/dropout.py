@@ -13,7 +13,8 @@ from torch import Tensor
 from clearhead.verify.budget import excess
 from clearhead.verify.case import Case
 from clearhead.verify.law import REFUSALS, Broken, Law, NotApplicable
-from clearhead.verify.laws.numbers import require
+from clearhead.verify.laws.numbers import check_both, require
+from clearhead.verify.signatures import CARRIED
 from clearhead.verify.subject import Subject, Tensors, expected_of
 
 __all__ = ["LAWS"]
@@ -90,6 +91,12 @@ def _check_draws(subject: Subject, case: Case) -> None:
 
 
 def _check_masked(subject: Subject, case: Case) -> None:
+    if case.group > 1 and "grouped heads" not in subject.signature.carries(subject.fn):
+        raise NotApplicable(f"it cannot be told {CARRIED['grouped heads']}")
+    try:
+        check_both(subject, replace(case, dropout=0.0))
+    except Broken:
+        raise NotApplicable("it is wrong without dropout, which is another law's matter") from None
     tensors, _ = _probe(subject, case)
     mask = subject.spoken(case)
     assert mask is not None
@@ -157,12 +164,12 @@ LAWS = (
     ),
     Law(
         name="dropout under a mask",
-        says="weights are dropped under a mask too, and gradients are those of the weights kept",
+        says="weights are dropped under a mask and in grouped heads too, and gradients are those of the weights kept",
         check=_check_masked,
         search=False,
         every_form=True,
         needs=frozenset({"dropout"}),
-        cases=(replace(_PROBE, mask="causal"),),
+        cases=(replace(_PROBE, mask="causal"), replace(_PROBE, kv_heads=2, group=2, mask="causal")),
     ),
     Law(
         name="dropout off",

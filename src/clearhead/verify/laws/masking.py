@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import torch
 
+from clearhead.masks import Dense
 from clearhead.verify.budget import excess
 from clearhead.verify.case import Case
 from clearhead.verify.law import Broken, Law, NotApplicable
-from clearhead.verify.laws.numbers import check_both
-from clearhead.verify.masks import KINDS
+from clearhead.verify.laws.numbers import check_both, require
+from clearhead.verify.masks import KINDS, Spoken
 from clearhead.verify.subject import Subject, expected_of
 
 __all__ = ["LAWS", "as_square"]
@@ -83,6 +84,29 @@ def _check_end(subject: Subject, case: Case) -> None:
     check_both(subject, case)
 
 
+def _check_shapes(subject: Subject, case: Case) -> None:
+    """The same mask with fewer axes, with other strides, and as one of its own for every head."""
+    _needs_full_rows(subject, case)
+    tensors, mask, wanted = subject.draw(case), subject.spoken(case), subject.expected(case)
+    assert mask is not None
+    whole = mask.allowed.expand(case.batch, case.heads, case.q_len, case.k_len)
+    shapes = {
+        "with an axis for each": whole.contiguous(), "that is expanded": whole,
+        "that is transposed in memory": whole.mT.contiguous().mT,
+    }  # fmt: skip
+    roomy = torch.ones(*whole.shape[:2], case.q_len + 3, case.k_len + 5, dtype=torch.bool, device=whole.device)
+    roomy[:, :, 2:-1, 1:-4] = whole
+    shapes["that is part of a larger one"] = roomy[:, :, 2:-1, 1:-4]
+    if bool((whole == whole[:1, :1]).all()):
+        shapes["of [q_len, k_len]"] = whole[0, 0]
+    if bool((whole == whole[:, :1, :1]).all()):
+        shapes["of [batch, 1, 1, k_len]"] = whole[:, :1, :1].contiguous()
+    for words, allowed in shapes.items():
+        own = Spoken(allowed, Dense(allowed))
+        wrong = subject.off_budget([subject.call(case, tensors, mask=own).output], wanted)
+        require(None if wrong is None else f"for a mask {words}, {wrong}")
+
+
 _SMALL = Case(batch=2, kv_heads=2, q_len=9, k_len=9)
 _EMPTY = ("padding to nothing", "document ids", "empty rows", "nothing")
 _MASK = frozenset({"mask"})
@@ -110,7 +134,20 @@ LAWS = (
             replace(_SMALL, batch=3, mask=name, q_len=length, k_len=length)
             for name in KINDS if name not in _EMPTY
             for length in (9, 21, *((65, 129) if name in ("causal", "window", "padding", "documents") else ()))
+        ) + tuple(
+            # Axes taken for one another are noticed only where they are not as long as each other, or all are.
+            replace(_SMALL, batch=size, kv_heads=size, mask=name) for name in ("padding", "dense") for size in (2, 3)
         ),
+    ),
+    Law(
+        name="mask layouts",
+        says="axes that a mask is repeated along, and its strides, do not matter",
+        check=_check_shapes,
+        needs=_MASK,
+        every_form=True,
+        not_as=frozenset({"flag", "object", "padding"}),
+        search=False,
+        cases=tuple(replace(_SMALL, batch=3, mask=name) for name in ("causal", "padding", "dense")),
     ),
     Law(
         name="masks and lengths",
@@ -131,7 +168,7 @@ LAWS = (
         needs=frozenset({"causal flag"}),
         cases=tuple(
             replace(_SMALL, mask="causal", form="flag", q_len=q_len, k_len=k_len)
-            for q_len, k_len in ((9, 9), (2, 3), (3, 11), (11, 3), (65, 65), (129, 129), (70, 130))
+            for q_len, k_len in ((9, 9), (2, 3), (1, 3), (3, 11), (11, 3), (65, 65), (129, 129), (70, 130))
         ),
     ),
     Law(

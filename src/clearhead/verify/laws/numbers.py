@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from clearhead.masks import Dense
 from clearhead.verify.case import LAYOUTS, Case
 from clearhead.verify.law import REFUSALS, Broken, Law, NotApplicable
-from clearhead.verify.subject import Subject
+from clearhead.verify.masks import Spoken
+from clearhead.verify.signatures import CARRIED, Call, read
+from clearhead.verify.subject import Subject, Tensors
 
 __all__ = ["LAWS", "check_both", "check_gradients", "check_output", "require"]
 
@@ -27,6 +32,21 @@ def check_output(subject: Subject, case: Case) -> None:
     require(subject.off_budget([output], subject.expected(case)))
 
 
+def _check_named(subject: Subject, case: Case) -> None:
+    """The output; where it is wrong, whether it would be right with heads behind the lengths."""
+    query, key, value = subject.draw(case)
+    wrong = subject.off_budget([subject.call(case, (query, key, value)).output], subject.expected(case))
+    if wrong is None:
+        return
+    turned = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    with suppress(Exception):
+        other = subject.signature.made(subject.fn, Call(query=query, key=key, value=value))(*turned)
+        output = read(other, Call(query=turned[0], key=turned[1], value=turned[2])).output.transpose(1, 2)
+        if subject.off_budget([output], subject.expected(case)) is None:
+            wrong = "it takes [batch, len, heads, head_dim]; here tensors are [batch, heads, len, head_dim]"
+    raise Broken(wrong)
+
+
 def check_gradients(subject: Subject, case: Case) -> None:
     found = subject.gradients(case, subject.draw(case))
     if found is None:
@@ -42,25 +62,64 @@ def check_both(subject: Subject, case: Case) -> None:
 
 def _check_form(subject: Subject, case: Case) -> None:
     query, key, value = subject.draw(case)
-    output = subject.call(case, (query, key, value)).output
     shape = (*query.shape[:3], value.shape[3])
-    if tuple(output.shape) != shape:
-        raise Broken(f"output has shape {tuple(output.shape)}, not {shape}")
-    if output.dtype != query.dtype or output.device != query.device:
-        raise Broken(f"output is {output.dtype} on {output.device}, not {query.dtype} on {query.device}")
+    for learning in (False, True):
+        try:
+            output = subject.call(case, _leaves((query, key, value), learning)).output
+        except REFUSALS:
+            if learning:
+                return
+            raise
+        where = " while gradients are recorded" if learning else ""
+        if tuple(output.shape) != shape:
+            raise Broken(f"output has shape {tuple(output.shape)}, not {shape}{where}")
+        if output.dtype != query.dtype or output.device != query.device:
+            raise Broken(f"output is {output.dtype} on {output.device}, not {query.dtype} on {query.device}{where}")
+
+
+def _leaves(tensors: Tensors, learning: bool) -> Tensors:
+    """The same tensors, each of which wants a gradient, or none of which does."""
+    query, key, value = (tensor.detach().requires_grad_(learning) for tensor in tensors)
+    return query, key, value
 
 
 def _check_inputs_unchanged(subject: Subject, case: Case) -> None:
-    tensors = subject.draw(case)
-    mask = subject.spoken(case)
-    before = [tensor.clone() for tensor in tensors]
-    allowed = None if mask is None else mask.allowed.clone()
-    subject.call(case, tensors, mask=mask)
-    for name, one, other in zip(("query", "key", "value"), tensors, before, strict=True):
-        if not torch.equal(one, other):
-            raise Broken(f"{name} was written to")
-    if mask is not None and allowed is not None and not torch.equal(mask.allowed, allowed):
-        raise Broken("the mask was written to")
+    drawn, mask = subject.draw(case), subject.spoken(case)
+    given: dict[str, Any] = {"mask": mask}
+    handed = None if mask is None else mask.allowed
+    if mask is not None and case.form == "float":
+        # The numbers that are added are handed over as they are only where they alone say what is forbidden.
+        handed = torch.zeros_like(mask.allowed, dtype=subject.dtype).masked_fill(~mask.allowed, -torch.inf)
+        everything = torch.ones_like(mask.allowed)
+        given = {"mask": Spoken(everything, Dense(everything)), "bias": handed}
+    kept = None if handed is None else handed.clone()
+    for learning in (False, True):
+        tensors = _leaves(drawn, learning)
+        before = [tensor.detach().clone() for tensor in tensors]
+        try:
+            subject.call(case, tensors, **given)
+        except REFUSALS:
+            if learning:
+                return
+            raise
+        for name, one, other in zip(("query", "key", "value"), tensors, before, strict=True):
+            if not torch.equal(one.detach(), other):
+                raise Broken(f"{name} was written to{' while gradients are recorded' * learning}")
+            if one.requires_grad != learning or one.grad is not None:
+                raise Broken(f"{name} was changed: whether it wants a gradient, or the gradient that it holds")
+        if handed is not None and kept is not None and not torch.equal(handed, kept):
+            raise Broken("the mask was written to")
+
+
+def _check_scale(subject: Subject, case: Case) -> None:
+    if case.group > 1:
+        if "grouped heads" not in subject.signature.carries(subject.fn):
+            raise NotApplicable(f"it cannot be told {CARRIED['grouped heads']}")
+        try:
+            check_both(subject, replace(case, scale=None))
+        except Broken:
+            raise NotApplicable("grouped heads are wrong at any scale, which is another law's matter") from None
+    check_both(subject, case)
 
 
 def _check_heads(subject: Subject, case: Case) -> None:
@@ -88,7 +147,10 @@ def _check_gradients_if_any(subject: Subject, case: Case) -> None:
 
 _SMALL = Case(batch=2, kv_heads=2, q_len=7, k_len=7)
 #: One of the three lies otherwise than the others.
-_MIXED = tuple(f"{name}: {layout}" for name in ("query", "key", "value") for layout in LAYOUTS[1:4])
+_MIXED = (
+    *(f"{name}: {layout}" for name in ("query", "key", "value") for layout in LAYOUTS[1:4]),
+    "key: one head", "value: one head",
+)  # fmt: skip
 
 #: Batch and heads, beyond the sizes of tables that a kernel may have.
 _MANY = ((1, 33), (17, 2))
@@ -97,7 +159,7 @@ LAWS = (
     Law(
         name="output",
         says="the output is softmax(scale * query @ key^T) @ value, on the error budget",
-        check=check_output,
+        check=_check_named,
         cases=(Case(), _SMALL, replace(_SMALL, q_len=3, k_len=11), replace(_SMALL, head_dim=16, value_dim=16)),
     ),
     Law(
@@ -108,13 +170,14 @@ LAWS = (
     ),
     Law(
         name="shape and dtype",
-        says="the output is [batch, heads, q_len, value_dim] in query's dtype",
+        says="the output is [batch, heads, q_len, value_dim] in query's dtype, under a mask and with gradients too",
         check=_check_form,
-        cases=(Case(q_len=1, k_len=1), replace(_SMALL, q_len=3, k_len=11)),
+        cases=(Case(q_len=1, k_len=1), replace(_SMALL, q_len=3, k_len=11), replace(_SMALL, mask="dense")),
+        every_form=True,
     ),
     Law(
         name="inputs unchanged",
-        says="query, key, value and the mask are not written to",
+        says="query, key, value and the mask are not written to, with gradients neither",
         check=_check_inputs_unchanged,
         cases=(_SMALL, replace(_SMALL, mask="causal"), replace(_SMALL, mask="dense")),
         every_form=True,
@@ -137,6 +200,16 @@ LAWS = (
         cases=(
             Case(q_len=3, k_len=1500), Case(q_len=1500, k_len=3), Case(kv_heads=2, head_dim=128, value_dim=128),
             Case(q_len=3, k_len=7, head_dim=256, value_dim=256),
+        ),
+    ),
+    Law(
+        name="widths",
+        says="output and gradients hold at widths of 1, at odd ones, and where no power of 2 is near",
+        check=check_both,
+        search=False,
+        cases=tuple(
+            Case(kv_heads=2, q_len=5, k_len=7, head_dim=width, value_dim=width)
+            for width in (1, 3, 5, 7, 12, 20, 33, 40, 72, 80, 96)
         ),
     ),
     Law(
@@ -174,11 +247,12 @@ LAWS = (
     Law(
         name="scale",
         says="scores are multiplied by scale, by default 1 / sqrt(head_dim), head_dim the width of query",
-        check=check_both,
+        check=_check_scale,
         needs=frozenset({"scale"}),
         cases=(
             replace(_SMALL, scale=1.0), replace(_SMALL, scale=0.05), replace(_SMALL, scale=-0.5),
             replace(_SMALL, head_dim=16, value_dim=4), replace(_SMALL, head_dim=3, value_dim=3),
+            replace(_SMALL, q_len=1, k_len=9, scale=0.7), replace(_SMALL, group=2, scale=0.7),
             replace(_SMALL, scale=0.0),
         ),
     ),
@@ -204,6 +278,7 @@ LAWS = (
             Case(batch=3, kv_heads=2, group=2, q_len=1, k_len=9, mask="padding"),
             Case(kv_heads=33, group=2), Case(batch=5, kv_heads=9, group=4, q_len=1, k_len=9),
             Case(batch=2, kv_heads=17, group=2, mask="dense"),
+            *(Case(batch=2, kv_heads=2, group=2, layout=layout) for layout in ("heads last", "slice")),
         ),
     ),
     Law(
