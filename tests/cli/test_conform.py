@@ -141,6 +141,25 @@ def test_a_module_by_name_and_another_signature() -> None:
     assert "signature mha, float64 on cpu" in result.stdout
 
 
+def test_help_gives_each_example_a_line() -> None:
+    lines = CliRunner().invoke(app, ["conform", "--help"]).stdout.splitlines()
+    for example in ("mine.py:attention --dtype bfloat16", "torch.nn:MultiheadAttention --signature mha"):
+        assert f"clearhead conform {example}" in [line.strip() for line in lines]
+
+
+def test_a_terminal_is_told_which_law_is_tried(
+    mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with pytest.raises(SystemExit) as left:
+        app(["conform", f"{mine}:right", "--law", "output", "--examples", "0"])
+    said = capsys.readouterr()
+    assert left.value.code == 0
+    assert "trying: output" in said.err
+    assert said.err.endswith("\r")
+    assert "trying" not in said.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -1,0 +1,1 @@
+"""A device that is not the CPU, where no GPU is at hand."""
