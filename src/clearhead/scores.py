@@ -223,7 +223,8 @@ class ScoreFunction(Bound, ScoreRule):
 
     Learned tensors that the function closes over receive their gradients: those it names, and those in modules,
     lists, dicts and further functions that it names. Backward calls it as it was: with what its variables held when
-    attention was called.
+    attention was called, and the tensors in modules and objects. What else an object or a list holds, a plain number or
+    a function, is shared: bind what changes from layer to layer to a variable.
 
     Args:
         fn: called with float scores ``[batch, heads, q_len, k_len]`` of a tile and int64 index tensors that

@@ -218,12 +218,12 @@ class _TopK(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, keys = ctx.saved_tensors
         problem = ctx.problem
-        one_at_a_time(*grads)
+        one_at_a_time(*grads, function=_NAME)
         # Backward may be called within autocast, which would round the products to 16 bits.
         with torch.no_grad(), without_autocast(query.device.type):
             found = _gradients(problem.with_tensors(query, key, value), keys, grads[0], ctx.rules)
         parameters = ctx.problem.rule_parameters if ctx.rules else ()
-        return None, None, *once(found, (query, key, value, *parameters, *grads))
+        return None, None, *once(found, (query, key, value, *parameters, *grads), _NAME)
 
 
 def _gradients(problem: Problem, keys: Tensor, grad_output: Tensor, rules: bool) -> list[Tensor]:
