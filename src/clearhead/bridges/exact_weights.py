@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from clearhead.backends.containment import all_finite, clean_rows
+from clearhead.backends.containment import all_finite, clean_rows, without_autocast
 from clearhead.bridges.torch_masks import Meaning, may_look
 from clearhead.masks import Dense, Mask
 from clearhead.masks.base import Both, index_tensors
@@ -41,7 +41,7 @@ def with_weights(
     device = query.device.type
     if torch.is_autocast_enabled(device):
         # Autocast would take the products of float32 scores back to 16 bits.
-        with torch.autocast(device, enabled=False):
+        with without_autocast(device):
             return with_weights(query, key, value, meaning, dropout)
     batch, num_heads, q_len, _ = query.shape
     index = index_tensors(batch, num_heads, q_len, key.shape[2], 0, query.device)

@@ -75,7 +75,7 @@ def verify(
     Raises:
         UnsupportedError: an unknown signature, law or dtype; or a function that Python sees cannot be called so.
 
-    Cost: some hundreds of small calls, each with a float64 oracle beside it; some seconds for most functions.
+    Cost: some hundreds of small calls, each with a float64 oracle beside it; some twenty seconds for most functions.
 
     >>> import torch, clearhead as ch
     >>> def average(query, key, value):
