@@ -1,6 +1,7 @@
 // One chunk of the linear family: its tiles, its decays, and the products within it.
 //
-// G is the running sum of a chunk's log decays, [token] or [token][feature]. Every exponent that is taken is at most 0.
+// G is the running sum of a chunk's log decays, [token] or [token][feature], in two numbers: behind a strong decay one
+// would have few digits left for the weak. Every exponent that is taken is at most 0.
 #pragma once
 
 #include "work.h"
@@ -83,8 +84,6 @@ CH_INLINE vf exp_below(vf x) {
 #endif
 }
 
-CH_INLINE float exp_below(float x) { return exp_below(all(x))[0]; }
-
 template <int MAP> CH_INLINE vf feature_of(vf x) {
   const vf above = x < (vf){} ? (vf){} : x;  // NaN stays itself
   if constexpr (MAP == CH_FEATURE_RELU) return above;
@@ -99,6 +98,27 @@ CH_INLINE vf slope_of(int map, vf feature) {
   if (map == CH_FEATURE_ELU) return feature > all(1.0f) ? all(1.0f) : feature;
   return all(1.0f);
 }
+
+// Running sums in two numbers: what the first rounded away is in the second.
+struct Twice {
+  vf high, low;
+};
+
+CH_INLINE Twice add(Twice sum, vf more) {
+  const vf high = sum.high + more, moved = high - sum.high;
+  return Twice{high, sum.low + ((sum.high - (high - moved)) + (more - moved))};
+}
+
+CH_INLINE vf operator-(Twice a, Twice b) { return (a.high - b.high) + (a.low - b.low); }
+
+struct TwiceAt {
+  float *high, *low;
+
+  CH_INLINE Twice operator[](int64_t at) const { return Twice{load(high + at), load(low + at)}; }
+  CH_INLINE Twice every(int64_t at) const { return Twice{all(high[at]), all(low[at])}; }
+  CH_INLINE vf rounded(int64_t at) const { return load(high + at) + load(low + at); }
+  CH_INLINE void put(int64_t at, Twice sum) const { store(high + at, sum.high), store(low + at, sum.low); }
+};
 
 // Rows of `columns` numbers, a multiple of VL. What is not finite is not 0 times 0; two sums do not wait for each other.
 CH_INLINE bool finite_rows(const float* from, int64_t rows, int64_t columns, int64_t row) {
@@ -147,7 +167,7 @@ struct Tiles {
   float *p, *d;                      // products within the chunk, and their gradients
   float *held, *sums;                // state and sum of features, running
   float *own, *own_sums;             // what this chunk adds to them
-  float *gates, *gates_t;            // G as [token][feature], and its transpose
+  TwiceAt gates, gates_t;            // G as [token][feature], and its transpose
   float *decay;                      // e^(G_i - G_j), where it does not
   float *fade_q, *fade_k, *keep;     // e^G, e^(Gend - G) as [token][feature], e^Gend as [feature]
   float *kf, *qf;                    // keys and queries times these
@@ -198,9 +218,9 @@ class Chunk {
     t.p = some(square), t.held = some(matrix), t.sums = some(F), t.own = some(matrix), t.own_sums = some(F);
     t.kf = t.k, t.qf = t.q;
     if (decays) {
-      t.gates = some(keys), t.fade_q = some(keys), t.fade_k = some(keys), t.keep = some(F);
+      t.gates = {some(keys), some(keys)}, t.gates_t = {some(F * C), some(F * C)};
+      t.fade_q = some(keys), t.fade_k = some(keys), t.keep = some(F);
       t.kf = some(keys), t.qf = some(keys);
-      t.gates_t = some(F * C);
       if (channels) t.left = some(keys), t.right = some(most(keys, F * C)), t.met = some(keys);
       if (!channels) t.decay = some(square);
     }
@@ -303,35 +323,30 @@ class Chunk {
 
   void load_gates(Tiles& t) const {
     const float* from = w.log_decay + ((t.batch * w.kv_heads + t.head) * w.length + t.first) * w.gates;
-    const float* before = nullptr;
     for (int64_t i = 0; i < t.rows; i++, from += w.gates) {
-      float* row = t.gates + i * F;
-      if (channels) get_row<Float32>(from, (int)w.features, row, (int)F);
+      const int64_t row = i * F;
+      if (channels) get_row<Float32>(from, (int)w.features, t.gates.high + row, (int)F);
       for (int64_t c = 0; c < F; c += VL) {
-        vf here = channels ? load(row + c) : all(*from);
-        // Its power is 0 in float32; a larger sum would leave no digits for the tokens behind it.
+        vf here = channels ? load(t.gates.high + row + c) : all(*from);
+        // Its power is 0 in float32, and -inf would leave NaN between the tokens behind it.
         here = here < all(-104.0f) ? all(-104.0f) : here;
-        store(row + c, before == nullptr ? here : here + load(before + c));
+        t.gates.put(row + c, i == 0 ? Twice{here, (vf){}} : add(t.gates[row - F + c], here));
       }
-      before = row;
     }
-    const float* last = t.gates + (t.rows - 1) * F;
-    for (int64_t c = 0; c < F; c += VL) store(t.keep + c, exp_below(load(last + c)));
+    for (int64_t c = 0; c < F; c += VL) store(t.keep + c, exp_below(t.gates.rounded((t.rows - 1) * F + c)));
   }
 
   void load_fades(Tiles& t) const {
     load_gates(t);
-    const float* last = t.gates + (t.rows - 1) * F;
+    const int64_t last = (t.rows - 1) * F;
     for (int64_t i = 0; i < t.rows; i++) {
       const int64_t row = i * F;
-      if (channels) {
-        for (int64_t c = 0; c < F; c += VL) {
-          store(t.fade_q + row + c, exp_below(load(t.gates + row + c)));
-          store(t.fade_k + row + c, exp_below(load(last + c) - load(t.gates + row + c)));
-        }
-      } else {
-        const float forth = exp_below(t.gates[row]), back = exp_below(last[0] - t.gates[row]);
-        for (int64_t c = 0; c < F; c += VL) store(t.fade_q + row + c, all(forth)), store(t.fade_k + row + c, all(back));
+      // Where features share their decays, so they do their powers.
+      vf forth = exp_below(t.gates.rounded(row)), back = exp_below(t.gates[last] - t.gates[row]);
+      for (int64_t c = 0; c < F; c += VL) {
+        if (channels && c > 0)
+          forth = exp_below(t.gates.rounded(row + c)), back = exp_below(t.gates[last + c] - t.gates[row + c]);
+        store(t.fade_q + row + c, forth), store(t.fade_k + row + c, back);
       }
     }
   }
@@ -339,16 +354,22 @@ class Chunk {
   void load_decays(Tiles& t) const {
     load_fades(t);
     multiply(t.kf, t.k, t.fade_k, t.rows * F);
-    clear(t.gates + t.rows * F, (wide(t) - t.rows) * F);
-    transpose(t.gates, F, wide(t), channels ? F : VL, t.gates_t, C);
+    turn_gates(t, t.gates.high, t.gates_t.high);
+    turn_gates(t, t.gates.low, t.gates_t.low);
     if (channels) return;
     for (int64_t i = 0; i < t.rows; i++) {
+      const Twice here = t.gates[i * F];
       for (int64_t j = 0; j <= i; j += VL) {
-        const vf apart = all(t.gates[i * F]) - load(t.gates_t + j);
+        const vf apart = here - t.gates_t[j];
         // Above the diagonal the difference is positive, and nobody reads it.
         store(t.decay + i * C + j, exp_below(apart < (vf){} ? apart : (vf){}));
       }
     }
+  }
+
+  void turn_gates(const Tiles& t, float* gates, float* to) const {
+    clear(gates + t.rows * F, (wide(t) - t.rows) * F);
+    transpose(gates, F, wide(t), channels ? F : VL, to, C);
   }
 
   // ---- products within a chunk ------------------------------------------------------------------------------
@@ -382,10 +403,10 @@ class Chunk {
 
   // Rows from `first` on, decayed since the token before it.
   void fade_left(const Tiles& t, const float* rows, int64_t first, int64_t count) const {
-    const float* middle = t.gates + (first - 1) * F;
+    const int64_t middle = (first - 1) * F;
     for (int64_t i = first; i < first + count; i++)
       for (int64_t c = 0; c < F; c += VL)
-        store(t.left + i * F + c, load(rows + i * F + c) * exp_below(load(t.gates + i * F + c) - load(middle + c)));
+        store(t.left + i * F + c, load(rows + i * F + c) * exp_below(t.gates[i * F + c] - t.gates[middle + c]));
   }
 
   // Blocks of SUB rows meet the keys before them at the token between; within a block, pairs.
@@ -395,9 +416,9 @@ class Chunk {
       if (b > 0) {
         fade_left(t, rows, b, count);
         for (int64_t f = 0; f < w.features; f++) {
-          const vf middle = all(t.gates[(b - 1) * F + f]);
+          const Twice middle = t.gates.every((b - 1) * F + f);
           for (int64_t j = 0; j < b; j += VL)
-            store(t.right + f * C + j, load(t.kt + f * C + j) * exp_below(middle - load(t.gates_t + f * C + j)));
+            store(t.right + f * C + j, load(t.kt + f * C + j) * exp_below(middle - t.gates_t[f * C + j]));
         }
         times<SET>(count, b, w.features, plain(t.left + b * F, F), t.right, C, p + b * C, C);
       }
@@ -409,7 +430,7 @@ class Chunk {
   float pair(const Tiles& t, const float* row, int64_t i, int64_t j) const {
     vf sum = (vf){};
     for (int64_t c = 0; c < F; c += VL)
-      sum += load(row + c) * load(t.k + j * F + c) * exp_below(load(t.gates + i * F + c) - load(t.gates + j * F + c));
+      sum += load(row + c) * load(t.k + j * F + c) * exp_below(t.gates[i * F + c] - t.gates[j * F + c]);
     return sum_of(sum);
   }
 
@@ -428,7 +449,7 @@ class Chunk {
         for (int64_t j = b; j <= i; j++) {
           const vf both = all(d[i * C + j]);
           for (int64_t c = 0; c < F; c += VL) {
-            const vf e = both * exp_below(load(t.gates + i * F + c) - load(t.gates + j * F + c));
+            const vf e = both * exp_below(t.gates[i * F + c] - t.gates[j * F + c]);
             store(d_rows + i * F + c, load(d_rows + i * F + c) + e * load(t.k + j * F + c));
             store(d_keys + j * F + c, load(d_keys + j * F + c) + e * load(rows + i * F + c));
           }
@@ -439,16 +460,16 @@ class Chunk {
 
   void meet_back(Tiles& t, const float* rows, const float* d, float* d_rows, float* d_keys, int64_t b,
                  int64_t count) const {
-    const float* middle = t.gates + (b - 1) * F;
+    const int64_t middle = (b - 1) * F;
     fade_left(t, rows, b, count);
     for (int64_t j = 0; j < b; j++)
       for (int64_t c = 0; c < F; c += VL)
-        store(t.right + j * F + c, load(t.k + j * F + c) * exp_below(load(middle + c) - load(t.gates + j * F + c)));
+        store(t.right + j * F + c, load(t.k + j * F + c) * exp_below(t.gates[middle + c] - t.gates[j * F + c]));
     times<SET>(count, F, b, plain(d + b * C, C), t.right, F, t.met, F);
     for (int64_t i = 0; i < count; i++) {
       for (int64_t c = 0; c < F; c += VL) {
         const int64_t at = (b + i) * F + c;
-        const vf fade = exp_below(load(t.gates + at) - load(middle + c));
+        const vf fade = exp_below(t.gates[at] - t.gates[middle + c]);
         store(d_rows + at, load(d_rows + at) + load(t.met + i * F + c) * fade);
       }
     }
@@ -456,7 +477,7 @@ class Chunk {
     for (int64_t j = 0; j < b; j++) {
       for (int64_t c = 0; c < F; c += VL) {
         const int64_t at = j * F + c;
-        const vf fade = exp_below(load(middle + c) - load(t.gates + at));
+        const vf fade = exp_below(t.gates[middle + c] - t.gates[at]);
         store(d_keys + at, load(d_keys + at) + load(t.met + at) * fade);
       }
     }

@@ -73,11 +73,9 @@ class Recurrence {
         q[g * T * F + i] = rounded(x * static_cast<float>(c.scale));
       }
     for (int64_t f = 0; f < F; ++f) {
-      double sum = 0;
       for (int64_t t = 0; t < T; ++t) {
         const double here = c.gates == 0 ? 0 : c.log_decay[(unit * T + t) * c.gates + (c.gates > 1 ? f : 0)];
-        sum = (t % c.chunk == 0 ? 0 : sum) + here;
-        keep[t * F + f] = c.gates == 0 ? 1 : rounded(std::exp(together() ? here + sum * u : moved(here, sum * u)));
+        keep[t * F + f] = c.gates == 0 ? 1 : rounded(std::exp(together() ? here + here * u : rounded(here)));
       }
     }
   }
