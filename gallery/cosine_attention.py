@@ -19,7 +19,11 @@ from clearhead.nn import MultiHeadAttention
 
 
 class CosineAttention(nn.Module):
-    """Tokens ``[batch, len, embed_dim]`` to the same shape; ``scores`` are added to the cosines."""
+    """Tokens ``[batch, len, embed_dim]`` to the same shape; ``scores`` are added to the cosines over the temperature.
+
+    >>> CosineAttention(8, num_heads=2, scores=[ch.Alibi(2)])(torch.zeros(1, 5, 8), mask=ch.Causal()).shape
+    torch.Size([1, 5, 8])
+    """
 
     def __init__(self, embed_dim: int, num_heads: int, *, scores: Sequence[ch.ScoreRule] = ()) -> None:
         super().__init__()
@@ -28,7 +32,11 @@ class CosineAttention(nn.Module):
 
     def forward(self, x: Tensor, *, mask: ch.Mask | None = None) -> Tensor:
         query, key, value = self.heads.project(x)
-        query = F.normalize(query, dim=-1) * self.log_scale.clamp(max=math.log(100.0)).exp()
+        # A row of zeros has no direction: eps bounds its gradient, and unlike the default is no 0 in float16.
+        query, key = (F.normalize(part, dim=-1, eps=1e-4) for part in (query, key))
+        query = query * self.log_scale.clamp(max=math.log(100.0)).exp()
         rules = self.heads.scores.rules()
-        output = ch.attention(query, F.normalize(key, dim=-1), value, mask=mask, scores=rules, scale=1.0)
+        # Autocast makes the temperature in float32, and may make norms so, beside values that are not.
+        query, key = query.type_as(value), key.type_as(value)
+        output = ch.attention(query, key, value, mask=mask, scores=rules, scale=1.0)
         return self.heads.output_projection(output.transpose(-3, -2).flatten(-2))

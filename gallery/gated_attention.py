@@ -16,12 +16,16 @@ from clearhead.nn import MultiHeadAttention
 
 
 class GatedAttention(nn.Module):
-    """Tokens ``[batch, len, embed_dim]`` to the same shape."""
+    """Tokens ``[batch, len, embed_dim]`` to the same shape.
+
+    >>> GatedAttention(8, num_heads=2)(torch.zeros(1, 5, 8), mask=ch.Causal()).shape
+    torch.Size([1, 5, 8])
+    """
 
     def __init__(self, embed_dim: int, num_heads: int) -> None:
         super().__init__()
         self.heads = MultiHeadAttention(embed_dim, num_heads, bias=False)
-        self.gate = nn.Linear(embed_dim, embed_dim)
+        self.gate = nn.Linear(embed_dim, embed_dim, bias=False)
 
     def forward(self, x: Tensor, *, mask: ch.Mask | None = None) -> Tensor:
         output = ch.attention(*self.heads.project(x), mask=mask).transpose(-3, -2).flatten(-2)

@@ -5,6 +5,8 @@ for all heads. ``Uk_h`` is moved to the query and ``Uv_h`` behind the attention,
 same ``[latent, rotated]``, one key head, and the cache holds ``latent_dim + rotary_dim`` numbers a token in place of
 ``2 * num_heads * head_dim``.
 
+Left out: the query's own compression, which saves memory in training only, and the norms behind both compressions.
+
 Paper: DeepSeek-AI 2024, "DeepSeek-V2", sections 2.1.2 (compression, the moved products) and 2.1.3 (rotary part).
 """
 
@@ -17,10 +19,19 @@ import clearhead as ch
 
 
 class LatentAttention(nn.Module):
-    """Tokens ``[batch, len, embed_dim]`` to the same shape; give a ``KVCache`` to decode."""
+    """Tokens ``[batch, len, embed_dim]`` to the same shape; give a ``KVCache`` to decode.
+
+    >>> layer, cache = LatentAttention(8, num_heads=2), ch.KVCache()
+    >>> layer(torch.zeros(1, 5, 8), mask=ch.Causal(), cache=cache).shape
+    torch.Size([1, 5, 8])
+    >>> layer(torch.zeros(1, 1, 8), mask=ch.Causal(), cache=cache).shape
+    torch.Size([1, 1, 8])
+    """
 
     def __init__(self, embed_dim: int, num_heads: int, *, latent_dim: int = 16, rotary_dim: int = 8) -> None:
         super().__init__()
+        if embed_dim % num_heads or rotary_dim % 2:
+            raise ch.ShapeError(f"num_heads must divide {embed_dim=} and 2 {rotary_dim=}; got {num_heads=}")
         self.sizes = [embed_dim // num_heads, rotary_dim]
         self.query = nn.Linear(embed_dim, num_heads * sum(self.sizes), bias=False)
         self.compress = nn.Linear(embed_dim, latent_dim + rotary_dim, bias=False)
@@ -32,10 +43,11 @@ class LatentAttention(nn.Module):
         first = cache.length if cache is not None else 0
         query, turned = self.query(x).unflatten(-1, (-1, sum(self.sizes))).transpose(1, 2).split(self.sizes, dim=-1)
         latent, shared = self.compress(x)[:, None].split([self.up.shape[2], self.sizes[1]], dim=-1)
-        shared = self.rotary.rotate(shared, first)
+        key = torch.cat([latent, self.rotary.rotate(shared, first)], dim=-1)
         if cache is not None:
-            latent, shared = cache.append(latent, shared)
+            # Values are keys without their rotary part: they need no room of their own.
+            key, _ = cache.append(key, key[..., :0])
         query = torch.cat([query @ self.up[0].mT, self.rotary.rotate(turned, first)], dim=-1)
-        key, scale = torch.cat([latent, shared], dim=-1), sum(self.sizes) ** -0.5
+        latent, scale = key[..., : self.up.shape[2]], sum(self.sizes) ** -0.5
         heads = ch.attention(query, key, latent, mask=mask, scale=scale, query_offset=first) @ self.up[1]
         return self.output(heads.transpose(1, 2).flatten(-2))

@@ -17,7 +17,11 @@ from clearhead.nn import MultiHeadAttention
 
 
 class LearnedSinks(nn.Module):
-    """Tokens ``[batch, len, embed_dim]`` to the same shape; ``window`` tokens are seen, None for all."""
+    """Tokens ``[batch, len, embed_dim]`` to the same shape; each sees itself and what came before, ``window`` in all.
+
+    >>> LearnedSinks(8, num_heads=2, window=3)(torch.zeros(1, 5, 8)).shape
+    torch.Size([1, 5, 8])
+    """
 
     def __init__(self, embed_dim: int, num_heads: int, *, num_kv_heads: int | None = None, window: int | None = None):
         super().__init__()

@@ -1,7 +1,8 @@
 """Perceiver's cross-attention: a few learned vectors read an input of any length.
 
 ``latents + attention(norm(latents), norm(x))``, then a feedforward: the output has ``num_latents`` tokens however many
-came in, at a cost of ``num_latents * len``. It holds no order but what the tokens carry themselves.
+came in, at a cost of ``num_latents * len``. It holds no order but what the tokens carry themselves. Latents read the
+input only, as in Perceiver; Flamingo's read each other as well in the same attention.
 
 Papers: Jaegle et al. 2021, "Perceiver", section 3.1; as a resampler before a language model: Alayrac et al. 2022,
 "Flamingo", section 2.1.
@@ -17,7 +18,12 @@ from clearhead.nn import FeedForward, MultiHeadAttention
 
 
 class PerceiverResampler(nn.Module):
-    """Tokens ``[batch, len, input_dim]`` to ``[batch, num_latents, embed_dim]``; mask padding with ``ch.Padding``."""
+    """Tokens ``[batch, len, input_dim]`` to ``[batch, num_latents, embed_dim]``; mask padding with ``ch.Padding``.
+
+    >>> layer = PerceiverResampler(8, num_heads=2, num_latents=3, input_dim=6)
+    >>> layer(torch.zeros(2, 5, 6), mask=ch.Padding([5, 4])).shape
+    torch.Size([2, 3, 8])
+    """
 
     def __init__(self, embed_dim: int, num_heads: int, *, num_latents: int = 8, input_dim: int | None = None) -> None:
         super().__init__()

@@ -18,7 +18,11 @@ from clearhead.nn import MultiHeadAttention
 
 
 class QueryKeyNorm(nn.Module):
-    """Tokens ``[batch, len, embed_dim]`` to the same shape; ``longest`` is a usual length of the data."""
+    """Tokens ``[batch, len, embed_dim]`` to the same shape; ``longest``, from 2: 97.5 % of the data are no longer.
+
+    >>> QueryKeyNorm(8, num_heads=2, longest=50)(torch.zeros(1, 5, 8), mask=ch.Causal()).shape
+    torch.Size([1, 5, 8])
+    """
 
     def __init__(self, embed_dim: int, num_heads: int, *, longest: int = 128) -> None:
         super().__init__()
@@ -27,6 +31,8 @@ class QueryKeyNorm(nn.Module):
 
     def forward(self, x: Tensor, *, mask: ch.Mask | None = None) -> Tensor:
         query, key, value = self.heads.project(x)
-        query, key = self.gain * F.normalize(query, dim=-1), F.normalize(key, dim=-1)
-        output = ch.attention(query, key, value, mask=mask, scale=1.0)
+        # A row of zeros has no direction: eps bounds its gradient, and unlike the default is no 0 in float16.
+        query, key = self.gain * F.normalize(query, dim=-1, eps=1e-4), F.normalize(key, dim=-1, eps=1e-4)
+        # Autocast may have made norms in float32, beside values that are not.
+        output = ch.attention(query.type_as(value), key.type_as(value), value, mask=mask, scale=1.0)
         return self.heads.output_projection(output.transpose(-3, -2).flatten(-2))

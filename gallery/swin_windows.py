@@ -1,8 +1,12 @@
 """Swin's attention: an image in square windows, and in every second layer the windows shifted by half of their side.
 
+``softmax(q k^T / sqrt(head_dim) + bias_h[row_q - row_k, column_q - column_k]) @ v`` within a window, where the bias is
+a learned number for each of the ``(2 side - 1)^2`` differences of places.
+
 Windows are sequences of a batch. A shift rolls the image, which puts tokens from opposite edges into one window: they
-are documents of it that do not see each other. The bias is a learned number for each of the ``(2 side - 1)^2``
-differences of places within a window.
+do not see each other. An image that ``side`` does not divide is filled up at the bottom and the right, and no token
+sees the filling (in the paper's code it does, as zeros). A side of the image that fits into one window is not shifted,
+as in the paper's code.
 
 Paper: Liu et al. 2021, "Swin transformer", section 3.2.
 """
@@ -11,13 +15,18 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import clearhead as ch
 from clearhead.nn import MultiHeadAttention
 
 
 class SwinWindows(nn.Module):
-    """An image ``[batch, height, width, embed_dim]`` to the same shape; ``side`` divides height and width."""
+    """An image ``[batch, height, width, embed_dim]`` of any size to the same shape, in windows of ``side * side``.
+
+    >>> SwinWindows(8, num_heads=2, side=4, shifted=True)(torch.zeros(1, 6, 9, 8)).shape
+    torch.Size([1, 6, 9, 8])
+    """
 
     def __init__(self, embed_dim: int, num_heads: int, *, side: int = 4, shifted: bool = False) -> None:
         super().__init__()
@@ -27,18 +36,21 @@ class SwinWindows(nn.Module):
         place = torch.cartesian_prod(torch.arange(side), torch.arange(side))
         self.register_buffer("apart", place[:, None] - place + side - 1)
 
-    def windows(self, image: Tensor) -> Tensor:
-        cut = image.unflatten(2, (-1, self.side)).unflatten(1, (-1, self.side)).transpose(2, 3)
-        return cut.flatten(3, 4).flatten(0, 2)
+    def windows(self, image: Tensor, down: int, right: int) -> Tensor:
+        cut = image.roll((-down, -right), (1, 2)).unflatten(2, (-1, self.side)).unflatten(1, (-1, self.side))
+        return cut.transpose(2, 3).flatten(3, 4).flatten(0, 2)
 
     def forward(self, image: Tensor) -> Tensor:
         batch, height, width, _ = image.shape
-        regions = [(torch.arange(n) >= n - self.shift).long() for n in (height, width)]
-        ids = (2 * regions[0][:, None] + regions[1]).expand(batch, -1, -1)[..., None]
-        tokens = self.windows(image.roll((-self.shift, -self.shift), (1, 2)))
+        down, right = (self.shift if size > self.side else 0 for size in (height, width))
+        image = F.pad(image, (0, 0, 0, -width % self.side, 0, -height % self.side))
+        rows, columns = torch.meshgrid([torch.arange(n, device=image.device) for n in image.shape[1:3]], indexing="ij")
+        # Which tokens a roll brings from the other edge, by row and by column, and which are filling.
+        ids = (2 * (rows < down) + (columns < right)).masked_fill((rows >= height) | (columns >= width), 4)
+        ids = self.windows(ids.expand(batch, -1, -1)[..., None], down, right)
+        mask = ch.Dense((ids == ids.mT)[:, None]) if down or right or image.shape[1:3] != (height, width) else None
         bias = ch.DenseBias(self.bias[:, self.apart[..., 0], self.apart[..., 1]])
-        mask = ch.Documents(ids=self.windows(ids)[..., 0]) if self.shift else None
-        output = ch.attention(*self.heads.project(tokens), mask=mask, scores=bias).transpose(1, 2).flatten(-2)
-        cut = self.heads.output_projection(output).unflatten(1, (self.side, self.side))
-        cut = cut.unflatten(0, (batch, height // self.side, -1)).transpose(2, 3)
-        return cut.flatten(3, 4).flatten(1, 2).roll((self.shift, self.shift), (1, 2))
+        output = ch.attention(*self.heads.project(self.windows(image, down, right)), mask=mask, scores=bias)
+        cut = self.heads.output_projection(output.transpose(1, 2).flatten(-2)).unflatten(1, (self.side, self.side))
+        cut = cut.unflatten(0, (batch, image.shape[1] // self.side, image.shape[2] // self.side)).transpose(2, 3)
+        return cut.flatten(3, 4).flatten(1, 2).roll((down, right), (1, 2))[:, :height, :width]

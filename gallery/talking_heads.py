@@ -20,7 +20,11 @@ from clearhead.nn import MultiHeadAttention
 
 
 class TalkingHeads(nn.Module):
-    """Tokens ``[batch, len, embed_dim]`` to the same shape."""
+    """Tokens ``[batch, len, embed_dim]`` to the same shape.
+
+    >>> TalkingHeads(8, num_heads=2)(torch.zeros(1, 5, 8), mask=ch.Causal()).shape
+    torch.Size([1, 5, 8])
+    """
 
     def __init__(self, embed_dim: int, num_heads: int) -> None:
         super().__init__()
@@ -30,7 +34,8 @@ class TalkingHeads(nn.Module):
 
     def forward(self, x: Tensor, *, mask: ch.Mask | None = None) -> Tensor:
         query, key, value = (part.transpose(1, 2) for part in self.heads.project(x))
-        wide = torch.einsum("btgd,gh->bhtgd", query, self.mix_scores).flatten(-2)
+        # Under autocast this einsum is no matrix product, and stays in float32.
+        wide = torch.einsum("btgd,gh->bhtgd", query, self.mix_scores).flatten(-2).type_as(key)
         key, all_values = key.flatten(-2)[:, None], value.flatten(-2)[:, None]
         seen = ch.attention(wide, key, all_values, mask=mask, scale=self.heads.head_dim**-0.5)
         output = torch.einsum("bgthd,gh->bthd", seen.unflatten(-1, value.shape[2:]), self.mix_weights)

@@ -56,7 +56,7 @@ def query_key_norm(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
 def gated_attention(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
     query, key, value = projected(module.heads, x)
     joined = side_by_side(softmax(query @ key.mT / query.shape[-1] ** 0.5, allowed) @ value)
-    gate = 1 / (1 + torch.exp(-(x @ module.gate.weight.T + module.gate.bias)))
+    gate = 1 / (1 + torch.exp(-(x @ module.gate.weight.T)))
     return module.heads.output_projection(joined * gate)
 
 
@@ -116,19 +116,20 @@ def learned_sinks(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
     return module.heads.output_projection(side_by_side(weights @ value))
 
 
-def t5_bucket(behind: int, num_buckets: int = 32, farthest: int = 128) -> int:
-    half = num_buckets // 2
-    start, size, single = half if behind < 0 else 0, abs(behind), half // 2
+def t5_bucket(behind: int, num_buckets: int = 32, farthest: int = 128, *, decoder: bool = False) -> int:
+    half = num_buckets if decoder else num_buckets // 2
+    start, size = (0, max(behind, 0)) if decoder else (half if behind < 0 else 0, abs(behind))
+    single = half // 2
     if size < single:
         return start + size
     far = single + int(math.log(size / single) / math.log(farthest / single) * (half - single))
     return start + min(far, half - 1)
 
 
-def t5_attention(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
+def t5_attention(module: Any, x: Tensor, allowed: Tensor, *, decoder: bool = False) -> Tensor:
     query, key, value = projected(module.heads, x)
     length = range(x.shape[1])
-    places = torch.tensor([[t5_bucket(i - j) for j in length] for i in length])
+    places = torch.tensor([[t5_bucket(i - j, decoder=decoder) for j in length] for i in length])
     weights = softmax(query @ key.mT + module.bias[:, places], allowed)
     return module.heads.output_projection(side_by_side(weights @ value))
 
@@ -136,18 +137,17 @@ def t5_attention(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
 def swin_windows(module: Any, image: Tensor) -> Tensor:
     """Pixel by pixel: who shares a window of the shifted grid, without wrapping around."""
     batch, height, width, _ = image.shape
-    side, shift = module.side, module.shift
+    side = module.side
+    down, right = (module.shift if size > side else 0 for size in (height, width))
     places = [(row, column) for row in range(height) for column in range(width)]
-    group = [((row - shift) // side, (column - shift) // side) for row, column in places]
+    group = [((row - down) // side, (column - right) // side) for row, column in places]
     query, key, value = projected(module.heads, image.flatten(1, 2))
-    count = len(places)
-    allowed = torch.tensor([[group[i] == group[j] for j in range(count)] for i in range(count)])
-    bias = torch.zeros(module.bias.shape[0], count, count, dtype=image.dtype)
-    for i, (row, column) in enumerate(places):
-        for j, (other_row, other_column) in enumerate(places):
-            if allowed[i, j]:
-                bias[:, i, j] = module.bias[:, row - other_row + side - 1, column - other_column + side - 1]
-    weights = softmax(query @ key.mT / query.shape[-1] ** 0.5 + bias, allowed)
+    allowed = torch.tensor([[own == other for other in group] for own in group])
+    rows, columns = torch.tensor(places).T
+    far = side - 1
+    apart = [(line[:, None] - line).clamp(-far, far) + far for line in (rows, columns)]
+    scores = query @ key.mT / query.shape[-1] ** 0.5 + module.bias[:, apart[0], apart[1]]
+    weights = softmax(scores, allowed)
     return module.heads.output_projection(side_by_side(weights @ value)).view(batch, height, width, -1)
 
 
