@@ -106,6 +106,45 @@ def test_a_block_that_fails_leaves_caches_as_they_were(grad: bool) -> None:
         assert torch.equal(keys, torch.cat([before, _pair(1, seed=2)[0]], dim=2))
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("room", [1, 16])
+def test_tokens_that_were_taken_back_were_never_there(recorded: bool, room: int) -> None:
+    first, second, third = _pair(room + 3), _pair(2, seed=2), _pair(4, seed=3)
+    cache = KVCache()
+    with torch.set_grad_enabled(recorded):
+        cache.append(*first)
+        cache.append(*second)
+    cache.truncate(room)
+    assert cache.length == room
+    given = [own.clone() for own in (*first, *second)]
+    with torch.no_grad():
+        found = cache.append(*third)
+    for place in (0, 1):
+        assert torch.equal(found[place], torch.cat([first[place][:, :, :room], third[place]], dim=2))
+    assert all(torch.equal(own, was) for own, was in zip((*first, *second), given, strict=True))
+    cache.truncate(0)
+    assert (cache.append(*second)[0].shape, cache.length) == (second[0].shape, 2)
+
+
+def test_what_a_caller_appended_is_not_written_to_when_it_is_taken_back() -> None:
+    cache, pair = KVCache(), _pair(3)
+    kept = pair[0].clone()
+    cache.append(*pair)
+    cache.truncate(1)
+    with torch.no_grad():
+        cache.append(*_pair(1, seed=2))
+    assert torch.equal(pair[0], kept)
+
+
+@pytest.mark.parametrize("length", [-1, 3, 1.0, True, None])
+def test_no_more_can_be_kept_than_is_held(length: object) -> None:
+    cache = KVCache()
+    cache.append(*_pair(2))
+    with pytest.raises(ch.ShapeError, match=r"^KVCache\.truncate: length must be a whole number from 0 to 2"):
+        cache.truncate(length)  # type: ignore[arg-type]
+    assert cache.length == 2
+
+
 def test_reset_and_repr() -> None:
     cache = KVCache()
     assert repr(cache) == "KVCache(length=0, shape=None)"

@@ -116,3 +116,24 @@ def test_meta_tensors_give_meta_tensors(mask: ch.Mask | None, scores: tuple[ch.S
     output = ch.attention(own, own, own, mask=mask, scores=scores)
     assert output.is_meta
     assert output.shape == own.shape
+
+
+@pytest.mark.parametrize("widths", [(300, 20), (20, 300), (257, 256)], ids=str)
+@pytest.mark.parametrize("mask", [None, ch.Causal(), ch.Window(5)], ids=["all", "causal", "window"])
+def test_torchs_kernel_takes_heads_of_two_widths(
+    widths: tuple[int, int], mask: ch.Mask | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = tuple(
+        torch.randn(2, heads, 40, width) for heads, width in zip((4, 2, 2), (widths[0], *widths), strict=True)
+    )
+    expected = ch.attention(*(own.double() for own in inputs), mask=mask, backend="reference")
+    learned = tuple(own.clone().requires_grad_() for own in inputs)
+    # Its backward is far off where scores are huge, so a step of training goes by the formula.
+    torch.testing.assert_close(
+        ch.attention(*learned, mask=mask, backend="sdpa").double(), expected, rtol=1e-4, atol=1e-5
+    )
+    # Without gradients there is no square of scores.
+    monkeypatch.setattr("clearhead.backends.sdpa._unfused", None)
+    torch.testing.assert_close(
+        ch.attention(*inputs, mask=mask, backend="sdpa").double(), expected, rtol=1e-4, atol=1e-5
+    )

@@ -76,6 +76,39 @@ class KVCache:
         self._length += key.shape[2]
         return self._key[:, :, : self._length], self._value[:, :, : self._length]
 
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from position ``length`` on, such as drafts that were not accepted or a call that failed.
+
+        The next tokens are written where they stood, so ``key`` and ``value`` that were read before may change.
+
+        Args:
+            length: how many tokens to keep, from 0 to as many as are held.
+
+        Raises:
+            ShapeError: there are not so many.
+
+        Example: try a token, and take it back.
+
+        >>> import torch
+        >>> cache, token = KVCache(), torch.zeros(1, 2, 1, 4)
+        >>> for _ in range(3):
+        ...     keys, values = cache.append(token, token)
+        >>> cache.truncate(2)
+        >>> cache
+        KVCache(length=2, shape=[1, 2, 2, 4])
+        """
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= self._length:
+            raise ShapeError.about(
+                "KVCache.truncate", "length", must=f"be a whole number from 0 to {self._length}, which is held",
+                got=repr(length), then="Tokens can be taken back, not made.",
+            )  # fmt: skip
+        # Room ahead was made here; what is full may be somebody's own tensor, which is not to be written to.
+        if self._key is not None and self._key.shape[2] == self._length > length:
+            self._key = self._key[:, :, :length]
+        if self._value is not None and self._value.shape[2] == self._length > length:
+            self._value = self._value[:, :, :length]
+        self._length = length
+
     def reset(self) -> None:
         """Forget everything; the next append starts at position 0."""
         self._key = self._value = None

@@ -296,6 +296,18 @@ def test_a_call_with_a_cache_is_not_checkpointed(options: dict[str, bool]) -> No
         torch.testing.assert_close(one, other, **EXACT)
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_drafts_are_taken_back(recorded: bool) -> None:
+    decoder = Decoder(8, 2, 2, cross_attention=True).double()
+    x, memory, cache = _input(1, 6, 8), _input(1, 4, 8, seed=1), decoder.new_cache()
+    with torch.set_grad_enabled(recorded):
+        whole = decoder(x, memory=memory)
+        decoder(x[:, :3], memory=memory, cache=cache)
+        decoder(x[:, :2] + 1.0, memory=memory, cache=cache)
+        cache.truncate(3)
+        torch.testing.assert_close(decoder(x[:, 3:], memory=memory, cache=cache), whole[:, 3:], **EXACT)
+
+
 def test_a_stack_that_fails_leaves_all_its_caches_as_they_were() -> None:
     decoder = Decoder(8, 2, 2, cross_attention=True).double()
     x, memory, cache = _input(1, 6, 8), _input(1, 4, 8, seed=1), decoder.new_cache()

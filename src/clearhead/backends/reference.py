@@ -18,13 +18,17 @@ __all__ = ["BACKEND", "Steps", "steps"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Steps:
-    """Every step of the formula; all but the last two are ``[batch, heads, q_len, k_len]``."""
+    """Every step of the formula; all but the last two are ``[batch, heads, q_len, k_len]``.
+
+    ``logs`` are logarithms of the weights, ``masked - lse`` without what their difference rounds.
+    """
 
     raw: Tensor
     scaled: Tensor
     ruled: Tensor
     allowed: Tensor
     masked: Tensor
+    logs: Tensor
     weights: Tensor
     lse: Tensor
     output: Tensor
@@ -54,38 +58,36 @@ def steps(problem: Problem) -> Steps:
         ruled = rule.apply(ruled, *indices)
     masked = ruled.masked_fill(~allowed, -torch.inf)
 
-    lse = _log_sum_exp(masked, problem)
+    largest, logarithm = _sums(masked, problem)
+    # In this order: beside scores of -1e9 the logarithm would be rounded away. An empty row stays -inf throughout.
+    logs = (masked - largest) - logarithm.masked_fill(logarithm == -torch.inf, 0.0)
     # A row that is NaN is so for the keys it may attend to; the weight of a forbidden key is 0 whatever happens.
-    weights = torch.exp(_logs(masked, lse)).masked_fill(~allowed, 0.0)
+    weights = torch.exp(logs).masked_fill(~allowed, 0.0)
     dropped = weights
     if problem.dropout > 0.0:
         dropped = weights * keep_scale(problem.seed, problem.dropout, indices, dtype)
     output = product(dropped, value, allowed)
     return Steps(
-        raw=raw, scaled=scaled, ruled=ruled, allowed=allowed, masked=masked, weights=weights, lse=lse,
-        output=output.to(problem.query.dtype),
+        raw=raw, scaled=scaled, ruled=ruled, allowed=allowed, masked=masked, logs=logs, weights=weights,
+        lse=(largest + logarithm)[..., 0], output=output.to(problem.query.dtype),
     )  # fmt: skip
 
 
-def _logs(masked: Tensor, lse: Tensor) -> Tensor:
-    """Logarithms of the weights, ``score - lse``; -inf throughout an empty row."""
-    return masked - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
-
-
-def _log_sum_exp(masked: Tensor, problem: Problem) -> Tensor:
-    """``log sum exp`` of each row, a sink's logit included; -inf where there is nothing to attend to."""
+def _sums(masked: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    """The two parts of each row's ``log sum exp``, a sink's logit included: its largest score, which has no gradient,
+    and the logarithm of the sum over it, -inf where there is nothing to attend to."""
     if problem.sink is not None:
         logits = problem.sink.logits.to(masked.dtype).view(1, -1, 1, 1)
         masked = torch.cat([masked, logits.expand(*masked.shape[:2], masked.shape[2], 1)], dim=-1)
     if masked.shape[-1] == 0:
-        return masked.new_full(masked.shape[:-1], -torch.inf)
+        nothing = masked.new_full((*masked.shape[:-1], 1), -torch.inf)
+        return torch.zeros_like(nothing), nothing
     largest = masked.detach().amax(dim=-1, keepdim=True)
     largest = largest.masked_fill(largest == -torch.inf, 0.0)
     total = torch.exp(masked - largest).sum(dim=-1, keepdim=True)
     # log(0) has an infinite derivative, and 0 * inf is NaN: an empty row goes around the logarithm.
     empty = total == 0.0
-    logarithm = torch.log(total.masked_fill(empty, 1.0)).masked_fill(empty, -torch.inf)
-    return (largest + logarithm)[..., 0]
+    return largest, torch.log(total.masked_fill(empty, 1.0)).masked_fill(empty, -torch.inf)
 
 
 def run(problem: Problem, want: Want) -> Observation:
@@ -130,7 +132,7 @@ def _largest(masked: Tensor) -> Tensor:
 def _entropy(done: Steps) -> Tensor:
     """``-sum p log p`` over keys; a sink takes mass but is no key."""
     # Where the weight is 0 the logarithm is not looked at: 0 log 0 counts as 0, in the gradient too.
-    logs = _logs(done.masked, done.lse).masked_fill(done.weights == 0.0, 0.0)
+    logs = done.logs.masked_fill(done.weights == 0.0, 0.0)
     return -(done.weights * logs).sum(dim=-1)
 
 

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import Contained, all_finite, has_numbers, is_hollow, product
@@ -24,7 +24,7 @@ __all__ = ["BACKEND"]
 #: The largest mask, in entries, that is worth writing out for torch; above it the tiles win.
 _MAX_MASK_ENTRIES: Final = 2**24
 #: The largest score matrix that may be held where torch has no fused path.
-_MAX_UNFUSED_SCORES: Final = 2**26
+_MAX_UNFUSED_SCORES: Final = 2**24
 #: Keys below which torch's CPU kernel may take a row that is NaN throughout for an empty one: a register of floats.
 _FEW_KEYS: Final = 16
 
@@ -42,7 +42,8 @@ def _also(problem: Problem) -> list[str]:
     if entries > _MAX_MASK_ENTRIES:
         return [f"would need a mask of {entries:,} entries (limit {_MAX_MASK_ENTRIES:,})"]
     scores = problem.batch * problem.num_heads * problem.q_len * problem.k_len
-    unfused = problem.value_dim != problem.head_dim or any(rule.requires_grad for rule in problem.rule_parameters)
+    uneven = problem.value_dim != problem.head_dim and (problem.needs_gradient or problem.query.device.type != "cpu")
+    unfused = uneven or any(rule.requires_grad for rule in problem.rule_parameters)
     if unfused and scores > _MAX_UNFUSED_SCORES:
         return [f"has no fused path here and would hold {scores:,} scores (limit {_MAX_UNFUSED_SCORES:,})"]
     # An accelerator would have to stop for this look at the numbers, so there a mask means another backend.
@@ -118,10 +119,10 @@ class _Arrival:
                 tensor.register_hook(partial(self.leave, place))
         return seen[0], seen[1], seen[2]
 
-    def arrive(self, grad: Tensor) -> Tensor | None:
-        """The output's gradient with 0 for what is not finite."""
+    def arrive(self, grad: Tensor | None) -> Tensor | None:
+        """The output's gradient with 0 for what is not finite; None where none was asked for."""
         self.found = None
-        if not has_numbers(grad) or all_finite(grad):
+        if grad is None or not has_numbers(grad) or all_finite(grad):
             return None
         clean = Contained.of_arrived(self.problem, grad)
         nothing = [
@@ -130,9 +131,9 @@ class _Arrival:
         self.found = clean.spoil(nothing)
         return grad.masked_fill(clean.channels, 0.0)
 
-    def leave(self, place: int, grad: Tensor) -> Tensor | None:
+    def leave(self, place: int, grad: Tensor | None) -> Tensor | None:
         """A gradient with NaN where the row reaches."""
-        return None if self.found is None else grad + self.found[place]
+        return None if self.found is None or grad is None else grad + self.found[place]
 
 
 def _run(problem: Problem) -> Tensor:
@@ -217,12 +218,22 @@ def _loses_digits(problem: Problem, mask: Tensor | None) -> bool:
     return problem.needs_gradient or biased
 
 
-def _is_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+def _is_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, needs_gradient: bool) -> bool:
     """Whether torch's CPU kernel takes the call, and hides nothing in it."""
-    same = query.shape[-1] == value.shape[-1] and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
-    if not same or (mask is not None and mask.requires_grad):
+    uneven = query.shape[-1] != value.shape[-1]
+    contiguous = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    # Its backward is far off where scores are huge: what need not be fused is not.
+    if not contiguous or (mask is not None and mask.requires_grad) or (uneven and needs_gradient):
         return False
     return key.shape[-2] >= _FEW_KEYS or (has_numbers(query) and has_numbers(key) and all_finite(query, key))
+
+
+def _equally_wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With zeros beyond the narrower heads, which change no score: torch's CPU kernel takes one width only."""
+    more = query.shape[-1] - value.shape[-1]
+    if more > 0:
+        return query, key, pad(value, (0, more))
+    return (pad(query, (0, -more)), pad(key, (0, -more)), value) if more else (query, key, value)
 
 
 def _unfused(
@@ -241,8 +252,9 @@ def _unfused(
 def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds: _Bounds) -> Tensor:
     mask, is_causal, empty = bounds
     dtype = problem.query.dtype
-    unfused = query.device.type == "cpu" and not _is_fused(query, key, value, mask)
-    if unfused or (query.device.type == "cpu" and _loses_digits(problem, mask)):
+    on_cpu = query.device.type == "cpu"
+    unfused = on_cpu and not _is_fused(query, key, value, mask, problem.needs_gradient)
+    if unfused or (on_cpu and _loses_digits(problem, mask)):
         query, key, value = (tensor.to(problem.work_dtype) for tensor in (query, key, value))
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(query.dtype)
@@ -253,10 +265,11 @@ def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds:
     if unfused:
         output = _unfused(query, key, value, mask, is_causal, scale)
     else:
+        query, key, value = _equally_wide(query, key, value) if on_cpu else (query, key, value)
         output = scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale,
             enable_gqa=bool(problem.num_heads != problem.num_kv_heads),
-        )  # fmt: skip
+        )[..., : problem.value_dim]  # fmt: skip
     if empty is not None:
         output = output.masked_fill(empty, 0.0)
     return output.to(dtype)

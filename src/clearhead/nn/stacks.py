@@ -145,6 +145,11 @@ class DecoderCache:
         """How many tokens have been decoded."""
         return self.layers[0].length
 
+    def truncate(self, length: int) -> None:
+        """Forget what was decoded from position ``length`` on, such as drafts; the memory stays."""
+        for cache in self.layers:
+            cache.truncate(length)
+
     def reset(self) -> None:
         """Forget everything."""
         for cache in (*self.layers, *self.memory):
