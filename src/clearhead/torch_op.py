@@ -22,7 +22,7 @@ from clearhead.record import Record, decode
 from clearhead.scores import ScoreFunction, ScoreRule
 from clearhead.statistics import UNDIFFERENTIABLE, Observation, Want
 
-__all__ = ["Operator", "attention", "observe_attention", "output_like"]
+__all__ = ["Operator", "attention", "observe_attention", "output_like", "recording"]
 
 #: What an operator's further tensors are: of a mask or rule, with a gradient or without; or what a user's function
 #: closes over, which it finds by itself.
@@ -114,7 +114,7 @@ class Operator:
         """Gradients of query, key, value, and of the further tensors."""
         functions = [rule for rule in decode(scores, tensors) if isinstance(rule, ScoreFunction)]
         inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-        with _recording():
+        with recording():
             reached = iter(_reached(self._name, functions, tensors, kinds))
             extra = [
                 next(reached) if kind == _CLOSED_OVER else tensor.detach().requires_grad_(kind == _LEARNED)
@@ -191,7 +191,7 @@ def _lies(tensor: Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
 
 
 @contextmanager
-def _recording() -> Iterator[None]:
+def recording() -> Iterator[None]:
     """Autograd inside an operator's body, where torch has switched it off for the thread."""
     keys = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
     with ExitStack() as stack:

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import clearhead as ch
+from clearhead.linear.forms import _Decays
 from tests.linear.members import MEMBERS, SHAPE, Inputs
 from tests.linear.test_forms import gradients, near
 
@@ -150,3 +153,71 @@ def test_decays_may_be_mapped_over_and_default_ones_are_numbers() -> None:
         torch.testing.assert_close(one, ch.linear.retention(x, x, x, decay=decay)[0], rtol=1e-4, atol=1e-5)
     with torch.device("meta"):
         assert ch.linear.retention(x, x, x)[0].device.type == "cpu"
+
+
+@pytest.mark.parametrize("form", ["auto", "chunked", "parallel"])
+@pytest.mark.parametrize(
+    "mask", [None, ch.Padding([29, 40]), ch.Documents([9, 40, 31])], ids=["plain", "pad", "packed"]
+)
+def test_gradients_of_small_decays_are_as_exact_as_those_token_by_token(mask: ch.Mask | None, form: str) -> None:
+    shape = (1, 4, 80, 6) if isinstance(mask, ch.Documents) else (2, 4, 40, 6)
+    inputs = MEMBERS["retention"].draw(shape, dtype=torch.float32)
+
+    def gradient(form: str, dtype: torch.dtype, decays: list[float]) -> torch.Tensor:
+        decay = torch.tensor(decays, dtype=torch.float64, requires_grad=True)
+        parts = (part.to(dtype) for part in (inputs.query, inputs.key, inputs.value))
+        output, state = ch.linear.retention(*parts, decay=decay, mask=mask, form=form, chunk_size=16)
+        return torch.autograd.grad(output.cos().sum() + state.matrix.sin().sum(), decay)[0]
+
+    for decays in ([0.2, 1e-2, 1e-4, 1e-6], [0.999, 1e-9, 1e-20, 1e-35]):
+        exact = gradient("recurrent", torch.float64, decays)
+        serial = (gradient("recurrent", torch.float32, decays) - exact).abs()
+        # Divided by a decay of 1e-6, the rounding of sums that cancel is as large as the gradient.
+        assert bool(((gradient(form, torch.float32, decays) - exact).abs() <= 2 * serial + 1e-5 * exact.abs()).all())
+
+
+def test_gradients_of_small_decays_can_be_differentiated_again_and_forward() -> None:
+    x = MEMBERS["retention"].draw((1, 2, 7, 3)).query
+
+    def call(decay: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = ch.linear.retention(x, x, x, decay=decay, form="chunked", chunk_size=4)[0]
+        return found
+
+    decay = torch.tensor([1e-2, 0.5], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(call, decay, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, decay)
+
+
+def test_running_sums_of_decays_are_exact_without_float64() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for length, strongest in ((1, 1.0), (64, 128.0), (64, 1e-6), (4096, 1.0), (4096, 128.0)):
+        given_ = -strongest * torch.rand(length, 3, generator=generator)
+        given_[::16] = -128.0
+        found, exact = _Decays.of(given_, faint=False), given_.double().cumsum(dim=0)
+        assert found.low is not None
+        assert float((found.high.double() + found.low.double() - exact).abs().max()) < 1e-9
+
+
+class _WithoutFloat64(TorchDispatchMode):
+    """Refuses float64 on the device "meta", as some devices do."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, torch.Tensor) and one.is_meta and one.dtype is torch.float64:
+                raise TypeError(f"{function}: no float64 on this device")
+        return result
+
+
+@pytest.mark.parametrize("form", ["recurrent", "chunked", "parallel"])
+def test_no_device_is_asked_for_float64(form: str) -> None:
+    x, gates = torch.empty(1, 3, 9, 4, device="meta"), torch.empty(1, 3, 9, 4, device="meta")
+    learned = torch.tensor([0.5, 0.9, 1.0], requires_grad=True)
+    with _WithoutFloat64():
+        with pytest.raises(TypeError, match="no float64"):
+            x.double()
+        for decay in (None, [0.5, 0.9, 1.0], learned, learned.detach().double()):
+            ch.linear.retention(x, x, x, decay=decay, form=form)
+        ch.linear.gated_linear_attention(x, x, x, log_gate=gates, form=form)
+        ch.linear.delta_attention(x, x, x, rate=gates[..., 0], log_gate=gates[..., :1], form=form)
+        ch.linear_attention(x, x, x, feature_map="performer", causal=True, form=form)

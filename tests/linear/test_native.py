@@ -131,8 +131,8 @@ def test_outputs_states_and_gradients_are_those_of_float64(
     ours = results(member, inputs, state, fixed, torch.float32, shape[-1])
     assert calls
     monkeypatch.setattr(native, "takes", lambda *given: False)
-    # The kernels add decays up in float32, as the textbook does; torch's operations keep what that leaves out.
-    monkeypatch.setattr(forms._Decays, "of", lambda log_decay: forms._Decays(log_decay.cumsum(dim=-2), None))
+    # The textbook adds decays up in float32; torch's operations and the kernels keep what that leaves out.
+    monkeypatch.setattr(forms._Decays, "of", lambda given, **_: forms._Decays(given.cumsum(dim=-2), None))
     plain = results(member, inputs, state, fixed, torch.float32, shape[-1])
     for own, textbook, true in zip(ours, plain, exact, strict=True):
         size = float(true.detach().abs().max())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import clearhead as ch
 from clearhead.errors import MaskError
-from clearhead.linear import LinearCache, linear_attention, retention
+from clearhead.linear import LinearCache, LinearState, linear_attention, retention
 from clearhead.nn import LinearAttention
 from tests.linear.members import MEMBERS, Inputs
 
@@ -71,3 +73,41 @@ def test_padding_is_one_graph_under_compile() -> None:
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for lengths in (torch.tensor([4, 9]), torch.tensor([0, 7])):
         torch.testing.assert_close(compiled(x, lengths), call(x, lengths), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["elu", "performer", "retention", "delta, gate per token"])
+def test_documents_are_one_graph_under_compile(name: str) -> None:
+    member = MEMBERS[name]
+    inputs = member.draw((1, 3, 12, 6))
+
+    def call(inputs: Inputs, mask: ch.Mask, state: LinearState | None) -> tuple[Tensor, LinearState]:
+        output, after = member.run(inputs, mask=mask, state=state)
+        return output, after
+
+    def found(run: Any, mask: ch.Mask, start: LinearState | None) -> list[Tensor]:
+        own = inputs.mapped(lambda part: part.clone().requires_grad_())
+        begin = None if start is None else start.mapped(lambda part: part.detach().clone().requires_grad_())
+        output, after = run(own, mask, begin)
+        states = [part for part in (after.matrix, after.normalizer) if part is not None]
+        firsts = [] if begin is None else [part for part in (begin.matrix, begin.normalizer) if part is not None]
+        loss = output.sin().sum() + sum(part.square().sum() for part in states)
+        return [output, *states, *torch.autograd.grad(loss, [*own.tensors(), *firsts])]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    padded = ch.Documents(ids=torch.tensor([4, 4, 0, 0, 0, 0, 0, -1, 9, 9, 9, 9])) & ch.Padding([10])
+    for mask, start in (
+        (ch.Documents([5, 7]), None),
+        (ch.Documents([1, 2, 9]), None),
+        (padded, call(inputs, padded, None)[1]),
+    ):
+        for one, other in zip(found(compiled, mask, start), found(call, mask, start), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_tokens_of_no_document_have_a_gradient_of_0() -> None:
+    x = torch.randn(1, 2, 5, 4, requires_grad=True)
+    output, state = linear_attention(x, x, x, causal=True, mask=ch.Documents(ids=torch.full((5,), -1)))
+    assert state.matrix.shape == (0, 2, 4, 4)
+    assert not bool(output.any())
+    assert not bool(torch.autograd.grad(output.sum(), x)[0].any())

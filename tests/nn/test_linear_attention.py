@@ -111,6 +111,21 @@ def test_a_padded_prompt_and_what_follows(kind: str) -> None:
     near(later[1, 1], attention(x[1:, :9], mask=ch.Causal() & ch.Padding([7]))[0, 7])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps", [[1] * 9, [2, 0, 5, 2]])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_one_mask_of_the_whole_serves_every_piece(kind: str, steps: list[int], dtype: torch.dtype) -> None:
+    attention, x, cache = module(kind, num_kv_heads=1).to(dtype), tokens(3, 9, 12).to(dtype), LinearCache()
+    lengths = [9, 4, 1]
+    mask = ch.Causal() & ch.Padding(lengths)
+    parts = torch.cat([attention(part, mask=mask, cache=cache) for part in x.split(steps, dim=1)], dim=1)
+    whole = attention(x, mask=mask)
+    assert cache.length == 9
+    for row, length in enumerate(lengths):
+        close = CLOSE if dtype is torch.float64 else 2e-2
+        torch.testing.assert_close(parts[row, :length], whole[row, :length], rtol=close, atol=close)
+
+
 def test_it_reads_a_memory_once() -> None:
     attention, cache = module(key_dim=5, value_dim=6), LinearCache()
     query, key, value = tokens(2, 3, 12), tokens(2, 8, 5), tokens(2, 8, 6)

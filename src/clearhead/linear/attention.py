@@ -11,7 +11,7 @@ from torch import Tensor
 
 from clearhead.arguments import flag, whole
 from clearhead.errors import UnsupportedError
-from clearhead.linear.check import check_decay, check_gate, check_rate, check_tensors
+from clearhead.linear.check import check_decay, check_gate, check_rate, check_tensors, learns_faint_decays
 from clearhead.linear.feature_maps import FeatureMap, PositiveRandomFeatures, as_feature_map
 from clearhead.linear.run import Member, run
 from clearhead.linear.state import LinearState
@@ -123,7 +123,8 @@ def retention(
         query: as in ``linear_attention``, and so are the other arguments.
         key: as in ``linear_attention``.
         value: as in ``linear_attention``.
-        decay: ``[kv_heads]``, above 0 and at most 1; by default ``1 - 2^(-5 - head)``.
+        decay: ``[kv_heads]``, above 0 and at most 1; by default ``1 - 2^(-5 - head)``. Where one below 1/4 is learnt,
+            a step takes some three times as long, for its gradient to be exact.
         state: as in ``linear_attention``.
         mask: as in ``linear_attention``; a key that is left out does not let the state decay.
         feature_map: as in ``linear_attention``.
@@ -151,7 +152,8 @@ def retention(
     member = Member(
         function=name, feature_map=as_feature_map(name, feature_map, query.shape[-1]), normalized=False,
         scale=_scale(name, scale, query),
-        log_decay=found.log().to(key.device)[:, None, None].expand(heads, key.shape[-2], 1),
+        log_decay=_logarithms(found, key)[:, None, None].expand(heads, key.shape[-2], 1),
+        faint=learns_faint_decays(found),
     )  # fmt: skip
     return run(member, query, key, value, True, state, mask, form, chunk_size)
 
@@ -178,7 +180,8 @@ def gated_linear_attention(
         key: as in ``linear_attention``.
         value: as in ``linear_attention``.
         log_gate: finite and at most 0, one per feature or one for all: ``[batch, kv_heads, len,
-            features | 1]``.
+            features | 1]``. Its gradient is as exact as the largest of a chunk. Where gates below 1e-3 are learnt
+            themselves, as ``log_gate=gates.log()``, it is divided by them: ``form="recurrent"`` keeps their digits.
         state: as in ``linear_attention``.
         mask: as in ``linear_attention``; a key that is left out does not let the state decay.
         feature_map: as in ``linear_attention``.
@@ -286,6 +289,12 @@ def default_decay(heads: int) -> Float[Tensor, " heads"]:
 
 def _decays(heads: int) -> Tensor:
     return 1.0 - torch.exp2(-5.0 - torch.arange(heads, dtype=torch.float64, device="cpu"))
+
+
+def _logarithms(decay: Tensor, key: Tensor) -> Tensor:
+    """As exact as decays and keys are, and taken where the decays lie: the keys' device may not have float64."""
+    sums = torch.promote_types(key.dtype, torch.float32)
+    return decay.to(torch.promote_types(decay.dtype, sums)).log().to(sums).to(key.device)
 
 
 def _scale(function: str, scale: float | None, query: Tensor) -> float:

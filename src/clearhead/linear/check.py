@@ -16,9 +16,11 @@ from clearhead.linear.state import LinearState
 
 __all__ = [
     "check_chunk", "check_decay", "check_features", "check_form", "check_gate", "check_gate_numbers", "check_lengths",
-    "check_rate", "check_state", "check_tensors",
+    "check_rate", "check_state", "check_tensors", "learns_faint_decays",
 ]  # fmt: skip
 
+#: Decays below it: the rounding of their logarithms' gradient, divided by them, is more than some 1e-5 of their own.
+_FAINT: Final = 0.25
 _DTYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -96,7 +98,7 @@ def check_lengths(function: str, query: Tensor, key: Tensor) -> None:
 
 
 def check_decay(function: str, decay: object, heads: int) -> Tensor:
-    """One decay per head, as float64."""
+    """One decay per head, in a floating dtype of at least float32; numbers that are no tensor as float64."""
     # A tensor made of Python's numbers would hold them in float32.
     found = decay if isinstance(decay, Tensor) else tensor_of(decay, torch.float64)
     if found is None or found.shape != (heads,) or found.is_complex() or not _decays(found):
@@ -104,7 +106,14 @@ def check_decay(function: str, decay: object, heads: int) -> Tensor:
             function, "decay", must=f"be {heads} numbers above 0 and at most 1, one per head",
             got=_told_decay(decay, found, heads), then="Usual: 1 - 2^(-5 - head).",
         )  # fmt: skip
-    return found.to(torch.float64)
+    # Of a tensor's own numbers: not every device has float64.
+    return found.to(torch.promote_types(found.dtype, torch.float32))
+
+
+def learns_faint_decays(decay: Tensor) -> bool:
+    """Whether gradients of decays are wanted that are, or may be, too small for the forms' usual way to them."""
+    wanted = decay.requires_grad and torch.is_grad_enabled()
+    return wanted and not (_known(decay) and bool((decay >= _FAINT).all()))
 
 
 def _decays(found: Tensor) -> bool:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from clearhead.arguments import flag, number, seed_of, seen, whole
 from clearhead.errors import ShapeError, UnsupportedError
+from clearhead.linear.products import product
 from clearhead.record import constant_when_compiled
 from clearhead.shapes import Float
 
@@ -167,7 +168,10 @@ class PositiveRandomFeatures:
 
     def _exponents(self, x: Tensor) -> Tensor:
         scaled = x * math.sqrt(self.scale)
-        return scaled @ self.weights.to(scaled).mT - scaled.square().sum(dim=-1, keepdim=True) / 2
+        # In this order: a device may not have the weights' float64.
+        weights = self.weights.to(scaled.dtype).to(scaled.device)
+        found = product(scaled.reshape(-1, scaled.shape[-1]), weights.mT).reshape(*scaled.shape[:-1], weights.shape[0])
+        return found - scaled.square().sum(dim=-1, keepdim=True) / 2
 
     def as_map(self) -> FeatureMap:
         """As a feature map."""

@@ -60,7 +60,7 @@ def installed() -> bool:
 
 def takes(call: Recurrence) -> bool:
     """Whether their kernels can compute a call: 16-bit inputs on a GPU, a member they have, nobody watching."""
-    if torch.compiler.is_compiling() or not call.key.is_cuda or not installed() or transformed():
+    if torch.compiler.is_compiling() or not call.key.is_cuda or not installed() or transformed() or call.faint:
         return False
     features = call.feature_map.features(call.key.shape[-1])
     known = _kind(call) in _KERNELS and not (call.normalized and _kind(call) != (False, "none"))

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from clearhead.linear import fla, native
 from clearhead.linear.chunks import in_chunks, plain_chunks, takes
-from clearhead.linear.recurrence import Recurrence, bounded, quotient
+from clearhead.linear.products import product, solved
+from clearhead.linear.recurrence import Recurrence, bounded, least, quotient
 from clearhead.linear.state import LinearState
 
 __all__ = ["FORMS", "Form", "whole"]
@@ -95,24 +96,26 @@ def _chunked(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, 
         return plain_chunks(call, state, chunk)
     length = call.key.shape[2]
     query, key, value = (in_chunks(part, chunk) for part in (call.query, call.key, call.value))
-    decays = None if call.log_decay is None else _Decays.of(bounded(in_chunks(call.log_decay, chunk)))
+    decays = None if call.log_decay is None else _Decays.of(
+        bounded(in_chunks(call.log_decay, chunk)), faint=call.faint
+    )  # fmt: skip
     faded_query, faded_key, kept = _faded(query, key, decays)
     scores = _decayed_products(query, key, decays).tril()
     transition: Tensor | None = kept
     if call.rate is not None:
         value, pull = _corrections(key, value, in_chunks(call.rate, chunk), decays)
-        inputs = faded_key.mT @ value
+        inputs = product(faded_key.mT, value)
         own = torch.diag_embed(kept.expand(*inputs.shape[:3], inputs.shape[-2], 1)[..., 0]) if kept is not None else (
             torch.eye(inputs.shape[-2], dtype=inputs.dtype, device=inputs.device))  # fmt: skip
-        before, matrix = _scan(inputs, own - faded_key.mT @ pull, state.matrix, torch.matmul)
-        value = value - pull @ before
+        before, matrix = _scan(inputs, own - product(faded_key.mT, pull), state.matrix, product)
+        value = value - product(pull, before)
     else:
-        before, matrix = _scan(faded_key.mT @ value, transition, state.matrix, torch.mul)
-    output = faded_query @ before + scores @ value
+        before, matrix = _scan(product(faded_key.mT, value), transition, state.matrix, torch.mul)
+    output = product(faded_query, before) + product(scores, value)
     normalizer = state.normalizer
     if normalizer is not None:
         earlier, last = _scan(faded_key.sum(dim=-2)[..., None], transition, normalizer[..., None], torch.mul)
-        output = quotient(output, (faded_query @ earlier)[..., 0] + scores.sum(dim=-1))
+        output = quotient(output, product(faded_query, earlier)[..., 0] + scores.sum(dim=-1))
         normalizer = last[..., 0]
     return output.flatten(2, 3)[:, :, :length], LinearState(matrix=matrix, normalizer=normalizer)
 
@@ -140,18 +143,20 @@ def whole(call: Recurrence, state: LinearState, form: str, chunk: int) -> tuple[
         for place in range(call.key.shape[2]):
             matrix = matrix + call.key[:, :, place, :, None] * call.value[:, :, place, None, :]
     else:
-        matrix = matrix + call.key.mT @ call.value
+        matrix = matrix + product(call.key.mT, call.value)
     # All pairs of tokens, or the sum over keys once.
     pairs = form == "parallel"
-    output = (query @ call.key.mT) @ call.value + query @ state.matrix if pairs else query @ matrix
+    output = product(query, state.matrix if pairs else matrix)
+    if pairs:
+        output = output + product(product(query, call.key.mT), call.value)
     if normalizer is not None:
-        output = quotient(output, (query @ normalizer[..., None])[..., 0])
+        output = quotient(output, product(query, normalizer[..., None])[..., 0])
     output = output.unflatten(2, (call.group, -1)).flatten(1, 2)
     return output, LinearState(matrix=matrix, normalizer=normalizer)
 
 
 def _row(vector: Tensor, matrix: Tensor) -> Tensor:
-    return (vector[..., None, :] @ matrix)[..., 0, :]
+    return product(vector[..., None, :], matrix)[..., 0, :]
 
 
 def _next_power(number: int) -> int:
@@ -168,22 +173,34 @@ class _Decays:
     Attributes:
         high: the sums, which gradients take.
         low: what they lack; None in float64.
+        between: zeros ``[..., i, j]`` that hand a gradient to each token from behind ``j`` up to ``i``; None where
+            gradients may be differences of ``high``'s.
     """
 
     high: Tensor
     low: Tensor | None
+    between: Tensor | None = None
 
     @classmethod
-    def of(cls, log_decay: Tensor) -> _Decays:
-        """The sums along the tokens of each chunk."""
-        if log_decay.dtype is torch.float64:
-            return cls(log_decay.cumsum(dim=-2), None)
-        exact = log_decay.to(torch.float64).cumsum(dim=-2)
-        high = exact.to(log_decay.dtype)
-        return cls(high, (exact - high).detach().to(log_decay.dtype))
+    def of(cls, log_decay: Tensor, *, faint: bool) -> _Decays:
+        """The sums along the tokens of each chunk; ``faint`` as in ``Recurrence``."""
+        high = log_decay.cumsum(dim=-2)
+        low = None if log_decay.dtype is torch.float64 else _lacking(log_decay.detach(), high.detach())
+        return cls(high, low, _between(log_decay) if faint else None)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> _Decays:
         return _Decays(change(self.high), None if self.low is None else change(self.low))
+
+    def pairs(self) -> Tensor:
+        """Logarithms of what is left of ``j`` at ``i``, ``[..., i, j]``, where there is one decay for all channels."""
+        # Above the diagonal the difference is positive and could overflow.
+        apart = self.since(self.mapped(lambda part: part.mT)).clamp_max(0.0)
+        return apart if self.between is None else apart.detach() + self.between
+
+    def to_end(self) -> Tensor:
+        """Logarithms of what is left of each token at the chunk's end."""
+        apart = self.mapped(lambda part: part[..., -1:, :]).since(self)
+        return apart if self.between is None else apart.detach() + self.between[..., -1:, :].mT
 
     def since(self, other: _Decays) -> Tensor:
         """Logarithms of what is left of ``other`` here."""
@@ -191,23 +208,44 @@ class _Decays:
         return apart if self.low is None or other.low is None else apart + (self.low - other.low)
 
 
+def _lacking(log_decay: Tensor, high: Tensor) -> Tensor:
+    """What the running sums of ``log_decay`` lack in ``high``, without float64, which not every device has.
+
+    Parts of each logarithm that are multiples of one number as small as can be have sums without rounding.
+    """
+    bits, largest, rest = _next_power(log_decay.shape[-2]).bit_length() - 1, -least(log_decay.dtype), log_decay
+    lacking = -high
+    for _ in range(2):
+        # Sums of up to 2**bits of them are at most 2**24 units, float32's whole numbers.
+        unit = largest * 2.0 ** (bits - 24)
+        part = (rest / unit).round() * unit
+        rest, largest = rest - part, unit / 2
+        lacking = lacking + part.cumsum(dim=-2)
+    return lacking + rest.cumsum(dim=-2)
+
+
+def _between(log_decay: Tensor) -> Tensor:
+    """As ``_Decays.between``: each token gets what belongs to pairs on its two sides and nothing that cancels."""
+    size = log_decay.shape[-2]
+    sums = log_decay.expand(*log_decay.shape[:-1], size).tril(-1).cumsum(dim=-2)
+    return sums - sums.detach()
+
+
 def _faded(query: Tensor, key: Tensor, decays: _Decays | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Queries as the chunk's first state meets them, keys as its last state holds them, and what of the first
     state is left in the last."""
     if decays is None:
         return query, key, None
-    end = decays.mapped(lambda part: part[..., -1:, :])
-    return query * decays.high.exp(), key * end.since(decays).exp(), end.high.exp().mT
+    return query * decays.high.exp(), key * decays.to_end().exp(), decays.high[..., -1:, :].exp().mT
 
 
 def _decayed_products(left: Tensor, right: Tensor, decays: _Decays | None) -> Tensor:
     """``left_i . right_j`` with ``right_j`` decayed up to ``i``, for ``j <= i``; what is above is not to be read."""
     if decays is None:
-        return left @ right.mT
+        return product(left, right.mT)
     if decays.high.shape[-1] > 1:
         return _split_products(left, right, decays)
-    # Above the diagonal the difference is positive and could overflow.
-    return (left @ right.mT) * decays.since(decays.mapped(lambda part: part.mT)).clamp_max(0.0).exp()
+    return product(left, right.mT) * decays.pairs().exp()
 
 
 def _split_products(left: Tensor, right: Tensor, decays: _Decays) -> Tensor:
@@ -223,7 +261,7 @@ def _split_products(left: Tensor, right: Tensor, decays: _Decays) -> Tensor:
         middle = decays.mapped(lambda part, first=first: first(part)[..., -1:, :])  # type: ignore[misc]
         later = second(left) * decays.mapped(second).since(middle).exp()
         earlier = first(right) * middle.since(decays.mapped(first)).exp()
-        below = later @ earlier.mT
+        below = product(later, earlier.mT)
         before, behind = found.unflatten(-3, (-1, 2)).unbind(-3)
         upper = torch.cat([before, torch.zeros_like(below)], dim=-1)
         found = torch.cat([upper, torch.cat([below, behind], dim=-1)], dim=-2)
@@ -240,9 +278,7 @@ def _corrections(key: Tensor, value: Tensor, rate: Tensor, decays: _Decays | Non
     """``U`` and ``W`` of the delta rule: what a token writes is ``U - W S0``."""
     system = rate * _decayed_products(key, key, decays).tril(-1)
     faded = key if decays is None else key * decays.high.exp()
-    both = torch.linalg.solve_triangular(
-        system, rate * torch.cat([value, faded], dim=-1), upper=False, unitriangular=True
-    )
+    both = solved(system, rate * torch.cat([value, faded], dim=-1))
     return both[..., : value.shape[-1]], both[..., value.shape[-1] :]
 
 

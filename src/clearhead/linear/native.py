@@ -46,7 +46,7 @@ def takes(call: Recurrence, chunk: int) -> bool:
     # In this order: what is traced must not look for a library.
     if torch.compiler.is_compiling() or library() is None or transformed() or torch._C._len_torch_dispatch_stack():
         return False
-    if call.normalized and (call.log_decay is not None or call.rate is not None):
+    if call.faint or (call.normalized and (call.log_decay is not None or call.rate is not None)):
         return False
     features, value_dim = call.feature_map.features(call.key.shape[-1]), call.value.shape[-1]
     fits = chunk <= MAX_CHUNK and 0 < features <= MAX_HEAD_DIM and 0 < value_dim <= MAX_HEAD_DIM

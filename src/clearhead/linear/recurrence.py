@@ -14,7 +14,7 @@ from clearhead.linear.feature_maps import FEATURE_MAPS, FeatureMap
 from clearhead.linear.state import LinearState
 from clearhead.shapes import Float
 
-__all__ = ["Recurrence", "bounded", "quotient", "transformed", "weightless"]
+__all__ = ["Recurrence", "bounded", "least", "quotient", "transformed", "weightless"]
 
 #: Logarithms whose exponentials are 0, by dtype, with room for what a running sum rounds.
 _NOTHING_LEFT: Final = {torch.float32: -128.0, torch.float64: -1024.0}
@@ -35,6 +35,8 @@ class Recurrence:
         rate: the delta rule's step, ``[batch, kv_heads, len, 1]``; None where there is no such rule.
         normalized: whether outputs are divided by ``phi(q) z``.
         given: the dtype of the caller's tensors, which products may be taken in where sums are not.
+        faint: whether ``log_decay``, one for all channels, is the logarithm of decays so small that its gradient is
+            as small and divided by them: it may then be no difference of sums that are large.
     """
 
     query: Float[Tensor, "batch heads q_len head_dim"]
@@ -46,6 +48,7 @@ class Recurrence:
     rate: Tensor | None = None
     normalized: bool = False
     given: torch.dtype = torch.float32
+    faint: bool = False
 
     @property
     def group(self) -> int:
@@ -111,7 +114,12 @@ def bounded(log_decay: Tensor) -> Tensor:
     The bound is as near 0 as it can be, for what a sum of logarithms rounds is lost from those behind a strong one. Its
     gradient of 0 below the bound is that of an exponential that is 0.
     """
-    return log_decay.clamp_min(_NOTHING_LEFT[log_decay.dtype])
+    return log_decay.clamp_min(least(log_decay.dtype))
+
+
+def least(dtype: torch.dtype) -> float:
+    """The least logarithm that is summed up."""
+    return _NOTHING_LEFT[dtype]
 
 
 def weightless(denominator: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from clearhead.backends.documents import Group, groups
 from clearhead.errors import MaskError
 from clearhead.masks import Causal, Documents, Mask, Padding
 from clearhead.masks.base import Carrying, conjuncts, does_as
-from clearhead.shapes import Bool
+from clearhead.shapes import Bool, Int
 
 __all__ = ["Sequences"]
 
@@ -26,12 +26,19 @@ class Sequences:
         real: which keys there are, ``[batch | 1, len]``; None for all.
         groups: the documents of a packed call, each group a batch; None where tokens are not packed.
         order: for each document in the order of the groups, which one of the call's it is.
+        ids: which document each token is of, ``[1, len]``, in place of groups while a packed call is traced.
     """
 
     causal: bool
     real: Bool[Tensor, "batch len"] | None = None
     groups: tuple[Group, ...] | None = None
     order: Tensor | None = None
+    ids: Int[Tensor, "1 len"] | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether the call's tokens are documents."""
+        return self.groups is not None or self.ids is not None
 
     @property
     def documents(self) -> int:
@@ -92,15 +99,19 @@ class Sequences:
                 function, "mask", must="lay each document in one piece in a batch of 1", got=got,
                 then="Pack with ch.pack.",
             )  # fmt: skip
+        if torch.compiler.is_compiling():
+            return cls(causal=causal, real=real, ids=documents.ids)
         found = tuple(groups(documents))
         return cls(causal=causal, real=real, groups=found, order=_order(found))
 
 
 def _check(mask: Mask, function: str, batch: int, length: int) -> None:
     parts = conjuncts(mask)
-    if not torch.compiler.is_compiling() or any(isinstance(part, Documents) for part in parts):
+    if not torch.compiler.is_compiling():
         return mask.check(function, batch, 1, range(length), length)
     for part in parts:
+        if isinstance(part, Documents):
+            part.check(function, batch, 1, range(length), length)
         # What lengths a tensor holds is not known while the call is traced; how many there are is.
         if isinstance(part, Padding):
             Carrying.check(part, function, batch, 1, range(length), length)

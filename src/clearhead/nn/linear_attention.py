@@ -128,7 +128,7 @@ class LinearAttention(nn.Module):
         drawn = self.feature_map
         self.register_buffer(
             "random_features",
-            drawn.weights.to(self.query_projection.weight.device, torch.float32)
+            drawn.weights.to(torch.float32).to(self.query_projection.weight.device)
             if isinstance(drawn, PositiveRandomFeatures)
             else None,
         )
@@ -149,7 +149,8 @@ class LinearAttention(nn.Module):
             key: ``[batch, k_len, key_dim]``; without it the module attends from ``query`` to itself.
             value: ``[batch, k_len, value_dim]``; by default ``key``.
             mask: None, ``Causal()``, ``Padding``, ``Documents`` or their ``&``; positions count from the cache's
-                first token. Every kind but ``"linear"`` is causal and must be told so.
+                first token, and lengths may reach to tokens of later calls. Every kind but ``"linear"`` is causal and
+                must be told so.
             cache: the state after earlier tokens. In self-attention the call's tokens are added to it. With a
                 ``key`` of its own (cross-attention) the first call fills it, later calls only read it.
 
@@ -266,11 +267,11 @@ class LinearAttention(nn.Module):
 
 def _behind(mask: Mask | None, held: int, length: int) -> Mask | None:
     """A mask whose positions count from the cache's first token, for ``length`` tokens behind ``held`` ones."""
-    if mask is None or held == 0 or not isinstance(mask, Mask):
+    if not isinstance(mask, Mask):
         return mask
     found: Mask | None = None
     for part in conjuncts(mask):
-        if isinstance(part, Documents):
+        if isinstance(part, Documents) and held:
             raise MaskError.about(
                 _NAME, "mask", must="hold no Documents with a cache that holds tokens", got=repr(mask)[:80],
                 then="Decode documents as a batch: the state after a packed call has one entry for each.",

@@ -1,0 +1,68 @@
+"""Products and triangular systems whose gradients are taken in their own precision where autocast is on by then too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from clearhead.backends import containment
+from clearhead.backends.containment import without_autocast
+from clearhead.shapes import Float
+
+__all__ = ["product", "solved"]
+
+
+def product(
+    left: Float[Tensor, "*batch rows x"], right: Float[Tensor, "*batch x columns"]
+) -> Float[Tensor, "*batch rows columns"]:
+    """``left @ right``, differentiable any number of times."""
+    # What is traced must not ask who is watching; the compiler writes backward in its own way.
+    return left @ right if torch.compiler.is_compiling() else containment.product(left, right)
+
+
+def solved(
+    strict: Float[Tensor, "*batch size size"], right: Float[Tensor, "*batch size columns"], *, upper: bool = False
+) -> Float[Tensor, "*batch size columns"]:  # fmt: skip
+    """``(I + strict)^-1 @ right``, differentiable any number of times.
+
+    Args:
+        strict: 0 on the diagonal, and above it.
+        right: the right sides.
+        upper: whether ``strict`` is 0 below the diagonal instead.
+    """
+    # As in containment's: a function of our own is no part of a trace, and has no tangents.
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or forward_ad._current_level >= 0:
+        return _solution(strict, right, upper)
+    found: Tensor = _Solved.apply(strict, right, upper)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _solution(strict: Tensor, right: Tensor, upper: bool) -> Tensor:
+    found: Tensor = torch.linalg.solve_triangular(strict, right, upper=upper, unitriangular=True)
+    return found
+
+
+class _Solved(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(strict: Tensor, right: Tensor, upper: bool) -> Tensor:
+        return _solution(strict, right, upper)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+        strict, _, ctx.upper = inputs
+        ctx.save_for_backward(strict, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        strict, found = ctx.saved_tensors
+        with without_autocast(grad.device.type):
+            of_right = solved(strict.mT, grad, upper=not ctx.upper)
+            if not ctx.needs_input_grad[0]:
+                return None, of_right, None
+            of_strict = -product(of_right, found.mT)
+        return (of_strict.triu(1) if ctx.upper else of_strict.tril(-1)), of_right, None

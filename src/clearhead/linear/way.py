@@ -1,0 +1,59 @@
+"""The way of one batch of sequences: by which form, and what there is where there are no tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from clearhead.linear import native
+from clearhead.linear.forms import FORMS, whole
+from clearhead.linear.recurrence import Recurrence
+from clearhead.linear.state import LinearState
+
+__all__ = ["Way", "zeros"]
+
+#: Tokens up to which one after the other is faster than a chunk of torch's operations.
+_ONE_BY_ONE: Final = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How sequences are computed.
+
+    Attributes:
+        function: the verb.
+        causal: whether keys count in their order.
+        form: as in the verb.
+        chunk: tokens of a chunk.
+        features: of a token.
+    """
+
+    function: str
+    causal: bool
+    form: str
+    chunk: int
+    features: int
+
+    def take(self, call: Recurrence, state: LinearState | None) -> tuple[Tensor, LinearState]:
+        """The output of one batch of sequences and the state after it."""
+        start, length = call.start(state, self.features), call.key.shape[2]
+        form = self.form
+        if not self.causal:
+            return whole(call, start, form, self.chunk)
+        if 0 in call.key.shape[:3]:
+            return zeros(call), start
+        # A chunk longer than the sequence would be padding.
+        chunk = min(self.chunk, 1 << (length - 1).bit_length())
+        if form == "auto":
+            form = "recurrent" if length <= _ONE_BY_ONE and not native.takes(call, chunk) else "chunked"
+        return FORMS[form](call, start, chunk)
+
+
+def zeros(call: Recurrence) -> Tensor:
+    """An output of zeros, each a sum over no number of the call, so that a loss has a gradient here too."""
+    parts = (call.query, call.key, call.value, call.log_decay, call.rate)
+    nothing = torch.stack([part[:, :, :0].sum() for part in parts if part is not None]).sum()
+    return nothing.expand(*call.query.shape[:3], call.value.shape[-1])
