@@ -17,6 +17,7 @@ from torch import Tensor
 
 import clearhead as ch
 from tests.verify.broken_calls import BROKEN_CALLS
+from tests.verify.broken_edges import BROKEN_EDGES
 from tests.verify.broken_kept import BROKEN_KEPT
 from tests.verify.broken_sizes import BROKEN_SIZES
 from tests.verify.steps import (
@@ -442,6 +443,7 @@ BROKEN: dict[str, Broken] = {
     "a module that takes keys for values": Broken(_KeyIsValue, "output", "mha"),
     "a module that attends to padding": Broken(_PaddingKept, "masks", "mha"),
     **BROKEN_CALLS,
+    **BROKEN_EDGES,
     **BROKEN_KEPT,
     **BROKEN_SIZES,
 }

@@ -121,9 +121,11 @@ def but(**steps: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Broken:
-    """A wrong function, the law it breaks, how it is called, whether it claims memory linear in the length."""
+    """A wrong function, the law it breaks, how it is called, whether it claims memory linear in the length, and the
+    numbers on which it is wrong."""
 
     fn: Callable[..., Any]
     law: str
     signature: str = "sdpa"
     linear_memory: bool = False
+    dtype: torch.dtype = torch.float32

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,6 +13,9 @@ from torch import Tensor
 __all__ = ["LAYOUTS", "Case", "laid_out"]
 
 LAYOUTS = ("plain", "heads last", "slice", "every other", "expanded", "one head")
+
+#: Numbers of fewer than so many are kept for the next law that draws them.
+_KEPT = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +63,24 @@ class Case:
         return self.kv_heads * self.group
 
     @property
+    def places(self) -> int:
+        """How large the problem is."""
+        return self.batch * self.heads * self.q_len * self.k_len * self.head_dim
+
+    @property
     def offset(self) -> int:
         """Absolute position of the first query."""
         return self.k_len - self.q_len if self.end else 0
 
     def draw(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value, the same ones every time."""
-        generator = torch.Generator().manual_seed(1_000_003 * self.seed + 17)
         shapes = (
             (self.batch, self.heads, self.q_len, self.head_dim),
             (self.batch, self.kv_heads, self.k_len, self.head_dim),
             (self.batch, self.kv_heads, self.k_len, self.value_dim),
         )
-        drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+        kept = math.prod(shapes[0]) + math.prod(shapes[1]) + math.prod(shapes[2]) < _KEPT
+        drawn = (_drawn if kept else _drawn.__wrapped__)(self.seed, shapes)
         sizes = (self.size, self.size, 1.0)
         alone, _, layout = self.layout.rpartition(": ")
         query, key, value = (
@@ -94,6 +104,13 @@ class Case:
                 parts += [f"{field.name}={value}"] if value != field.default else []
         parts += [f"query_offset={self.offset}"] if self.offset else []
         return " ".join(parts)
+
+
+@lru_cache(maxsize=512)
+def _drawn(seed: int, shapes: tuple[tuple[int, ...], ...]) -> tuple[Tensor, ...]:
+    """Standard normal numbers in float64, never handed out themselves: who is handed a tensor may write to it."""
+    generator = torch.Generator().manual_seed(1_000_003 * seed + 17)
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:

@@ -4,6 +4,7 @@ textbook that a budget is taken from."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -65,5 +66,10 @@ def attend(
 
 def slope(output: Tensor) -> Tensor:
     """A gradient to hand to ``output``: differs from place to place, never 0 for long."""
-    steps = torch.arange(output.numel(), dtype=torch.float64, device=output.device)
-    return torch.cos(0.7 * steps + 0.3).to(output.dtype).view_as(output)
+    # A copy: who is handed a gradient may write to it.
+    return _slope(output.numel()).to(dtype=output.dtype, device=output.device, copy=True).view(output.shape)
+
+
+@lru_cache(maxsize=64)
+def _slope(count: int) -> Tensor:
+    return torch.cos(0.7 * torch.arange(count, dtype=torch.float64) + 0.3)

@@ -45,16 +45,16 @@ _STATE: Final[dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]] = {
 @contextmanager
 def undisturbed() -> Iterator[list[str]]:
     """Put the state of the process back at the end; what had changed is then in the list, in words."""
-    before = {name: read() for name, (read, _) in _STATE.items()}
+    before = [read() for read, _ in _STATE.values()]
     changed: list[str] = []
     try:
         yield changed
     finally:
-        for name, (read, write) in _STATE.items():
-            found = read()
-            if found != before[name]:
-                changed.append(f"{name} from {before[name]} to {found}")
-                write(before[name])
+        after = [read() for read, _ in _STATE.values()]
+        for (name, (_, write)), was, found in zip(_STATE.items(), before, after, strict=True):
+            if found != was:
+                changed.append(f"{name} from {was} to {found}")
+                write(was)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from clearhead.verify.case import Case
@@ -12,6 +12,9 @@ from clearhead.verify.case import Case
 __all__ = ["Finding", "Report", "Status"]
 
 Status = Literal["holds", "fails", "does not apply"]
+
+#: How a detail begins where a function did not come to an end.
+_ERRORS = ("raises ", "ends the process")
 
 _MARKS = {"holds": "ok", "fails": "FAILS", "does not apply": "-"}
 
@@ -35,6 +38,11 @@ class Finding:
     detail: str = ""
     example: Case | None = None
     cases: int = 0
+
+    @property
+    def raised(self) -> bool:
+        """Whether the law fails because the function did not come to an end."""
+        return self.status == "fails" and self.detail.startswith(_ERRORS)
 
     def to_dict(self) -> dict[str, Any]:
         example = None if self.example is None else self.example.to_dict()
@@ -84,9 +92,19 @@ class Report:
         return next(finding for finding in self.findings if finding.law == law)
 
     @property
+    def always_raises(self) -> Finding | None:
+        """Of a function that raised under every law that could be tried, the finding with the smallest call; else
+        None."""
+        tried = [finding for finding in self.findings if finding.status != "does not apply"]
+        smallest = min(tried, key=lambda one: one.example.places if one.example else 0, default=None)
+        return smallest if len(tried) > 1 and all(finding.raised for finding in tried) else None
+
+    @property
     def verdict(self) -> str:
         """One sentence."""
         counts = {status: sum(finding.status == status for finding in self.findings) for status in _MARKS}
+        if self.always_raises is not None:
+            return f"it raises under all {counts['fails']} laws that apply."
         if self.broken:
             tried = counts["fails"] + counts["holds"]
             return f"{counts['fails']} of {tried} laws that apply fail: {', '.join(self.broken)}."
@@ -117,7 +135,7 @@ class Report:
         name = max((len(finding.law) for finding in self.findings), default=0)
         notes = (line for note in self.notes for line in textwrap.wrap(note, max(30, width)))
         found = [*textwrap.wrap(self.heading, max(30, width)), *notes, ""]
-        for finding in self.findings:
+        for finding in self._shown():
             lead = f"  {_MARKS[finding.status]:<5} {finding.law:<{name}}  "
             text = finding.says if finding.status == "holds" else finding.detail
             wrapped = textwrap.wrap(text, max(30, width - len(lead))) or [""]
@@ -126,6 +144,21 @@ class Report:
                 example = textwrap.wrap(f"with {finding.example}", max(30, width - len(lead)), break_on_hyphens=False)
                 found += [" " * len(lead) + line for line in example]
         return [*(line.rstrip() for line in found), "", self.verdict]
+
+    def _shown(self) -> list[Finding]:
+        """The findings as the table has them: an error is told once, under the first law that meets it."""
+        always = self.always_raises
+        if always is not None:
+            # What does not apply because of an error would only repeat it.
+            others = (finding for finding in self.findings if not finding.raised and "raises " not in finding.detail)
+            return [replace(always, law="every law"), *others]
+        first: dict[str, str] = {}
+        shown = []
+        for finding in self.findings:
+            law = first.setdefault(finding.detail, finding.law) if finding.raised else finding.law
+            same = law != finding.law
+            shown.append(replace(finding, detail=f"the same error as under {law}") if same else finding)
+        return shown
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

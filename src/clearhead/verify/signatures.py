@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -302,6 +303,10 @@ _DEFAULTS: Final[dict[str, Any]] = {
 _SOUNDS: Final = ("mask", "causal", "dropout", "scale", "bias")
 
 
+#: What ``_parameters`` read of a function that is still alive, which takes longer than most calls of it.
+_READ: Final[WeakKeyDictionary[Any, dict[str, inspect.Parameter] | None]] = WeakKeyDictionary()
+
+
 def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
     """A function's signature; None where Python cannot see it."""
     # A module hands what it is called with to its forward, and its own signature is (*args, **kwargs).
@@ -314,6 +319,17 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature | None:
 
 def _parameters(fn: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
     """Parameters that a function can be given by name; None where they are unknown or anything goes."""
+    try:
+        return _READ[fn]
+    except KeyError:
+        _READ[fn] = found = _given_by_name(fn)
+        return found
+    except TypeError:
+        # It has no hash, or cannot be referred to weakly.
+        return _given_by_name(fn)
+
+
+def _given_by_name(fn: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
     known = _signature(fn)
     if known is None or any(one.kind is one.VAR_KEYWORD for one in known.parameters.values()):
         return None

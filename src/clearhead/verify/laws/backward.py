@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from clearhead.verify.budget import excess, rounding
-from clearhead.verify.case import Case
+from clearhead.verify.case import Case, laid_out
 from clearhead.verify.law import REFUSALS, Broken, Law, NotApplicable
 from clearhead.verify.laws.numbers import require
 from clearhead.verify.oracle import attend, slope
@@ -25,6 +25,8 @@ def _handed(shape: tuple[int, ...], subject: Subject) -> dict[str, Tensor]:
         "it is made": plain,
         "it is made, and is large": 100.0 * plain,
         "heads last": plain.transpose(1, 2).contiguous().transpose(1, 2),
+        "part of a larger one": laid_out(plain, "slice"),
+        "every other number of a larger one": laid_out(plain, "every other"),
         "one number for all channels": plain[..., :1].expand(shape),
         "one row for all queries": plain[:, :, :1].expand(shape),
         "one number": plain.new_tensor(0.7).expand(shape),

@@ -13,7 +13,8 @@ from torch import Tensor
 from clearhead.verify.budget import excess
 from clearhead.verify.case import Case
 from clearhead.verify.law import REFUSALS, Broken, Law, NotApplicable
-from clearhead.verify.laws.numbers import check_both, require
+from clearhead.verify.laws.numbers import check_both, check_output, require
+from clearhead.verify.oracle import attend
 from clearhead.verify.signatures import CARRIED
 from clearhead.verify.subject import Subject, Tensors, expected_of
 
@@ -23,12 +24,13 @@ __all__ = ["LAWS"]
 _SIGMAS = 5.0
 
 
-def _probe(subject: Subject, case: Case) -> tuple[Tensors, Tensor]:
+def _probe(subject: Subject, case: Case, allowed: Tensor | None = None) -> tuple[Tensors, Tensor]:
     """Tensors whose values are the identity beside random numbers, and the weights before dropout."""
     query, key, value = subject.draw(case)
     value = value.clone()
     value[..., : case.k_len] = torch.eye(case.k_len, dtype=value.dtype, device=value.device)
-    return (query, key, value), expected_of((query, key, value)).weights
+    exact = attend(query.double(), key.double(), value.double(), allowed=allowed)
+    return (query, key, value), exact.weights
 
 
 def _factors(
@@ -50,6 +52,10 @@ def _factors(
 
 
 def _check_statistics(subject: Subject, case: Case) -> None:
+    try:
+        check_output(subject, replace(case, dropout=0.0))
+    except Broken:
+        raise NotApplicable("it is wrong without dropout, which is another law's matter") from None
     tensors, weights = _probe(subject, case)
     output = subject.call(case, tensors, training=True).output
     kept = (_factors(subject, case, output, weights) > 0.0).double()
@@ -57,13 +63,13 @@ def _check_statistics(subject: Subject, case: Case) -> None:
     _near("the share of weights kept", kept.mean().item(), 1.0 - p, (p * (1.0 - p) / kept.numel()) ** 0.5)
     both = (1.0 - p) ** 2 + p**2
     for axis, name in ((0, "batch members"), (1, "heads"), (2, "queries"), (3, "keys")):
-        if kept.shape[axis] < 2:
-            continue
-        one, other = kept.narrow(axis, 0, kept.shape[axis] - 1), kept.narrow(axis, 1, kept.shape[axis] - 1)
-        same = (one == other).double()
-        # Neighbouring pairs share a member, which widens the spread by at most two.
-        spread = 2.0 * (both * (1.0 - both) / same.numel()) ** 0.5
-        _near(f"the share of weights treated alike in neighbouring {name}", same.mean().item(), both, spread)
+        # Random numbers that come again do so a tile further on.
+        for lag in (2**power for power in range(7) if 2**power < kept.shape[axis]):
+            one, other = (kept.narrow(axis, start, kept.shape[axis] - lag) for start in (0, lag))
+            same = (one == other).double()
+            # Pairs share a member, which widens the spread by at most two.
+            spread = 2.0 * (both * (1.0 - both) / same.numel()) ** 0.5
+            _near(f"the share of weights treated alike in {name} {lag} apart", same.mean().item(), both, spread)
     _check_values(subject, case, tensors, output)
 
 
@@ -97,11 +103,10 @@ def _check_masked(subject: Subject, case: Case) -> None:
         check_both(subject, replace(case, dropout=0.0))
     except Broken:
         raise NotApplicable("it is wrong without dropout, which is another law's matter") from None
-    tensors, _ = _probe(subject, case)
     mask = subject.spoken(case)
     assert mask is not None
-    allowed = mask.allowed.expand(case.batch, case.heads, case.q_len, case.k_len)
-    weights, p = expected_of(tensors, allowed=allowed).weights, case.dropout
+    allowed, p = mask.allowed.expand(case.batch, case.heads, case.q_len, case.k_len), case.dropout
+    tensors, weights = _probe(subject, case, allowed)
     output = subject.call(case, tensors, training=True).output
     kept = (_factors(subject, case, output, weights, allowed) > 0.0)[allowed].double()
     _near("the share of weights kept under a mask", kept.mean().item(), 1.0 - p, (p * (1.0 - p) / kept.numel()) ** 0.5)
@@ -144,6 +149,8 @@ def _wide(case: Case) -> Case:
 
 
 _PROBE = _wide(Case(batch=2, kv_heads=4, q_len=32, k_len=32, dropout=0.25))
+#: Two tiles of keys, and of queries.
+_TILES = _wide(Case(kv_heads=2, q_len=128, k_len=128, dropout=0.25))
 
 LAWS = (
     Law(
@@ -152,7 +159,7 @@ LAWS = (
         check=_check_statistics,
         search=False,
         needs=frozenset({"dropout"}),
-        cases=(_PROBE, replace(_PROBE, dropout=0.5)),
+        cases=(_PROBE, replace(_PROBE, dropout=0.5), replace(_PROBE, q_len=20), _TILES),
     ),
     Law(
         name="dropout draws",

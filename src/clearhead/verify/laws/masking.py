@@ -9,7 +9,7 @@ import torch
 from clearhead.masks import Dense
 from clearhead.verify.budget import excess
 from clearhead.verify.case import Case
-from clearhead.verify.law import Broken, Law, NotApplicable
+from clearhead.verify.law import REFUSALS, Broken, Law, NotApplicable
 from clearhead.verify.laws.numbers import check_both, require
 from clearhead.verify.masks import KINDS, Spoken
 from clearhead.verify.subject import Subject, expected_of
@@ -107,6 +107,28 @@ def _check_shapes(subject: Subject, case: Case) -> None:
         require(None if wrong is None else f"for a mask {words}, {wrong}")
 
 
+def _check_three_axes(subject: Subject, case: Case) -> None:
+    """With as many sequences as heads, a function that takes the first axis for the sequences' does not notice."""
+    tensors, mask = subject.draw(case), subject.spoken(case)
+    assert mask is not None
+    whole = mask.allowed.expand(case.batch, case.heads, case.q_len, case.k_len)
+    for words, three in (("[heads, q_len, k_len]", whole[0].contiguous()), ("[1, q_len, k_len]", whole[0, :1])):
+        own, wanted = Spoken(three, Dense(three)), expected_of(tensors, allowed=three)
+        for learning in (False, True):
+            try:
+                one = subject.call(case, tensors, mask=own).output
+                found = subject.gradients(case, tensors, mask=own) if learning else [one]
+            except Exception as error:
+                if learning and isinstance(error, REFUSALS):
+                    continue
+                said = " ".join(str(error).split())[:120]
+                raise NotApplicable(f"for a mask {words} it raises {type(error).__name__}: {said}") from None
+            wrong = subject.off_budget(found or [], wanted)
+            if wrong is not None and subject.off_budget([one], expected_of(tensors, allowed=three[:, None])) is None:
+                raise Broken("the first of a mask's three axes is read as the sequences', not the heads'")
+            require(None if wrong is None else f"for a mask {words}, {wrong}")
+
+
 _SMALL = Case(batch=2, kv_heads=2, q_len=9, k_len=9)
 _EMPTY = ("padding to nothing", "document ids", "empty rows", "nothing")
 _MASK = frozenset({"mask"})
@@ -133,7 +155,10 @@ LAWS = (
         cases=tuple(
             replace(_SMALL, batch=3, mask=name, q_len=length, k_len=length)
             for name in KINDS if name not in _EMPTY
-            for length in (9, 21, *((65, 129) if name in ("causal", "window", "padding", "documents") else ()))
+            for length in (9, 21, *((64, 65, 129) if name in ("causal", "window", "padding", "documents") else ()))
+        ) + tuple(
+            # Rows of a mask that divide by what a vector or a tile holds may take a way of their own.
+            replace(_SMALL, mask="dense", q_len=length, k_len=length) for length in (16, 32)
         ) + tuple(
             # Axes taken for one another are noticed only where they are not as long as each other, or all are.
             replace(_SMALL, batch=size, kv_heads=size, mask=name) for name in ("padding", "dense") for size in (2, 3)
@@ -150,6 +175,16 @@ LAWS = (
         cases=tuple(replace(_SMALL, batch=3, mask=name) for name in ("causal", "padding", "dense")),
     ),
     Law(
+        name="masks of three axes",
+        says="a mask [heads, q_len, k_len] is broadcast as torch does, each head's for all sequences, or is refused",
+        check=_check_three_axes,
+        needs=_MASK,
+        every_form=True,
+        not_as=frozenset({"flag", "object", "padding"}),
+        search=False,
+        cases=(replace(_SMALL, mask="dense"),),
+    ),
+    Law(
         name="masks and lengths",
         says="masks hold where q_len differs from k_len, for queries at the front and at the end",
         check=_check_masked,
@@ -159,6 +194,9 @@ LAWS = (
             replace(_SMALL, batch=3, mask=name, q_len=q_len, k_len=k_len, end=end)
             for name in ("window", "causal window", "prefix", "padding", "global", "strided", "blocks", "dense")
             for q_len, k_len, end in ((5, 11, True), (11, 5, False), (1, 65, True))
+        ) + tuple(
+            # So many keys may be shared among several workers even where there is one query.
+            replace(_SMALL, batch=3, mask=name, q_len=1, k_len=257, end=True) for name in ("padding", "dense")
         ),
     ),
     Law(
@@ -168,7 +206,8 @@ LAWS = (
         needs=frozenset({"causal flag"}),
         cases=tuple(
             replace(_SMALL, mask="causal", form="flag", q_len=q_len, k_len=k_len)
-            for q_len, k_len in ((9, 9), (2, 3), (1, 3), (3, 11), (11, 3), (65, 65), (129, 129), (70, 130))
+            for q_len, k_len in ((9, 9), (2, 3), (1, 3), (3, 11), (11, 3), (64, 64), (65, 65), (64, 128), (129, 129),
+                                 (70, 130))
         ),
     ),
     Law(

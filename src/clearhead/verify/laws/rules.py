@@ -12,10 +12,12 @@ from torch import Tensor
 from clearhead.masks import Dense
 from clearhead.scores import Alibi, RelativeBias, ScoreRule, Sink, SoftCap
 from clearhead.verify.case import Case
-from clearhead.verify.law import REFUSALS, Law, NotApplicable
+from clearhead.verify.law import REFUSALS, Broken, Law, NotApplicable
 from clearhead.verify.laws.masking import as_square
 from clearhead.verify.laws.numbers import require
 from clearhead.verify.masks import Spoken
+from clearhead.verify.oracle import slope
+from clearhead.verify.process import undisturbed
 from clearhead.verify.subject import Rule, Subject, expected_of
 
 __all__ = ["LAWS"]
@@ -34,9 +36,10 @@ def _numbers(subject: Subject, *shape: int) -> Tensor:
 
 
 def _biases(subject: Subject, case: Case) -> list[Tensor]:
-    """A bias for every head of the batch, and one for all."""
+    """A bias for every head of the batch, one for all, and one of each head's keys."""
     places = (case.q_len, case.k_len)
-    return [_numbers(subject, case.batch, case.heads, *places), _numbers(subject, 1, 1, *places)]
+    shapes = ((case.batch, case.heads, *places), (1, 1, *places), (1, case.heads, 1, case.k_len))
+    return [_numbers(subject, *shape) for shape in shapes]
 
 
 def _handed_over(subject: Subject, case: Case, bias: Tensor) -> dict[str, Any]:
@@ -64,6 +67,25 @@ def _check_bias(subject: Subject, case: Case) -> None:
         except REFUSALS:
             continue
         require(None if found is None else subject.off_budget(found, wanted))
+    if case.mask == "none":
+        _check_lowest(subject, case)
+
+
+def _check_lowest(subject: Subject, case: Case) -> None:
+    """The lowest finite number forbids as -inf does; a whole row of it, which has no agreed meaning, gives numbers."""
+    tensors, bias = subject.draw(case), _biases(subject, case)[1]
+    allowed = torch.ones_like(bias, dtype=torch.bool).tril()
+    lowest = bias.masked_fill(~allowed, torch.finfo(subject.dtype).min)
+    lowest[:, :, -1] = torch.finfo(subject.dtype).min
+    output = subject.call(case, tensors, **_handed_over(subject, case, lowest)).output
+    strange = (~torch.isfinite(output)).nonzero()
+    if strange.numel():
+        place = strange[0].tolist()
+        raise Broken(f"output is {output[tuple(place)].item()} at {place} for a float mask of its lowest numbers")
+    wanted = expected_of(tensors, allowed=allowed, rule=_bias_rule(bias))
+    last = torch.arange(case.q_len, device=subject.device)[:, None] == case.q_len - 1
+    wrong = subject.off_budget([torch.where(last, wanted.exact[0].to(output.dtype), output)], wanted)
+    require(None if wrong is None else f"where a float mask has its lowest number for what is forbidden, {wrong}")
 
 
 def _check_bias_gradient(subject: Subject, case: Case) -> None:
@@ -74,7 +96,15 @@ def _check_bias_gradient(subject: Subject, case: Case) -> None:
         found = subject.gradients(case, tensors, learned=leaf, **said)
         if found is None:
             raise NotApplicable("its output carries no gradient")
-        require(subject.off_budget(found, expected_of(tensors, allowed=said["mask"].allowed, rule=_bias_rule(bias))))
+        wanted = expected_of(tensors, allowed=said["mask"].allowed, rule=_bias_rule(bias))
+        require(subject.off_budget(found, wanted))
+        output = subject.call(case, tensors, **said).output
+        if not output.requires_grad:
+            raise Broken("the output carries no gradient where only the float mask wants one")
+        with undisturbed():
+            (alone,) = torch.autograd.grad(output, leaf, slope(output), allow_unused=True)
+        wrong = subject.off_gradient(3, torch.zeros_like(leaf) if alone is None else alone, wanted)
+        require(None if wrong is None else f"where only the float mask wants a gradient, {wrong}")
 
 
 # Score rules ------------------------------------------------------------------------------------------------------
