@@ -41,7 +41,7 @@ demo: $(READY) ## train, explain and check a classifier of digits; writes one pa
 # Two processes of two threads: one that waits must not spin on the other's core.
 test: $(READY) ## run the tests in two processes (make test ARGS="-k masks", make test JOBS=0 for one)
 	@$(NATIVE_IF_ABLE)
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(READY) ## style, types and the import contract
 	@$(BIN)/ruff check .

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,3 +250,77 @@ def test_a_function_may_look_a_global_up_by_its_name() -> None:
     one = ch.attention(*inputs, mask=ch.MaskFunction(lambda b, h, i, j: (i * j) % globals()["WIDTH"] > 0))
     other = ch.attention(*inputs, mask=ch.MaskFunction(lambda b, h, i, j: (i * j) % eval("WIDTH") > 0))
     assert torch.equal(one, other)
+
+
+@dataclass
+class Settings:
+    gate: Tensor
+
+
+class Slotted:
+    __slots__ = ("gate",)
+
+    def __init__(self, gate: Tensor) -> None:
+        self.gate = gate
+
+
+class Derived:
+    """Its number is made by a property, by way of a method."""
+
+    def __init__(self, gate: Tensor) -> None:
+        self._raw = gate
+
+    def _made(self) -> Tensor:
+        return self._raw * 1.0
+
+    @property
+    def gate(self) -> Tensor:
+        return self._made()
+
+
+def _as_class(gate: Tensor) -> type:
+    return type("Constants", (), {"gate": gate})
+
+
+@pytest.mark.parametrize("holder", [SimpleNamespace, Settings, Slotted, Derived, _as_class])
+def test_what_a_plain_object_holds_is_found_by_its_name(holder: Callable[..., Any]) -> None:
+    found = []
+    for backend in ("tiled", "reference"):
+        inputs, gate = _inputs(), torch.tensor([0.5, -1.0], requires_grad=True)
+        held = holder(gate=gate) if holder is SimpleNamespace else holder(gate)
+        rule = ch.ScoreFunction(lambda s, b, h, i, j, held=held: s * held.gate[h])
+        output = ch.attention(*inputs, scores=rule, backend=backend)
+        found.append(torch.autograd.grad(output.square().sum(), [*inputs, gate]))
+    for one, right in zip(*found, strict=True):
+        torch.testing.assert_close(one, right)
+
+
+def test_a_plain_object_with_another_tensor_for_each_layer_trains_all() -> None:
+    found = []
+    for backend in ("tiled", "reference"):
+        inputs, gates = _inputs(), torch.tensor([[0.5, -1.0], [2.0, 0.3]], requires_grad=True)
+        held, query = SimpleNamespace(gate=None), inputs[0]
+        for own in gates.unbind():
+            held.gate = own
+            rule = ch.ScoreFunction(lambda s, b, h, i, j, held=held: s * held.gate[h])
+            query = ch.attention(query, *inputs[1:], scores=rule, backend=backend)
+        found.append(torch.autograd.grad(query.square().sum(), [*inputs, gates]))
+    for one, right in zip(*found, strict=True):
+        torch.testing.assert_close(one, right)
+
+
+def test_functions_written_within_a_compiled_one_are_taken_from_outside() -> None:
+    inputs, gate = _inputs(), torch.tensor([0.5, -1.0], requires_grad=True)
+
+    def layer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        doubled = gate * 2.0
+        rule = ch.ScoreFunction(lambda s, b, h, i, j: s * doubled[h])
+        mask = ch.MaskFunction(lambda b, h, i, j: (i * j) % 5 != 1)
+        return ch.attention(query, key, value, scores=rule, mask=mask)
+
+    found = [
+        torch.autograd.grad(call(*inputs).square().sum(), [*inputs, gate])
+        for call in (torch.compile(layer, backend="aot_eager"), layer)
+    ]
+    for one, right in zip(*found, strict=True):
+        torch.testing.assert_close(one, right)

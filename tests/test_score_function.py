@@ -317,3 +317,81 @@ def test_what_lies_elsewhere_is_refused(elsewhere: Callable[[Tensor], Tensor]) -
         ch.attention(x, x, x, scores=ch.ScoreFunction(lambda s, b, h, i, j: elsewhere(s)))
     with pytest.raises(ch.MaskError, match="MaskFunction: fn must return a plain tensor on cpu"):
         ch.attention(x, x, x, mask=ch.MaskFunction(lambda b, h, i, j: elsewhere(i >= j)))
+
+
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+@pytest.mark.parametrize("mask", [None, lambda b, h, i, j: (i * j + LENGTHS) % 3 > 0])
+def test_a_tensor_of_the_whole_batch_may_be_added_as_it_is(mask: Callable[..., Tensor] | None, backend: str) -> None:
+    """Tiles of some batch entries alone would not fit it."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(3, 4, 150, 4, generator=generator, dtype=torch.float64) for _ in range(3)]
+    wide = torch.randn(3, 1, 1, 1, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    def step(fn: Callable[..., Tensor], predicate: Callable[..., Tensor] | None, backend: str) -> list[Tensor]:
+        own = None if predicate is None else ch.MaskFunction(predicate)
+        output = ch.attention(*inputs, scores=ch.ScoreFunction(fn), mask=own, backend=backend)
+        return [output, *torch.autograd.grad(output.square().sum(), wide)]
+
+    found = step(lambda s, b, h, i, j: s * (1 + wide), mask, backend)
+    other = None if mask is None else lambda b, h, i, j: (i * j + LENGTHS[b, 0, 0, 0]) % 3 > 0
+    right = step(lambda s, b, h, i, j: s * (1 + wide[b, 0, 0, 0]), other, "reference")
+    for one, expected in zip(found, right, strict=True):
+        torch.testing.assert_close(one, expected)
+
+
+LENGTHS = torch.tensor([0, 1, 2]).view(3, 1, 1, 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_random_numbers_are_refused(backend: str) -> None:
+    """Backward would work out other scores than forward."""
+    dropped = torch.nn.Dropout(0.1)
+    with pytest.raises(ch.UnsupportedError, match="ScoreFunction: fn must draw no random numbers") as caught:
+        ch.attention(*_inputs(20), scores=ch.ScoreFunction(lambda s, b, h, i, j: dropped(s)), backend=backend)
+    assert re.fullmatch(_LINE, str(caught.value)), str(caught.value)
+    ch.attention(*_inputs(20), scores=ch.ScoreFunction(lambda s, b, h, i, j: dropped.eval()(s)), backend=backend)
+    with pytest.raises(ch.UnsupportedError, match="MaskFunction: fn must draw no random numbers"):
+        ch.attention(*_inputs(20), mask=ch.MaskFunction(lambda b, h, i, j: torch.rand(20) > 0.5), backend=backend)
+
+
+class Annealed(torch.nn.Module):
+    """Reads a buffer, and counts its calls in another."""
+
+    strength: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("strength", torch.tensor(0.3))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def rule(self, s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return s * self.strength - 0.01 * (i * j + 0 * self.calls).sqrt()
+
+
+VERBS: dict[str, Callable[..., Tensor]] = {
+    "tiled": partial(ch.attention, backend="tiled"), "top_k": partial(ch.sparse.top_k_attention, k=5)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_numbers_that_backward_reads_may_not_be_written_in_between(name: str) -> None:
+    layer, inputs, ids = Annealed(), [tensor.requires_grad_() for tensor in _inputs()], torch.arange(300) % 7
+    options = {"scores": ch.ScoreFunction(layer.rule), "mask": ch.MaskFunction(lambda b, h, i, j: ids[i] != ids[j] + 1)}
+    # The count is written by the function itself.
+    VERBS[name](*inputs, **options).sum().backward()
+    for written in (layer.strength, ids):
+        output = VERBS[name](*inputs, **options)
+        written.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+def test_what_rules_of_top_k_learn_may_not_be_written_in_between() -> None:
+    table = torch.randn(2, 9, requires_grad=True)
+    output = ch.sparse.top_k_attention(*_inputs(), k=5, scores=ch.RelativeBias(table))
+    with torch.no_grad():
+        table.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()

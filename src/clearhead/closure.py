@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any, Final, Self, TypeAlias
 
 import torch
@@ -23,6 +23,9 @@ __all__ = ["Bound", "bound_now", "closed_over", "find_learned", "learned_by"]
 _MOST_MEMBERS: Final = 1024
 _WRITES_GLOBALS: Final = {dis.opmap[name] for name in ("STORE_GLOBAL", "DELETE_GLOBAL")}
 _WRITES_CELLS: Final = {dis.opmap[name] for name in ("STORE_DEREF", "DELETE_DEREF")}
+_COLLECTIONS: Final = (dict, list, tuple, set, frozenset)
+#: Py_TPFLAGS_HEAPTYPE.
+_WRITTEN_IN_PYTHON: Final = 1 << 9
 #: What looks global variables up by names that a function's code does not tell.
 _LOOKS_UP: Final = frozenset({"globals", "eval", "exec"})
 #: What an import within a function reads of its file.
@@ -51,6 +54,9 @@ class Bound:
 
     def hold(self, fn: Callable[..., Any]) -> None:
         """Take the function."""
+        if torch.compiler.is_compiling() and type(fn) is FunctionType and "<l" in fn.__qualname__:
+            # The compiler makes no constant of a function that was written within another: it comes from outside.
+            torch._dynamo.graph_break(msg="Make a rule or mask of such a function once, outside of what is compiled.")
         self.fn, self.handle = fn, f"f{_PROCESS}_{next(_NUMBERS)}"
 
     def bound(self) -> Self:
@@ -233,28 +239,63 @@ def _held_in(objects: list[object], reached: tuple[Tensor, ...]) -> Iterator[Hel
         for module in one.modules() if isinstance(one, torch.nn.Module) else ():
             for holder in (module._parameters, module._buffers):
                 yield from ((holder, name, tensor) for name, tensor in holder.items())
-        if isinstance(one, dict):
-            yield from ((one, name, tensor) for name, tensor in one.items() if id(tensor) in learned)
+        of_object = vars(one) if _is_plain(one) and hasattr(one, "__dict__") and not isinstance(one, type) else {}
+        own = one if isinstance(one, dict) else of_object
+        yield from ((own, name, tensor) for name, tensor in own.items() if id(tensor) in learned)
 
 
 def _reached_from(fn: Callable[..., Any]) -> Iterator[object]:
-    """What a function reaches through what it names and what that holds, each once; of modules the parameters."""
+    """What a function reaches through what it names and what that holds, each once; of modules the parameters, of
+    plain objects and classes what functions name."""
     waiting: list[object] = [fn]
     # The objects themselves are kept, so that no later one can have the same address.
     seen: dict[int, object] = {}
+    functions: list[FunctionType] = []
+    plain: list[object] = []
     while waiting:
         value = waiting.pop(0)
         if id(value) in seen:
             continue
         seen[id(value)] = value
         yield value
+        # Only the rule's own file is asked what it names: a library's functions and objects lead anywhere.
+        if isinstance(value, FunctionType) and (not functions or _is_of(functions[0], value)):
+            functions.append(value)
+            waiting += [part for one in plain for part in _named_in(one, [value])]
+        elif _is_plain(value):
+            plain.append(value)
+            waiting += _named_in(value, functions)
         if not isinstance(value, Tensor):
             waiting += value.parameters() if isinstance(value, torch.nn.Module) else _held_by(value)
 
 
+def _is_plain(value: object) -> bool:
+    """Whether a value is an object of a class written in Python, or such a class, and none of torch's."""
+    kind = value if isinstance(value, type) else type(value)
+    written = kind is SimpleNamespace or bool(kind.__flags__ & _WRITTEN_IN_PYTHON)
+    library = kind.__module__.partition(".")[0] == "torch"
+    return written and not library and not issubclass(kind, (Tensor, torch.nn.Module, *_COLLECTIONS))
+
+
+def _named_in(value: object, functions: list[FunctionType]) -> Iterator[object]:
+    """What functions may read of an object by its name: what it or its class holds, and properties and methods of the
+    functions' files."""
+    for fn in functions:
+        for name in _names(fn.__code__):
+            found = inspect.getattr_static(value, name, None)
+            if isinstance(found, MemberDescriptorType):
+                found = getattr(value, name, None)
+            if isinstance(found, property):
+                found = found.fget
+            if isinstance(found, (staticmethod, classmethod)):
+                found = found.__func__
+            if _file_of(found) is None or _is_of(fn, found):
+                yield found
+
+
 def _held_by(value: object) -> list[object]:
     """What a collection, a function, a method or an object that can be called holds on to."""
-    if isinstance(value, (dict, list, tuple, set, frozenset)):
+    if isinstance(value, _COLLECTIONS):
         members = list(value.values() if isinstance(value, dict) else value)
         return members if len(members) <= _MOST_MEMBERS else []
     if isinstance(value, partial):

@@ -222,9 +222,9 @@ class ScoreFunction(Bound, ScoreRule):
     """A user's rule ``fn(score, batch, head, q_pos, k_pos) -> score`` over a tile of scores.
 
     Learned tensors that the function closes over receive their gradients: those it names, and those in modules,
-    lists, dicts and further functions that it names. Backward calls it as it was: with what its variables held when
-    attention was called, and the tensors in modules and objects. What else an object or a list holds, a plain number or
-    a function, is shared: bind what changes from layer to layer to a variable.
+    lists, dicts, objects and further functions that it names. Backward calls it as it was: with what its variables held
+    when attention was called, and the tensors in modules and objects. What else an object or a list holds, a plain
+    number or a function, is shared: bind what changes from layer to layer to a variable.
 
     Args:
         fn: called with float scores ``[batch, heads, q_len, k_len]`` of a tile and int64 index tensors that
@@ -233,7 +233,8 @@ class ScoreFunction(Bound, ScoreRule):
 
     Raises:
         ShapeError: during the call, names the function and the tile: it raised, or returned something else.
-        UnsupportedError: likewise: it wrote into its arguments, or reaches a learned tensor in another way.
+        UnsupportedError: likewise: it wrote into its arguments, drew random numbers on a CPU, or reaches a learned
+            tensor in another way.
 
     Cost: called once a tile forward and, with its derivative, once a tile backward; memory of a few tiles. On a CPU it
     is called on stand-ins first: one that adds a bias of ``head`` and ``q_pos - k_pos``, or of ``k_pos``, or caps the
@@ -260,7 +261,8 @@ class ScoreFunction(Bound, ScoreRule):
                 "ScoreFunction", "fn", must=f"return {str(score.dtype)[6:]} of the tile's shape {tuple(score.shape)}",
                 got=f"{str(result.dtype)[6:]} of shape {tuple(result.shape)} from {function_name(self.fn)} "
                     f"on {tile_seen(batch, head, q_pos, k_pos)}",
-                then="Work element by element on the score it is given.",
+                then="Work element by element on the score it is given, and look tensors up by the indices, as in "
+                     "table[head, q_pos - k_pos].",
             )  # fmt: skip
         return result
 

@@ -13,6 +13,7 @@ import clearhead as ch
 from clearhead.backends import native
 from clearhead.masks.base import index_tensors
 from clearhead.masks.tile_map import EMPTY, tile_map
+from clearhead.record import decode
 from clearhead.sparse import big_bird, covered, dilated, longformer, strided
 from tests.problems import LEN, MASKS
 
@@ -164,3 +165,36 @@ def test_the_kernels_take_it_at_32k_tokens_and_few_blocks_are_left(pattern: Call
         kinds = tile_map(pattern(length), index_tensors(1, 1, length, length, 0, None), 64, 64)
         computed.append(float((kinds != EMPTY).float().mean()) * length)
     assert computed[1] < 1.1 * computed[0] < 1024
+
+
+def test_a_wrong_number_is_told_of_the_pattern_that_got_it() -> None:
+    with pytest.raises(ch.ShapeError, match="longformer: length must be a whole number of at least 1; got 0"):
+        longformer(0, 4)
+    with pytest.raises(ch.ShapeError, match="longformer: num_global must be a whole number of at least 0; got -1"):
+        longformer(8, 4, -1)
+    with pytest.raises(ch.ShapeError, match="big_bird: num_global must be a whole number of at least 0; got -1"):
+        big_bird(8, num_global=-1)
+
+
+def test_a_covered_mask_refuses_lengths_that_it_was_not_made_for() -> None:
+    """Its table ends with a whole block, of which the keys beyond the length had no say."""
+    mask = covered(ch.MaskFunction(lambda b, h, i, j: (j < 60) | (j > 65)), 65)
+    x = torch.randn(1, 1, 100, 4)
+    with pytest.raises(ch.MaskError, match="cover queries 0 to 99 and 100 keys; got one that was made for queries 0 t"):
+        ch.attention(x, x, x, mask=mask)
+    part, fewer = x[:, :, :65], x[:, :, :40]
+    torch.testing.assert_close(
+        ch.attention(part, part, part, mask=mask), ch.attention(part, part, part, mask=mask, backend="reference")
+    )
+    # Fewer tokens, as while decoding, see what they would in the whole.
+    row = ch.attention(fewer[:, :, -1:], fewer, fewer, mask=mask, query_offset=39)
+    torch.testing.assert_close(row, ch.attention(fewer, fewer, fewer, mask=mask, backend="reference")[:, :, -1:])
+
+
+def test_a_covered_mask_travels_as_text() -> None:
+    tensors: list[Tensor] = []
+    mask = covered(ch.Window(5), 70)
+    again = decode(mask.encode(tensors), tensors)
+    assert torch.equal(again.dense(70, 70), mask.dense(70, 70))
+    with pytest.raises(ch.MaskError, match="made for queries 0 to 69 and 70 keys"):
+        again.dense(71, 71)

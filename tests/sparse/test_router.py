@@ -149,3 +149,14 @@ def test_autocast_chooses_no_other_blocks() -> None:
     plain = routed(query, key, keep=3, size=16).dense(512, 512)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(routed(query, key, keep=3, size=16).dense(512, 512), plain)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("batch", "length"), [(0, 8), (2, 0)])
+def test_a_call_of_nothing_is_routed(batch: int, length: int, causal: bool) -> None:
+    query, key = torch.randn(batch, 4, length, 8, requires_grad=True), torch.randn(batch, 2, length, 8)
+    mask = routed(query, key, keep=2, size=4, causal=causal)
+    for backend in ("auto", "tiled", "reference"):
+        output = ch.attention(query, key, key, mask=mask, backend=backend)
+        assert output.shape == query.shape
+        output.sum().backward()

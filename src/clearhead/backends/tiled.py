@@ -34,9 +34,9 @@ from clearhead.backends.tiles import (
     stacked,
     strips,
 )
-from clearhead.errors import ClearheadError
+from clearhead.backends.tiles_again import ReadAgain, read_again
 from clearhead.problem import Problem
-from clearhead.scores import ScoreFunction, check_reached, differentiated
+from clearhead.scores import check_reached, differentiated
 from clearhead.shapes import Float
 from clearhead.statistics import UNDIFFERENTIABLE, Observation, Want
 
@@ -103,9 +103,7 @@ class _Tiled(torch.autograd.Function):
     """Output, log-sum-exp, largest scores and statistics; rule parameters ride along so that autograd knows them."""
 
     @staticmethod
-    def forward(
-        ctx: Any, problem: Problem, want: Want, read: list[Tensor], *tensors: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, problem: Problem, want: Want, read: ReadAgain, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         query = problem.query
         rows = (problem.batch, problem.num_heads, problem.q_len)
         # Backward needs the unrounded output: delta is a difference of two large sums in it.
@@ -127,9 +125,8 @@ class _Tiled(torch.autograd.Function):
             found = sweep.finished()
         ctx.problem, ctx.want, ctx.found = problem, want, tuple(found)
         # What backward reads again where it lies is saved, so that autograd tells if it was written into.
-        again = [tensor for tensor in read if not tensor.is_inference()]
-        ctx.save_for_backward(*tensors[:4], output, lse, max_score, *again)
-        ctx.reached = [any(own is tensor for tensor in read) for own in tensors[4:]]
+        ctx.save_for_backward(*tensors[:4], output, lse, max_score, *read.tensors)
+        ctx.reached = [any(own is tensor for tensor in read.learned) for own in tensors[4:]]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(found[name] for name in UNDIFFERENTIABLE if name in found))
         return output.to(query.dtype), lse, max_score, *found.values()
@@ -340,38 +337,13 @@ def _sink_gradient(problem: Problem, learned: _Learned, delta: Tensor, lse: Tens
             learned.add(place, per_head if parameter.shape == per_head.shape else per_head.sum())
 
 
-def _read_again(problem: Problem) -> list[Tensor]:
-    """Tensors of rules and mask that backward reads, learned ones that score functions reach among them.
-
-    Raises:
-        UnsupportedError: a score function reaches a learned tensor that it does not name.
-    """
-    found = [tensor for rule in problem.scores for tensor in rule.tensors()]
-    found += [] if problem.mask is None else problem.mask.tensors()
-    places = min(problem.batch, problem.q_len, problem.k_len)
-    if places == 0 or not any(isinstance(rule, ScoreFunction) for rule in problem.scores):
-        return found
-    first = slice(0, 1)
-    batch, head, q_pos, k_pos = (index[first, first, first, first] for index in problem.indices())
-    tile = Tile(first, (batch, head, q_pos, k_pos), None)
-    parameters, rules = problem.rule_parameters, problem.elementwise
-    before = problem.query.new_zeros(1, 1, 1, 1, dtype=problem.work_dtype).requires_grad_()
-    try:
-        after = ruled(problem, before, tile)
-        grads = differentiated(rules, after, before, parameters, torch.ones_like(after), tile.indices)
-    except ClearheadError:  # one place may be too few for a function that serves its call
-        return found
-    check_reached(rules, after, before, parameters)
-    return found + [own for own, grad in zip(parameters, grads[1:], strict=True) if grad is not None]
-
-
 def run(problem: Problem, want: Want) -> Observation:
     """Output and statistics."""
     if problem.value_dim == 0:
         wider = problem.with_tensors(problem.query, problem.key, F.pad(problem.value, (0, 1)))
         seen = run(wider, want)
         return replace(seen, output=seen.output[..., :0])
-    read = _read_again(problem) if torch.is_grad_enabled() else []
+    read = read_again(problem) if torch.is_grad_enabled() else ReadAgain([], [])
     output, lse, max_score, *others = _Tiled.apply(  # type: ignore[no-untyped-call]
         problem, want, read, problem.query, problem.key, problem.value, want.row_weights, *problem.rule_parameters
     )

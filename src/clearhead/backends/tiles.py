@@ -16,8 +16,12 @@ from torch import Tensor
 
 from clearhead.backends.containment import all_finite, clean_rows
 from clearhead.backends.documents import Group, documents_in, groups
+from clearhead.errors import ClearheadError
+from clearhead.masks.base import Mask
+from clearhead.masks.function import MaskFunction
 from clearhead.masks.tile_map import EMPTY, FULL, tile_map
 from clearhead.problem import Problem
+from clearhead.scores import ScoreFunction
 from clearhead.shapes import Float
 
 __all__ = [
@@ -27,6 +31,8 @@ __all__ = [
     "add_product",
     "exponential",
     "finite",
+    "first_place",
+    "functions_of",
     "layouts",
     "masked",
     "raw_scores",
@@ -149,13 +155,13 @@ def layouts(problem: Problem) -> Iterator[Layout]:
     documents = documents_in(problem)
     tensors = tuple(tensor.detach() for tensor in (problem.query, problem.key, problem.value))
     if documents is None:
-        yield from _batches(_layout(problem, tensors, problem.indices(), None))
+        yield from _batches(problem, _layout(problem, tensors, problem.indices(), None))
         return
     batch, head, _, _ = problem.indices()
     for group in groups(documents):
         indices = (batch, head, group.slots[:, None, :, None], group.slots[:, None, None, :])
         taken = tuple(group.take(tensor).contiguous() for tensor in tensors)
-        yield from _batches(_layout(problem, taken, indices, group))
+        yield from _batches(problem, _layout(problem, taken, indices, group))
 
 
 def _layout(problem: Problem, tensors: tuple[Tensor, ...], indices: _Indices, group: Group | None) -> Layout:
@@ -170,10 +176,12 @@ def _layout(problem: Problem, tensors: tuple[Tensor, ...], indices: _Indices, gr
     return Layout(query, key, value, indices, valid, bad, group, slice(0, query.shape[0]))
 
 
-def _batches(layout: Layout) -> Iterator[Layout]:
+def _batches(problem: Problem, layout: Layout) -> Iterator[Layout]:
     size, heads, q_len, _ = layout.query.shape
     per_batch = heads * min(q_len, _Q_TILE) * min(layout.key.shape[2], _K_TILE)
     step = max(1, _TILE_SCORES // max(1, per_batch))
+    if step < size and layout.group is None and not _serves_parts(problem):
+        step = size
     for start in range(0, size, step):
         part = slice(start, min(start + step, size))
         cut = tuple(index[part] if index.shape[0] > 1 else index for index in layout.indices)
@@ -183,6 +191,42 @@ def _batches(layout: Layout) -> Iterator[Layout]:
             None if layout.bad is None else (layout.bad[0][part], layout.bad[1][part], layout.bad[2][part]),
             None if layout.group is None else Group(layout.group.slots[part], layout.group.valid[part]), part,
         )  # fmt: skip
+
+
+def _serves_parts(problem: Problem) -> bool:
+    """Whether functions do with some of the batch entries: one may add a tensor ``[batch, 1, 1, 1]`` as it is."""
+    if not functions_of(problem):
+        return True
+    try:
+        with torch.no_grad():
+            first_place(problem)
+    except ClearheadError:  # what is wrong besides, the tiles tell
+        return False
+    return True
+
+
+def functions_of(problem: Problem) -> list[ScoreFunction | MaskFunction]:
+    """The user's functions among a problem's rules and in its mask."""
+    waiting: list[object] = [*problem.scores, problem.mask]
+    found: list[ScoreFunction | MaskFunction] = []
+    while waiting:
+        part = waiting.pop(0)
+        if isinstance(part, (ScoreFunction, MaskFunction)):
+            found.append(part)
+        elif isinstance(part, Mask):
+            waiting += [getattr(part, name) for name in part.fields]
+    return found
+
+
+def first_place(problem: Problem) -> tuple[Tensor, Tensor, _Indices]:
+    """The rules and the mask on the first query and key of every head: the scores before and after, and where."""
+    batch, head, q_pos, k_pos = problem.indices()
+    indices = (batch[:1], head, q_pos[:, :, :1], k_pos[..., :1])
+    before = problem.query.new_zeros(1, problem.num_heads, 1, 1, dtype=problem.work_dtype)
+    before.requires_grad_(torch.is_grad_enabled())
+    if problem.mask is not None:
+        problem.mask.allows(*indices)
+    return before, ruled(problem, before, Tile(slice(0, 1), indices, None)), indices
 
 
 def strips(problem: Problem, layout: Layout) -> Iterator[tuple[slice, list[Tile]]]:

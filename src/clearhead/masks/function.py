@@ -26,7 +26,7 @@ class MaskFunction(Bound, Mask):
 
     Raises:
         MaskError: during the call, names the function and the tile: it raised, or returned something else.
-        UnsupportedError: likewise: it wrote into its arguments.
+        UnsupportedError: likewise: it wrote into its arguments, or drew random numbers on a CPU.
 
     Cost: it is called on stand-ins first, on a CPU. What compares positions, their distance, or numbers looked up by
     them, with ``& | ~``, in torch's elementwise operations, is told as runs of keys at a cost of ``q_len + k_len``, as
@@ -84,20 +84,28 @@ def call_user_function(
     The last four arguments are index tensors. What it raises, what it returns that is no tensor, and what it writes
     into its arguments is reported with its name and the tile it saw.
     """
-    before = _stamps(arguments)
+    before, random = _stamps(arguments), _random_numbers(arguments[-1])
     try:
         result = fn(*arguments)
     except Exception as failure:
         raise error.about(
             function, "fn", must="run on index tensors that broadcast",
             got=f"{type(failure).__name__}: {failure} from {function_name(fn)} on {tile_seen(*arguments[-4:])}",
-            then="Use tensor operations; positions are int64 tensors.",
+            then="Use tensor operations, and look tensors up by the indices, as in table[q_pos, k_pos]: "
+                 "a tile is a part of the call.",
         ) from failure  # fmt: skip
     if not _untouched(before, arguments):
         raise UnsupportedError.about(
             function, "fn", must="leave its arguments as they are",
             got=f"one that {function_name(fn)} wrote into on {tile_seen(*arguments[-4:])}",
             then="Return a new tensor: x + y for x += y, x.masked_fill for x.masked_fill_.",
+        )  # fmt: skip
+    if random != _random_numbers(arguments[-1]):
+        raise UnsupportedError.about(
+            function, "fn", must="draw no random numbers: a tile is asked several times, in backward again",
+            got=f"one of torch's generator that {function_name(fn)} drew on {tile_seen(*arguments[-4:])}",
+            then="Draw before the call and look up by position, as in noise[q_pos, k_pos]; a module's dropout needs "
+                 "eval().",
         )  # fmt: skip
     if not isinstance(result, Tensor):
         raise error.about(
@@ -129,6 +137,15 @@ def _span(index: Tensor) -> str:
         return "none"
     low, high = int(index.min()), int(index.max())
     return str(low) if low == high else f"{low} to {high}"
+
+
+def _random_numbers(index: Tensor) -> bytes:
+    """What tells later whether random numbers were drawn on a CPU; nothing where there are none to tell it by."""
+    watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
+    if torch.compiler.is_compiling() or not index.is_cpu or watched:
+        return b""
+    state: bytes = torch.get_rng_state().numpy().tobytes()
+    return state
 
 
 def _stamps(tensors: tuple[Tensor, ...]) -> tuple[int | Tensor, ...]:

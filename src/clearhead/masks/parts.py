@@ -92,6 +92,9 @@ def take_apart(
 
     Cost: O(q_len) for masks whose rows are runs, nothing for bands and tables.
     """
+    if 0 in size:
+        # No query asks, or no key could be allowed.
+        return Parts(k_len=size[3])
     bands: list[Causal | Window] = []
     runs: Intervals | None = None
     tables: dict[type, Mask] = {}

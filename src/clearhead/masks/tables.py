@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ class Blocks(Carrying):
         size: positions per block, 1 or more.
     """
 
-    fields = ("table", "size")
+    fields: ClassVar[tuple[str, ...]] = ("table", "size")
     position_dependent = True
 
     def __init__(self, table: Bool[Tensor, "*leading q_blocks k_blocks"], size: int) -> None:

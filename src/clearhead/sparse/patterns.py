@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from clearhead.arguments import FARTHEST, seed_of, seen, whole, whole_number
 from clearhead.errors import ClearheadError, MaskError, ShapeError
 from clearhead.masks import Blocks, Causal, Global, Mask, Strided, Window
 from clearhead.masks.base import Carrying, Combined, Not, carried_sizes, index_tensors
 from clearhead.masks.tile_map import EMPTY, tile_map
+from clearhead.record import describe
 
 __all__ = ["big_bird", "covered", "dilated", "longformer", "strided"]
 
@@ -44,8 +46,9 @@ def longformer(length: int, window: int, num_global: int = 0) -> Mask:
     ■··■■■
     ■···■■
     """
-    half = whole("longformer", "window", window, low=0) // 2
-    return covered(Window(half, half) | Global(num_global), length)
+    name = "longformer"
+    length, half = whole(name, "length", length, low=1), whole(name, "window", window, low=0) // 2
+    return covered(Window(half, half) | Global(whole(name, "num_global", num_global, low=0)), length)
 
 
 def big_bird(
@@ -84,7 +87,7 @@ def big_bird(
     name = "big_bird"
     blocks = -(-whole(name, "length", length, low=1) // whole(name, "size", size, low=1))
     num_random, num_heads = whole(name, "num_random", num_random, low=0), whole(name, "num_heads", num_heads, low=1)
-    width = whole_number(window)
+    num_global, width = whole(name, "num_global", num_global, low=0), whole_number(window)
     if width is None or not 1 <= width <= FARTHEST or width % 2 == 0:
         raise ShapeError.about(
             name, "window", must="be an odd number of blocks", got=seen(window),
@@ -192,6 +195,7 @@ def covered(
     Raises:
         ShapeError: a number out of range, an offset that is no multiple of ``size``, or no ``batch`` or ``num_heads``
             for a mask that differs between them.
+        MaskError: during a call of more queries or keys than it was made for.
 
     Cost: made once: ``q_len * k_len / size`` time where rows are runs of keys, else ``q_len * k_len``; the table has
     ``q_len * k_len / size ** 2`` booleans for each batch and head that differ.
@@ -222,7 +226,29 @@ def covered(
     _check_told(placed, given, offset, device)
     kinds = tile_map(placed, index_tensors(batch, heads, rows, columns, offset, device), size, size)
     used = torch.nn.functional.pad(kinds != EMPTY, (0, 0, offset // size, 0))
-    return mask & Blocks(used.expand(*used.shape[:2], -1, -(-columns // size)), size)
+    return mask & _Covering(used.expand(*used.shape[:2], -1, -(-columns // size)), size, offset, offset + rows, columns)
+
+
+class _Covering(Blocks):
+    """A table that was made from some queries and keys: others in the same blocks had no say in it."""
+
+    fields = ("table", "size", "first", "queries", "keys")
+
+    def __init__(self, table: Tensor, size: int, first: int, queries: int, keys: int) -> None:
+        super().__init__(table, size)
+        self.first, self.queries, self.keys = first, queries, keys
+
+    def check(self, function: str, batch: int, heads: int, q_pos: range, k_len: int) -> None:
+        super().check(function, batch, heads, q_pos, k_len)
+        if k_len > self.keys or (len(q_pos) and (q_pos.start < self.first or q_pos.stop > self.queries)):
+            raise MaskError.about(
+                function, "mask", must=f"cover queries {q_pos.start} to {q_pos.stop - 1} and {k_len} keys",
+                got=f"one that was made for queries {self.first} to {self.queries - 1} and {self.keys} keys",
+                then="Make it for this call's lengths.",
+            )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"Blocks(table={describe(self.table)}, size={self.size})"
 
 
 def _check_told(mask: Mask, given: dict[str, int | None], offset: int, device: torch.device | None) -> None:

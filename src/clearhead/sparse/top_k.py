@@ -12,6 +12,7 @@ from torch import Tensor
 from clearhead.arguments import whole
 from clearhead.backends.containment import without_autocast
 from clearhead.backends.once import once, one_at_a_time
+from clearhead.backends.tiles_again import read_again
 from clearhead.dispatch import run
 from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
@@ -98,8 +99,9 @@ def _attend(problem: Problem, k: int, backend: str) -> list[Tensor]:
             then="Give batches as the first axis, and differentiate with torch.autograd.",
         )  # fmt: skip
     chosen = _choose(problem, min(k, problem.k_len), backend)
+    read = read_again(problem).tensors if torch.is_grad_enabled() else []
     output: Tensor = _TopK.apply(  # type: ignore[no-untyped-call]
-        problem, chosen, problem.query, problem.key, problem.value, *problem.rule_parameters
+        problem, chosen, read, problem.query, problem.key, problem.value, *problem.rule_parameters
     )
     return [output]
 
@@ -198,7 +200,7 @@ class _TopK(torch.autograd.Function):
     """Strips of queries on their own keys; backward gathers again. Rule parameters ride along."""
 
     @staticmethod
-    def forward(ctx: Any, problem: Problem, chosen: _Chosen, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, problem: Problem, chosen: _Chosen, read: list[Tensor], *tensors: Tensor) -> Tensor:
         query, key, value = tensors[:3]
         flat_key, flat_value = key.reshape(-1, key.shape[3]), value.reshape(-1, value.shape[3])
         output = query.new_zeros((*query.shape[:3], value.shape[3]))
@@ -210,20 +212,21 @@ class _TopK(torch.autograd.Function):
                 scores = _ruled(problem, strip, scores)
                 output[:, :, strip.queries] = _weighed(problem, strip, scores, strip.gather(flat_value, work))
         ctx.problem, ctx.rules = problem, len(tensors) > 3
-        ctx.save_for_backward(query, key, value, chosen.keys)
+        # What backward reads again where it lies is saved, so that autograd tells if it was written into.
+        ctx.save_for_backward(query, key, value, chosen.keys, *read)
         # A NaN among the keys a query may attend to is not hidden by leaving it out.
         return output.masked_fill_(chosen.spoiled[..., None], torch.nan)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, keys = ctx.saved_tensors
+        query, key, value, keys, *_ = ctx.saved_tensors
         problem = ctx.problem
         one_at_a_time(*grads, function=_NAME)
         # Backward may be called within autocast, which would round the products to 16 bits.
         with torch.no_grad(), without_autocast(query.device.type):
             found = _gradients(problem.with_tensors(query, key, value), keys, grads[0], ctx.rules)
         parameters = ctx.problem.rule_parameters if ctx.rules else ()
-        return None, None, *once(found, (query, key, value, *parameters, *grads), _NAME)
+        return None, None, None, *once(found, (query, key, value, *parameters, *grads), _NAME)
 
 
 def _gradients(problem: Problem, keys: Tensor, grad_output: Tensor, rules: bool) -> list[Tensor]:

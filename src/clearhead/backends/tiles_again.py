@@ -1,0 +1,89 @@
+"""What a backward pass that works scores out again reads where it lies, so that autograd can tell if it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from clearhead.backends.tiles import first_place, functions_of
+from clearhead.closure import closed_over
+from clearhead.errors import ClearheadError
+from clearhead.problem import Problem
+from clearhead.scores import check_reached, differentiated
+
+__all__ = ["ReadAgain", "read_again"]
+
+
+@dataclass(frozen=True)
+class ReadAgain:
+    """What backward reads.
+
+    Attributes:
+        tensors: those of rules and mask, and those that functions read, learned or not.
+        learned: those that are known to get a gradient.
+    """
+
+    tensors: list[Tensor]
+    learned: list[Tensor]
+
+
+class _Reads(TorchDispatchMode):
+    """Keeps every tensor that an operation reads."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # The tensors themselves, so that no later one can have the same address.
+        self.seen: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            for one in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(one, Tensor):
+                    self.seen[id(one)] = one
+        return func(*args, **(kwargs or {}))
+
+
+def read_again(problem: Problem) -> ReadAgain:
+    """Tensors of rules and mask that backward reads, with those that functions are seen to read at one place.
+
+    Raises:
+        UnsupportedError: a score function reaches a learned tensor that it does not name.
+    """
+    found = [tensor for rule in problem.scores for tensor in rule.tensors()]
+    found += [] if problem.mask is None else problem.mask.tensors()
+    learned = list(found)
+    if functions_of(problem) and min(problem.batch, problem.q_len, problem.k_len) > 0:
+        # One that a function writes itself, as a count of its calls, is another each time anyway.
+        versions = {id(one): (one, one._version) for one in _held(problem) if not one.is_inference()}
+        with torch.enable_grad():
+            seen, grads = _tried(problem)
+        found += [one for one, version in versions.values() if id(one) in seen and one._version == version]
+        learned += grads
+    return ReadAgain([tensor for tensor in found if not tensor.is_inference()], learned)
+
+
+def _held(problem: Problem) -> Iterator[Tensor]:
+    """What functions reach, and the further numbers of the modules that they reach."""
+    for function in functions_of(problem):
+        yield from closed_over(function.fn) if function.reached is None else function.reached
+        yield from (tensor for _, _, tensor in function.held if tensor is not None)
+
+
+def _tried(problem: Problem) -> tuple[dict[int, Tensor], list[Tensor]]:
+    """What functions read at one place, and the learned tensors that get a gradient there."""
+    parameters, rules = problem.rule_parameters, problem.elementwise
+    try:
+        with _Reads() as reads:
+            before, after, indices = first_place(problem)
+        if after is before:
+            return reads.seen, []
+        grads = differentiated(rules, after, before, parameters, torch.ones_like(after), indices)
+    except ClearheadError:  # one place may be too few for a function that serves its call
+        return {}, []
+    check_reached(rules, after, before, parameters)
+    return reads.seen, [own for own, grad in zip(parameters, grads[1:], strict=True) if grad is not None]
