@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -352,6 +353,25 @@ def test_random_numbers_are_refused(backend: str) -> None:
     ch.attention(*_inputs(20), scores=ch.ScoreFunction(lambda s, b, h, i, j: dropped.eval()(s)), backend=backend)
     with pytest.raises(ch.UnsupportedError, match="MaskFunction: fn must draw no random numbers"):
         ch.attention(*_inputs(20), mask=ch.MaskFunction(lambda b, h, i, j: torch.rand(20) > 0.5), backend=backend)
+
+
+def test_what_other_threads_draw_is_not_the_functions() -> None:
+    def fn(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        other = threading.Thread(target=torch.rand, args=(1,))
+        other.start()
+        other.join()
+        return s * 0.5
+
+    query, key, value = _inputs(20)
+    found = ch.attention(query, key, value, scores=ch.ScoreFunction(fn), backend="tiled")
+    torch.testing.assert_close(found, ch.attention(query, key, value, scale=0.5 * query.shape[-1] ** -0.5))
+
+
+@pytest.mark.parametrize("draw", [torch.rand_like, torch.randn_like, torch.bernoulli, lambda s: s.clone().uniform_()])
+def test_every_way_to_draw_is_seen(draw: Callable[[Tensor], Tensor]) -> None:
+    rule = ch.ScoreFunction(lambda s, b, h, i, j: s + draw(s.detach().sigmoid()))
+    with pytest.raises(ch.UnsupportedError, match="fn must draw no random numbers"):
+        ch.attention(*_inputs(20), scores=rule, backend="tiled")
 
 
 class Annealed(torch.nn.Module):

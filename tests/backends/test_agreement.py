@@ -105,6 +105,24 @@ def test_huge_scores(backend: str, size: float) -> None:
     compare(backend, tensors(size=size), mask=ch.Causal())
 
 
+@pytest.mark.parametrize("backend", ["reference", *(name for name in TESTED if name != "sdpa")])
+@pytest.mark.parametrize("low", [-1e9, torch.finfo(torch.float32).min / 2])
+def test_rows_that_a_bias_forbids_throughout_keep_their_mean(backend: str, low: float) -> None:
+    """Beside such scores a log-sum-exp has no digits left for how many keys there are; torch's backward reads one."""
+    query, key, value, grad = (torch.randn(1, 2, 12, 4, generator=torch.Generator().manual_seed(n)) for n in range(4))
+    bias = torch.zeros(1, 1, 12, 12)
+    bias[:, :, 3], bias[:, :, 5:, 6:] = low, low
+    weights = (query @ key.mT * 0.5 + bias).double().softmax(dim=-1)
+    given = value.clone().requires_grad_()
+    rule, want = ch.DenseBias(bias), ch.Want(received=True)
+    seen = ch.observe_attention(query, key, given, scores=rule, backend=backend, want=want)
+    assert seen.received is not None
+    torch.testing.assert_close(seen.output.double(), weights @ value.double(), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(seen.received.double(), weights.sum(dim=-2), rtol=1e-5, atol=2e-6)
+    (pulled,) = torch.autograd.grad(seen.output, given, grad)
+    torch.testing.assert_close(pulled.double(), weights.mT @ grad.double(), rtol=1e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("lengths", [[1] * 9, [300, 1, 2, 290, 7, 40, 40], [513], [0, 5, 0, 6]], ids=str)
 @pytest.mark.parametrize("backend", TESTED)
 def test_packed_documents(backend: str, lengths: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -17,13 +18,6 @@ def inputs(grad: bool) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-class _Holder:
-    """Nothing that the search for learned tensors looks into."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-
-
 class _Module(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -36,8 +30,9 @@ class _Module(torch.nn.Module):
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_learned_tensor_out_of_reach_is_refused_in_forward(grad: bool) -> None:
-    hidden = {"a": [_Holder(torch.nn.Parameter(torch.ones(())))]}
-    rule = ch.ScoreFunction(lambda score, b, h, i, j: score * hidden["a"][0].weight)
+    weight = torch.nn.Parameter(torch.ones(()))
+    kept = lru_cache(lambda: weight)
+    rule = ch.ScoreFunction(lambda score, b, h, i, j: score * kept())
     with pytest.raises(ch.UnsupportedError, match="name the learned tensors it reads"):
         ch.attention(*inputs(grad), scores=rule, backend="tiled")
     with torch.no_grad():

@@ -20,7 +20,7 @@ from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import all_finite, has_numbers, only_finite, without_autocast
 from clearhead.backends.dropout import keep_scale
 from clearhead.backends.once import once, one_at_a_time
-from clearhead.backends.tiled_statistics import Pulls, Sweep, result_names, weigh
+from clearhead.backends.tiled_statistics import Base, Pulls, Sweep, result_names, weigh
 from clearhead.backends.tiles import (
     Layout,
     Tile,
@@ -48,8 +48,8 @@ _PRODUCTS: Final = 2**17
 
 def _forward_strip(
     problem: Problem, layout: Layout, queries: slice, tiles: list[Tile]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp and largest score of one strip of queries."""
+) -> tuple[Tensor, Tensor, Tensor, Base]:
+    """Output, log-sum-exp, largest score and the log-sum-exp's parts of one strip of queries."""
     size, heads = layout.query.shape[:2]
     rows = queries.stop - queries.start
     new = layout.query.new_full
@@ -64,8 +64,9 @@ def _forward_strip(
         shrink = torch.exp(max_score - largest)
         total, output = total * shrink + torch.exp(logits - largest), output * shrink[..., None]
     empty = total == 0.0
-    lse = (finite(largest) + torch.log(total)).masked_fill(empty, -torch.inf)
-    return output / total.masked_fill(empty, 1.0)[..., None], lse, max_score
+    base = Base(finite(largest), total.masked_fill(empty, 1.0))
+    lse = (base.largest + torch.log(base.total)).masked_fill(empty, -torch.inf)
+    return output / base.total[..., None], lse, max_score, base
 
 
 def _forward_tile(
@@ -109,23 +110,25 @@ class _Tiled(torch.autograd.Function):
         # Backward needs the unrounded output: delta is a difference of two large sums in it.
         output = query.new_zeros((*rows, problem.value_dim), dtype=problem.work_dtype)
         lse = query.new_full(rows, -torch.inf, dtype=problem.work_dtype)
-        max_score = lse.clone()
+        max_score, base = lse.clone(), Base(torch.zeros_like(lse), torch.ones_like(lse))
         if problem.sink is not None:
             # Tokens outside every document are in no layout; their softmax holds the sink alone.
             lse.copy_(problem.sink.logits.detach().view(1, -1, 1))
+            base.largest.copy_(finite(lse))
         with torch.no_grad():
             sweep = Sweep(problem, want)
             for layout in layouts(problem):
                 for queries, tiles in strips(problem, layout):
-                    pieces = _forward_strip(problem, layout, queries, tiles)
-                    for into, piece in zip((output, lse, max_score), pieces, strict=True):
+                    *pieces, own = _forward_strip(problem, layout, queries, tiles)
+                    pieces += [own.largest, own.total]
+                    for into, piece in zip((output, lse, max_score, base.largest, base.total), pieces, strict=True):
                         layout.put(into, queries, piece)
                     if sweep.found:
-                        sweep.strip(layout, queries, tiles, pieces[1])
+                        sweep.strip(layout, queries, tiles, own)
             found = sweep.finished()
         ctx.problem, ctx.want, ctx.found = problem, want, tuple(found)
         # What backward reads again where it lies is saved, so that autograd tells if it was written into.
-        ctx.save_for_backward(*tensors[:4], output, lse, max_score, *read.tensors)
+        ctx.save_for_backward(*tensors[:4], output, base.largest, base.total, max_score, *read.tensors)
         ctx.reached = [any(own is tensor for tensor in read.learned) for own in tensors[4:]]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(found[name] for name in UNDIFFERENTIABLE if name in found))
@@ -133,7 +136,7 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, mixing, output, lse, max_score, *_ = ctx.saved_tensors
+        query, key, value, mixing, output, largest, total, max_score, *_ = ctx.saved_tensors
         problem = ctx.problem.with_tensors(query, key, value)
         one_at_a_time(*grads)
         given = [grad for grad in grads if grad is not None]
@@ -141,7 +144,7 @@ class _Tiled(torch.autograd.Function):
             asked = {name: grad for name, grad in zip(ctx.found, grads[3:], strict=True) if grad is not None}
             gather = ctx.needs_input_grad[6] and "row_weights" in asked
             pulls = Pulls.of(problem, ctx.want, (max_score, grads[2]), asked, mixing, gather=gather)
-            results = _gradients(problem, (output, lse), (grads[0], grads[1]), pulls, ctx.reached)
+            results = _gradients(problem, (output, Base(largest, total)), (grads[0], grads[1]), pulls, ctx.reached)
             if pulls.grad_mixing is not None:
                 results.append(pulls.grad_mixing.mT.sum_to_size(mixing.shape).to(mixing.dtype))
         learned = problem.rule_parameters if ctx.reached else []
@@ -151,14 +154,14 @@ class _Tiled(torch.autograd.Function):
 
 
 def _gradients(
-    problem: Problem, saved: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None], pulls: Pulls,
+    problem: Problem, saved: tuple[Tensor, Base], grads: tuple[Tensor | None, Tensor | None], pulls: Pulls,
     reached: list[bool],
 ) -> list[Tensor | None]:  # fmt: skip
     """Gradients of query, key, value and the rules' parameters; None of those that no tile reached.
 
     ``reached`` are parameters that are known to be read.
     """
-    output, lse = saved
+    output, base = saved
     grad_output = torch.zeros_like(output) if grads[0] is None else grads[0].to(output.dtype)
     # delta is a row's sum of weight times weight-gradient; a gradient of lse enters at the same place.
     delta = _row_products(grad_output, output)
@@ -173,21 +176,22 @@ def _gradients(
     everything = slice(None)
     for layout in layouts(problem):
         rows = _Rows(
-            layout.take(grad_output), layout.take(delta), layout.take(lse, padding=torch.inf),
+            layout.take(grad_output), layout.take(delta),
+            Base(layout.take(base.largest, padding=torch.inf), layout.take(base.total, padding=1.0)),
             bad=None if bad is None else layout.take(bad),
         )  # fmt: skip
         own, own_pulls = (layout.gathered(found[1]), layout.gathered(found[2])), pulls.within(layout)
         for queries, tiles in strips(problem, layout):
             strip = rows.cut(queries)
             if own_pulls.any:
-                extra, share = own_pulls.walk(problem, layout, queries, tiles, strip.lse)
+                extra, share = own_pulls.walk(problem, layout, queries, tiles, strip.base)
                 strip = replace(strip, delta=strip.delta + extra, share=share)
                 layout.add(delta, queries, extra)
             layout.put(found[0], queries, _Strip(problem, layout, queries, strip, own_pulls, *own, learned).walk(tiles))
         if layout.group is not None:
             for into, grad in zip(found[1:], own, strict=True):
                 layout.put(into, everything, grad)
-    _sink_gradient(problem, learned, delta, lse)
+    _sink_gradient(problem, learned, delta, base)
     pairs = zip([*found, *learned.grads], [*inputs, *learned.parameters], strict=True)
     return [None if grad is None else grad.to(tensor.dtype) for grad, tensor in pairs]
 
@@ -211,13 +215,13 @@ class _Rows:
 
     grad_output: Tensor
     delta: Tensor
-    lse: Tensor
+    base: Base
     share: Tensor | None = None
     bad: Tensor | None = None
 
     def cut(self, queries: slice) -> _Rows:
         return _Rows(
-            self.grad_output[:, :, queries], self.delta[:, :, queries], self.lse[:, :, queries],
+            self.grad_output[:, :, queries], self.delta[:, :, queries], self.base.cut(queries),
             bad=None if self.bad is None else self.bad[:, :, queries],
         )  # fmt: skip
 
@@ -258,7 +262,7 @@ class _Strip:
         if problem.elementwise:
             with torch.enable_grad():
                 after = ruled(problem, before.requires_grad_(), tile)
-        seen = weigh(after.detach(), tile, finite(rows.lse), spoiled)
+        seen = weigh(after.detach(), tile, rows.base, spoiled)
         upstream = stacked(rows.grad_output, problem.num_kv_heads)
         grad = torch.bmm(upstream, layout.value[:, :, tile.keys].flatten(0, 1).mT).view(seen.weights.shape)
         dropped = seen.weights
@@ -324,15 +328,14 @@ class _Learned:
         return torch.zeros_like(grad) if found[0] is None else masked(found[0], tile, 0.0)
 
 
-def _sink_gradient(problem: Problem, learned: _Learned, delta: Tensor, lse: Tensor) -> None:
-    """A sink's weight is ``exp(logit - lse)`` and its value nothing, so its gradient is ``-weight * delta``."""
+def _sink_gradient(problem: Problem, learned: _Learned, delta: Tensor, base: Base) -> None:
+    """A sink's weight is its share of a row's sum and its value nothing, so its gradient is ``-weight * delta``."""
     if problem.sink is None:
         return
     for place, parameter in enumerate(learned.parameters):
         if parameter is problem.sink.logits:
-            logits = parameter.detach().to(lse.dtype).view(1, -1, 1)
-            # A logit of -inf beside an empty row is -inf less -inf.
-            weight = torch.exp(logits - lse).masked_fill(logits == -torch.inf, 0.0)
+            logits = parameter.detach().to(delta.dtype).view(1, -1, 1)
+            weight = torch.exp(logits - base.largest) / base.total
             per_head = -(weight * delta).sum(dim=(0, 2))
             learned.add(place, per_head if parameter.shape == per_head.shape else per_head.sum())
 

@@ -1,6 +1,6 @@
 """Statistics over tiles: a second walk over a strip's tiles once its log-sum-exp is known, and their gradients.
 
-Weights are ``exp(score - lse)``, tile by tile, so that nothing T x T is held but what was asked for (``rows``).
+Weights are ``exp(score - largest) / total``, tile by tile, so that nothing T x T is held but what was asked (``rows``).
 Sums run over tiles in order, and no two writers share a place: two runs give the same bits.
 
 Gradients. A statistic that is linear in the weights, or the entropy, has a gradient ``G`` on each weight. With
@@ -17,12 +17,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from clearhead.backends.tiles import Block, Layout, Tile, exponential, finite, masked, raw_scores, ruled
+from clearhead.backends.tiles import Block, Layout, Tile, exponential, masked, raw_scores, ruled
 from clearhead.problem import Problem
 from clearhead.shapes import Float, Int
 from clearhead.statistics import Want
 
-__all__ = ["Pulls", "Seen", "Sweep", "result_names", "weigh"]
+__all__ = ["Base", "Pulls", "Seen", "Sweep", "result_names", "weigh"]
 
 #: What the first walk finds.
 _FIRST: Final = ("lse", "max_score")
@@ -34,23 +34,50 @@ def result_names(want: Want) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class Base:
+    """The two parts of rows' log-sum-exps, ``[b, heads, rows]``: beside scores of -1e9 their sum would lose digits.
+
+    Attributes:
+        largest: the largest score, a sink's logit included; 0 where there is none.
+        total: the sum of exponentials over it; 1 where there is none.
+    """
+
+    largest: Tensor
+    total: Tensor
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether a row is NaN."""
+        return bool(self.total.isnan().any())
+
+    def without(self, rows: Tensor) -> Base:
+        """With weights of 0 in some rows."""
+        return Base(self.largest.masked_fill(rows, torch.inf), self.total.masked_fill(rows, 1.0))
+
+    def cut(self, queries: slice) -> Base:
+        """The part of a strip."""
+        return Base(self.largest[:, :, queries], self.total[:, :, queries])
+
+
+@dataclass(frozen=True)
 class Seen:
-    """A tile's scores as the softmax takes them, what is subtracted from a row's, and the weights."""
+    """A tile's scores as the softmax takes them, what they are measured by, and the weights."""
 
     scores: Tensor
-    base: Tensor
+    base: Base
     weights: Tensor
 
     @property
     def finite_logs(self) -> Tensor:
         """Logarithms of the weights; 0 where the weight is, since ``0 log 0`` counts as 0."""
-        return (self.scores - self.base[..., None]).masked_fill_(self.weights == 0.0, 0.0)
+        logs = (self.scores - self.base.largest[..., None]).sub_(self.base.total.log()[..., None])
+        return logs.masked_fill_(self.weights == 0.0, 0.0)
 
 
-def weigh(scores: Tensor, tile: Tile, base: Float[Tensor, "b heads rows"], spoiled: bool) -> Seen:
+def weigh(scores: Tensor, tile: Tile, base: Base, spoiled: bool) -> Seen:
     """A tile's weights; ``spoiled`` says that a row may be NaN, which is none of a forbidden key's business."""
     scores = masked(scores, tile)
-    weights = exponential(scores - base[..., None])
+    weights = exponential(scores - base.largest[..., None]).div_(base.total[..., None])
     return Seen(scores, base, masked(weights, tile, 0.0) if spoiled else weights)
 
 
@@ -78,13 +105,13 @@ class Sweep:
             # Rows outside every document are in no layout; all their weights are 0.
             self.found["top_indices"] += torch.arange(want.top_k, device=problem.query.device)
 
-    def strip(self, layout: Layout, queries: slice, tiles: list[Tile], lse: Tensor) -> None:
+    def strip(self, layout: Layout, queries: slice, tiles: list[Tile], base: Base) -> None:
         """Take in one strip of queries, whose tiles are all there are."""
         if layout.valid is not None:
-            lse = lse.masked_fill(~layout.valid[:, None, queries], torch.inf)
-        base, spoiled = finite(lse), bool(lse.isnan().any())
-        sums = {name: torch.zeros_like(lse) for name in _ROW_SUMS if name in self.found}
-        top = Top.none(lse)
+            base = base.without(~layout.valid[:, None, queries])
+        spoiled = base.spoiled
+        sums = {name: torch.zeros_like(base.total) for name in _ROW_SUMS if name in self.found}
+        top = Top.none(base.total)
         for tile in tiles:
             scores = ruled(self.problem, raw_scores(self.problem, layout, queries, tile), tile)
             seen = weigh(scores, tile, base, spoiled)
@@ -199,8 +226,8 @@ class Top:
     indices: Int[Tensor, "b heads rows found"]
 
     @classmethod
-    def none(cls, lse: Float[Tensor, "b heads rows"]) -> Top:
-        weights = lse.new_zeros((*lse.shape, 0))
+    def none(cls, rows: Float[Tensor, "b heads rows"]) -> Top:
+        weights = rows.new_zeros((*rows.shape, 0))
         return cls(weights, weights.to(torch.int64))
 
     def merged(self, weights: Tensor, keys: Int[Tensor, "b 1 1 width"], k: int) -> Top:
@@ -321,15 +348,14 @@ class Pulls:
         return masked(grad, tile, 0.0)
 
     def walk(
-        self, problem: Problem, layout: Layout, queries: slice, tiles: list[Tile], lse: Tensor
+        self, problem: Problem, layout: Layout, queries: slice, tiles: list[Tile], base: Base
     ) -> tuple[Tensor, Tensor | None]:
         """A strip's sums of weight times gradient, and the gradient that each of the largest scores gets.
 
-        ``lse`` is the strip's own. The gradient of ``Want.row_weights`` is gathered on the way.
+        ``base`` is the strip's own. The gradient of ``Want.row_weights`` is gathered on the way.
         """
-        base, spoiled = finite(lse), bool(lse.isnan().any())
-        total = torch.zeros_like(lse)
-        count = torch.zeros_like(lse)
+        spoiled = base.spoiled
+        total, count = torch.zeros_like(base.total), torch.zeros_like(base.total)
         for tile in tiles:
             seen = weigh(ruled(problem, raw_scores(problem, layout, queries, tile), tile), tile, base, spoiled)
             total += (seen.weights * self.on_weights(layout, queries, tile, seen)).sum(dim=-1)

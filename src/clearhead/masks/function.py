@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from clearhead.arguments import seen
 from clearhead.closure import Bound
@@ -100,7 +102,8 @@ def call_user_function(
             got=f"one that {function_name(fn)} wrote into on {tile_seen(*arguments[-4:])}",
             then="Return a new tensor: x + y for x += y, x.masked_fill for x.masked_fill_.",
         )  # fmt: skip
-    if random != _random_numbers(arguments[-1]):
+    # Another thread may have drawn some: what the function does itself is seen in this one.
+    if random != _random_numbers(arguments[-1]) and _draws(fn, arguments):
         raise UnsupportedError.about(
             function, "fn", must="draw no random numbers: a tile is asked several times, in backward again",
             got=f"one of torch's generator that {function_name(fn)} drew on {tile_seen(*arguments[-4:])}",
@@ -141,11 +144,31 @@ def _span(index: Tensor) -> str:
 
 def _random_numbers(index: Tensor) -> bytes:
     """What tells later whether random numbers were drawn on a CPU; nothing where there are none to tell it by."""
-    watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
-    if torch.compiler.is_compiling() or not index.is_cpu or watched:
+    if torch.compiler.is_compiling() or not index.is_cpu:
+        return b""
+    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active():
         return b""
     state: bytes = torch.get_rng_state().numpy().tobytes()
     return state
+
+
+def _draws(fn: Callable[..., Tensor], arguments: tuple[Tensor, ...]) -> bool:
+    drawn = _Drawn()
+    with drawn:
+        fn(*arguments)
+    return drawn.any
+
+
+class _Drawn(TorchDispatchMode):
+    """Notes whether an operation draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.any |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 def _stamps(tensors: tuple[Tensor, ...]) -> tuple[int | Tensor, ...]:
