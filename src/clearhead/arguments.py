@@ -95,7 +95,7 @@ def whole(function: str, argument: str, value: object, *, low: int, high: int = 
 
 def _power(limit: int) -> str:
     exponent = limit.bit_length() - 1
-    return f"2**{exponent}" if limit == 2**exponent else str(limit)
+    return f"2**{exponent}" if exponent >= 10 and limit == 2**exponent else str(limit)
 
 
 def seed_of(function: str, value: object) -> int:

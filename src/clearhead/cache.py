@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from clearhead.arguments import whole
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.shapes import Float
 
@@ -97,11 +98,7 @@ class KVCache:
         >>> cache
         KVCache(length=2, shape=[1, 2, 2, 4])
         """
-        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= self._length:
-            raise ShapeError.about(
-                "KVCache.truncate", "length", must=f"be a whole number from 0 to {self._length}, which is held",
-                got=repr(length), then="Tokens can be taken back, not made.",
-            )  # fmt: skip
+        length = whole("KVCache.truncate", "length", length, low=0, high=self._length)
         # Room ahead was made here; what is full may be somebody's own tensor, which is not to be written to.
         if self._key is not None and self._key.shape[2] == self._length > length:
             self._key = self._key[:, :, :length]

@@ -90,7 +90,7 @@ def traced_documents_of(
     return output, LinearState(matrix=matrix, normalizer=sums[0] if sums else None)
 
 
-def _results(
+def _forward(
     tensors: list[Tensor], names: str, ids: Tensor, function: str, causal: bool, form: str, chunk: int,
     normalized: bool, faint: bool, given: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
@@ -108,15 +108,8 @@ def _results(
     way = Way(function=function, causal=causal, form=form, chunk=chunk, features=features)
     with without_autocast(ids.device.type):
         output, after = documents_of(way, call, state, sequences)
-    return [output, *(part for part in (after.matrix, after.normalizer) if part is not None)]
-
-
-def _forward(
-    tensors: list[Tensor], names: str, ids: Tensor, function: str, causal: bool, form: str, chunk: int,
-    normalized: bool, faint: bool, given: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
-    found = _results(tensors, names, ids, function, causal, form, chunk, normalized, faint, given)
-    return [one.contiguous() for one in found]
+    found = (output, after.matrix, after.normalizer)
+    return [part.contiguous() for part in found if part is not None]
 
 
 def _forward_like(
@@ -138,7 +131,7 @@ def _backward(
     """The call once more, with gradients of every tensor."""
     with recording():
         own = [tensor.detach().requires_grad_() for tensor in tensors]
-        results = _results(own, names, ids, function, causal, form, chunk, normalized, faint, given)
+        results = _forward(own, names, ids, function, causal, form, chunk, normalized, faint, given)
         asked = [one for one, there in zip(results, arrived, strict=True) if there == "1"]
         pulled = [(one, grad) for one, grad in zip(asked, grads, strict=True) if one.requires_grad]
         ends, upstream = [one for one, _ in pulled], [grad for _, grad in pulled]
