@@ -49,6 +49,25 @@ def test_a_new_tensor_is_what_new_empty_gives(shape: tuple[int, ...], dtype: tor
     assert torch.equal(found.fill_(2.0), plain.fill_(2.0))
 
 
+@pytest.mark.parametrize("torchs", [True, False], ids=["torch's quick way", "the usual way"])
+@pytest.mark.parametrize("shape", [(3, 0, 5), (), (2, 3, 8, 16), (2, 3, 512, 512)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_is_made_like_a_tensor_lies_as_it_does(
+    shape: tuple[int, ...], dtype: torch.dtype, torchs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torchs:
+        monkeypatch.setattr(native_memory, "_small_maker", lambda: native_memory._small)
+    contiguous = torch.zeros(shape, dtype=dtype)
+    for tensor in (contiguous, contiguous.transpose(1, 2)) if len(shape) == 4 else (contiguous,):
+        make = native_memory.maker_like(tensor)
+        found, other = make(), make()
+        assert (found.shape, found.stride(), found.dtype) == (tensor.shape, tensor.stride(), dtype)
+        assert type(found) is Tensor
+        assert not found.requires_grad
+        assert not found._is_view()
+        assert not found.numel() or (found.data_ptr() % 64 == 0 and found.data_ptr() != other.data_ptr())
+
+
 def test_heads_lie_as_the_tensor_does() -> None:
     heads = torch.zeros(4, 300, 8, 64).transpose(1, 2)
     assert room_like(heads, 96).stride() == (300 * 8 * 96, 96, 8 * 96, 1)

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import clearhead as ch
-from clearhead.backends import native_replay
+from clearhead.backends import native_memory, native_replay
 from clearhead.problem import draw_seed
 from tests.agreement import needs_native
 
@@ -39,9 +40,10 @@ def played(monkeypatch: pytest.MonkeyPatch) -> native_replay.Played:
 
 @pytest.fixture(params=["one question", "looked up"])
 def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's own comparison of tensors, and without it."""
+    """With torch's own comparison of tensors and its quicker way to new ones, and without them."""
     if request.param == "looked up":
         monkeypatch.setattr(native_replay, "_guards", native_replay._Guards)
+        monkeypatch.setattr(native_memory, "_small_maker", lambda: native_memory._small)
 
 
 @pytest.mark.usefixtures("asked")
@@ -375,6 +377,31 @@ def test_transformations_and_modes_are_not_played_through() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _same(inputs)
         assert ch.attention(*inputs).dtype == torch.float32
+
+
+class _Seen(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("asked")
+def test_a_mode_sees_backward_of_what_was_played_back_without_it() -> None:
+    inputs = _tensors(2, 3, 17, 8)
+    arrived = torch.randn(2, 3, 17, 8)
+    for _ in range(3):
+        _same(inputs)
+    query, key, value = (tensor.requires_grad_() for tensor in inputs)
+    plain = torch.autograd.grad(ch.attention(query, key, value), (query, key, value), arrived)
+    output = ch.attention(query, key, value)
+    with _Seen() as seen:
+        found = torch.autograd.grad(output, (query, key, value), arrived)
+    assert seen.count >= 3
+    assert all(torch.equal(own, other) for own, other in zip(found, plain, strict=True))
 
 
 def test_many_threads_train_at_once() -> None:

@@ -17,14 +17,14 @@ from functools import partial
 from typing import Any, Final, TypeAlias, cast
 
 import torch
-from torch import Tensor, empty_like, get_num_threads, is_grad_enabled
+from torch import Tensor, get_num_threads, is_grad_enabled
 from torch._C import _is_tracing as tracing
 from torch._C import _len_torch_dispatch_stack as modes
 from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from clearhead.backends.native_library import Code, Description, in_memory, library, message, quick
-from clearhead.backends.native_memory import LEAST, new_tensor
+from clearhead.backends.native_memory import maker_like
 from clearhead.problem import draw_seed
 
 __all__ = ["FEW_NUMBERS", "Otherwise", "Played", "remember", "replay"]
@@ -45,8 +45,8 @@ def _word(name: str) -> int:
     return place // 8
 
 
-_QUERY, _KEY, _VALUE, _OUTPUT, _SOFTMAX, _DELTA = map(
-    _word, ("query", "key", "value", "output", "softmax", "delta")
+_QUERY, _KEY, _VALUE, _OUTPUT, _SOFTMAX, _DELTA, _SEED = map(
+    _word, ("query", "key", "value", "output", "softmax", "delta", "seed")
 )  # fmt: skip
 _GRAD_OUTPUT, _GRAD_QUERY, _GRAD_KEY, _GRAD_VALUE = map(
     _word, ("grad_output", "grad_query", "grad_key", "grad_value")
@@ -62,7 +62,8 @@ Otherwise: TypeAlias = Callable[
 class _Guards:
     """Whether tensors are like others: class, dtype, device, sizes, strides, bits of dispatch, ``requires_grad``.
 
-    What torch has for compiled functions does this in a third of a microsecond, with what is in force around the call.
+    What torch has for compiled functions does this in half a microsecond, with most of what is in force around the
+    call.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -101,33 +102,22 @@ _guards = _torchs_guards()
 class _Plan:
     """A description that waits for addresses. One thread uses it at a time: taken from its list, and put back."""
 
-    __slots__ = ("check", "description", "held", "kernel", "layout", "like", "reference", "rooms", "words")
+    __slots__ = ("check", "description", "held", "kernel", "layout", "reference", "rooms", "words")
 
     def __init__(
-        self, layout: _Layout, verb: str, description: Description, written: Sequence[tuple[Tensor, Tensor]],
-        held: object = None,
-    ) -> None:  # fmt: skip
-        """``written`` are tensors in pairs: one that is given to each call, and the one that was written beside it."""
+        self, layout: _Layout, verb: str, description: Description, written: Sequence[Tensor], held: object = None
+    ) -> None:
+        """``written`` are the tensors that the call wrote."""
         self.layout, self.held = layout, held
         self.check: Callable[..., bool] | None = None
         self.description = Description.from_buffer_copy(description)
         self.reference = ctypes.byref(self.description)
         self.words = (ctypes.c_uint64 * _WORDS).from_buffer(self.description)
-        self.rooms = [(tuple(own.shape), own.stride()) for _, own in written]
-        # The quicker way to room of the same shape and strides.
-        self.like = all(
-            empty_like(given).stride() == own.stride() and given.shape == own.shape and own.nbytes < LEAST
-            for given, own in written
-        )
+        self.rooms = [maker_like(one) for one in written]
         scores = description.batch * description.heads * description.q_len * description.k_len
         kernels = quick() if scores * (description.head_dim + description.value_dim) <= _BRIEF else library()
         assert kernels is not None
         self.kernel = getattr(kernels, verb)
-
-    def room(self, place: int, given: Tensor) -> Tensor:
-        """Where something is written, if ``empty_like`` is not the way."""
-        shape, strides = self.rooms[place]
-        return new_tensor(given, shape, strides=strides)
 
 
 class _Layout:
@@ -259,7 +249,7 @@ def replay(
     if layout.training:
         output: Tensor = _again(plan, query, key, value)  # type: ignore[no-untyped-call]
         return output
-    written = empty_like(query) if plan.like else plan.room(0, query)
+    written = plan.rooms[0]()
     words = plan.words
     words[_QUERY] = query.data_ptr()
     words[_KEY] = key.data_ptr()
@@ -275,22 +265,23 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        ctx.layout = layout = plan.layout
-        if layout.dropout:
-            ctx.seed = plan.description.seed
-        output = empty_like(query) if plan.like else plan.room(0, query)
+        layout = plan.layout
+        output = plan.rooms[0]()
         words = plan.words
         words[_QUERY] = query.data_ptr()
         words[_KEY] = key.data_ptr()
         words[_VALUE] = value.data_ptr()
         words[_OUTPUT] = output.data_ptr()
+        # A node's attributes are a dict each time: one is enough.
         if layout.few is not None:
-            ctx.softmax = softmax = layout.few()
-            words[_SOFTMAX] = addressof(softmax)
+            few = layout.few()
+            words[_SOFTMAX] = addressof(few)
+            ctx.step = layout, few, words[_SEED]
             ctx.save_for_backward(query, key, value)
         else:
             rows = torch.empty(layout.shape, dtype=torch.float32, device="cpu")
             words[_SOFTMAX] = rows.data_ptr()
+            ctx.step = layout, None, words[_SEED]
             ctx.save_for_backward(query, key, value, rows)
         code = plan.kernel(plan.reference)
         layout.forward.append(plan)
@@ -300,42 +291,36 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        layout, saved = ctx.layout, ctx.saved_tensors
-        query, key, value = saved[:3]
-        rows, waiting = saved[3:], layout.backward
+        (layout, few, seed), (query, key, value, *rows) = ctx.step, ctx.saved_tensors
+        waiting = layout.backward
         try:
             plan = waiting.pop()
         except IndexError:  # none yet, or all are taken by other threads
             return _long_way(ctx, query, key, value, rows, grad)
-        if is_grad_enabled() or modes():
+        # A sum's gradient is one number; hooks may hand out what was saved in another form.
+        if is_grad_enabled() or modes() or not (
+            plan.check(query, key, value, grad) or plan.check(query, key, value, grad := grad.contiguous())
+        ):  # fmt: skip
             waiting.append(plan)
             return _long_way(ctx, query, key, value, rows, grad)
-        # A sum's gradient is one number; hooks may hand out what was saved in another form.
-        if not plan.check(query, key, value, grad):
-            grad = grad.contiguous()
-            if not plan.check(query, key, value, grad):
-                return _long_way(ctx, query, key, value, rows, grad)
-        if plan.like:
-            grad_query, grad_key, grad_value = empty_like(query), empty_like(key), empty_like(value)
-        else:
-            grad_query, grad_key, grad_value = plan.room(0, query), plan.room(1, key), plan.room(2, value)
+        room_query, room_key, room_value = plan.rooms
+        grad_query, grad_key, grad_value = room_query(), room_key(), room_value()
         words = plan.words
         words[_QUERY] = query.data_ptr()
         words[_KEY] = key.data_ptr()
         words[_VALUE] = value.data_ptr()
-        if rows:
+        if few is not None:
+            words[_SOFTMAX] = addressof(few)
+        else:
             softmax = rows[0].contiguous()
             delta = softmax.new_empty(layout.shape[:-1])
             words[_SOFTMAX] = softmax.data_ptr()
             words[_DELTA] = delta.data_ptr()
-        else:
-            words[_SOFTMAX] = addressof(ctx.softmax)
         words[_GRAD_OUTPUT] = grad.data_ptr()
         words[_GRAD_QUERY] = grad_query.data_ptr()
         words[_GRAD_KEY] = grad_key.data_ptr()
         words[_GRAD_VALUE] = grad_value.data_ptr()
-        if layout.dropout:
-            plan.description.seed = ctx.seed
+        words[_SEED] = seed
         code = plan.kernel(plan.reference)
         waiting.append(plan)
         if code != _OK:
@@ -347,16 +332,15 @@ def _long_way(
     ctx: Any, query: Tensor, key: Tensor, value: Tensor, rows: Sequence[Tensor], grad: Tensor
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Backward that writes its call down, which is kept; or that is more than a call."""
-    layout: _Layout = ctx.layout
+    layout: _Layout
+    layout, few, seed = ctx.step
     assert layout.otherwise is not None
-    softmax = rows[0] if rows else torch.frombuffer(ctx.softmax, dtype=torch.float32).view(layout.shape)
-    seed = ctx.seed if layout.dropout else 0
+    softmax = rows[0] if few is None else torch.frombuffer(few, dtype=torch.float32).view(layout.shape)
     grads, call = layout.otherwise(query, key, value, softmax, grad, seed)
     plain = _fits(query, key, value, grad) and _rows_lie(query, key, value, grad)
     if call is not None and plain and not layout.backward:
         description, delta = call
-        pairs = list(zip((query, key, value), grads, strict=True))
-        plan = _Plan(layout, "ch_backward", description, pairs, held=None if rows else delta)
+        plan = _Plan(layout, "ch_backward", description, grads, held=None if rows else delta)
         plan.check = _guards(query, key, value, grad).check
         layout.backward.append(plan)
     return None, *grads
@@ -389,7 +373,7 @@ def remember(
         layout.trains(softmax, otherwise)
     # There is one that waits where a call was written down for another reason.
     if not layout.forward:
-        layout.forward.append(_Plan(layout, "ch_forward", description, [(query, output)]))
+        layout.forward.append(_Plan(layout, "ch_forward", description, [output]))
 
 
 #: ``_Again.apply`` without its look at transformations, of which there are none here.
