@@ -196,7 +196,7 @@ class Problem:
 
 
 def _four_axes(tensor: Tensor) -> Tensor:
-    return tensor if tensor.ndim == 4 else tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)
+    return tensor if tensor.ndim == 4 else tensor[(None,) * (4 - tensor.ndim)]
 
 
 def _check_tensors(function: str, query: Tensor, key: Tensor, value: Tensor) -> None:

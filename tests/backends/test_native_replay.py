@@ -77,6 +77,23 @@ def test_another_layout_is_another_call() -> None:
         ch.attention(query.numpy(), key, value)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("leading", [0, 1, 2])
+@pytest.mark.parametrize("training", [False, True])
+def test_one_of_something_recurs_as_several_do(leading: int, training: bool) -> None:
+    """An axis of one has a stride too, and a view may give it another."""
+
+    def heads() -> Tensor:
+        whole = torch.randn(1, 17, 1, 32)[..., :16].transpose(1, 2)
+        return whole[(0,) * (2 - leading)].requires_grad_(training)
+
+    for call in range(4):
+        query, key, value = heads(), heads(), heads()
+        again = native_replay.replay(query, key, value, causal=True)
+        assert (again is not None) == (call > 0)
+        output = ch.attention(query, key, value, mask=ch.Causal())
+        assert again is None or torch.equal(again, output)
+
+
 def test_a_scale_and_missing_axes_are_part_of_the_layout() -> None:
     """The usual scale is the same call whether it is given or not."""
     query, key, value = _tensors(3, 17, 16)

@@ -124,7 +124,8 @@ def _remember(problem: Problem, work: ForwardWork, **training: Any) -> None:
     """Keep a call under the tensors as they were given."""
 
     def given(tensor: Tensor) -> Tensor:
-        return tensor.view(tensor.shape[2 - problem.leading :])
+        # Not by ``view``, which may give axes of one another stride.
+        return tensor[(0,) * (2 - problem.leading)] if problem.leading < 2 else tensor
 
     remember(
         given(problem.query), given(problem.key), given(problem.value), causal=problem.mask is not None,
