@@ -53,7 +53,7 @@ class TestPrepared:
         for seed in range(3):
             generator = torch.Generator().manual_seed(seed)
             left, right = torch.randn(5, 7, generator=generator), torch.randn(7, 3, generator=generator)
-            (output,) = prepared.rooms(left)
+            (output,) = prepared.rooms()
             assert prepared.run([left, right, output]) == (0, 1)
             assert torch.equal(output, Product([(left, right)]).run())
 

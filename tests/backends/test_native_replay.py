@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import clearhead as ch
-from clearhead.backends import native_memory, native_replay
+from clearhead.backends import guards, native_memory, native_replay
 from clearhead.problem import draw_seed
 from tests.agreement import needs_native
 
@@ -42,7 +42,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> native_replay.Played:
 def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's own comparison of tensors and its quicker way to new ones, and without them."""
     if request.param == "looked up":
-        monkeypatch.setattr(native_replay, "_guards", native_replay._Guards)
+        monkeypatch.setattr(guards, "_guards", guards._Guards)
         monkeypatch.setattr(native_memory, "_small_maker", lambda: native_memory._small)
 
 

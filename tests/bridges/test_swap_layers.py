@@ -191,9 +191,9 @@ def test_real_tokens_alone_are_worked_on(monkeypatch: pytest.MonkeyPatch) -> Non
     rows = []
     project = torch_attention.project
 
-    def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def counted(x: Tensor, *layer: Tensor | None, **options: Any) -> Tensor:
         rows.append(x.shape[:-1])
-        return project(x, weight, bias)
+        return project(x, *layer, **options)  # type: ignore[arg-type]
 
     for module in (torch_attention, torch_parts):
         monkeypatch.setattr(module, "project", counted)
@@ -209,9 +209,9 @@ def test_many_tokens_are_filled_up_to_rows_that_come_again(monkeypatch: pytest.M
     rows = []
     project = torch_attention.project
 
-    def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def counted(x: Tensor, *layer: Tensor | None, **options: Any) -> Tensor:
         rows.append(x.shape[1])
-        return project(x, weight, bias)
+        return project(x, *layer, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(torch_attention, "project", counted)
     for call in ({"src_key_padding_mask": RIGHT}, {"src_key_padding_mask": HOLES, "mask": CAUSAL}):

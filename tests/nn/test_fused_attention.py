@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import clearhead as ch
 from clearhead.backends import native_memory, native_prepared, native_projection, native_work
-from clearhead.nn import fused_attention
+from clearhead.nn import attention_step, fused_attention
 from clearhead.nn.linear import Linear
 from clearhead.projection import chosen, products
 
@@ -49,6 +49,7 @@ def tokens(dtype: torch.dtype = torch.float32, batch: int = 3, length: int = 37)
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in ("clearhead.nn.attention", "clearhead.bridges.torch_attention"):
         monkeypatch.setattr(f"{place}.self_attention", SKIPPED)
+    monkeypatch.setattr("clearhead.nn.attention.again", SKIPPED)
 
 
 def is_step(output: Tensor) -> bool:
@@ -193,21 +194,27 @@ def test_an_output_may_be_changed_in_place() -> None:
     assert torch.equal(torch.autograd.grad(output.sum(), x)[0], plain)
 
 
+@pytest.mark.usefixtures("_nothing_kept")
 @pytest.mark.parametrize("call", [1, 2, 3], ids=["written down", "written down again", "made again"])
 def test_what_is_saved_goes_with_backward(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss that is kept, as in a running sum, must not keep queries and keys, and neither must calls that are."""
     own, x = module(), tokens(batch=8, length=256)
     made: list[weakref.ref[Tensor]] = []
-    plain = native_memory.new_tensor
 
-    def noted(*given: Any, **options: Any) -> Tensor:
-        made.append(weakref.ref(found := plain(*given, **options)))
-        return found
+    def noted(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def making(*given: Any, **options: Any) -> Tensor:
+            made.append(weakref.ref(found := make(*given, **options)))
+            return found
 
+        return making
+
+    plain, maker = noted(native_memory.new_tensor), native_memory.maker_like
+    for place in (attention_step, native_projection, native_work):
+        monkeypatch.setattr(place, "new_tensor", plain)
+    monkeypatch.setattr(native_prepared, "maker_like", lambda own: noted(maker(own)))
     for _ in range(1, call):
         own(x).sum().backward()
-    for place in (fused_attention, native_prepared, native_projection, native_work, native_memory):
-        monkeypatch.setattr(place, "new_tensor", noted)
+    made.clear()
     loss = own(x).sum()
     assert any(place() is not None for place in made)
     loss.backward()
@@ -219,14 +226,14 @@ def test_what_is_saved_goes_with_backward(call: int, monkeypatch: pytest.MonkeyP
 
 
 def kept_calls() -> int:
-    kept = fused_attention._CALLS.steps.values()
+    kept = attention_step._CALLS.steps.values()
     parts = [part for calls in kept for part in (calls.forward, *calls._backward.values())]
     return sum(len(waiting) for part in parts for waiting in part._waiting.steps.values())
 
 
 @pytest.fixture
 def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kept in (fused_attention._KEPT, fused_attention._CALLS):
+    for kept in (fused_attention._KEPT, fused_attention._KNOWN, attention_step._CALLS):
         monkeypatch.setattr(kept, "steps", {})
 
 
@@ -375,7 +382,7 @@ class TestKeptCalls:
         with torch.no_grad():
             for length in range(1, 2 + fused_attention._KEPT.most):
                 own(tokens(length=length))
-        assert len(fused_attention._KEPT.steps) == len(fused_attention._CALLS.steps) == fused_attention._KEPT.most
+        assert len(fused_attention._KEPT.steps) == len(attention_step._CALLS.steps) == fused_attention._KEPT.most
 
 
 class Doubled(Linear):

@@ -11,13 +11,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, Generic, TypeAlias, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from clearhead.backends.native_library import Call, Description, Verb, library, run
-from clearhead.backends.native_memory import new_tensor
+from clearhead.backends.native_memory import maker_like
 
 __all__ = ["Kept", "Prepared", "Stretch", "Stretches", "Written"]
 
@@ -26,8 +25,6 @@ _Step = TypeVar("_Step")
 _WORD = ctypes.sizeof(ctypes.c_uint64)
 #: Ways in which one stretch's tensors may lie, kept at a time.
 _MOST_STRIDES: Final = 8
-#: Sizes, dtype and strides of a tensor that is written.
-_Room: TypeAlias = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
 
 
 class Prepared:
@@ -50,7 +47,7 @@ class Prepared:
     ) -> None:  # fmt: skip
         self._listed = (Call * len(calls))(*[Call(verb, 0, ctypes.addressof(own)) for verb, own in calls])
         self._seeds = [own for _, own in calls if isinstance(own, Description)]
-        self._rooms: list[_Room] = [(tuple(own.shape), own.dtype, own.stride()) for own in writes]
+        self._makers = [maker_like(own) for own in writes]
         moving = [*reads, *writes]
         self._moves: list[list[tuple[ctypes.Array[ctypes.c_uint64], int, int]]] = [[] for _ in moving]
         places = _places(moving)
@@ -66,9 +63,9 @@ class Prepared:
                     self.complete = False
         self._held = ([description for _, description in calls], fixed)
 
-    def rooms(self, like: Tensor) -> list[Tensor]:
+    def rooms(self) -> list[Tensor]:
         """New tensors for what is written."""
-        return [new_tensor(like, *room) for room in self._rooms]
+        return [make() for make in self._makers]
 
     def run(self, tensors: Sequence[Tensor], seed: int = 0) -> tuple[int, int]:
         """Make the calls on these reads and writes, in their order: as ``native_library.run``."""
@@ -122,7 +119,7 @@ class Stretch:
             prepared = waiting.pop()
         except IndexError:  # none yet, or all at work in other threads
             return self._write_and_run(reads, write_down(), waiting)
-        writes = prepared.rooms(reads[0])
+        writes = prepared.rooms()
         code, done = prepared.run([*reads, *writes], seed)
         waiting.append(prepared)
         return writes, code, done

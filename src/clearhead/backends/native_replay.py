@@ -13,8 +13,7 @@ import ctypes
 import math
 from collections.abc import Callable, Hashable, Sequence
 from ctypes import addressof
-from functools import partial
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, get_num_threads, is_grad_enabled
@@ -23,6 +22,7 @@ from torch._C import _len_torch_dispatch_stack as modes
 from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
+from clearhead.backends.guards import alike
 from clearhead.backends.native_library import Code, Description, in_memory, library, message, quick
 from clearhead.backends.native_memory import maker_like
 from clearhead.problem import draw_seed
@@ -57,46 +57,6 @@ _GRAD_OUTPUT, _GRAD_QUERY, _GRAD_KEY, _GRAD_VALUE = map(
 Otherwise: TypeAlias = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, int], tuple[Sequence[Tensor], tuple[Description, Tensor] | None]
 ]
-
-
-class _Guards:
-    """Whether tensors are like others: class, dtype, device, sizes, strides, bits of dispatch, ``requires_grad``.
-
-    What torch has for compiled functions does this in half a microsecond, with most of what is in force around the
-    call.
-    """
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self.like = self._traits(tensors)
-
-    def check(self, *tensors: Tensor) -> bool:
-        """Whether these are."""
-        return self._traits(tensors) == self.like
-
-    @staticmethod
-    def _traits(tensors: Sequence[Tensor]) -> list[Hashable]:
-        own: list[Hashable] = [maybe_current_level()]
-        for tensor in tensors:
-            own += [type(tensor), tensor.requires_grad]
-            # What is not in memory has no strides to ask for.
-            if in_memory(tensor):
-                own += [tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg()]
-        return own
-
-
-def _torchs_guards() -> Callable[..., Any]:
-    """torch's own, where it has them in the form that is known here."""
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        make: Callable[..., Any] = partial(cast(Any, TensorGuards), dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        make(torch.empty(1, device="cpu")).check(torch.empty(1, device="cpu"))
-    except (ImportError, AttributeError, TypeError):
-        return _Guards
-    return make
-
-
-_guards = _torchs_guards()
 
 
 class _Plan:
@@ -158,7 +118,7 @@ class _Known:
     ) -> None:  # fmt: skip
         self.layout, self.training, self.threads = layout, layout.training, get_num_threads()
         self.causal, self.scale, self.dropout = causal, scale, layout.dropout
-        self.check: Callable[..., bool] = _guards(query, key, value).check
+        self.check: Callable[..., bool] = alike(query, key, value)
         self.learns = query.requires_grad or key.requires_grad or value.requires_grad
 
 
@@ -341,7 +301,7 @@ def _long_way(
     if call is not None and plain and not layout.backward:
         description, delta = call
         plan = _Plan(layout, "ch_backward", description, grads, held=None if rows else delta)
-        plan.check = _guards(query, key, value, grad).check
+        plan.check = alike(query, key, value, grad)
         layout.backward.append(plan)
     return None, *grads
 

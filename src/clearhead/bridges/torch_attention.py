@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ from clearhead.bridges.torch_parts import is_plain, leaf
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks import Mask
 from clearhead.nn.checks import converts
-from clearhead.nn.fused_attention import self_attention
-from clearhead.projection import project
+from clearhead.nn.fused_attention import is_step, self_attention
+from clearhead.projection import NATIVE, Path, project
 from clearhead.statistics import Want
 from clearhead.watch import attend, attend_wanting, edited, recognise, watched
 
@@ -105,13 +105,17 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             attend(self, *call.tensors, mask=call.meaning.mask, scores=call.meaning.scores, query_offset=0)
         if small and masks == (None, None, False):
             return self._torchs(query, key, value, masks, need_weights, average_attn_weights)
+        path: Path | None = None
         if not square and query is key and key is value and self._is_one_step(query):
             meaning = mask_reader(_NAME, self, query, key).meaning(*masks)
-            fused = self._in_one_step(query, meaning, dropout)
+            tokens, step = query if self.batch_first else query.transpose(0, 1), self._step(meaning, dropout)
+            fused = self_attention(tokens, **step)
             if fused is not None:
-                return fused, None
+                return fused if self.batch_first else fused.transpose(0, 1), None
+            # Those who watch a call see the numbers that it has without them.
+            path = NATIVE if watched() and is_step(tokens, **step) else None
             masks = (meaning, None, False)
-        call = self._by_head(query, key, value, masks, look=not small and may_look(query))
+        call = self._by_head(query, key, value, masks, look=not small and may_look(query), path=path)
         weights = None
         if square:
             output, weights = with_weights(*call.tensors, call.meaning, dropout)
@@ -120,7 +124,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
                 self, *call.tensors, mask=call.meaning.mask, scores=call.meaning.scores, dropout=dropout,
                 query_offset=0,
             )  # fmt: skip
-        return self._returned(output, weights if need_weights else None, average_attn_weights, batched)
+        return self._returned(output, weights if need_weights else None, average_attn_weights, batched, path)
 
     def _check_numbers(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Raise unless the inputs have the widths and the dtype of the projections."""
@@ -148,14 +152,13 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         in_order = x.ndim == 3 and (self.batch_first or x.shape[1] == 1)
         return in_order and self._qkv_same_embed_dim and not extra
 
-    def _in_one_step(self, x: Tensor, meaning: Meaning, dropout: float) -> Tensor | None:
-        """The whole of a plain self-attention, or None."""
-        found = self_attention(
-            x if self.batch_first else x.transpose(0, 1), [(self.in_proj_weight, self.in_proj_bias)],
-            (self.out_proj.weight, self.out_proj.bias), num_heads=self.num_heads, num_kv_heads=self.num_heads,
-            mask=meaning.mask, scores=meaning.scores, dropout=dropout, query_offset=0,
-        )  # fmt: skip
-        return found if found is None or self.batch_first else found.transpose(0, 1)
+    def _step(self, meaning: Meaning, dropout: float) -> dict[str, Any]:
+        """What ``self_attention`` takes besides the tokens."""
+        return {
+            "sources": [(self.in_proj_weight, self.in_proj_bias)], "last": (self.out_proj.weight, self.out_proj.bias),
+            "num_heads": self.num_heads, "num_kv_heads": self.num_heads, "mask": meaning.mask,
+            "scores": meaning.scores, "dropout": dropout, "query_offset": 0,
+        }  # fmt: skip
 
     def _torchs(
         self, query: Tensor, key: Tensor, value: Tensor, masks: _Masks, need_weights: bool, average: bool
@@ -181,17 +184,19 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         return self._returned(seen.output, weights, average, batched)
 
     def _returned(
-        self, output: Tensor, weights: Tensor | None, average: bool, batched: bool
+        self, output: Tensor, weights: Tensor | None, average: bool, batched: bool, path: Path | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        joined = project(self._joined(output, batched), self.out_proj.weight, self.out_proj.bias)
+        joined = project(self._joined(output, batched), self.out_proj.weight, self.out_proj.bias, path=path)
         if weights is None:
             return joined, None
         weights = weights.mean(dim=1) if average else weights
         return joined, weights if batched else weights[0]
 
-    def _by_head(self, query: Tensor, key: Tensor, value: Tensor, masks: _Masks, *, look: bool) -> _Call:
+    def _by_head(
+        self, query: Tensor, key: Tensor, value: Tensor, masks: _Masks, *, look: bool, path: Path | None = None
+    ) -> _Call:
         """The attention of a call: its tensors by head, and what its masks mean."""
-        heads, keys, values = self._projected(query, key, value)
+        heads, keys, values = self._projected(query, key, value, path)
         q_len, k_len = heads.shape[2], keys.shape[2]
         meaning = mask_reader(_NAME, self, query, key, look=look).meaning(*masks)
         keys, values = self._extra_keys(keys, values)
@@ -203,7 +208,9 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         width: int = self.embed_dim
         return 2 * ((query.numel() + key.numel()) * width + query.numel() * k_len)
 
-    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _projected(
+        self, query: Tensor, key: Tensor, value: Tensor, path: Path | None
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Projections ``[batch, heads, len, head_dim]``, as views of as few products as there are inputs."""
         bias, one = self.in_proj_bias, self.embed_dim
         if not self._qkv_same_embed_dim:
@@ -217,7 +224,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             sources, widths = ((query, key), [one, 2 * one]) if key is value else ((query, key, value), [one] * 3)
             weights = self.in_proj_weight.split(widths)
         biases = (None,) * len(sources) if bias is None else bias.split(widths)
-        products = (project(*each) for each in zip(sources, weights, biases, strict=True))
+        products = (project(*each, path=path) for each in zip(sources, weights, biases, strict=True))
         parts = [
             part for product, width in zip(products, widths, strict=True) for part in _parts(product, width // one)
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -12,19 +12,21 @@ from clearhead.cache import KVCache, check_cache, restored_on_error
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks import Mask
 from clearhead.nn.checks import positive, sources_of
-from clearhead.nn.fused_attention import self_attention
+from clearhead.nn.fused_attention import again, is_step, self_attention
 from clearhead.nn.linear import Linear, hooked, linear_each
 from clearhead.nn.rules import RuleList
 from clearhead.nn.weights import HeadWeight, copy_into, side_by_side, torch_projections, weight_and_bias
 from clearhead.positions import Rotary, as_rotary
+from clearhead.projection import NATIVE, Path, project, project_each
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
-from clearhead.watch import attend
+from clearhead.watch import attend, watched
 
 __all__ = ["MultiHeadAttention"]
 
 _NAME = "MultiHeadAttention"
 _ROLES = ("query", "key", "value")
+_PROJECTIONS = ("query_projection", "key_projection", "value_projection", "output_projection")
 
 
 class MultiHeadAttention(nn.Module):
@@ -127,19 +129,24 @@ class MultiHeadAttention(nn.Module):
             MaskError: the mask does not fit, or positions are ambiguous.
             UnsupportedError: dtype or device differ from the module's, or the cache is no ``KVCache``.
         """
+        found = self._again(query, mask, query_offset) if key is None and value is None and cache is None else None
+        if found is not None:
+            return found
         check_cache(_NAME, "cache", cache)
         if query_offset is not None:
             query_offset = whole(_NAME, "query_offset", query_offset, low=-FARTHEST)
         own = (key is None or key is query) and (value is None or value is key or value is query)
         key, value = self._sources(query, key, value)
         first = self._first_position(own, cache, query_offset, query.shape[-2], key.shape[-2])
-        if own and cache is None:
-            fused = self._fused(query, mask, query_offset)
+        if cache is None:
+            step = self._step(mask, query_offset) if own else None
+            fused = None if step is None else self_attention(query, **step)
             if fused is not None:
                 return fused
-        if cache is None:
-            heads, keys, values = self._heads(query, key, value, first, 0)
-            return self._attended(heads, keys, values, mask, query_offset)
+            # Those who watch a call see the numbers that it has without them.
+            path = NATIVE if step is not None and watched() and is_step(query, **step) else None
+            heads, keys, values = self._heads(query, key, value, first, 0, path)
+            return self._attended(heads, keys, values, mask, query_offset, path)
         with restored_on_error(cache):
             if not own and cache.length > 0:
                 heads = self._query_heads(query, first)
@@ -150,32 +157,48 @@ class MultiHeadAttention(nn.Module):
             return self._attended(heads, keys, values, mask, first if own else query_offset)
 
     def _attended(
-        self, heads: Tensor, keys: Tensor, values: Tensor, mask: Mask | None, query_offset: int | None
-    ) -> Tensor:
-        """The attention, and the heads joined and mixed."""
+        self, heads: Tensor, keys: Tensor, values: Tensor, mask: Mask | None, query_offset: int | None,
+        path: Path | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The attention, and the heads joined and mixed, by a path that the products are known to take or as ever."""
         output = attend(
             self, heads, keys, values, mask=mask, scores=self.scores.rules(), scale=self.scale,
             dropout=self.dropout if self.training else 0.0, query_offset=query_offset, backend=self.backend,
         )  # fmt: skip
-        joined = output.transpose(-3, -2).flatten(-2)
-        return joined if self.output_projection is None else self.output_projection(joined)
+        joined, last = output.transpose(-3, -2).flatten(-2), self.output_projection
+        if path is not None and last is not None:
+            return project(joined, last.weight, last.bias, path=path)
+        return joined if last is None else last(joined)
 
-    def _fused(self, x: Tensor, mask: Mask | None, query_offset: int | None) -> Tensor | None:
-        """The whole of a plain self-attention in one step, or None."""
-        last = self.output_projection
-        layers = (self.query_projection, self.key_projection, self.value_projection, last)
-        if (
-            last is None
-            or self.rotary is not None
-            or any(type(layer) is not Linear or hooked(layer) for layer in layers)
-        ):
+    def _again(self, x: Tensor, mask: Mask | None, query_offset: int | None) -> Tensor | None:
+        """The answer to a plain self-attention like one before, whose arguments are not looked at one by one."""
+        layers = self._plain_layers()
+        if layers is None or self._modules["scores"]:
             return None
-        *sources, mixing = ((layer.weight, layer.bias) for layer in layers if layer is not None)
-        return self_attention(
-            x, sources, mixing, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, mask=mask,
-            scores=self.scores.rules(), scale=self.scale, dropout=self.dropout if self.training else 0.0,
-            query_offset=query_offset, backend=self.backend,
-        )  # fmt: skip
+        # Where they are stored: to ask the layer takes a microsecond each.
+        tensors = [layer._parameters.get(name) for layer in layers for name in ("weight", "bias")]
+        dropout = self.dropout if self.training else 0.0
+        return again(
+            x, tensors, self.num_heads, self.num_kv_heads, mask, self.scale, dropout, query_offset, self.backend
+        )
+
+    def _plain_layers(self) -> tuple[Linear, ...] | None:
+        """The projections, the last one behind the others, where all there is to them are their weights."""
+        layers = [self._modules.get(name) for name in _PROJECTIONS]
+        plain = tuple(layer for layer in layers if type(layer) is Linear and not hooked(layer))
+        return plain if len(plain) == len(layers) and self.rotary is None else None
+
+    def _step(self, mask: Mask | None, query_offset: int | None) -> dict[str, Any] | None:
+        """What ``self_attention`` takes besides the tokens, where a call is one."""
+        layers = self._plain_layers()
+        if layers is None:
+            return None
+        *sources, last = ((layer.weight, layer.bias) for layer in layers)
+        return {
+            "sources": sources, "last": last, "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads,
+            "mask": mask, "scores": self.scores.rules(), "scale": self.scale,
+            "dropout": self.dropout if self.training else 0.0, "query_offset": query_offset, "backend": self.backend,
+        }  # fmt: skip
 
     def project(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, first: int = 0
@@ -196,11 +219,15 @@ class MultiHeadAttention(nn.Module):
         return self._heads(query, key, value, first, first if own else 0)
 
     def _heads(
-        self, query: Tensor, key: Tensor, value: Tensor, first: int, first_key: int
+        self, query: Tensor, key: Tensor, value: Tensor, first: int, first_key: int, path: Path | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values by head, turned from their first positions on."""
         layers = (self.query_projection, self.key_projection, self.value_projection)
-        if query is key and key is value:
+        if path is not None:
+            queries, keys, values = project_each(
+                query, [layer.weight for layer in layers], [layer.bias for layer in layers], path=path
+            )
+        elif query is key and key is value:
             queries, keys, values = linear_each(layers, query)
         else:
             queries, keys, values = (layer(x) for layer, x in zip(layers, (query, key, value), strict=True))

@@ -65,6 +65,7 @@ def linear_each(
 
 def hooked(layer: nn.Module) -> bool:
     """Whether somebody looks at a layer's calls, or a ``forward`` of its own was set on it."""
-    return "forward" in layer.__dict__ or any(
-        (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    )
+    return bool(
+        "forward" in layer.__dict__ or layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+        or layer._backward_pre_hooks
+    )  # fmt: skip

@@ -2,13 +2,23 @@
 
 from clearhead.projection.chosen import DTYPES, Choice, check_variable, choice, choices, measured
 from clearhead.projection.feedforward import project_relu_project
-from clearhead.projection.paths import KINDS
-from clearhead.projection.products import are_plain, has_choice, kernels_take, project, project_each, recorded
+from clearhead.projection.paths import KINDS, NATIVE, Path
+from clearhead.projection.products import (
+    are_plain,
+    has_choice,
+    kernels_take,
+    project,
+    project_each,
+    recorded,
+    unrecorded,
+)
 
 __all__ = [
     "DTYPES",
     "KINDS",
+    "NATIVE",
     "Choice",
+    "Path",
     "are_plain",
     "check_variable",
     "choice",
@@ -20,4 +30,5 @@ __all__ = [
     "project_each",
     "project_relu_project",
     "recorded",
+    "unrecorded",
 ]

@@ -13,7 +13,7 @@ from clearhead.backends import native_projection as kernels
 from clearhead.backends.native_prepared import Kept, Stretches, Written
 from clearhead.projection.chosen import choices
 from clearhead.projection.paths import KINDS, flat
-from clearhead.projection.products import are_plain, has_choice, kernels_take, recorded
+from clearhead.projection.products import are_plain, kernels_take, recorded
 from clearhead.shapes import Float
 
 __all__ = ["project_relu_project"]
@@ -52,13 +52,14 @@ def project_relu_project(
     """
     parts = (x, expand, expand_bias, contract, contract_bias)
     training = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts)
-    recurs = are_plain(*parts) and all(map(kernels.lies_plainly, (part for part in parts[1:] if part is not None)))
+    plain = are_plain(*parts) and x.dim() > 0 and 0 not in x.shape
+    recurs = plain and all(map(kernels.lies_plainly, (part for part in parts[1:] if part is not None)))
     shapes = [None if part is None else part.shape for part in parts]
     layout = (*shapes, x.dtype, torch.get_num_threads(), *choices(x.dtype)) if recurs else ()
     step = _KEPT.get(layout) if recurs else None
     if step is None:
         hidden = expand.shape[0] if expand.dim() == 2 else 0
-        if not has_choice(x, expand, expand_bias) or not kernels_take(KINDS, x, expand, expand_bias):
+        if not plain or not kernels_take(KINDS, x, expand, expand_bias):
             return None
         if not kernels_take(KINDS, x, contract, contract_bias, width=hidden):
             return None

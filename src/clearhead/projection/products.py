@@ -16,7 +16,7 @@ from clearhead.projection.chosen import DTYPES, choice
 from clearhead.projection.paths import NATIVE, PATHS, TORCH, Path, Term
 from clearhead.shapes import Float
 
-__all__ = ["has_choice", "kernels_take", "project", "project_each", "recorded"]
+__all__ = ["has_choice", "kernels_take", "project", "project_each", "recorded", "unrecorded"]
 
 _TYPES: Final = (Tensor, torch.nn.Parameter)
 #: Multiplications from which a call that is some 10 us dearer than torch's is worth it.
@@ -31,8 +31,9 @@ _RECURRING_MULTIPLE: Final = 32
 
 
 def project(
-    x: Float[Tensor, "*batch in"], weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None
-) -> Float[Tensor, "*batch out"]:
+    x: Float[Tensor, "*batch in"], weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None, *,
+    path: Path | None = None,
+) -> Float[Tensor, "*batch out"]:  # fmt: skip
     """``x @ weight^T + bias``: ``torch.nn.functional.linear``, by whichever product was measured to be faster.
 
     Only large float32 and bfloat16 products of plain CPU tensors have a choice; everything else, and everything under
@@ -43,6 +44,7 @@ def project(
         x: ``[*batch, in]``.
         weight: ``[out, in]``.
         bias: ``[out]``, or none.
+        path: the one to take instead, of tensors that it is known to take.
 
     Returns:
         ``[*batch, out]``.
@@ -58,18 +60,20 @@ def project(
     tensor([[2., 2., 2.],
             [2., 2., 2.]])
     """
-    if not has_choice(x, weight, bias):
+    if path is None and not has_choice(x, weight, bias):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (x, weight, bias)):
-        (projected,) = _Projections.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        (projected,) = _Projections.apply(path, x, weight, bias)  # type: ignore[no-untyped-call]
         return projected  # type: ignore[no-any-return]
-    return _forward(x, weight, bias)
+    return _forward(path, x, weight, bias)
 
 
 def project_each(
     x: Float[Tensor, "*batch in"],
     weights: Sequence[Float[Tensor, "out in"]],
     biases: Sequence[Float[Tensor, " out"] | None],
+    *,
+    path: Path | None = None,
 ) -> tuple[Float[Tensor, "*batch out"], ...]:
     """``project(x, weight, bias)`` for each pair, whose gradients of ``x`` are added up within one product.
 
@@ -77,6 +81,7 @@ def project_each(
         x: ``[*batch, in]``.
         weights: each ``[out, in]``; every ``out`` is its own.
         biases: as many, each ``[out]`` or none.
+        path: as in ``project``.
 
     Returns:
         As many, each ``[*batch, out]``.
@@ -94,40 +99,43 @@ def project_each(
     pairs = tuple(zip(weights, biases, strict=True))
     together = torch.is_grad_enabled() and x.requires_grad and len(pairs) > 1
     # A layer too small to have a choice would not join the others' product.
-    if not together or not all(has_choice(x, *pair) for pair in pairs):
-        return tuple(project(x, *pair) for pair in pairs)
+    if not together or (path is None and not all(has_choice(x, *pair) for pair in pairs)):
+        return tuple(project(x, *pair, path=path) for pair in pairs)
     flat = [part for pair in pairs for part in pair]
-    projected: tuple[Tensor, ...] = _Projections.apply(x, *flat)  # type: ignore[no-untyped-call]
+    projected: tuple[Tensor, ...] = _Projections.apply(path, x, *flat)  # type: ignore[no-untyped-call]
     return projected
 
 
 class _Projections(torch.autograd.Function):
-    """Layers that read one input: ``x``, then a weight and a bias or None for each."""
+    """Layers that read one input: a path or None, ``x``, then a weight and a bias or None for each."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *layers: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, path: Path | None, x: Tensor, *layers: Tensor | None) -> tuple[Tensor, ...]:
         weights, biases = layers[::2], layers[1::2]
-        needs_x, *needs = ctx.needs_input_grad
+        _, needs_x, *needs = ctx.needs_input_grad
+        ctx.path = path
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if any(needs[::2]) else None, *(weights if needs_x else [None] * len(weights)))
         return tuple(
-            own(_forward(x, weight, bias)) for weight, bias in zip(weights, biases, strict=True) if weight is not None
+            own(_forward(path, x, weight, bias))
+            for weight, bias in zip(weights, biases, strict=True)
+            if weight is not None
         )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        needs_x, *needs = ctx.needs_input_grad
+        _, needs_x, *needs = ctx.needs_input_grad
         arrived = [grad for grad in grads if grad is not None]
-        known = recorded(*arrived)
+        path = TORCH if recorded(*arrived) else ctx.path
         found: list[Tensor | None] = []
         for place, grad in enumerate(grads):
             needs_weight, needs_bias = needs[2 * place : 2 * place + 2]
-            found += (None, None) if grad is None else layer_gradients(known, grad, x, needs_weight, needs_bias)
+            found += (None, None) if grad is None else layer_gradients(path, grad, x, needs_weight, needs_bias)
         if not needs_x or not arrived:
-            return None, *found
+            return None, None, *found
         terms = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
-        return _input_gradient(known, terms), *found
+        return None, _input_gradient(path, terms), *found
 
 
 def own(output: Tensor) -> Tensor:
@@ -144,26 +152,25 @@ def recorded(*grads: Tensor) -> bool:
     return torch.is_grad_enabled() or not plain or watched()
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return path_of("forward", x, weight.numel()).forward(x, weight, bias)
+def _forward(path: Path | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return (path or path_of("forward", x, weight.numel())).forward(x, weight, bias)
 
 
-def _input_gradient(known: bool, terms: Sequence[Term]) -> Tensor:
+def _input_gradient(path: Path | None, terms: Sequence[Term]) -> Tensor:
     grad, weight = terms[0]
-    path = TORCH if known else path_of("input gradient", grad, weight.numel())
-    return path.input_gradient(terms)
+    return (path or path_of("input gradient", grad, weight.numel())).input_gradient(terms)
 
 
 def layer_gradients(
-    known: bool, grad: Tensor, x: Tensor, needs_weight: bool, needs_bias: bool
+    path: Path | None, grad: Tensor, x: Tensor, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those of one layer's weight and bias."""
+    """Those of one layer's weight and bias, by a path or by the one that is chosen."""
     rows = grad.reshape(-1, grad.shape[-1])
     if not needs_weight:
         return None, rows.sum(0) if needs_bias else None
     flat = x.reshape(-1, x.shape[-1])
-    path = TORCH if known else path_of("weight gradient", rows, rows.shape[1] * flat.shape[1])
-    return path.weight_gradient(rows, flat, needs_bias)
+    own = path or path_of("weight gradient", rows, rows.shape[1] * flat.shape[1])
+    return own.weight_gradient(rows, flat, needs_bias)
 
 
 def path_of(kind: str, x: Tensor, numbers: int) -> Path:
@@ -189,11 +196,16 @@ def has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def kernels_take(
     kinds: Sequence[str], x: Tensor, weight: Tensor, bias: Tensor | None, *, width: int | None = None
 ) -> bool:
-    """Whether the CPU kernels would compute these kinds of product of a layer that reads ``x``, for which there is a
-    choice; or of one that reads ``width`` numbers for each token of ``x``."""
+    """Whether the CPU kernels compute these kinds of product of a layer that is part of a step, and reads ``x``, or
+    ``width`` numbers for each token of ``x``.
+
+    One too small for a choice is theirs where they have larger ones: there calls cost more than products do.
+    """
     width = x.shape[-1] if width is None else width
-    if not is_layer(weight, bias, width, x.dtype) or x.numel() // x.shape[-1] * weight.numel() < _LEAST:
+    if not is_layer(weight, bias, width, x.dtype):
         return False
+    if x.numel() // x.shape[-1] * weight.numel() < _LEAST:
+        return all(choice(kind, x.dtype).path == NATIVE.name for kind in kinds)
     return all(path_of(kind, x, weight.numel()) is NATIVE for kind in kinds)
 
 
@@ -208,9 +220,9 @@ def are_plain(first: Tensor, *others: Tensor | None) -> bool:
     """Whether tensors are still what ``has_choice`` found them to be, where only their shapes are known to be the same:
     plain ones of one dtype, with nobody watching operators."""
     # In this order: what is compiled or traced must not look further.
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or not _plain(first):
+    if torch.compiler.is_compiling() or not unrecorded() or not _plain(first):
         return False
-    return all(other is None or (_plain(other) and other.dtype is first.dtype) for other in others) and not watched()
+    return all(other is None or (_plain(other) and other.dtype is first.dtype) for other in others)
 
 
 def _plain(tensor: Tensor) -> bool:
@@ -222,6 +234,11 @@ def _plain(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_nested
     )
+
+
+def unrecorded() -> bool:
+    """Whether nobody traces, changes or records what operators do."""
+    return torch._C._get_tracing_state() is None and not watched()
 
 
 def watched() -> bool:
