@@ -44,13 +44,10 @@ struct Pairs {
 };
 #endif
 
-// How the sums meet what is in C.
-enum Into { SET, ADD, SCALE_ADD };
-
-template <class M, int ROWS, int VECS, Into INTO>
-CH_INLINE void block(int64_t steps, const typename M::number* __restrict a, int64_t a_row, int64_t a_step,
-                     const typename M::right* __restrict b, int64_t ldb, float* __restrict c, int64_t ldc,
-                     const float* __restrict factor) {
+// ROWS x VECS sums, handed to `leave(row, vector, sum)` one by one.
+template <class M, int ROWS, int VECS, class Leave>
+CH_INLINE void sums_of(int64_t steps, const typename M::number* __restrict a, int64_t a_row, int64_t a_step,
+                       const typename M::right* __restrict b, int64_t ldb, const Leave& leave) {
   vf sum[ROWS][VECS];
 #pragma GCC unroll 6
   for (int r = 0; r < ROWS; r++)
@@ -72,13 +69,23 @@ CH_INLINE void block(int64_t steps, const typename M::number* __restrict a, int6
 #pragma GCC unroll 6
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-    for (int v = 0; v < VECS; v++) {
-      // Meeting C at the end and not at the start keeps the chain of roundings as short as the steps.
-      float* at = c + r * ldc + v * VL;
-      if constexpr (INTO == ADD) sum[r][v] += load(at);
-      if constexpr (INTO == SCALE_ADD) sum[r][v] += load(at) * all(factor[r]);
-      store(at, sum[r][v]);
-    }
+    for (int v = 0; v < VECS; v++) leave(r, v, sum[r][v]);
+}
+
+// How the sums meet what is in C.
+enum Into { SET, ADD, SCALE_ADD };
+
+template <class M, int ROWS, int VECS, Into INTO>
+CH_INLINE void block(int64_t steps, const typename M::number* __restrict a, int64_t a_row, int64_t a_step,
+                     const typename M::right* __restrict b, int64_t ldb, float* __restrict c, int64_t ldc,
+                     const float* __restrict factor) {
+  sums_of<M, ROWS, VECS>(steps, a, a_row, a_step, b, ldb, [&](int r, int v, vf sum) CH_INLINED {
+    // Meeting C at the end and not at the start keeps the chain of roundings as short as the steps.
+    float* at = c + r * ldc + v * VL;
+    if constexpr (INTO == ADD) sum += load(at);
+    if constexpr (INTO == SCALE_ADD) sum += load(at) * all(factor[r]);
+    store(at, sum);
+  });
 }
 
 template <class M, int VECS, Into INTO>

@@ -4,8 +4,8 @@
 // Right is packed once, into panels of PW columns that all threads read. Left is read where it lies; where it lies
 // turned (the gradient of a weight, whose steps are tokens), or its numbers cannot be read in place, each thread lays
 // out its block of rows. A block of rows goes through all panels, a tile at a time: the tile is summed in the innermost
-// cache, then takes bias and rounding on its way out. Which numbers are added in which order depends on the shapes
-// alone, so the bits do not depend on the threads.
+// cache, and takes bias and rounding on its way out, from the registers where that can be. Which numbers are added in
+// which order depends on the shapes alone, so the bits do not depend on the threads.
 #pragma once
 
 #include "work.h"
@@ -201,10 +201,12 @@ template <class M, class IO> class Projection {
   void tile_of(const Group& group, const number* right, const number* laid, int64_t row, int64_t rows, int64_t column,
                float* tile) const {
     const int columns = (int)least((int64_t)PW, w.columns - column), vecs = vectors(column);
-    float bias[PW];
+    float bias[PW] = {};
     const bool biased = group.last && w.bias != nullptr;
     if (biased) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
     const Way way = {row, column, columns, biased ? bias : nullptr};
+    // What needs no look at its neighbours leaves from the registers.
+    const bool plain = group.first && group.last && w.gate == nullptr && columns % VL == 0;
     bool started = false;
     for (int i = 0; i < group.count; i++) {
       const Piece& piece = group.pieces[i];
@@ -221,6 +223,12 @@ template <class M, class IO> class Projection {
           const int count = (int)least((int64_t)MR, rows - r);
           const number* a = left + r * stride + s;
           if (leave) expect(group, way, r + 2 * MR, least(r + 3 * MR, rows));
+          if (leave && plain) {
+            type* output = (type*)w.output + (row + r) * w.output_row + column;
+            const Out out = {output, w.output_row, started ? tile + r * PW : nullptr, bias, w.relu != 0};
+            leaving_product(count, vecs, steps, a, stride, b, out);
+            continue;
+          }
           if (started) product<M, ADD>(count, vecs, steps, a, stride, 1, b, PW, tile + r * PW, PW);
           else product<M, SET>(count, vecs, steps, a, stride, 1, b, PW, tile + r * PW, PW);
           if (leave) finish(group, way, r, r + count, tile);
@@ -230,6 +238,49 @@ template <class M, class IO> class Projection {
     if (started) return;
     memset(tile, 0, (size_t)(rows * PW) * sizeof(float));
     finish(group, way, 0, rows, tile);
+  }
+
+  // Where the sums of a few rows go: with bias and relu, rounded, to the output. `before` are those of earlier steps.
+  struct Out {
+    type* output;
+    int64_t row;
+    const float* before;
+    const float* bias;
+    bool relu;
+  };
+
+  template <int ROWS, int VECS>
+  static CH_INLINE void leaving_block(int64_t steps, const number* a, int64_t a_row, const number* b, const Out& out) {
+    const vf least = out.relu ? (vf){} : all(-INF);
+    sums_of<M, ROWS, VECS>(steps, a, a_row, 1, b, PW, [&](int r, int v, vf sum) CH_INLINED {
+      if (out.before != nullptr) sum += load(out.before + r * PW + v * VL);
+      sum += load(out.bias + v * VL);
+      put_vector<IO>(out.output + r * out.row + v * VL, sum < least ? least : sum);
+    });
+  }
+
+  template <int VECS>
+  static __attribute__((noinline)) void leaving_rows(int rows, int64_t steps, const number* a, int64_t a_row,
+                                                     const number* b, const Out& out) {
+    switch (rows) {
+      case 6: return leaving_block<6, VECS>(steps, a, a_row, b, out);
+      case 5: return leaving_block<5, VECS>(steps, a, a_row, b, out);
+      case 4: return leaving_block<4, VECS>(steps, a, a_row, b, out);
+      case 3: return leaving_block<3, VECS>(steps, a, a_row, b, out);
+      case 2: return leaving_block<2, VECS>(steps, a, a_row, b, out);
+      default: return leaving_block<1, VECS>(steps, a, a_row, b, out);
+    }
+  }
+
+  // `product` on its way out.
+  static CH_INLINE void leaving_product(int rows, int vecs, int64_t steps, const number* a, int64_t a_row,
+                                        const number* b, const Out& out) {
+    if constexpr (NV == 4) {
+      if (vecs == 4) return leaving_rows<4>(rows, steps, a, a_row, b, out);
+      if (vecs == 3) return leaving_rows<3>(rows, steps, a, a_row, b, out);
+    }
+    if (vecs == 2) return leaving_rows<2>(rows, steps, a, a_row, b, out);
+    return leaving_rows<1>(rows, steps, a, a_row, b, out);
   }
 
   // Where a tile goes.

@@ -9,6 +9,7 @@
 #endif
 
 #define CH_INLINE inline __attribute__((always_inline))
+#define CH_INLINED __attribute__((always_inline))  // of a lambda
 
 namespace CH_NS {
 

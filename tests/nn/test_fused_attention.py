@@ -531,3 +531,74 @@ def test_none_for_what_has_another_form() -> None:
     last = (own.output_projection.weight, own.output_projection.bias)  # type: ignore[union-attr]
     for x in (torch.zeros(5, 48), torch.zeros(0, 5, 48), torch.zeros(2, 0, 48), torch.zeros(2, 5, 48).double()):
         assert fused_attention.self_attention(x, layers, last, num_heads=4, num_kv_heads=4) is None
+
+
+class TestFewTokens:
+    """A call too small for any of its products to have a choice, as it is shipped."""
+
+    @pytest.fixture(autouse=True)
+    def _as_shipped(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(products, "_LEAST", 2**22)
+
+    @pytest.mark.parametrize("mask", MASKS[:5], ids=lambda mask: type(mask).__name__)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_it_is_one_step(
+        self, dtype: torch.dtype, mask: ch.Mask | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:  # fmt: skip
+        own, x = module(dtype), tokens(dtype)
+        inputs, within = [x, *own.parameters()], 1e-5 if dtype == torch.float32 else 0.05
+        together = [numbers(lambda: own(x, mask=mask), inputs, step=True) for _ in range(4)]
+        with torch.no_grad():
+            assert torch.equal(own(x, mask=mask), together[0][0])
+        in_parts(monkeypatch)
+        parts = numbers(lambda: own(x, mask=mask), inputs, step=False)
+        for found in together:
+            for one, part in zip(found, parts, strict=True):
+                torch.testing.assert_close(one, part, rtol=within, atol=within)
+
+    @pytest.mark.parametrize("training", [False, True])
+    def test_who_watches_sees_the_same_bits(self, training: bool) -> None:
+        own, x = module(), tokens()
+        inputs = [x, *own.parameters()]
+
+        def called(watching: bool) -> list[Tensor]:
+            with torch.set_grad_enabled(training):
+                if not watching:
+                    output = own(x, mask=ch.Causal())
+                else:
+                    with ch.observe(own, ch.Want(lse=True)):
+                        output = own(x, mask=ch.Causal())
+            return [output, *(torch.autograd.grad(output.square().sum(), inputs) if training else ())]
+
+        for _ in range(3):
+            for one, other in zip(called(False), called(True), strict=True):
+                assert torch.equal(one, other)
+
+    def test_not_by_kernels_that_have_no_larger_products(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CLEARHEAD_PROJECTION", "torch")
+        monkeypatch.setattr(chosen, "_CHOICES", {})
+        own, x = module(), tokens()
+        for _ in range(3):
+            assert not is_step(own(x))
+
+    def test_what_is_wrong_is_told_after_good_calls(self) -> None:
+        own, x = module(), tokens()
+        for _ in range(3):
+            own(x, mask=ch.Padding([37, 5, 0]))
+            own(x)
+        for bad, error in (
+            (x[..., :47], "width"), (x.double(), "dtype"), (x[None], "axes"), ([1.0], "axes"), (None, "axes"),
+        ):  # fmt: skip
+            with pytest.raises(ch.ClearheadError, match=error):
+                own(bad)
+        with pytest.raises(ch.ClearheadError, match="mask"):
+            own(x, mask=[1])
+        with pytest.raises(ch.ClearheadError, match="lengths"):
+            own(x, mask=ch.Padding([37, 5]))
+        seen: list[Any] = []
+        with own.value_projection.register_forward_hook(lambda *given: seen.append(given)):
+            own(x)
+        assert len(seen) == 1
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert own(x).dtype == torch.bfloat16
+        assert is_step(own(x))

@@ -25,6 +25,8 @@ _TRAINING = tuple((b, h, min(length, 4096), d) for b, h, length, d in _FORWARD)
 _DROPPED = ((8, 12, 512, 64), (1, 12, 2048, 64))
 _DECODED = ((1, 4096), (16, 2048))
 _MODULES = ((32, 100, 512, 8), (8, 128, 768, 12), (8, 512, 768, 12), (1, 2048, 768, 12), (2, 1024, 1024, 16))
+#: The same, where what Python does takes longer than the kernels.
+_FEW_TOKENS = ((1, 8, 32, 4), (1, 16, 64, 4), (16, 32, 64, 4), (4, 32, 128, 4), (12, 64, 128, 4), (2, 64, 256, 8))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,13 @@ def _module_training() -> list[Row]:
     ]
 
 
+def _module_small() -> list[Row]:
+    return [
+        ModuleRow(size=size, dtype=dtype, training=training)
+        for dtype, training, size in product(_DTYPES, (False, True), _FEW_TOKENS)
+    ]
+
+
 def _encoder() -> list[Row]:
     return [
         EncoderRow(
@@ -169,6 +178,10 @@ _RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | 
         ("bfloat16", OURS, (MODULE,), None, 2.3),
         ("bfloat16, dropout 0.1", OURS, (MODULE,), None, 4.0),
     ),
+    "module-small": (
+        ("float32", OURS, (MODULE,), 1 / 1.03, None),
+        ("bfloat16", OURS, (MODULE,), 1 / 1.03, None),
+    ),
     "observe": (
         *((wanted, OURS, (PLAIN,), round(1 / dearest, 3), None) for wanted, dearest in _DEAREST.items()),
         *((wanted, OURS, (MATERIALISED,), 6.0, None) for wanted in WANTS),
@@ -204,6 +217,11 @@ _ROWS: tuple[tuple[str, str, Callable[[], Sequence[Row]]], ...] = (
         "module-training",
         "MultiHeadAttention forward and backward, dropout 0 and 0.1, against nn.MultiheadAttention",
         _module_training,
+    ),
+    (
+        "module-small",
+        "MultiHeadAttention of few tokens, forward and with backward, against nn.MultiheadAttention",
+        _module_small,
     ),
     (
         "encoder",

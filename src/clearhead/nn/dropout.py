@@ -48,10 +48,13 @@ class Dropout(nn.Dropout):
 
     def forward(self, input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         drop = round(self.p * _LEVELS)
-        suits = is_plain(input) and not torch.compiler.is_compiling() and input.device.type == "cpu"
-        if not self.training or self.inplace or not suits or input.numel() < _MANY or not 0 < drop < _LEVELS:
+        if not self.training or self.inplace or not 0 < drop < _LEVELS or not _suits(input):
             return super().forward(input)
         words = torch.empty((input.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
         bits = words.view(torch.int16)[: input.numel()].view(input.shape)
         kept = (bits >= drop - _LEVELS // 2).to(input.dtype)
         return input * kept.mul_(_LEVELS / (_LEVELS - drop))
+
+
+def _suits(x: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and is_plain(x) and x.device.type == "cpu" and x.numel() >= _MANY
