@@ -116,3 +116,18 @@ def test_what_a_parent_knows_is_not_inherited_with_another_predicate() -> None:
     assert not does_as(_Even(), ch.Causal)
     assert does_as(_Named(), ch.Causal)
     assert (_Named() & ch.Window(1)).relative
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        ch.Dense, lambda table: ch.DenseBias(table.float()), lambda table: ch.Padding(table.sum(1)),
+        lambda table: ch.Documents(lengths=table.sum(1)), lambda table: ch.Documents(table.long()[0]),
+        lambda table: ch.Sink(table.float()[0]),
+    ],
+)  # fmt: skip
+def test_a_tensor_stays_where_it_is(made: Callable[[Tensor], Any]) -> None:
+    """Whatever device is the default one: a model may be built on another."""
+    table = torch.ones(3, 3, dtype=torch.bool, device="cpu")
+    with torch.device("meta"):
+        assert {tensor.device.type for tensor in made(table).tensors()} == {"cpu"}

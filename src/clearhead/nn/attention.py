@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from clearhead.arguments import FARTHEST, flag, probability, whole
@@ -172,7 +173,7 @@ class MultiHeadAttention(nn.Module):
 
     def _again(self, x: Tensor, mask: Mask | None, query_offset: int | None) -> Tensor | None:
         """The answer to a plain self-attention like one before, whose arguments are not looked at one by one."""
-        layers = self._plain_layers()
+        layers = None if torch.compiler.is_compiling() else self._plain_layers()
         if layers is None or self._modules["scores"]:
             return None
         # Where they are stored: to ask the layer takes a microsecond each.
