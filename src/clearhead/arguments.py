@@ -52,7 +52,7 @@ def several(given: object) -> tuple[object, ...]:
 def tensor_of(
     value: object, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> Tensor | None:  # fmt: skip
-    """What a user gave as a tensor; None where it is none. A tensor stays on its device, whatever the default one is."""
+    """What a user gave as a tensor; None where it is none. A tensor stays on its device, whatever the default is."""
     if device is None and isinstance(value, Tensor):
         device = value.device
     try:
