@@ -47,7 +47,7 @@ def project_relu_project(
 
     >>> import torch
     >>> weights = torch.ones(4, 3), None, torch.ones(2, 4), None
-    >>> (found := project_relu_project(torch.ones(5, 3), *weights)) is None or found.shape
+    >>> (found := project_relu_project(torch.ones(5, 3), *weights)) is None or found.shape == (5, 2)
     True
     """
     parts = (x, expand, expand_bias, contract, contract_bias)
