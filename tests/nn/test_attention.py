@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -359,3 +360,22 @@ def test_ambiguous_positions_are_refused() -> None:
     MultiHeadAttention(8, 2, rotary=True)(x, memory, mask=ch.Causal(), query_offset=3)
     with pytest.raises(ch.MaskError, match="query_offset must not be given with a cache; got 3"):
         MultiHeadAttention(8, 2)(x, cache=KVCache(), query_offset=3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mask", [None, ch.Causal()], ids=str)
+def test_a_trace_is_the_same_with_gradients_and_without(mask: ch.Mask | None) -> None:
+    """torch's own check of a trace takes it again without."""
+    module, x = ch.nn.MultiHeadAttention(32, 4).eval(), torch.randn(2, 8, 32)
+
+    class Masked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = module
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.attention(x, mask=mask)
+            return found
+
+    traced: Any = torch.jit.trace(Masked(), x)  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(traced(x), module(x, mask=mask))

@@ -100,7 +100,9 @@ def run(problem: Problem, want: Want) -> Observation:
 def _contains_arrivals(problem: Problem) -> bool:
     """Whether a look at the gradient that arrives is due, stops no device, and is all that learns of it."""
     masked = problem.mask is not None and not _sees_all(problem)
-    plain = problem.query.device.type == "cpu" and not torch._C._are_functorch_transforms_active()
+    # A trace records no hooks.
+    traced = torch._C._get_tracing_state() is not None
+    plain = problem.query.device.type == "cpu" and not (traced or torch._C._are_functorch_transforms_active())
     return masked and plain and problem.needs_gradient and not problem.rule_parameters and has_numbers(problem.query)
 
 
@@ -254,7 +256,8 @@ def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds:
     dtype = problem.query.dtype
     on_cpu = query.device.type == "cpu"
     unfused = on_cpu and not _is_fused(query, key, value, mask, problem.needs_gradient)
-    if unfused or (on_cpu and _loses_digits(problem, mask)):
+    # A trace shows what changes nothing too, and differs with gradients and without.
+    if dtype != problem.work_dtype and (unfused or (on_cpu and _loses_digits(problem, mask))):
         query, key, value = (tensor.to(problem.work_dtype) for tensor in (query, key, value))
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(query.dtype)
