@@ -251,11 +251,11 @@ template <class M, class IO> class Projection {
 
   template <int ROWS, int VECS>
   static CH_INLINE void leaving_block(int64_t steps, const number* a, int64_t a_row, const number* b, const Out& out) {
-    const vf least = out.relu ? (vf){} : all(-INF);
+    const vf lowest = out.relu ? (vf){} : all(-INF);
     sums_of<M, ROWS, VECS>(steps, a, a_row, 1, b, PW, [&](int r, int v, vf sum) CH_INLINED {
       if (out.before != nullptr) sum += load(out.before + r * PW + v * VL);
       sum += load(out.bias + v * VL);
-      put_vector<IO>(out.output + r * out.row + v * VL, sum < least ? least : sum);
+      put_vector<IO>(out.output + r * out.row + v * VL, sum < lowest ? lowest : sum);
     });
   }
 

@@ -83,6 +83,10 @@ def self_attention(
         return None
     tensors = [part for layer in (*sources, last) for part in layer]
     rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
+    if not rules:
+        known = again(x, tensors, num_heads, num_kv_heads, mask, scale, dropout, query_offset, backend)
+        if known is not None:
+            return known
     training = _learns(x, *tensors)
     options = (scale, dropout, query_offset, backend)
     recurs = (
