@@ -169,8 +169,8 @@ def layer_gradients(
     if not needs_weight:
         return None, rows.sum(0) if needs_bias else None
     flat = x.reshape(-1, x.shape[-1])
-    own = path or path_of("weight gradient", rows, rows.shape[1] * flat.shape[1])
-    return own.weight_gradient(rows, flat, needs_bias)
+    path = path or path_of("weight gradient", rows, rows.shape[1] * flat.shape[1])
+    return path.weight_gradient(rows, flat, needs_bias)
 
 
 def path_of(kind: str, x: Tensor, numbers: int) -> Path:
