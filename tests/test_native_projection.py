@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead.backends import native_library, native_projection
-from clearhead.backends.native_projection import MAX_TERMS, product
+from clearhead.backends.native_projection import MAX_TERMS, Product, product
 from clearhead.errors import UnsupportedError
 from clearhead.projection import KINDS, choice, measured, paths, products, project
 from tests.budget import within_budget
@@ -419,3 +419,17 @@ def test_a_small_weight_goes_by_the_fastest_of_the_others(monkeypatch: pytest.Mo
     ):
         assert products.path_of(kind, x, 2**14 - 1) is narrow
         assert products.path_of(kind, x, 2**14) is paths.NATIVE
+
+
+def test_a_weight_that_lies_the_other_way_is_read_where_it_is() -> None:
+    """GPT-2's layers hold theirs as ``[in, out]``."""
+    x, weight = torch.randn(9, 20), torch.randn(20, 33)
+    forward = Product([(x, weight.t())], right_turned=True)
+    assert forward.description.terms[0].right == weight.data_ptr()
+    torch.testing.assert_close(forward.run(), x @ weight)
+    grad = torch.randn(9, 33)
+    backward = Product([(grad, weight.t())])
+    assert backward.description.terms[0].right == weight.data_ptr()
+    torch.testing.assert_close(backward.run(), grad @ weight.t())
+    # One of two that lies as it should: the other is laid out anew.
+    torch.testing.assert_close(product([(grad, weight.t()), (grad, weight.t().contiguous())]), 2 * grad @ weight.t())

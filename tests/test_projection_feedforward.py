@@ -1,9 +1,12 @@
-"""project_relu_project() against the three steps in float64, and when it steps aside."""
+"""project_activate_project() against its steps in float64, and when it steps aside."""
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +15,19 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from clearhead.backends import native_projection
+from clearhead.backends.dropout import philox
+from clearhead.backends.native_dropout import LEVELS
 from clearhead.nn.feedforward import FeedForward
-from clearhead.projection import products, project_relu_project
+from clearhead.problem import draw_seed
+from clearhead.projection import products, project_activate_project
 from tests.budget import within_budget
 
 chosen = importlib.import_module("clearhead.projection.chosen")
 pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
 
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "silu": F.silu,
+}  # fmt: skip
 NAMES = ("output", "dx", "dexpand", "dexpand_bias", "dcontract", "dcontract_bias")
 #: Leading axes of x, width in, hidden, out.
 SHAPES = [((1,), 8, 16, 4), ((67,), 33, 70, 17), ((3, 5), 40, 24, 40), ((1300,), 24, 129, 8), ((2, 1, 7), 65, 64, 1)]
@@ -33,15 +42,29 @@ def native(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _steps(
-    x: Tensor, expand: Tensor, expand_bias: Tensor | None, contract: Tensor, contract_bias: Tensor | None
-) -> Tensor:
-    return F.linear(F.linear(x, expand, expand_bias).relu(), contract, contract_bias)
+    x: Tensor, expand: Tensor, expand_bias: Tensor | None, contract: Tensor, contract_bias: Tensor | None, *,
+    activation: str = "relu", kept: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """One after the other; ``kept`` is what dropout multiplies by."""
+    hidden = FORMULAS[activation](F.linear(x, expand, expand_bias))
+    return F.linear(hidden if kept is None else hidden * kept.to(hidden.dtype), contract, contract_bias)
 
 
-def _fused(*parts: Tensor | None) -> Tensor:
-    output = project_relu_project(*parts)  # type: ignore[arg-type]
+def _fused(*parts: Tensor | None, **options: Any) -> Tensor:
+    output = project_activate_project(*parts, **options)  # type: ignore[arg-type]
     assert output is not None
     return output
+
+
+def _kept(rows: int, hidden: int, levels: int, seed: int) -> Tensor:
+    """What dropout multiplies hidden numbers by: the definition in ``native_dropout.dropped``, in torch's operators."""
+    columns = torch.arange(hidden)
+    counter = (columns // 128 * 16 + columns % 16).expand(rows, hidden)
+    row, last = torch.arange(rows)[:, None].expand(rows, hidden), torch.full((rows, hidden), 2**32 - 1)
+    words = torch.stack(philox((counter, row, torch.zeros_like(row), last), seed), -1)
+    half = (columns % 128 // 16).expand(rows, hidden)
+    drawn = words.gather(-1, half[..., None] // 2)[..., 0] >> (16 * (half % 2)) & 0xFFFF
+    return (drawn >= levels).double() * (65536 / (65536 - levels))
 
 
 def _parts(
@@ -60,13 +83,17 @@ def _parts(
 
 
 def _with_gradients(
-    function: Callable[..., Tensor], parts: list[Tensor | None], dtype: torch.dtype | None = None
+    function: Callable[..., Tensor],
+    parts: list[Tensor | None],
+    dtype: torch.dtype | None = None,
+    *,
+    again: bool = False,
 ) -> list[Tensor]:
     leaves = [None if part is None else part.to(dtype or part.dtype).detach().requires_grad_() for part in parts]
     output = function(*leaves)
     upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
     given = [leaf for leaf in leaves if leaf is not None]
-    return [output.detach(), *torch.autograd.grad(output, given, upstream)]
+    return [output.detach(), *torch.autograd.grad(output, given, upstream, create_graph=again)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -82,6 +109,41 @@ def test_numbers_and_gradients(
     terms = max(hidden, width, found[0].numel() // out)
     for name, *three in zip(names, found, own, exact, strict=True):
         within_budget(name, *three, terms=terms)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("activation", FORMULAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [((3, 5), 40, 24, 40), ((150,), 24, 129, 8), ((77,), 33, 300, 17)], ids=str)
+def test_activations_and_dropout(
+    size: tuple[tuple[int, ...], int, int, int], dtype: torch.dtype, activation: str, dropout: float
+) -> None:
+    """Forward, backward, and gradients that can be differentiated again, each from the definition."""
+    parts = _parts(*size, dtype=dtype)
+    torch.manual_seed(7)
+    seed = draw_seed(dropout)
+    levels, rows = round(dropout * LEVELS), math.prod(size[0])
+    kept = _kept(rows, size[2], levels, seed).view(*size[0], size[2]) if dropout else None
+    steps = partial(_steps, activation=activation, kept=kept)
+
+    def fused(*leaves: Tensor | None) -> Tensor:
+        torch.manual_seed(7)
+        return _fused(*leaves, activation=activation, dropout=dropout)
+
+    own, exact = _with_gradients(steps, parts), _with_gradients(steps, parts, torch.float64)
+    terms = max(*size[1:3], rows)
+    for again in (False, True, False):  # the third call is made again from the one that was written down
+        for name, *three in zip(NAMES, _with_gradients(fused, parts, again=again), own, exact, strict=True):
+            within_budget(f"{name}, create_graph={again}", *three, terms=terms, dtype=dtype)
+    torch.testing.assert_close(fused(*parts), _with_gradients(fused, parts)[0], rtol=0, atol=0)
+
+
+def test_dropout_that_drops_all_or_nothing() -> None:
+    parts = _parts((5,), 4, 9, 3)
+    assert project_activate_project(*parts, dropout=1.0) is None  # type: ignore[arg-type]
+    state = torch.random.get_rng_state()
+    torch.testing.assert_close(_fused(*parts, dropout=1e-6), _steps(*parts))  # type: ignore[arg-type]
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("wanted", range(5))
@@ -150,10 +212,11 @@ def test_gradients_that_lie_apart_after_others() -> None:
         torch.testing.assert_close(torch.autograd.grad(_fused(*leaves), leaves, lay(upstream)), own)
 
 
-def test_second_derivatives() -> None:
+@pytest.mark.parametrize("activation", FORMULAS)
+def test_second_derivatives(activation: str) -> None:
     parts = [part.requires_grad_() for part in _parts((5,), 4, 9, 3) if part is not None]
     for function in (_fused, _steps):
-        first = torch.autograd.grad(function(*parts).square().sum(), parts, create_graph=True)
+        first = torch.autograd.grad(function(*parts, activation=activation).square().sum(), parts, create_graph=True)
         seconds = torch.autograd.grad(sum(one.square().sum() for one in first), parts)
         if function is _fused:
             found = seconds
@@ -198,7 +261,7 @@ def test_on_another_path_it_steps_aside(path: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CLEARHEAD_PROJECTION", path)
     if path == "onednn" and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this torch has no oneDNN product")
-    assert project_relu_project(*_parts((5,), 4, 9, 3)) is None  # type: ignore[arg-type]
+    assert project_activate_project(*_parts((5,), 4, 9, 3)) is None  # type: ignore[arg-type]
 
 
 def test_layers_that_do_not_fit_are_left_to_the_three_steps() -> None:
@@ -206,11 +269,11 @@ def test_layers_that_do_not_fit_are_left_to_the_three_steps() -> None:
     assert x is not None
     assert expand is not None
     assert contract is not None
-    assert project_relu_project(x, expand, None, contract[:, :8], None) is None
-    assert project_relu_project(x, expand, None, contract.double(), None) is None
-    assert project_relu_project(x, expand, None, contract, torch.zeros(4)) is None
-    assert project_relu_project(x[:, :3], expand, None, contract, None) is None
-    assert project_relu_project(x.double(), expand.double(), None, contract.double(), None) is None
+    assert project_activate_project(x, expand, None, contract[:, :8], None) is None
+    assert project_activate_project(x, expand, None, contract.double(), None) is None
+    assert project_activate_project(x, expand, None, contract, torch.zeros(4)) is None
+    assert project_activate_project(x[:, :3], expand, None, contract, None) is None
+    assert project_activate_project(x.double(), expand.double(), None, contract.double(), None) is None
 
 
 class TestFeedForward:
@@ -221,23 +284,33 @@ class TestFeedForward:
         seen: list[Tensor] = []
         room = importlib.import_module("clearhead.nn.feedforward")
 
-        def spy(x: Tensor, *layers: Tensor) -> Tensor | None:
+        def spy(x: Tensor, *layers: Tensor, **options: Any) -> Tensor | None:
             seen.append(x)
-            return project_relu_project(x, *layers)
+            return project_activate_project(x, *layers, **options)
 
-        monkeypatch.setattr(room, "project_relu_project", spy)
+        monkeypatch.setattr(room, "project_activate_project", spy)
         return seen
 
-    def test_a_relu_is_fused_and_gelu_is_not(self, calls: list[Tensor]) -> None:
-        x = torch.randn(2, 3, 4)
-        FeedForward(4, activation="gelu")(x)
-        assert not calls
-        module = FeedForward(4, activation="relu")
-        torch.testing.assert_close(module(x), module.contract(torch.relu(module.expand(x))))
+    @pytest.mark.parametrize("name", ["relu", "gelu", "silu"])
+    def test_known_activations_are_one_step(self, name: str, calls: list[Tensor]) -> None:
+        module, x = FeedForward(4, activation=name), torch.randn(2, 3, 4)
+        torch.testing.assert_close(module(x), module.contract(module.activation(module.expand(x))))
+        assert len(calls) == 1
+        module.activation = nn.Tanh()
+        module(x)
         assert len(calls) == 1
 
-    def test_dropout_is_not_left_out(self, calls: list[Tensor]) -> None:
+    def test_dropout_is_one_step_with_it(self, calls: list[Tensor]) -> None:
         module, x = FeedForward(4, activation="relu", dropout=0.5), torch.randn(2, 3, 4)
+        dropped = module(x)
+        assert len(calls) == 1
+        module.eval()
+        assert not torch.allclose(module(x), dropped)
+        assert len(calls) == 2
+
+    def test_torchs_own_dropout_draws_its_own_numbers(self, calls: list[Tensor]) -> None:
+        module, x = FeedForward(4, activation="relu", dropout=0.5), torch.randn(2, 3, 4)
+        module.dropout = nn.Dropout(0.5)
         module(x)
         assert not calls
         module.eval()(x)
@@ -284,5 +357,5 @@ def test_a_small_weight_goes_its_own_way(small: str, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("CLEARHEAD_PROJECTION")
     monkeypatch.setattr(chosen, "_rates", lambda kind, dtype: {"torch": 100.0, "onednn": None, "native": 100.0})
     width, out = (8, 256) if small == "expand" else (256, 8)
-    assert project_relu_project(*_parts((64,), width, 256, out)) is None  # type: ignore[arg-type]
-    assert project_relu_project(*_parts((64,), 256, 256, 256)) is not None  # type: ignore[arg-type]
+    assert project_activate_project(*_parts((64,), width, 256, out)) is None  # type: ignore[arg-type]
+    assert project_activate_project(*_parts((64,), 256, 256, 256)) is not None  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 9
+#define CH_ABI 10
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_RUNS 4
 #define CH_MAX_RULES 8
@@ -222,6 +222,10 @@ typedef struct ch_term {
   int64_t steps;
 } ch_term;
 
+enum ch_activation { CH_PLAIN = 0, CH_RELU = 1, CH_GELU = 2, CH_GELU_TANH = 3, CH_SILU = 4 };
+
+enum ch_gate { CH_GATE_OUTPUT = 0, CH_GATE_SLOPE = 1 };
+
 /* The products of a linear layer, forward and backward: output = sum over terms of left right, + bias.
  * What is `turned` lies transposed in memory: left as [steps, rows], right as [columns, steps]. */
 typedef struct ch_projection {
@@ -233,23 +237,48 @@ typedef struct ch_projection {
   int32_t num_terms;    /* 1 to CH_MAX_TERMS                                                                */
   int32_t left_turned;  /* 0 or 1                                                                           */
   int32_t right_turned; /* 0 or 1                                                                           */
-  int32_t relu;         /* 0 or 1: what is negative in the end is written as 0                              */
-  int32_t reserved;
+  int32_t activation;   /* ch_activation of the sums with their bias                                        */
+  int32_t dropped;      /* of 65536 numbers of the output how many become 0, at random; the others are divided by what
+                           is kept on average. 0 to 65535                                                  */
+  uint64_t seed;        /* of dropout                                                                       */
   int64_t rows, columns;
   ch_term terms[CH_MAX_TERMS];
   const void* bias;     /* [columns] contiguous; null for none                                              */
   void* output;         /* [rows, columns], written                                                         */
   int64_t output_row;
-  const void* gate;     /* [rows, columns]: the output is 0 where this is not above 0, and what it is where this is NaN;
-                           null for none. What a relu gave, on the way back                                 */
+  void* slope;          /* [rows, columns], written: how much the output grows with the sum; null for none  */
+  int64_t slope_row;
+  const void* gate;     /* [rows, columns], what forward left for the way back; null for none. CH_GATE_OUTPUT: the output
+                           of a relu; the sum is 0 where it is not above 0, and what it is where it is NaN; `dropped`
+                           says what dropped it, so that no seed is asked. CH_GATE_SLOPE: slopes, by which sums are
+                           multiplied. Neither goes with an activation or a slope, slopes not with `dropped`   */
   int64_t gate_row;
+  int32_t gate_kind;    /* ch_gate                                                                          */
+  int32_t reserved;
   void* row_sums;       /* [rows] contiguous, written: sums of left along its steps; null for none. Only where left
                            is turned: the gradient of a bias, beside that of its weight                     */
 } ch_projection;
 
-enum ch_verb { CH_FORWARD = 1, CH_BACKWARD = 2, CH_PROJECT = 3 };
+/* Dropout of activations: output = (what is kept of input) * 65536 / (65536 - dropped) + added, all of it contiguous.
+ * What is kept depends on the seed, the row and the column alone, as in a product with such an output. */
+typedef struct ch_dropout {
+  uint32_t size;        /* sizeof(ch_dropout)                                                               */
+  uint32_t abi;         /* CH_ABI                                                                           */
+  int32_t isa;          /* as in ch_attention                                                               */
+  int32_t threads;
+  int32_t dtype;        /* ch_dtype of everything here; worked out in float32 and rounded once              */
+  int32_t dropped;      /* as in ch_projection                                                              */
+  uint64_t seed;
+  int64_t rows, columns;
+  const void* input;
+  const void* added;    /* null for none                                                                    */
+  void* output;         /* written; nothing that is read may lie in it                                      */
+} ch_dropout;
 
-/* A call to come: ch_forward or ch_backward of a ch_attention, or ch_project of a ch_projection. */
+enum ch_verb { CH_FORWARD = 1, CH_BACKWARD = 2, CH_PROJECT = 3, CH_DROP = 4 };
+
+/* A call to come: ch_forward or ch_backward of a ch_attention, ch_project of a ch_projection, or ch_drop of a
+   ch_dropout. */
 typedef struct ch_call {
   int32_t verb;         /* ch_verb                                                                          */
   int32_t reserved;
@@ -260,6 +289,7 @@ CH_EXPORT int ch_abi(void);
 CH_EXPORT int64_t ch_description_size(void);
 CH_EXPORT int64_t ch_linear_description_size(void);
 CH_EXPORT int64_t ch_projection_description_size(void);
+CH_EXPORT int64_t ch_dropout_description_size(void);
 /* The instruction sets this library was built for, best first; null past the last. */
 CH_EXPORT const char* ch_isa_name(int index);
 /* Whether this processor can run it. */
@@ -272,6 +302,7 @@ CH_EXPORT int ch_backward(const ch_attention* work);
 CH_EXPORT int ch_linear_forward(const ch_linear* work);
 CH_EXPORT int ch_linear_backward(const ch_linear* work);
 CH_EXPORT int ch_project(const ch_projection* work);
+CH_EXPORT int ch_drop(const ch_dropout* work);
 /* One call after the other, until one does not give 0: its code is returned, and `done` counts those before it. */
 CH_EXPORT int ch_run(const ch_call* calls, int32_t count, int32_t* done);
 CH_EXPORT const char* ch_message(int code);

@@ -107,6 +107,7 @@ int ch_run(const ch_call* calls, int32_t count, int32_t* done) {
       case CH_FORWARD: code = ch_forward(static_cast<const ch_attention*>(call.description)); break;
       case CH_BACKWARD: code = ch_backward(static_cast<const ch_attention*>(call.description)); break;
       case CH_PROJECT: code = ch_project(static_cast<const ch_projection*>(call.description)); break;
+      case CH_DROP: code = ch_drop(static_cast<const ch_dropout*>(call.description)); break;
       default: break;
     }
     if (code != CH_OK) return code;

@@ -13,6 +13,7 @@ struct Kernels {
   int (*linear_forward)(const ch_linear* work);
   int (*linear_backward)(const ch_linear* work);
   int (*project)(const ch_projection* work);
+  int (*drop)(const ch_dropout* work);
 };
 
 // Those of a set by its index, -1 for the best; null where this processor lacks it.

@@ -2,6 +2,7 @@
 //
 // Nothing from the C++ library is used here: a template of it, compiled for a wide instruction set, could be the
 // copy that the linker keeps for everybody.
+#include "activation.h"
 #include "backward.h"
 #include "forward.h"
 #include "linear.h"
@@ -39,11 +40,19 @@ int run_projection(const ch_projection* w) {
   }
 }
 
+int run_dropout(const ch_dropout* w) {
+  switch (w->dtype) {
+    case CH_FLOAT32: return Dropping<Float32>(*w).run();
+    case CH_BFLOAT16: return Dropping<BFloat16>(*w).run();
+    default: return Dropping<Float16>(*w).run();
+  }
+}
+
 template <class Way> int run_linear(const ch_linear* w) { return Way(*w).run(); }
 
 }  // namespace
 
 extern const clearhead::Kernels kernels = {run_dtype<Forward>, run_dtype<Backward>, run_linear<LinearForward>,
-                                           run_linear<LinearBackward>, run_projection};
+                                           run_linear<LinearBackward>, run_projection, run_dropout};
 
 }  // namespace CH_NS

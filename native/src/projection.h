@@ -4,11 +4,11 @@
 // Right is packed once, into panels of PW columns that all threads read. Left is read where it lies; where it lies
 // turned (the gradient of a weight, whose steps are tokens), or its numbers cannot be read in place, each thread lays
 // out its block of rows. A block of rows goes through all panels, a tile at a time: the tile is summed in the innermost
-// cache, and takes bias and rounding on its way out, from the registers where that can be. Which numbers are added in
+// cache, and takes bias, activation, dropout and rounding on its way out, from the registers where that can be. Which numbers are added in
 // which order depends on the shapes alone, so the bits do not depend on the threads.
 #pragma once
 
-#include "work.h"
+#include "activation.h"
 
 namespace CH_NS {
 
@@ -184,11 +184,39 @@ template <class M, class IO> class Projection {
       if (tile == nullptr) return fault.set(CH_NO_MEMORY);
       number* left = (number*)(tile + block * PW);
       if (!direct) lay_out(group, row, rows, left, panel == 0 && first == 0);
-      for (int64_t p = first; p < end; p++)
-        tile_of(group, packed + p * group.steps * PW, left, row, rows, (panel + p) * PW, tile);
+      Kept kept;
+      for (int64_t p = first; p < end; p++) {
+        const int64_t column = (panel + p) * PW;
+        if (group.last && drops()) kept.find(w, row, rows, column);
+        tile_of(group, packed + p * group.steps * PW, left, row, rows, column, tile, kept);
+      }
     });
     return fault.get() == CH_OK;
   }
+
+  // Whether dropout is to be drawn: a relu's output has 0 already where it was.
+  CH_INLINE bool drops() const { return w.dropped > 0 && w.gate == nullptr; }
+
+  // What dropout keeps of a block of rows, of as many columns as it is drawn for at a time.
+  struct Kept {
+    int64_t group = -1;
+    uint16_t bits[BLOCK][PLACES / 16];
+
+    void find(const ch_projection& w, int64_t row, int64_t rows, int64_t column) {
+      if (column / PLACES == group) return;
+      group = column / PLACES;
+      for (int64_t r = 0; r < rows; r++) {
+        memset(bits[r], 0, sizeof(bits[r]));
+        kept_places(w.seed, w.dropped, (uint32_t)(row + r), (uint64_t)group, [&](int place, vi kept) CH_INLINED {
+          bits[r][place / 16] = (uint16_t)(bits[r][place / 16] | bits_of(kept) << (place % 16));
+        });
+      }
+    }
+    CH_INLINE vf of(int64_t r, int64_t column, vf number) const {
+      const int64_t place = column % PLACES;
+      return where_bits((uint32_t)bits[r][place / 16] >> (place % 16), number);
+    }
+  };
 
   CH_INLINE int vectors(int64_t column) const {
     return (int)(round_up(least((int64_t)PW, w.columns - column), VL) / VL);
@@ -199,14 +227,15 @@ template <class M, class IO> class Projection {
   // A block of rows times a panel, summed a stretch of steps at a time; after the last stretch, rows leave at once,
   // while they are in the innermost cache.
   void tile_of(const Group& group, const number* right, const number* laid, int64_t row, int64_t rows, int64_t column,
-               float* tile) const {
+               float* tile, const Kept& kept) const {
     const int columns = (int)least((int64_t)PW, w.columns - column), vecs = vectors(column);
     float bias[PW] = {};
     const bool biased = group.last && w.bias != nullptr;
     if (biased) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
-    const Way way = {row, column, columns, biased ? bias : nullptr};
-    // What needs no look at its neighbours leaves from the registers.
-    const bool plain = group.first && group.last && w.gate == nullptr && columns % VL == 0;
+    const Way way = {row, column, columns, biased ? bias : nullptr, kept};
+    // What takes few steps and no look at its neighbours leaves from the registers.
+    const bool simple = w.activation <= CH_RELU && w.slope == nullptr && w.dropped == 0 && w.gate == nullptr;
+    const bool plain = group.first && group.last && simple && columns % VL == 0;
     bool started = false;
     for (int i = 0; i < group.count; i++) {
       const Piece& piece = group.pieces[i];
@@ -225,7 +254,7 @@ template <class M, class IO> class Projection {
           if (leave) expect(group, way, r + 2 * MR, least(r + 3 * MR, rows));
           if (leave && plain) {
             type* output = (type*)w.output + (row + r) * w.output_row + column;
-            const Out out = {output, w.output_row, started ? tile + r * PW : nullptr, bias, w.relu != 0};
+            const Out out = {output, w.output_row, started ? tile + r * PW : nullptr, bias, w.activation == CH_RELU};
             leaving_product(count, vecs, steps, a, stride, b, out);
             continue;
           }
@@ -288,51 +317,81 @@ template <class M, class IO> class Projection {
     int64_t row, column;
     int columns;
     const float* bias;
+    const Kept& kept;
   };
 
   // Asks for the lines that rows of the tile will be written to, and held against.
   CH_INLINE void expect(const Group& group, const Way& way, int64_t from, int64_t to) const {
     for (int64_t r = way.row + from; r < way.row + to; r++) {
-      const char* line = group.last ? (const char*)((const type*)w.output + r * w.output_row + way.column)
-                                    : (const char*)(sums + r * sums_row + way.column);
       const int64_t bytes = way.columns * (int64_t)(group.last ? sizeof(type) : sizeof(float));
-      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(line + byte, 1);
-      if (!group.last || w.gate == nullptr) continue;
-      const char* gate = (const char*)((const type*)w.gate + r * w.gate_row + way.column);
-      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(gate + byte);
+      const auto ask = [&](const void* line, int written) CH_INLINED {
+        for (int64_t byte = 0; byte < bytes; byte += 64)
+          if (written) __builtin_prefetch((const char*)line + byte, 1);
+          else __builtin_prefetch((const char*)line + byte);
+      };
+      if (!group.last) {
+        ask(sums + r * sums_row + way.column, 1);
+        continue;
+      }
+      ask((const type*)w.output + r * w.output_row + way.column, 1);
+      if (w.slope != nullptr) ask((const type*)w.slope + r * w.slope_row + way.column, 1);
+      if (w.gate != nullptr) ask((const type*)w.gate + r * w.gate_row + way.column, 0);
     }
   }
 
-  // The way out of rows of a tile: to the sums, or with all of them, bias, relu, gate and rounding to the output.
+  // A sum on its way out: through the gate, or through activation and dropout.
+  CH_INLINE vf through_gate(vf sum, vf gate) const {
+    if (w.gate_kind == CH_GATE_SLOPE) return sum * gate;
+    // NaN in the gate hides nothing.
+    const vf open = w.dropped > 0 ? sum * all(dropout_factor(w.dropped)) : sum;
+    return gate <= (vf){} ? (vf){} : open;
+  }
+  CH_INLINE vf activated(const Way& way, int64_t r, int c, vf sum, vf& slope) const {
+    vf number = activation_of(w.activation, sum, slope);
+    if (w.dropped == 0) return number;
+    const vf factor = all(dropout_factor(w.dropped));
+    slope = way.kept.of(r, way.column + c, slope * factor);
+    return way.kept.of(r, way.column + c, number * factor);
+  }
+
+  // The way out of rows of a tile: to the sums, or with all of them, and what becomes of them, rounded to the output.
   void finish(const Group& group, const Way& way, int64_t from, int64_t to, const float* tile) const {
     for (int64_t r = from; r < to; r++) {
+      const int64_t row = way.row + r;
       const float* own = tile + r * PW;
-      float* sum = sums + (way.row + r) * sums_row + way.column;
-      type* output = (type*)w.output + (way.row + r) * w.output_row + way.column;
-      const type* gate = w.gate == nullptr ? nullptr : (const type*)w.gate + (way.row + r) * w.gate_row + way.column;
+      float* sum = sums + row * sums_row + way.column;
+      type* output = (type*)w.output + row * w.output_row + way.column;
+      type* slope = w.slope == nullptr ? nullptr : (type*)w.slope + row * w.slope_row + way.column;
+      const type* gate = w.gate == nullptr ? nullptr : (const type*)w.gate + row * w.gate_row + way.column;
       for (int c = 0; c < way.columns; c += VL) {
-        vf number = load(own + c);
+        vf number = load(own + c), grows;
         if (!group.first) number += load(sum + c);
         if (!group.last) {
           store(sum + c, number);
           continue;
         }
         if (way.bias != nullptr) number += load(way.bias + c);
-        if (w.relu) number = number < (vf){} ? (vf){} : number;
         const int columns = way.columns - c;
-        if (columns >= VL) {
-          // NaN in the gate hides nothing.
-          if (gate != nullptr) number = get_vector<IO>(gate + c) <= (vf){} ? (vf){} : number;
-          put_vector<IO>(output + c, number);
-          continue;
+        const bool whole = columns >= VL;
+        float edge[VL];
+        if (gate == nullptr) {
+          number = activated(way, r, c, number, grows);
+        } else if (whole) {
+          number = through_gate(number, get_vector<IO>(gate + c));
+        } else {
+          get_row<IO>(gate + c, columns, edge, VL);
+          number = through_gate(number, load(edge));
         }
-        float edge[VL], gates[VL];
-        if (gate != nullptr) {
-          get_row<IO>(gate + c, columns, gates, VL);
-          number = load(gates) <= (vf){} ? (vf){} : number;
+        if (whole) {
+          put_vector<IO>(output + c, number);
+          if (slope != nullptr) put_vector<IO>(slope + c, grows);
+          continue;
         }
         store(edge, number);
         put_row<IO>(output + c, columns, edge, 1.0f);
+        if (slope == nullptr) continue;
+        store(edge, grows);
+        put_row<IO>(slope + c, columns, edge, 1.0f);
       }
     }
   }

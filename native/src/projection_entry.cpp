@@ -1,4 +1,4 @@
-// The entry point of linear layers' products.
+// The entry points of linear layers' products, and of dropout of what goes through them.
 #include "checks.h"
 
 namespace clearhead {
@@ -17,6 +17,17 @@ int check_vector(const ch_projection& work, const void* data, int64_t count) {
   return data == nullptr ? CH_OK : check_matrix(work, data, 1, count, 0, false, Access::read);
 }
 
+bool is_share(int32_t dropped) { return dropped >= 0 && dropped < 65536; }
+
+// Activation, dropout and gate: each is known, and they go together.
+int check_way_out(const ch_projection& work) {
+  if (work.activation < CH_PLAIN || work.activation > CH_SILU || !is_share(work.dropped)) return CH_BAD_OPTION;
+  if (work.gate == nullptr) return CH_OK;
+  if (work.gate_kind != CH_GATE_OUTPUT && work.gate_kind != CH_GATE_SLOPE) return CH_BAD_OPTION;
+  if (work.activation != CH_PLAIN || work.slope != nullptr) return CH_BAD_OPTION;
+  return work.gate_kind == CH_GATE_SLOPE && work.dropped != 0 ? CH_BAD_OPTION : CH_OK;
+}
+
 int check_sizes(const ch_projection& work) {
   if (work.dtype != CH_FLOAT32 && work.dtype != CH_BFLOAT16 && work.dtype != CH_FLOAT16) return CH_BAD_DTYPE;
   if (work.num_terms < 1 || work.num_terms > CH_MAX_TERMS) return CH_BAD_SHAPE;
@@ -28,9 +39,10 @@ int check_sizes(const ch_projection& work) {
       return CH_BAD_SHAPE;
   }
   if (work.threads < 1 || work.threads > most_threads) return CH_BAD_OPTION;
-  for (int32_t flag : {work.left_turned, work.right_turned, work.relu}) {
+  for (int32_t flag : {work.left_turned, work.right_turned}) {
     if (flag != 0 && flag != 1) return CH_BAD_OPTION;
   }
+  CH_TRY(check_way_out(work));
   if (work.row_sums == nullptr) return CH_OK;
   // Sums of several terms' rows are nobody's yet, nor of rows that are read in place, nor without any product.
   if (work.columns == 0) return CH_BAD_SHAPE;
@@ -47,8 +59,22 @@ int check(const ch_projection& work) {
   CH_TRY(check_vector(work, work.bias, work.columns));
   if (work.gate != nullptr)
     CH_TRY(check_matrix(work, work.gate, work.rows, work.columns, work.gate_row, false, Access::read));
+  if (work.slope != nullptr)
+    CH_TRY(check_matrix(work, work.slope, work.rows, work.columns, work.slope_row, false, Access::write));
   CH_TRY(check_vector(work, work.row_sums, work.rows));
   return check_matrix(work, work.output, work.rows, work.columns, work.output_row, false, Access::write);
+}
+
+int check(const ch_dropout& work) {
+  if (work.dtype != CH_FLOAT32 && work.dtype != CH_BFLOAT16 && work.dtype != CH_FLOAT16) return CH_BAD_DTYPE;
+  if (!is_count(work.rows) || work.columns < 0 || work.columns > farthest) return CH_BAD_SHAPE;
+  if (!countable(1, 1, work.rows, work.columns)) return CH_BAD_SHAPE;
+  if (work.threads < 1 || work.threads > most_threads || !is_share(work.dropped)) return CH_BAD_OPTION;
+  const int64_t size = work.dtype == CH_FLOAT32 ? 4 : 2;
+  const Layout line = {{{1, 0}, {1, 0}, {1, 0}}, work.rows * work.columns};
+  CH_TRY(check_memory(work.input, line, size));
+  if (work.added != nullptr) CH_TRY(check_memory(work.added, line, size));
+  return check_memory(work.output, line, size, Access::write);
 }
 
 }  // namespace
@@ -57,6 +83,15 @@ int check(const ch_projection& work) {
 extern "C" {
 
 int64_t ch_projection_description_size(void) { return sizeof(ch_projection); }
+
+int64_t ch_dropout_description_size(void) { return sizeof(ch_dropout); }
+
+int ch_drop(const ch_dropout* work) {
+  const clearhead::Kernels* kernels = nullptr;
+  CH_TRY(clearhead::check_library(work, &kernels));
+  CH_TRY(clearhead::check(*work));
+  return work->rows == 0 || work->columns == 0 ? CH_OK : kernels->drop(work);
+}
 
 int ch_project(const ch_projection* work) {
   const clearhead::Kernels* kernels = nullptr;

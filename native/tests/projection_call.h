@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "activation_reference.h"
 #include "result.h"
 
 namespace test {
@@ -11,7 +12,9 @@ namespace test {
 struct ProjectionCase {
   int dtype = CH_FLOAT32;
   bool left_turned = false, right_turned = false, biased = false, counted = false;  // counted: with row_sums
-  bool relu = false, gated = false;
+  int activation = CH_PLAIN, gate_kind = CH_GATE_OUTPUT, dropped = 0;
+  bool gated = false, sloped = false;  // sloped: with slopes written
+  uint64_t seed = 0;
   // Whole numbers, so small that float32 adds them without rounding: one answer is right, and nothing hides in a bound.
   bool whole = false;
   int64_t rows = 1, columns = 1;
@@ -59,24 +62,54 @@ inline double nearest(int dtype, double number) {
 }
 
 struct ProjectionExpected {
-  Result output, row_sums;
+  Result output, row_sums, slope;
 };
 
 // How far a sum may be off. float32 adds at most `chain` numbers one after the other, and then the sums of such
 // stretches, of which every term has at least one; each addition is a rounding, and so may be the product and the bias.
 // The bounds are those of reference.h.
-inline double sum_bound(const ProjectionCase& c, double number, double sizes, double chain) {
+inline double sum_error(const ProjectionCase& c, double sizes, double chain) {
   if (c.whole) return 0;
   const double steps = static_cast<double>(c.all_steps());
   const double roundings = std::fmin(steps, chain) + steps / chain + 2 * static_cast<double>(c.steps.size()) + 3;
-  const double error = 1.01 * roundings * std::ldexp(sizes, -24);
+  return 1.01 * roundings * std::ldexp(sizes, -24);
+}
+
+// And once it is rounded to its dtype. What is whole and exact before has one right answer.
+inline double rounded_bound(const ProjectionCase& c, double number, double error) {
+  if (c.whole && error == 0) return 0;
   if (c.dtype == CH_FLOAT32) return error;
   return error + std::ldexp(std::fabs(number) + error, c.dtype == CH_BFLOAT16 ? -8 : -11) + std::ldexp(1.0, -25);
+}
+
+// What a sum, off by `error` at most, becomes on its way out.
+struct Outgoing {
+  Activated output, slope;
+};
+
+inline Outgoing outgoing(const ProjectionCase& c, size_t row, size_t column, double sum, double error) {
+  const double factor = c.dropped > 0 ? 65536.0 / (65536 - c.dropped) : 1;
+  if (c.gated) {
+    const double gate = c.gate[row * static_cast<size_t>(c.columns) + column];
+    // Of a slope the product is rounded, and so is a factor that is not a power of two.
+    const double times = c.gate_kind == CH_GATE_SLOPE ? gate : gate <= 0 ? 0 : factor;
+    const double off = c.whole ? 0 : std::fabs(times) * error + std::ldexp(std::fabs(times * sum), -22);
+    return {{times * sum, off}, {0, 0}};
+  }
+  Outgoing found = {activated(c.activation, sum, error), slope_of(c.activation, sum, error)};
+  if (c.dropped == 0) return found;
+  const bool kept = keeps(c.seed, c.dropped, static_cast<uint32_t>(row), static_cast<uint64_t>(column));
+  for (Activated* one : {&found.output, &found.slope}) {
+    const double off = one->error == 0 && c.whole ? 0 : factor * one->error + std::ldexp(std::fabs(factor * one->number), -22);
+    *one = kept ? Activated{factor * one->number, off} : Activated{0, 0};
+  }
+  return found;
 }
 
 inline ProjectionExpected expected(const ProjectionCase& c) {
   ProjectionExpected right;
   right.output.size(c.rows * c.columns), right.row_sums.size(c.counted ? c.rows : 0);
+  right.slope.size(c.sloped ? c.rows * c.columns : 0);
   const size_t columns = static_cast<size_t>(c.columns);
   Numbers sums(columns), sizes(columns);
   for (size_t r = 0; r < static_cast<size_t>(c.rows); ++r) {
@@ -95,14 +128,18 @@ inline ProjectionExpected expected(const ProjectionCase& c) {
       }
     }
     for (size_t x = 0; x < columns; ++x) {
-      const bool shut = c.gated && c.gate[r * columns + x] <= 0;
-      const double let = shut || (c.relu && sums[x] < 0) ? 0 : sums[x];
-      right.output.number[r * columns + x] = c.whole ? nearest(c.dtype, let) : let;
-      right.output.bound[r * columns + x] = shut ? 0 : sum_bound(c, sums[x], sizes[x], 512);
+      const Outgoing found = outgoing(c, r, x, sums[x], sum_error(c, sizes[x], 512));
+      const auto set = [&](Result& to, const Activated& one) {
+        const bool exact = c.whole && one.error == 0;
+        to.number[r * columns + x] = exact ? nearest(c.dtype, one.number) : one.number;
+        to.bound[r * columns + x] = rounded_bound(c, one.number, one.error);
+      };
+      set(right.output, found.output);
+      if (c.sloped) set(right.slope, found.slope);
     }
     if (!c.counted) continue;
     right.row_sums.number[r] = c.whole ? nearest(c.dtype, row_sum) : row_sum;
-    right.row_sums.bound[r] = sum_bound(c, row_sum, row_size, 1024);
+    right.row_sums.bound[r] = rounded_bound(c, row_sum, sum_error(c, row_size, 1024));
   }
   return right;
 }
@@ -118,6 +155,7 @@ class ProjectionCall {
     if (c.biased) bias = room(random, 1, c.columns, false), put(bias, c.bias, false);
     if (c.counted) row_sums = room(random, 1, c.rows, false);
     if (c.gated) gate = room(random, c.rows, c.columns, false), put(gate, c.gate, false);
+    if (c.sloped) slope = room(random, c.rows, c.columns, false);
     output = room(random, c.rows, c.columns, false);
     describe();
     for (Guarded* one : inputs()) one->keep();
@@ -133,11 +171,13 @@ class ProjectionCall {
   void compare_with(const ProjectionExpected& right_one, const std::string& name) const {
     compare(output, right_one.output, name + " output");
     if (c.counted) compare(row_sums, right_one.row_sums, name + " row_sums");
+    if (c.sloped) compare(slope, right_one.slope, name + " slope");
   }
 
   std::vector<std::vector<uint8_t>> bits() const {
     std::vector<std::vector<uint8_t>> found = {output.copy()};
     if (c.counted) found.push_back(row_sums.copy());
+    if (c.sloped) found.push_back(slope.copy());
     return found;
   }
 
@@ -145,19 +185,23 @@ class ProjectionCall {
   void margins(const std::string& name) {
     check(output.margins_intact(), name + ": wrote outside the output");
     if (c.counted) check(row_sums.margins_intact(), name + ": wrote outside row_sums");
+    if (c.sloped) check(slope.margins_intact(), name + ": wrote outside the slopes");
     for (const Guarded* one : inputs()) check(one->unchanged(), name + ": wrote to what is only read");
   }
 
   void clear() {
     output.clear();
     if (c.counted) row_sums.clear();
+    if (c.sloped) slope.clear();
   }
-  bool untouched() const { return output.untouched() && (!c.counted || row_sums.untouched()); }
+  bool untouched() const {
+    return output.untouched() && (!c.counted || row_sums.untouched()) && (!c.sloped || slope.untouched());
+  }
 
   const ProjectionCase& c;
   ch_projection work{};
   std::vector<Guarded> left, right;
-  Guarded bias, gate, output, row_sums;
+  Guarded bias, gate, slope, output, row_sums;
 
  private:
   Guarded room(Random& random, int64_t rows, int64_t columns, bool turned) const {
@@ -178,7 +222,9 @@ class ProjectionCall {
     work.left_turned = c.left_turned, work.right_turned = c.right_turned;
     for (size_t t = 0; t < c.steps.size(); ++t)
       work.terms[t] = {left[t].data(), right[t].data(), left[t].stride[2], right[t].stride[2], c.steps[t]};
-    work.relu = c.relu, work.gate = gate.data(), work.gate_row = c.gated ? gate.stride[2] : 0;
+    work.activation = c.activation, work.dropped = c.dropped, work.seed = c.seed, work.gate_kind = c.gate_kind;
+    work.gate = gate.data(), work.gate_row = c.gated ? gate.stride[2] : 0;
+    work.slope = slope.data(), work.slope_row = c.sloped ? slope.stride[2] : 0;
     work.bias = bias.data(), work.row_sums = row_sums.data();
     work.output = output.data(), work.output_row = output.stride[2];
   }
@@ -227,7 +273,12 @@ inline ProjectionCase draw_projection(uint64_t number) {
   c.rows = random.pick(shape.rows), c.columns = random.pick(shape.columns);
   const int64_t terms = random.between(shape.least_terms, shape.most_terms);
   for (int64_t t = 0; t < terms; ++t) c.steps.push_back(random.pick(shape.steps));
-  c.relu = random.one_in(3), c.gated = random.one_in(3);
+  c.gated = random.one_in(3), c.gate_kind = random.one_in(2) ? CH_GATE_SLOPE : CH_GATE_OUTPUT;
+  if (!c.gated) c.activation = static_cast<int>(random.between(CH_PLAIN, CH_SILU)), c.sloped = random.one_in(2);
+  const bool may_drop = !c.gated || c.gate_kind == CH_GATE_OUTPUT;
+  // Half of it doubles the rest, which rounds nothing.
+  if (may_drop && random.one_in(2)) c.dropped = c.whole ? 32768 : static_cast<int>(random.between(1, 65535));
+  c.seed = static_cast<uint64_t>(random.between(0, INT64_MAX / 2)) * 2 + random.one_in(2);
   c.biased = random.one_in(2), c.counted = c.left_turned && terms == 1 && !random.one_in(4);
   draw_numbers(random, c);
   return c;

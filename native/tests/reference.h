@@ -6,6 +6,7 @@
 // is what its weight errs by, relatively. Nothing in them was fitted to a result.
 #pragma once
 
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -73,19 +74,21 @@ struct Case {
   }
 };
 
-// Philox4x32-10, Salmon et al. 2011, section 3.3.
-inline uint32_t philox_word(uint64_t seed, uint32_t batch, uint32_t head, uint32_t q_pos, uint32_t k_pos) {
-  uint32_t c[4] = {k_pos / 4, q_pos, head, batch};
+// Philox4x32-10, Salmon et al. 2011, section 3.3: the words of a counter.
+inline std::array<uint32_t, 4> philox_words(uint64_t seed, std::array<uint32_t, 4> c) {
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
     const uint64_t one = uint64_t{0xD2511F53} * c[0], two = uint64_t{0xCD9E8D57} * c[2];
-    const uint32_t next[4] = {static_cast<uint32_t>(two >> 32) ^ c[1] ^ k0, static_cast<uint32_t>(two),
-                              static_cast<uint32_t>(one >> 32) ^ c[3] ^ k1, static_cast<uint32_t>(one)};
-    for (int i = 0; i < 4; ++i) c[i] = next[i];
+    c = {static_cast<uint32_t>(two >> 32) ^ c[1] ^ k0, static_cast<uint32_t>(two),
+         static_cast<uint32_t>(one >> 32) ^ c[3] ^ k1, static_cast<uint32_t>(one)};
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  return c[k_pos % 4];
+  return c;
+}
+
+inline uint32_t philox_word(uint64_t seed, uint32_t batch, uint32_t head, uint32_t q_pos, uint32_t k_pos) {
+  return philox_words(seed, {k_pos / 4, q_pos, head, batch})[k_pos % 4];
 }
 
 struct Expected {

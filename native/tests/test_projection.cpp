@@ -7,6 +7,7 @@
 namespace test {
 
 int projection_entry_tests();
+int dropout_tests();
 
 namespace {
 
@@ -15,7 +16,9 @@ std::string describe(const ProjectionCase& c, int isa, int threads) {
                      (c.right_turned ? ", right turned" : "") + ", " + std::to_string(c.rows) + "x" +
                      std::to_string(c.columns) + " of";
   for (int64_t steps : c.steps) line += " " + std::to_string(steps);
-  return line + " steps" + (c.biased ? ", bias" : "") + (c.relu ? ", relu" : "") + (c.gated ? ", gate" : "") + ", " +
+  return line + " steps" + (c.biased ? ", bias" : "") + ", activation " + std::to_string(c.activation) +
+         (c.sloped ? " and slopes" : "") + ", " + std::to_string(c.dropped) + " dropped" +
+         (c.gated ? ", gate " + std::to_string(c.gate_kind) : "") + ", " +
          ch_isa_name(isa) + ", threads " + std::to_string(threads);
 }
 
@@ -243,9 +246,9 @@ int main(int arguments, char** argument) {
     test::odd_strides();
     test::pairs_in_place();
     test::containment();
-    others = test::projection_entry_tests();
+    others = test::projection_entry_tests() + test::dropout_tests();
   }
-  std::printf("%llu projection cases, %d in several passes and %d bad descriptions on",
+  std::printf("%llu projection cases, %d in several passes and %d of dropout and bad descriptions on",
               static_cast<unsigned long long>(count), large, others);
   for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
   std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::fullest);

@@ -56,7 +56,12 @@ const std::vector<Bad>& either_way() {
       {"odd left", CH_BAD_POINTER, [](W& w) { make_odd(w.terms[0].left); }},
       {"odd right", CH_BAD_POINTER, [](W& w) { make_odd(w.terms[0].right); }},
       {"odd bias", CH_BAD_POINTER, [](W& w) { make_odd(w.bias); }},
-      {"relu twice", CH_BAD_OPTION, [](W& w) { w.relu = 2; }},
+      {"an activation past the last", CH_BAD_OPTION, [](W& w) { w.activation = CH_SILU + 1; }},
+      {"a negative activation", CH_BAD_OPTION, [](W& w) { w.activation = -1; }},
+      {"all dropped", CH_BAD_OPTION, [](W& w) { w.dropped = 65536; }},
+      {"a negative share dropped", CH_BAD_OPTION, [](W& w) { w.dropped = -1; }},
+      {"odd slope", CH_BAD_POINTER, [](W& w) { w.slope = w.output, w.slope_row = w.columns, make_odd(w.slope); }},
+      {"slopes that overlap", CH_BAD_STRIDE, [](W& w) { w.slope = w.output, w.slope_row = w.columns - 1; }},
       {"odd gate", CH_BAD_POINTER, [](W& w) { make_odd(w.gate); }},
       {"negative stride of a gate", CH_BAD_STRIDE, [](W& w) { w.gate = w.output, w.gate_row = -1; }},
       {"odd output", CH_BAD_POINTER, [](W& w) { make_odd(w.output); }},
@@ -88,6 +93,19 @@ const std::vector<Bad>& with_terms() {
       {"negative stride of the second term", CH_BAD_STRIDE, [](W& w) { w.terms[1].right_row = -1; }},
       {"a third term of nothing", CH_BAD_POINTER, [](W& w) { w.num_terms = 3, w.terms[2].steps = 1; }},
       {"row_sums of what lies as it is read", CH_BAD_OPTION, [](W& w) { w.num_terms = 1, w.row_sums = w.output; }},
+  };
+  return all;
+}
+
+// Of one with a gate.
+const std::vector<Bad>& with_gate() {
+  using W = ch_projection;
+  static const std::vector<Bad> all = {
+      {"a gate past the last", CH_BAD_OPTION, [](W& w) { w.gate_kind = CH_GATE_SLOPE + 1; }},
+      {"a negative gate", CH_BAD_OPTION, [](W& w) { w.gate_kind = -1; }},
+      {"a gate and a relu", CH_BAD_OPTION, [](W& w) { w.activation = CH_RELU; }},
+      {"a gate and slopes", CH_BAD_OPTION, [](W& w) { w.slope = w.output, w.slope_row = w.output_row; }},
+      {"slopes and dropout", CH_BAD_OPTION, [](W& w) { w.gate_kind = CH_GATE_SLOPE, w.dropped = 1; }},
   };
   return all;
 }
@@ -127,19 +145,23 @@ void one_after_the_other() {
   ch_attention nothing{};
   nothing.size = sizeof(nothing), nothing.abi = CH_ABI, nothing.isa = -1, nothing.threads = 1;
   nothing.before = nothing.after = INT64_MAX, nothing.head_dim = nothing.value_dim = 8, nothing.k_len = 4;
+  ch_dropout nothing_dropped{};
+  nothing_dropped.size = sizeof(nothing_dropped), nothing_dropped.abi = CH_ABI, nothing_dropped.isa = -1;
+  nothing_dropped.threads = 1;
   ch_call calls[] = {{CH_PROJECT, 0, &first.work},
                      {CH_FORWARD, 0, &nothing},
                      {CH_BACKWARD, 0, &nothing},
                      {CH_PROJECT, 0, &second.work},
-                     {CH_PROJECT, 0, &third.work}};
+                     {CH_PROJECT, 0, &third.work},
+                     {CH_DROP, 0, &nothing_dropped}};
   int32_t done = -1;
-  expect(ch_run(calls, 5, &done), CH_OK, "five calls");
-  check(done == 5 && !first.untouched() && !third.untouched(), "five calls are made");
+  expect(ch_run(calls, 6, &done), CH_OK, "six calls");
+  check(done == 6 && !first.untouched() && !third.untouched(), "six calls are made");
   first.clear(), second.clear(), third.clear();
   second.work.num_terms = 0;
   expect(ch_run(calls, 5, &done), CH_BAD_SHAPE, "a bad call among five");
   check(done == 3 && !first.untouched() && third.untouched(), "what is behind a bad call is left alone");
-  for (int verb : {0, 4, -1}) {
+  for (int verb : {0, 5, -1}) {
     calls[0].verb = verb;
     expect(ch_run(calls, 5, &done), CH_BAD_OPTION, "no such verb");
     check(done == 0, "no call before it");
@@ -172,6 +194,9 @@ int projection_entry_tests() {
       call.clear();
       count += spoil_all(call, either_way());
       count += spoil_all(call, turned ? with_row_sums() : with_terms());
+      c.gated = true, c.gate.assign(static_cast<size_t>(c.rows * c.columns), 1.0);
+      ProjectionCall gated(c, random);
+      count += spoil_all(gated, with_gate());
     }
   return count;
 }

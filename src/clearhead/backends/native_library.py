@@ -20,15 +20,50 @@ import torch as torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 __all__ = [
-    "ABI", "DTYPES", "LINEAR_PAD", "MAX_AXES", "MAX_BLOCK", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS",
-    "MAX_TERMS", "MAX_THREADS", "TILE", "UNBOUNDED",
-    "Call", "Code", "Description", "Dtype", "Feature", "LinearDescription", "ProjectionDescription", "Rule", "RuleKind",
-    "Statistics", "Table", "TensorView", "Term", "Verb", "in_memory", "isa_index", "isa_name",
-    "isa_names", "library", "message", "quick", "reason", "run",
+    "ABI",
+    "DTYPES",
+    "LEVELS",
+    "LINEAR_PAD",
+    "MAX_AXES",
+    "MAX_BLOCK",
+    "MAX_CHUNK",
+    "MAX_HEAD_DIM",
+    "MAX_RULES",
+    "MAX_RUNS",
+    "MAX_TERMS",
+    "MAX_THREADS",
+    "TILE",
+    "UNBOUNDED",
+    "Activation",
+    "Call",
+    "Code",
+    "Description",
+    "DropoutDescription",
+    "Dtype",
+    "Feature",
+    "Gate",
+    "LinearDescription",
+    "ProjectionDescription",
+    "Rule",
+    "RuleKind",
+    "Statistics",
+    "Table",
+    "TensorView",
+    "Term",
+    "Verb",
+    "in_memory",
+    "isa_index",
+    "isa_name",
+    "isa_names",
+    "library",
+    "message",
+    "quick",
+    "reason",
+    "run",
 ]  # fmt: skip
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
-ABI: Final = 9
+ABI: Final = 10
 MAX_HEAD_DIM: Final = 256
 MAX_RUNS: Final = 4
 MAX_RULES: Final = 8
@@ -43,6 +78,8 @@ TILE: Final = 256
 MAX_THREADS: Final = 4096
 #: States of the linear family that lie between calls are padded to a multiple of this.
 LINEAR_PAD: Final = 16
+#: Of so many activations dropout drops a whole number.
+LEVELS: Final = 65536
 #: ``before`` and ``after`` of a description that bounds nothing on that side.
 UNBOUNDED: Final = 2**63 - 1
 
@@ -76,6 +113,23 @@ class Feature(IntEnum):
     RELU = 2
 
 
+class Activation(IntEnum):
+    """``ch_activation``: of a product's sums on their way out."""
+
+    PLAIN = 0
+    RELU = 1
+    GELU = 2
+    GELU_TANH = 3
+    SILU = 4
+
+
+class Gate(IntEnum):
+    """``ch_gate``: what forward left for the way back through an activation."""
+
+    OUTPUT = 0
+    SLOPE = 1
+
+
 class Code(IntEnum):
     """``ch_code``: what a call came to; ``message`` has the words."""
 
@@ -100,6 +154,7 @@ class Verb(IntEnum):
     FORWARD = 1
     BACKWARD = 2
     PROJECT = 3
+    DROP = 4
 
 
 _int32, _int64, _float, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -209,13 +264,29 @@ class ProjectionDescription(ctypes.Structure):
     _fields_ = (
         ("size", ctypes.c_uint32), ("abi", ctypes.c_uint32), ("isa", _int32), ("threads", _int32),
         ("dtype", _int32), ("num_terms", _int32), ("left_turned", _int32), ("right_turned", _int32),
-        ("relu", _int32), ("reserved", _int32), ("rows", _int64), ("columns", _int64), ("terms", Term * MAX_TERMS),
-        ("bias", _pointer), ("output", _pointer), ("output_row", _int64),
-        ("gate", _pointer), ("gate_row", _int64), ("row_sums", _pointer),
+        ("activation", _int32), ("dropped", _int32), ("seed", ctypes.c_uint64), ("rows", _int64), ("columns", _int64),
+        ("terms", Term * MAX_TERMS), ("bias", _pointer), ("output", _pointer), ("output_row", _int64),
+        ("slope", _pointer), ("slope_row", _int64), ("gate", _pointer), ("gate_row", _int64),
+        ("gate_kind", _int32), ("reserved", _int32), ("row_sums", _pointer),
     )  # fmt: skip
 
     @classmethod
     def new(cls) -> ProjectionDescription:
+        """One thread and the instruction set that was chosen; sizes and tensors are the caller's."""
+        return cls(size=ctypes.sizeof(cls), abi=ABI, isa=isa_index(), threads=1)
+
+
+class DropoutDescription(ctypes.Structure):
+    """``ch_dropout``: dropout of activations. Every field starts at zero; see ``Description.new``."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32), ("abi", ctypes.c_uint32), ("isa", _int32), ("threads", _int32),
+        ("dtype", _int32), ("dropped", _int32), ("seed", ctypes.c_uint64), ("rows", _int64), ("columns", _int64),
+        ("input", _pointer), ("added", _pointer), ("output", _pointer),
+    )  # fmt: skip
+
+    @classmethod
+    def new(cls) -> DropoutDescription:
         """One thread and the instruction set that was chosen; sizes and tensors are the caller's."""
         return cls(size=ctypes.sizeof(cls), abi=ABI, isa=isa_index(), threads=1)
 
@@ -311,8 +382,10 @@ def _loaded() -> _Loaded:
         return _Loaded(None, f"was built for another machine or another torch ({' '.join(str(problem).split())})")
     sizes = tuple(int(size()) for size in (
         found.ch_description_size, found.ch_linear_description_size, found.ch_projection_description_size,
+        found.ch_dropout_description_size,
     ))  # fmt: skip
-    if sizes != (expected := tuple(map(ctypes.sizeof, (Description, LinearDescription, ProjectionDescription)))):
+    kinds = (Description, LinearDescription, ProjectionDescription, DropoutDescription)
+    if sizes != (expected := tuple(map(ctypes.sizeof, kinds))):
         return _Loaded(None, f"is of another version of clearhead ({sizes} instead of {expected}): install again")
     return _chosen(found, os.environ.get("CLEARHEAD_ISA", "").strip())
 
@@ -345,6 +418,7 @@ def _declare(found: ctypes.CDLL) -> None:
     found.ch_description_size.restype = ctypes.c_int64
     found.ch_linear_description_size.restype = ctypes.c_int64
     found.ch_projection_description_size.restype = ctypes.c_int64
+    found.ch_dropout_description_size.restype = ctypes.c_int64
     found.ch_isa_best.restype = ctypes.c_int
     found.ch_run.argtypes = [ctypes.POINTER(Call), _int32, ctypes.POINTER(_int32)]
     found.ch_kept_memory.restype = _int64
@@ -358,5 +432,6 @@ def _declare(found: ctypes.CDLL) -> None:
         (found.ch_linear_forward, ctypes.POINTER(LinearDescription), ctypes.c_int),
         (found.ch_linear_backward, ctypes.POINTER(LinearDescription), ctypes.c_int),
         (found.ch_project, ctypes.POINTER(ProjectionDescription), ctypes.c_int),
+        (found.ch_drop, ctypes.POINTER(DropoutDescription), ctypes.c_int),
     ):
         function.argtypes, function.restype = [argument], result

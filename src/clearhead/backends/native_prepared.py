@@ -15,7 +15,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from torch import Tensor
 
-from clearhead.backends.native_library import Call, Description, Verb, library, run
+from clearhead.backends.native_library import Call, Description, ProjectionDescription, Verb, library, run
 from clearhead.backends.native_memory import maker_like
 
 __all__ = ["Kept", "Prepared", "Stretch", "Stretches", "Written"]
@@ -46,7 +46,7 @@ class Prepared:
         stays: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         self._listed = (Call * len(calls))(*[Call(verb, 0, ctypes.addressof(own)) for verb, own in calls])
-        self._seeds = [own for _, own in calls if isinstance(own, Description)]
+        self._seeds = [own for _, own in calls if isinstance(own, Description | ProjectionDescription)]
         self._makers = [maker_like(own) for own in writes]
         moving = [*reads, *writes]
         self._moves: list[list[tuple[ctypes.Array[ctypes.c_uint64], int, int]]] = [[] for _ in moving]

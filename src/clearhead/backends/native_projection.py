@@ -11,9 +11,12 @@ from torch import Tensor
 
 from clearhead.backends.native_library import (
     DTYPES,
+    LEVELS,
     MAX_TERMS,
     MAX_THREADS,
+    Activation,
     Code,
+    Gate,
     ProjectionDescription,
     Term,
     Verb,
@@ -25,7 +28,10 @@ from clearhead.backends.native_memory import new_tensor
 from clearhead.shapes import Float
 
 __all__ = [
+    "LEVELS",
     "MAX_TERMS",
+    "Activation",
+    "Gate",
     "Product",
     "WeightGradients",
     "absent",
@@ -45,16 +51,22 @@ def absent() -> str | None:
 class Product:
     """A linear layer's product, written down: ``run`` writes ``output``.
 
-    ``sum(left @ right for left, right in terms) + bias``, summed in float32 and rounded once.
+    ``activation(sum(left @ right for left, right in terms) + bias)``, summed in float32 and rounded once.
 
     Args:
         terms: at most ``MAX_TERMS`` pairs of one dtype, ``[rows, steps]`` and ``[steps, columns]``; as they lie in
             memory where ``turned``. They may be written until ``run``.
         left_turned: every left lies as ``[steps, rows]``.
-        right_turned: every right lies as ``[columns, steps]``.
+        right_turned: every right lies as ``[columns, steps]``. Where each is the view of one that lies the other way,
+            that one is read.
         bias: ``[columns]``, added to every row.
-        relu: whether what is negative in the end is 0.
-        gate: ``[rows, columns]``; where this is not above 0, the result is 0; a relu's output, on the way back.
+        activation: of each sum.
+        dropped: of ``LEVELS`` numbers how many become 0 in the end, at random; the others are divided by what is kept.
+        seed: of dropout.
+        sloped: whether ``slope`` is written: how much each number of the output grows with its sum.
+        gate: ``[rows, columns]``, on the way back: slopes, by which each sum is multiplied, or a relu's output; where
+            that is not above 0 the result is 0, and ``dropped`` says how many it dropped.
+        gate_kind: which of them.
         row_sums: ``[rows]``, contiguous, is written: the sums of the one left along its steps. Only where left is
             turned.
         output: ``[rows, columns]`` to write; a new one when left out.
@@ -70,11 +82,19 @@ class Product:
         left_turned: bool = False,
         right_turned: bool = False,
         bias: Float[Tensor, " columns"] | None = None,
-        relu: bool = False,
+        activation: Activation = Activation.PLAIN,
+        dropped: int = 0,
+        seed: int = 0,
+        sloped: bool = False,
         gate: Float[Tensor, "rows columns"] | None = None,
+        gate_kind: Gate = Gate.OUTPUT,
         row_sums: Float[Tensor, " rows"] | None = None,
         output: Float[Tensor, "rows columns"] | None = None,
     ) -> None:
+        if all(map(_lies_turned, rights := [right for _, right in terms])):
+            # GPT-2's layers hold their weights as [in, out]: what lies in columns is read where it is too.
+            terms = [(left, right.t()) for (left, _), right in zip(terms, rights, strict=True)]
+            right_turned = not right_turned
         laid = [(rows_of(left), rows_of(right)) for left, right in terms]
         left, right = laid[0]
         own = ProjectionDescription.new()
@@ -93,12 +113,15 @@ class Product:
         if dense is not None:
             assert dense.shape == (columns,)
             own.bias = dense.data_ptr()
-        own.relu = relu
+        own.activation, own.dropped, own.seed = activation, dropped, seed
+        self.slope = new_tensor(left, (rows, columns)) if sloped else None
+        if self.slope is not None:
+            own.slope, own.slope_row = self.slope.data_ptr(), self.slope.stride(0)
         if gate is not None:
             gate = rows_of(gate)
             assert gate.shape == (rows, columns)
             assert gate.dtype is left.dtype
-            own.gate, own.gate_row = gate.data_ptr(), gate.stride(0)
+            own.gate, own.gate_row, own.gate_kind = gate.data_ptr(), gate.stride(0), gate_kind
         if row_sums is not None:
             own.row_sums = row_sums.data_ptr()
         self.description = own
@@ -178,7 +201,13 @@ def check(code: int) -> None:
 
 def lies_plainly(tensor: Tensor) -> bool:
     """Whether the kernels read a weight or a bias where it lies."""
-    return (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1) and not tensor.is_neg()
+    in_rows = tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
+    return (in_rows or (tensor.dim() == 2 and _lies_turned(tensor))) and not tensor.is_neg()
+
+
+def _lies_turned(matrix: Float[Tensor, "rows columns"]) -> bool:
+    """Whether a matrix lies with its columns one after the other, and is read there."""
+    return matrix.stride(0) == 1 and matrix.stride(1) != 1 and not matrix.is_neg()
 
 
 def rows_of(matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:

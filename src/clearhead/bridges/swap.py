@@ -2,7 +2,7 @@
 
 One of torch's modules changes its class and nothing else. Parameters, buffers, hooks, names and every reference to it
 stay, so optimizers and checkpoints never notice. A model of Hugging Face transformers is told by its config which
-attention to call, and only its linear layers change their class.
+attention to call, and only its linear layers, feedforwards and dropouts change their class.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class SwapReport:
 def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     """Make the attention of an existing model ours, in place.
 
-    A model of Hugging Face transformers, or one within ``model``, attends through ``bridges.transformers``, and its
-    linear layers go through the faster product.
+    A model of Hugging Face transformers, or one within ``model``, attends through ``bridges.transformers``; its
+    linear layers go through the faster product, feedforwards that are known are one step, and dropout is ours.
 
     Every ``torch.nn.MultiheadAttention`` computes by ``attention``; ``TransformerEncoderLayer``,
     ``TransformerDecoderLayer`` and their stacks go through it in training and in eval mode alike, and a
@@ -178,15 +178,14 @@ def unswap(model: nn.Module) -> SwapReport:
     restored = []
     with _LOCK:
         handed = _take_back(model)
-        originals = {**_ORIGINALS, **{ours: theirs for theirs, ours in _hf_parts().items()}}
         for name, module in model.named_modules():
-            kind = _kind(module)
-            if kind not in originals:
+            original = _original(_kind(module))
+            if original is None:
                 continue
             vars(module).pop("leaves_padding_out", None)
-            _recast(module, originals[kind])
-            if originals[kind] in _REPLACEMENTS:
-                restored.append(Part(name, originals[kind].__name__))
+            _recast(module, original)
+            if original in _REPLACEMENTS:
+                restored.append(Part(name, original.__name__))
     return SwapReport((*restored, *handed))
 
 
@@ -199,9 +198,11 @@ def _hf() -> ModuleType | None:
     return transformers
 
 
-def _hf_parts() -> Mapping[type[nn.Module], type[nn.Module]]:
+def _original(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class that one of ours is in place of."""
     hf = _hf()
-    return {} if hf is None else hf.PARTS
+    found: type[nn.Module] | None = _ORIGINALS.get(kind) or (None if hf is None else hf.original(kind))
+    return found
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ def _hand_over(model: nn.Module) -> _Handed:
         parts = _attentions(path, each)
         (handed.now if hf.hand_over(each) else handed.before).extend(parts)
         for part in each.modules():
-            ours = hf.PARTS.get(_kind(part))
+            ours = hf.faster(_kind(part))
             if ours is not None and "forward" not in vars(part):
                 _recast(part, ours)
             if type(part).__module__.startswith("transformers."):

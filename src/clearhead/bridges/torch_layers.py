@@ -20,7 +20,7 @@ from clearhead.bridges.torch_masks import Meaning, may_look, padded_keys
 from clearhead.bridges.torch_parts import SwappedLinear, is_plain, leaf
 from clearhead.masks import Causal, Documents, Mask
 from clearhead.nn.dropout import Dropout
-from clearhead.nn.feedforward import rectified
+from clearhead.nn.feedforward import in_one_step
 from clearhead.nn.linear import Linear
 from clearhead.watch import laid_out, shown_padding
 
@@ -73,10 +73,10 @@ class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):
 
 
 def _feedforward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, last: nn.Module, x: Tensor) -> Tensor:
-    """What torch's layers do to each token, a ReLU between plain products within them."""
+    """What torch's layers do to each token, in one step where plain products and a known activation do it."""
     found = None
     if is_plain(x):
-        found = rectified(x, layer.linear1, layer.activation, layer.dropout, layer.linear2, linear=SwappedLinear)
+        found = in_one_step(x, layer.linear1, layer.activation, layer.dropout, layer.linear2, linear=SwappedLinear)
     if found is None:
         found = layer.linear2(layer.dropout(layer.activation(layer.linear1(x))))
     output: Tensor = last(found)

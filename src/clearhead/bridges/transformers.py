@@ -1,7 +1,8 @@
 """Hugging Face transformers: its models, computing with our attention.
 
 ``enable()`` makes ``"clearhead"`` an attention implementation like ``"sdpa"``; ``swap(model)`` hands a model over,
-linear layers included. Masks stay symbols on their way through a model, so nothing of ``q_len * k_len`` is made.
+linear layers, feedforwards and dropout included. Masks stay symbols on their way through a model, so nothing of
+``q_len * k_len`` is made.
 
 Where a row may attend to nothing, as at padding to the left, transformers' eager attention averages over what it may
 not see. Here the row is 0, and real tokens are the same. Dropout draws other random numbers. Weights are never made:
@@ -23,14 +24,15 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from clearhead.bridges.torch_parts import SwappedLinear, is_plain
+from clearhead.bridges.torch_parts import SwappedDropout, SwappedLinear, is_plain
 from clearhead.bridges.transformers_attention import attend_for
+from clearhead.bridges.transformers_feedforward import in_steps, one_step
 from clearhead.bridges.transformers_masks import make_mask
 from clearhead.errors import UnsupportedError
 from clearhead.projection import project
 from clearhead.watch import recognise
 
-__all__ = ["NAME", "PARTS", "attentions", "check", "enable", "hand_over", "models", "take_back"]
+__all__ = ["NAME", "attentions", "check", "enable", "faster", "hand_over", "models", "original", "take_back"]
 
 #: What transformers knows this implementation by.
 NAME: Final = "clearhead"
@@ -59,10 +61,19 @@ class SwappedNewGELU(NewGELUActivation):  # type: ignore[misc]
         return functional.gelu(input, approximate="tanh")
 
 
-#: Parts that a model handed over computes faster.
-PARTS: Final[Mapping[type[nn.Module], type[nn.Module]]] = {
-    nn.Linear: SwappedLinear, Conv1D: SwappedConv1D, NewGELUActivation: SwappedNewGELU,
+_PARTS: Final[Mapping[type[nn.Module], type[nn.Module]]] = {
+    nn.Linear: SwappedLinear, nn.Dropout: SwappedDropout, Conv1D: SwappedConv1D, NewGELUActivation: SwappedNewGELU,
 }  # fmt: skip
+
+
+def faster(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class that a part of a model handed over becomes, if there is one."""
+    return _PARTS.get(kind) or one_step(kind)
+
+
+def original(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class that ``faster`` is for."""
+    return next((theirs for theirs, ours in _PARTS.items() if ours is kind), None) or in_steps(kind)
 
 
 def enable() -> None:

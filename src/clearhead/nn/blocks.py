@@ -15,7 +15,7 @@ from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks import Causal, Mask
 from clearhead.nn.attention import MultiHeadAttention
 from clearhead.nn.checks import check_tokens
-from clearhead.nn.dropout import Dropout
+from clearhead.nn.dropout import Dropout, plus_dropped
 from clearhead.nn.feedforward import FeedForward
 from clearhead.nn.weights import copy_into
 from clearhead.positions import Rotary
@@ -36,9 +36,8 @@ class _Block(nn.Module):
     def _around(self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """``x + sublayer(norm(x))`` before the norm, ``norm(x + sublayer(x))`` after it."""
         if self.norm_first:
-            added: Tensor = x + self.residual_dropout(sublayer(norm(x)))
-        else:
-            added = norm(x + self.residual_dropout(sublayer(x)))
+            return plus_dropped(x, self.residual_dropout, sublayer(norm(x)))
+        added: Tensor = norm(plus_dropped(x, self.residual_dropout, sublayer(x)))
         return added
 
     def _maybe_recomputed(self, run: Callable[..., Tensor], *arguments: Any) -> Tensor:

@@ -1,19 +1,20 @@
-"""Dropout of activations, several times faster on a CPU than torch's own."""
+"""Dropout of activations: many times faster on a CPU than torch's own, and added to a residual on the way."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
+from clearhead.backends.native_dropout import LEVELS, dropped, takes
+from clearhead.nn.linear import hooked
+from clearhead.problem import draw_seed
+from clearhead.projection import recorded, unlooked
 from clearhead.shapes import Float
 
-__all__ = ["Dropout", "is_plain"]
-
-#: Entries from which drawing bits for four at once is worth its few operators.
-_MANY: Final = 2**14
-_LEVELS: Final = 2**16
+__all__ = ["Dropout", "is_plain", "plus_dropped"]
 
 
 def is_plain(*tensors: Tensor) -> bool:
@@ -33,10 +34,11 @@ def is_plain(*tensors: Tensor) -> bool:
 
 
 class Dropout(nn.Dropout):
-    """``torch.nn.Dropout`` that draws 16 random bits an entry, not a whole number each.
+    """``torch.nn.Dropout`` whose numbers are a function of one seed and the place, which backward knows too.
 
     The probability is taken to the nearest 1/65536, and what is kept is divided by exactly what is kept on average.
-    Small inputs, other devices, ``inplace`` and compiled code get torch's own.
+    What is dropped is 0 whatever it was. Small inputs, other dtypes and devices, ``inplace``, compiled and transformed
+    code get torch's own, and so does everything where there are no CPU kernels.
 
     Args:
         p: probability of dropping an entry, while training only.
@@ -47,14 +49,69 @@ class Dropout(nn.Dropout):
     """
 
     def forward(self, input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-        drop = round(self.p * _LEVELS)
-        if not self.training or self.inplace or not 0 < drop < _LEVELS or not _suits(input):
-            return super().forward(input)
-        words = torch.empty((input.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
-        bits = words.view(torch.int16)[: input.numel()].view(input.shape)
-        kept = (bits >= drop - _LEVELS // 2).to(input.dtype)
-        return input * kept.mul_(_LEVELS / (_LEVELS - drop))
+        levels = self.levels(input)
+        return super().forward(input) if levels is None else _drop(input, levels, None)
+
+    def levels(self, x: Tensor) -> int | None:
+        """How many of ``LEVELS`` are dropped; None where that is torch's to do."""
+        if not self.training or self.inplace or torch.compiler.is_compiling():
+            return None
+        levels = round(self.p * LEVELS)
+        known = 0 < levels < LEVELS and is_plain(x) and x.numel() >= _MANY
+        return levels if known and takes(x) and unlooked() else None
 
 
-def _suits(x: Tensor) -> bool:
-    return not torch.compiler.is_compiling() and is_plain(x) and x.device.type == "cpu" and x.numel() >= _MANY
+def plus_dropped(residual: Float[Tensor, "..."], dropout: nn.Module, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """``residual + dropout(x)``, in one pass where ``dropout`` is a ``Dropout`` that nobody looks at.
+
+    >>> plus_dropped(torch.ones(2), Dropout(0.5).eval(), torch.ones(2)).tolist()
+    [2.0, 2.0]
+    """
+    alike = is_plain(residual) and residual.shape == x.shape and residual.dtype is x.dtype and residual.is_cpu
+    if alike and isinstance(dropout, Dropout) and type(dropout).forward is Dropout.forward:
+        levels = None if hooked(dropout) or _has_any_global_hook() else dropout.levels(x)
+        if levels is not None:
+            return _drop(x, levels, residual)
+    found: Tensor = residual + dropout(x)
+    return found
+
+
+#: Numbers from which on a call is worth what it costs besides.
+_MANY: Final = 2**14
+#: Numbers of a row from which on rows are drawn for one by one, as in a product's way out: the kernels draw for so many
+#: at once.
+_WIDE: Final = 128
+
+
+def _drop(x: Tensor, levels: int, residual: Tensor | None) -> Tensor:
+    seed = draw_seed(levels)
+    if torch.is_grad_enabled() and (x.requires_grad or (residual is not None and residual.requires_grad)):
+        output: Tensor = _Dropped.apply(x, levels, seed, residual)  # type: ignore[no-untyped-call]
+        return output
+    return _dropped(x, levels, seed, residual)
+
+
+def _dropped(x: Tensor, levels: int, seed: int, residual: Tensor | None = None) -> Tensor:
+    if x.dim() > 0 and x.shape[-1] >= _WIDE:
+        return dropped(x, levels, seed, residual)
+    row = None if residual is None else residual.reshape(1, -1)
+    found: Tensor = torch.ops.aten._unsafe_view(dropped(x.reshape(1, -1), levels, seed, row), x.shape)
+    return found
+
+
+class _Dropped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, levels: int, seed: int, residual: Tensor | None) -> Tensor:
+        ctx.drop = levels, seed
+        return _dropped(x, levels, seed, residual)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needs_x, _, _, needs_residual = ctx.needs_input_grad
+        return _dropped_gradient(grad, *ctx.drop) if needs_x else None, None, None, grad if needs_residual else None
+
+
+def _dropped_gradient(grad: Tensor, levels: int, seed: int) -> Tensor:
+    if recorded(grad):
+        return grad * _dropped(torch.ones(grad.shape, dtype=grad.dtype), levels, seed)
+    return _dropped(grad, levels, seed)

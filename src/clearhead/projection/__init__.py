@@ -1,7 +1,7 @@
 """Products of linear layers, forward and backward, by whichever path was measured to be faster."""
 
 from clearhead.projection.chosen import DTYPES, Choice, check_variable, choice, choices, measured
-from clearhead.projection.feedforward import project_relu_project
+from clearhead.projection.feedforward import ACTIVATIONS, project_activate, project_activate_project
 from clearhead.projection.paths import KINDS, NATIVE, Path
 from clearhead.projection.products import (
     are_plain,
@@ -10,10 +10,12 @@ from clearhead.projection.products import (
     project,
     project_each,
     recorded,
+    unlooked,
     unrecorded,
 )
 
 __all__ = [
+    "ACTIVATIONS",
     "DTYPES",
     "KINDS",
     "NATIVE",
@@ -27,8 +29,10 @@ __all__ = [
     "kernels_take",
     "measured",
     "project",
+    "project_activate",
+    "project_activate_project",
     "project_each",
-    "project_relu_project",
     "recorded",
+    "unlooked",
     "unrecorded",
 ]

@@ -1,8 +1,9 @@
-"""project_relu_project(): two linear layers and the ReLU between, which the kernels apply on a product's way out."""
+"""project_activate_project(): two linear layers and what stands between them, applied on a product's way out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -10,23 +11,73 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead.backends import native_projection as kernels
+from clearhead.backends.native_dropout import LEVELS, dropped
 from clearhead.backends.native_prepared import Kept, Stretches, Written
+from clearhead.problem import draw_seed
 from clearhead.projection.chosen import choices
 from clearhead.projection.paths import KINDS, flat
 from clearhead.projection.products import are_plain, kernels_take, recorded
 from clearhead.shapes import Float
 
-__all__ = ["project_relu_project"]
+__all__ = ["ACTIVATIONS", "project_activate", "project_activate_project"]
 
 
-def project_relu_project(
+@dataclass(frozen=True)
+class _Activation:
+    """An activation as the kernels know it, and as torch's operators.
+
+    Attributes:
+        kind: the kernels' name for it.
+        gate: what forward keeps for the way back: its output, or how much each number of that grows.
+        formula: in torch's operators.
+        backward: of a gradient and what the activation was given, in operators that can be differentiated again.
+    """
+
+    kind: kernels.Activation
+    gate: kernels.Gate
+    formula: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
+_GATE: Final = kernels.Gate
+_KIND: Final = kernels.Activation
+_BACK: Final = torch.ops.aten
+
+
+def _gelu(kind: kernels.Activation, approximate: str) -> _Activation:
+    return _Activation(
+        kind, _GATE.SLOPE, lambda x: F.gelu(x, approximate=approximate),
+        lambda grad, x: _BACK.gelu_backward(grad, x, approximate=approximate),
+    )  # fmt: skip
+
+
+def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    # Torch's own operator cannot be differentiated again.
+    passes = x.sigmoid()
+    return grad * (passes * (1 + x * (1 - passes)))
+
+
+#: Activations by name.
+ACTIVATIONS: Final[Mapping[str, _Activation]] = {
+    "relu": _Activation(_KIND.RELU, _GATE.OUTPUT, F.relu, lambda grad, x: grad * (x > 0)),
+    "gelu": _gelu(_KIND.GELU, "none"),
+    "gelu_tanh": _gelu(_KIND.GELU_TANH, "tanh"),
+    "silu": _Activation(_KIND.SILU, _GATE.SLOPE, F.silu, _silu_backward),
+}
+
+
+def project_activate_project(
     x: Float[Tensor, "*batch in"],
     expand: Float[Tensor, "hidden in"],
     expand_bias: Float[Tensor, " hidden"] | None,
     contract: Float[Tensor, "out hidden"],
     contract_bias: Float[Tensor, " out"] | None,
+    *,
+    activation: str = "relu",
+    dropout: float = 0.0,
 ) -> Float[Tensor, "*batch out"] | None:
-    """``relu(x @ expand^T + expand_bias) @ contract^T + contract_bias`` without the hidden numbers before the ReLU.
+    """``dropout(activation(x @ expand^T + expand_bias)) @ contract^T + contract_bias``, without the hidden numbers in
+    between.
 
     Args:
         x: ``[*batch, in]``.
@@ -34,28 +85,33 @@ def project_relu_project(
         expand_bias: ``[hidden]``, or none.
         contract: ``[out, hidden]``.
         contract_bias: ``[out]``, or none.
+        activation: one of ``ACTIVATIONS``.
+        dropout: probability of dropping a hidden number, to the nearest 1/65536, 1 not among them; a seed is drawn from
+            torch's generator.
 
     Returns:
         ``[*batch, out]``; None where the CPU kernels are not what both layers would use, for whoever asks to take the
-        three steps one by one.
+        steps one by one.
 
     Raises:
         UnsupportedError: as ``project``.
 
-    Cost: that of both products. Of ``[*batch, hidden]`` one is kept for backward and one more made there, where three
-    steps keep two and make two.
+    Cost: that of both products. Of ``[*batch, hidden]`` a ReLU keeps one for backward and others two, and one more is
+    made there, with dropout as without; one step after the other keeps up to four and makes three.
 
     >>> import torch
     >>> weights = torch.ones(4, 3), None, torch.ones(2, 4), None
-    >>> (found := project_relu_project(torch.ones(5, 3), *weights)) is None or found.shape == (5, 2)
+    >>> (found := project_activate_project(torch.ones(5, 3), *weights)) is None or found.shape == (5, 2)
     True
     """
     parts = (x, expand, expand_bias, contract, contract_bias)
     training = torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts)
-    plain = are_plain(*parts) and x.dim() > 0 and 0 not in x.shape
+    levels = round(dropout * LEVELS)
+    plain = are_plain(*parts) and x.dim() > 0 and 0 not in x.shape and levels < LEVELS
     recurs = plain and all(map(kernels.lies_plainly, (part for part in parts[1:] if part is not None)))
     shapes = [None if part is None else part.shape for part in parts]
-    layout = (*shapes, x.dtype, torch.get_num_threads(), *choices(x.dtype)) if recurs else ()
+    kind = (activation, levels, training)
+    layout = (*shapes, x.dtype, *kind, torch.get_num_threads(), *choices(x.dtype)) if recurs else ()
     step = _KEPT.get(layout) if recurs else None
     if step is None:
         hidden = expand.shape[0] if expand.dim() == 2 else 0
@@ -63,51 +119,104 @@ def project_relu_project(
             return None
         if not kernels_take(KINDS, x, contract, contract_bias, width=hidden):
             return None
-        step = _Step(recurs)
+        step = _Step(ACTIVATIONS[activation], levels, training, recurs)
         if recurs:
             _KEPT.put(layout, step)
+    seed = draw_seed(levels)
     if training:
-        output: Tensor = _FeedForward.apply(step, *parts)  # type: ignore[no-untyped-call]
+        output: Tensor = _FeedForward.apply(step, seed, *parts)  # type: ignore[no-untyped-call]
         return output
-    return step.forward(*parts)[0]
+    return step.forward(seed, *parts)[0]
+
+
+def project_activate(
+    x: Float[Tensor, "*batch in"], weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None, *,
+    activation: str,
+) -> Float[Tensor, "*batch out"] | None:  # fmt: skip
+    """``activation(x @ weight^T + bias)`` where nothing is learned, without the numbers before the activation.
+
+    Args:
+        x: ``[*batch, in]``.
+        weight: ``[out, in]``.
+        bias: ``[out]``, or none.
+        activation: one of ``ACTIVATIONS``.
+
+    Returns:
+        ``[*batch, out]``; None where a gradient may be wanted, or the CPU kernels are not what the layer would use.
+
+    Raises:
+        UnsupportedError: as ``project``.
+
+    >>> weight = torch.ones(4, 3)
+    >>> (found := project_activate(torch.ones(5, 3), weight, None, activation="gelu")) is None or found.shape == (5, 4)
+    True
+    """
+    parts = (x, weight, bias)
+    if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts):
+        return None
+    if not are_plain(*parts) or x.dim() == 0 or 0 in x.shape or not kernels_take(KINDS[:1], x, weight, bias):
+        return None
+    kind = ACTIVATIONS[activation].kind
+    output = kernels.product([(flat(x), weight)], right_turned=True, bias=bias, activation=kind)
+    return output.view(*x.shape[:-1], weight.shape[0])
 
 
 class _Step:
-    """The kernels' calls for one layout."""
+    """The kernels' calls for one layout.
 
-    def __init__(self, recurs: bool) -> None:
+    Args:
+        activation: what stands between.
+        dropped: of ``LEVELS`` hidden numbers so many are dropped.
+        training: whether forward keeps what backward needs.
+        recurs: whether calls may come again.
+    """
+
+    def __init__(self, activation: _Activation, dropped: int, training: bool, recurs: bool) -> None:
+        self.activation, self.dropped = activation, dropped
+        self._sloped = training and activation.gate is _GATE.SLOPE
         self._calls = Stretches(recurs)
 
     def forward(
-        self, x: Tensor, expand: Tensor, expand_bias: Tensor | None, contract: Tensor, contract_bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The output and the hidden numbers, ``[rows, hidden]``."""
+        self, seed: int, x: Tensor, expand: Tensor, expand_bias: Tensor | None, contract: Tensor,
+        contract_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The output; the hidden numbers, ``[rows, hidden]``; and the gate for the way back."""
         rows = kernels.rows_of(flat(x))
 
         def write_down() -> Written:
-            hidden = kernels.Product([(rows, expand)], right_turned=True, bias=expand_bias, relu=True)
+            hidden = kernels.Product(
+                [(rows, expand)], right_turned=True, bias=expand_bias, activation=self.activation.kind,
+                dropped=self.dropped, seed=seed, sloped=self._sloped,
+            )  # fmt: skip
             output = kernels.Product([(hidden.output, contract)], right_turned=True, bias=contract_bias)
-            return Written([hidden.call, output.call], [hidden.output, output.output], [], (hidden, output))
+            slopes = [] if hidden.slope is None else [hidden.slope]
+            writes = [output.output, hidden.output, *slopes]
+            return Written([hidden.call, output.call], writes, [], (hidden, output))
 
         parts = [part for part in (rows, expand, expand_bias, contract, contract_bias) if part is not None]
-        (hidden, output), code, _ = self._calls.forward.run(parts, write_down)
+        (output, hidden, *slopes), code, _ = self._calls.forward.run(parts, write_down, seed)
         kernels.check(code)
         # Not a view: autograd would refuse to let it be changed in place.
-        return torch.ops.aten._unsafe_view(output, (*x.shape[:-1], contract.shape[0])), hidden
+        output = torch.ops.aten._unsafe_view(output, (*x.shape[:-1], contract.shape[0]))
+        return output, hidden, slopes[0] if slopes else hidden
 
     def gradients(
-        self, grad: Tensor, parts: Sequence[Tensor], hidden: Tensor, needs: tuple[bool, ...]
+        self, grad: Tensor, parts: Sequence[Tensor], kept: Sequence[Tensor], needs: tuple[bool, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Of ``x``, both weights and both biases; what is not needed is None."""
+        """Of ``x``, both weights and both biases; what is not needed is None. Kept are hidden numbers and gate."""
         x, expand, _, contract, _ = parts
         arrived, rows = kernels.rows_of(flat(grad)), kernels.rows_of(flat(x))
+        hidden, gate = kept[0], kept[-1]
         made: list[_Backward] = []
 
         def write_down() -> Written:
-            made.append(_Backward(arrived, rows, expand, contract, hidden, needs))
+            # Slopes know what was dropped.
+            shut = self.dropped if self.activation.gate is _GATE.OUTPUT else 0
+            back = {"gate": gate, "gate_kind": self.activation.gate, "dropped": shut}
+            made.append(_Backward(arrived, rows, expand, contract, hidden, back, needs))
             return made[-1].written()
 
-        reads = [arrived, rows, expand, contract, hidden]
+        reads = [arrived, rows, expand, contract, *kept]
         writes, code, _ = self._calls.backward(needs).run(reads, write_down)
         kernels.check(code)
         if made:
@@ -125,13 +234,14 @@ class _Backward:
     """The calls of one backward."""
 
     def __init__(
-        self, arrived: Tensor, rows: Tensor, expand: Tensor, contract: Tensor, hidden: Tensor, needs: Sequence[bool]
-    ) -> None:
+        self, arrived: Tensor, rows: Tensor, expand: Tensor, contract: Tensor, hidden: Tensor,
+        back: Mapping[str, Any], needs: Sequence[bool],
+    ) -> None:  # fmt: skip
         self._of_contract = kernels.WeightGradients(arrived, hidden, *needs[3:])
         self._of_expand: list[kernels.WeightGradients] = []
         self._of_hidden, self._of_x = list[kernels.Product](), list[kernels.Product]()
         if any(needs[:3]):
-            of_hidden = kernels.Product([(arrived, contract)], gate=hidden)
+            of_hidden = kernels.Product([(arrived, contract)], **back)
             self._of_hidden = [of_hidden]
             self._of_expand = [kernels.WeightGradients(of_hidden.output, rows, *needs[1:3])]
             self._of_x = [kernels.Product([(of_hidden.output, expand)])] if needs[0] else []
@@ -153,33 +263,37 @@ class _Backward:
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: _Step, *parts: Tensor | None) -> Tensor:
+    def forward(ctx: Any, step: _Step, seed: int, *parts: Tensor | None) -> Tensor:
         x, expand, expand_bias, contract, contract_bias = parts
         assert x is not None
         assert expand is not None
         assert contract is not None
-        output, hidden = step.forward(x, expand, expand_bias, contract, contract_bias)
-        ctx.step = step
-        ctx.save_for_backward(*parts, hidden)
+        output, hidden, gate = step.forward(seed, x, expand, expand_bias, contract, contract_bias)
+        ctx.step, ctx.seed = step, seed
+        ctx.save_for_backward(*parts, hidden, *([] if gate is hidden else [gate]))
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *parts, hidden = ctx.saved_tensors
-        needs = ctx.needs_input_grad[1:]
+        saved = ctx.saved_tensors
+        parts, kept = saved[:5], saved[5:]
+        needs = ctx.needs_input_grad[2:]
         if recorded(grad):
-            return None, *_known_gradients(grad, parts, needs)
-        return None, *ctx.step.gradients(grad, parts, hidden, needs)
+            return None, None, *_known_gradients(ctx.step, ctx.seed, grad, parts, needs)
+        return None, None, *ctx.step.gradients(grad, parts, kept, needs)
 
 
-def _known_gradients(grad: Tensor, parts: list[Tensor], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+def _known_gradients(
+    step: _Step, seed: int, grad: Tensor, parts: Sequence[Tensor], needs: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
     """The same by operators that can be differentiated again, from the inputs alone."""
     x, expand, expand_bias, contract, _ = parts
-    hidden = F.linear(x, expand, expand_bias).relu()
-    d_hidden = (grad @ contract) * (hidden > 0)
-    of_hidden, of_output = d_hidden.reshape(-1, d_hidden.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    found = (
-        d_hidden @ expand, of_hidden.t() @ x.reshape(-1, x.shape[-1]), of_hidden.sum(0),
-        of_output.t() @ hidden.reshape(-1, hidden.shape[-1]), of_output.sum(0),
-    )  # fmt: skip
+    before = F.linear(x, expand, expand_bias)
+    hidden, of_hidden = step.activation.formula(before), grad @ contract
+    if step.dropped:
+        kept = dropped(torch.ones_like(before), step.dropped, seed)
+        hidden, of_hidden = hidden * kept, of_hidden * kept
+    of_before = step.activation.backward(of_hidden, before)
+    rows, of_output = flat(of_before), flat(grad)
+    found = (of_before @ expand, rows.t() @ flat(x), rows.sum(0), of_output.t() @ flat(hidden), of_output.sum(0))
     return tuple(gradient if needed else None for gradient, needed in zip(found, needs, strict=True))

@@ -16,7 +16,7 @@ from clearhead.projection.chosen import DTYPES, choice
 from clearhead.projection.paths import NATIVE, PATHS, TORCH, Path, Term
 from clearhead.shapes import Float
 
-__all__ = ["has_choice", "kernels_take", "project", "project_each", "recorded", "unrecorded"]
+__all__ = ["has_choice", "kernels_take", "project", "project_each", "recorded", "unlooked", "unrecorded"]
 
 _TYPES: Final = (Tensor, torch.nn.Parameter)
 #: Multiplications from which a call that is some 10 us dearer than torch's is worth it.
@@ -243,10 +243,13 @@ def unrecorded() -> bool:
 
 def watched() -> bool:
     """Whether something changes or records what operators do, or oneDNN is switched off."""
-    return (
-        torch.is_autocast_enabled("cpu")
-        or not torch.backends.mkldnn.enabled
-        or torch._C._are_functorch_transforms_active()
+    return torch.is_autocast_enabled("cpu") or not torch.backends.mkldnn.enabled or not unlooked()
+
+
+def unlooked() -> bool:
+    """Whether no transformation and no mode looks at operators."""
+    return not (
+        torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
         or any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())

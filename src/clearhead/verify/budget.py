@@ -60,13 +60,15 @@ def excess(result: Tensor, textbook: Tensor, exact: Tensor, floor: float) -> str
 
 
 def within_budget(
-    name: str, result: Tensor, textbook: Tensor, exact: Tensor, *, terms: int = 1, size: float = 1.0
-) -> None:
+    name: str, result: Tensor, textbook: Tensor, exact: Tensor, *, terms: int = 1, size: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
     """Assert that ``result`` is finite where ``exact`` is, and near enough to it.
 
-    ``terms`` is how many numbers a sum has, ``size`` how large each of them is; see ``rounding``.
+    ``terms`` is how many numbers a sum has, ``size`` how large each of them is, ``dtype`` what results are rounded to;
+    see ``rounding``.
     """
     finite = exact[torch.isfinite(exact)]
-    floor = rounding(finite, terms, size) if finite.numel() else 0.0
+    floor = rounding(finite, terms, size, dtype=dtype) if finite.numel() else 0.0
     wrong = excess(result, textbook, exact, floor)
     assert wrong is None, f"{name}: {wrong}"

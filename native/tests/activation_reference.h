@@ -1,0 +1,60 @@
+// Activations, their slopes and dropout of activations in double, and how far the kernels may be from them.
+//
+// A power is as exact as reference.h says; in front of it x is squared and scaled, whose roundings count x * x times.
+#pragma once
+
+#include "reference.h"
+
+namespace test {
+
+struct Activated {
+  double number, error;
+};
+
+// The share of x that passes: the normal distribution below x, or the logistic one.
+struct Share {
+  double passes, grows;  // and how much it grows with x
+};
+
+inline Share share_of(int kind, double x) {
+  if (kind == CH_GELU) return {0.5 * std::erfc(-x / std::sqrt(2.0)), std::exp(-x * x / 2) / std::sqrt(2 * M_PI)};
+  const double twice = 2 * std::sqrt(2 / M_PI), cubic = 0.044715;
+  const double of = kind == CH_SILU ? x : twice * x * (1 + cubic * x * x);
+  const double inner = kind == CH_SILU ? 1 : twice * (1 + 3 * cubic * x * x);
+  const double passes = 1 / (1 + std::exp(-of));
+  // Not as a product with 1 - passes, of which far above nothing is left.
+  return {passes, inner / (2 + std::exp(of) + std::exp(-of))};
+}
+
+inline bool is_smooth(int kind) { return kind >= CH_GELU; }
+
+// Of a share: some twenty roundings and a power, whose argument has been rounded; far below nothing but what is
+// subnormal is left, and far above nothing but 1.
+inline double share_error(double x) { return 1.6e-6 + std::ldexp(std::fmin(x * x, 300), -23); }
+
+inline Activated activated(int kind, double sum, double error) {
+  if (kind == CH_PLAIN) return {sum, error};
+  if (kind == CH_RELU) return {sum < 0 ? 0 : sum, error};
+  const double passes = share_of(kind, sum).passes;
+  // No activation grows more than 1.13 times as fast as its number.
+  return {sum * passes, 1.13 * error + std::fabs(sum) * (passes * share_error(sum) + 1e-36)};
+}
+
+inline Activated slope_of(int kind, double sum, double error) {
+  if (kind == CH_PLAIN) return {1, 0};
+  if (kind == CH_RELU) return {sum > 0 ? 1.0 : 0.0, error > 0 && std::fabs(sum) <= error ? 1.0 : 0.0};
+  const Share share = share_of(kind, sum);
+  // No slope grows faster than 0.8 times its number.
+  const double terms = share.passes + std::fabs(sum * share.grows);
+  return {share.passes + sum * share.grows, 0.8 * error + terms * share_error(sum) + std::fabs(sum) * 1e-36};
+}
+
+// Whether dropout keeps a column of a row: half a word of a counter of its 128 columns.
+inline bool keeps(uint64_t seed, int dropped, uint32_t row, uint64_t column) {
+  const uint64_t counter = column / 128 * 16 + column % 16, half = column % 128 / 16;
+  const std::array<uint32_t, 4> words = philox_words(
+      seed, {static_cast<uint32_t>(counter), row, static_cast<uint32_t>(counter >> 32), UINT32_MAX});
+  return static_cast<int>(words[half / 2] >> (16 * (half % 2)) & 0xffff) >= dropped;
+}
+
+}  // namespace test

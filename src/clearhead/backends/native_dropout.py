@@ -1,0 +1,70 @@
+"""Dropout of activations by the CPU kernels: which are kept is a function of a seed, a row and a column alone."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from clearhead.backends.native_library import (
+    DTYPES,
+    LEVELS,
+    MAX_THREADS,
+    Code,
+    DropoutDescription,
+    library,
+    message,
+)
+from clearhead.backends.native_memory import new_tensor
+from clearhead.shapes import Float
+
+__all__ = ["LEVELS", "dropped", "takes"]
+
+
+def takes(x: Tensor) -> bool:
+    """Whether there are kernels, for numbers such as these."""
+    return x.dtype in DTYPES and x.is_cpu and library() is not None
+
+
+def dropped(
+    x: Float[Tensor, "*batch width"], levels: int, seed: int, added: Float[Tensor, "*batch width"] | None = None
+) -> Float[Tensor, "*batch width"]:
+    """``x`` with some of its numbers 0 and the others divided by what is kept, plus ``added``.
+
+    A number is kept where its half word is at least ``levels``: of Philox4x32-10 (Salmon et al. 2011, section 3.3)
+    under the seed, column ``128 g + 16 i + l`` of a row has half ``i % 2`` of word ``i // 2`` of the counter
+    ``(16 g + l, row, 0, 2**32 - 1)``. Rows are counted over all leading axes.
+
+    Args:
+        x: ``[*batch, width]``, float32, bfloat16 or float16.
+        levels: of ``LEVELS`` numbers so many are dropped on average, below ``LEVELS``.
+        seed: below ``2**64``.
+        added: of the same shape and dtype.
+
+    Cost: one pass over memory; the same bits whatever the number of threads is.
+
+    >>> dropped(torch.ones(1, 4), 0, 0, torch.ones(1, 4))
+    tensor([[2., 2., 2., 2.]])
+    """
+    kernels = library()
+    assert kernels is not None
+    read = [_dense(one) for one in (x, added) if one is not None]
+    columns = x.shape[-1] if x.dim() > 0 else 1
+    rows = x.numel() // max(1, columns)
+    output = new_tensor(x, (rows, columns))
+    own = DropoutDescription.new()
+    own.threads = min(torch.get_num_threads(), MAX_THREADS)
+    own.dtype, own.dropped, own.seed = DTYPES[x.dtype], levels, seed
+    own.rows, own.columns = rows, columns
+    own.input, own.output = read[0].data_ptr(), output.data_ptr()
+    own.added = read[1].data_ptr() if added is not None else None
+    if (code := kernels.ch_drop(ctypes.byref(own))) != Code.OK:
+        raise RuntimeError(f"clearhead: dropout failed: {message(code)}")
+    # Not a view: autograd would refuse to let it be changed in place.
+    found: Tensor = torch.ops.aten._unsafe_view(output, x.shape)
+    return found
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_neg().contiguous()

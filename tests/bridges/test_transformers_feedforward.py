@@ -1,0 +1,200 @@
+"""Feedforwards of transformers' models in one step: which are, what they give, and who still sees their parts."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason="needs the extra 'hf'")
+
+import transformers
+from transformers.activations import ACT2FN
+from transformers.models.bert.modeling_bert import BertIntermediate
+from transformers.models.clip.modeling_clip import CLIPMLP
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+import clearhead as ch
+from clearhead.backends import native_projection
+from clearhead.bridges import transformers_feedforward as room
+from clearhead.projection import products
+
+chosen = importlib.import_module("clearhead.projection.chosen")
+pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
+
+SIZES = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+IDS = torch.arange(12).view(2, 6)
+
+
+def _bert(activation: str = "gelu") -> Any:
+    return transformers.BertModel(transformers.BertConfig(vocab_size=20, hidden_act=activation, **SIZES))
+
+
+def _gpt2() -> Any:
+    config = transformers.GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    return transformers.GPT2Model(config)
+
+
+def _clip() -> Any:
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return transformers.CLIPTextModel(transformers.CLIPTextConfig(vocab_size=20, hidden_act="gelu", **SIZES, **tokens))
+
+
+#: A model, the class of its feedforward or of that one's first half, and the parts of that.
+MODELS: dict[str, tuple[Callable[[], Any], type[nn.Module], tuple[str, ...]]] = {
+    "bert": (_bert, BertIntermediate, ("dense", "intermediate_act_fn")),
+    "gpt2": (_gpt2, GPT2MLP, ("c_fc", "act", "c_proj", "dropout")),
+    "clip": (_clip, CLIPMLP, ("fc1", "activation_fn", "fc2")),
+}
+
+
+@pytest.fixture(autouse=True)
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels, for every size."""
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
+    monkeypatch.setattr(chosen, "_CHOICES", {})
+    monkeypatch.setattr(products, "_LEAST", 1)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each call of a feedforward was one step."""
+    seen: list[bool] = []
+    take = room._taken
+
+    def spy(*given: Any) -> Tensor | None:
+        found = take(*given)
+        seen.append(found is not None)
+        return found
+
+    monkeypatch.setattr(room, "_taken", spy)
+    return seen
+
+
+def _part(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    return next(part for part in model.modules() if isinstance(part, kind))
+
+
+@torch.no_grad()
+def _output(model: Any) -> Tensor:
+    output: Tensor = model.eval()(IDS).last_hidden_state
+    return output
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_one_step_with_the_same_numbers(name: str, taken: list[bool]) -> None:
+    make, kind, _ = MODELS[name]
+    model = make()
+    own = _output(model)
+    ch.swap(model)
+    torch.testing.assert_close(_output(model), own, rtol=1e-5, atol=1e-5)
+    assert taken == [True]
+    assert isinstance(_part(model, kind), kind)
+    ch.unswap(model)
+    assert type(_part(model, kind)) is kind
+    assert torch.equal(_output(model), own)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "clip"])
+def test_whole_feedforwards_train_in_one_step(name: str, taken: list[bool]) -> None:
+    model = MODELS[name][0]().eval()
+    own = [
+        torch.autograd.grad(model(IDS).last_hidden_state.square().sum(), list(model.parameters()), allow_unused=True)
+    ]
+    ch.swap(model)
+    own.append(
+        torch.autograd.grad(model(IDS).last_hidden_state.square().sum(), list(model.parameters()), allow_unused=True)
+    )
+    for one, other in zip(*own, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    assert taken == [True]
+
+
+def test_half_a_feedforward_trains_in_two_steps(taken: list[bool]) -> None:
+    model = _bert()
+    ch.swap(model)
+    model(IDS).last_hidden_state.sum().backward()
+    assert taken == [False]
+    assert _part(model, BertIntermediate).dense.weight.grad is not None
+
+
+@pytest.mark.parametrize(("name", "part"), [(name, part) for name, row in MODELS.items() for part in row[2]])
+def test_whoever_looks_at_a_part_sees_it(name: str, part: str, taken: list[bool]) -> None:
+    make, kind, _ = MODELS[name]
+    model, seen = make(), []
+    own = _output(model)
+    ch.swap(model)
+    handle = _part(model, kind).get_submodule(part).register_forward_hook(lambda *given: seen.append(given[2]))
+    torch.testing.assert_close(_output(model), own, rtol=1e-5, atol=1e-5)
+    assert len(seen) == 1
+    # What is behind the step may be looked at.
+    assert taken == [part == "dropout"]
+    handle.remove()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_part_that_was_replaced_is_called(name: str, taken: list[bool]) -> None:
+    make, kind, parts = MODELS[name]
+    model = make()
+    ch.swap(model)
+    setattr(_part(model, kind), parts[0], nn.Linear(16, 64 if name == "gpt2" else 40))
+    assert bool(_output(model).isfinite().all())
+    assert taken == [False]
+
+
+def test_a_class_with_code_of_its_own_is_left() -> None:
+    class Louder(BertIntermediate):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return super().forward(hidden_states) + 1.0
+
+    assert room.one_step(Louder) is None
+    assert room.one_step(nn.Linear) is None
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish"])
+def test_activations_that_are_known(activation: str, taken: list[bool]) -> None:
+    model = _bert(activation)
+    own = _output(model)
+    ch.swap(model)
+    torch.testing.assert_close(_output(model), own, rtol=1e-5, atol=1e-5)
+    assert taken == [True]
+
+
+@pytest.mark.parametrize("activation", sorted(set(ACT2FN) - {"gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu",
+                                                            "swish", "prelu", "xielu"}))  # fmt: skip
+def test_others_are_left_to_themselves(activation: str, taken: list[bool]) -> None:
+    model = _bert(activation)
+    own = _output(model)
+    ch.swap(model)
+    torch.testing.assert_close(_output(model), own, rtol=1e-5, atol=1e-5)
+    assert taken == [False]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_swapped_model_is_copied_and_pickled(name: str) -> None:
+    model = MODELS[name][0]()
+    ch.swap(model)
+    own = _output(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for again in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.equal(_output(again), own)
+        ch.unswap(again)
+        assert type(_part(again, MODELS[name][1])) is MODELS[name][1]
+
+
+def test_dropout_of_a_model_is_ours_and_back() -> None:
+    model = _bert()
+    ch.swap(model)
+    kinds = {type(part).__name__ for part in model.modules()}
+    assert "SwappedDropout" in kinds
+    assert "Dropout" not in kinds
+    ch.unswap(model)
+    assert "SwappedDropout" not in {type(part).__name__ for part in model.modules()}

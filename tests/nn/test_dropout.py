@@ -1,0 +1,192 @@
+"""Dropout of activations: which are kept, both ways, and whose numbers they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clearhead.backends import native_library
+from clearhead.backends.dropout import philox
+from clearhead.backends.native_dropout import LEVELS
+from clearhead.nn.blocks import EncoderBlock
+from clearhead.nn.dropout import Dropout, plus_dropped
+from clearhead.nn.feedforward import FeedForward
+from clearhead.problem import draw_seed
+
+pytestmark = pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def _kept(shape: tuple[int, ...], levels: int, seed: int) -> Tensor:
+    """Where numbers survive, from the definition: rows of few numbers are one long row."""
+    width = shape[-1] if shape and shape[-1] >= 128 else torch.Size(shape).numel()
+    rows = torch.Size(shape).numel() // width
+    columns = torch.arange(width)
+    counter = (columns // 128 * 16 + columns % 16).expand(rows, width)
+    row, last = torch.arange(rows)[:, None].expand(rows, width), torch.full((rows, width), 2**32 - 1)
+    words = torch.stack(philox((counter, row, torch.zeros_like(row), last), seed), -1)
+    half = (columns % 128 // 16).expand(rows, width)
+    drawn = words.gather(-1, half[..., None] // 2)[..., 0] >> (16 * (half % 2)) & 0xFFFF
+    return (drawn >= levels).view(shape)
+
+
+def _seeded(seed: int) -> int:
+    """What the next call will draw."""
+    torch.manual_seed(seed)
+    drawn = draw_seed(0.5)
+    torch.manual_seed(seed)
+    return drawn
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(128, 128), (7, 5, 500), (2**14,), (2**10, 17), (2, 1, 9000, 1)], ids=str)
+@pytest.mark.parametrize("p", [0.25, 0.9])
+def test_it_is_its_definition(p: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    seed, levels = _seeded(3), round(p * LEVELS)
+    factor = torch.where(_kept(shape, levels, seed), LEVELS / (LEVELS - levels), 0.0).float()
+    output = Dropout(p)(x)
+    assert output.dtype is dtype
+    torch.testing.assert_close(output, (x.float() * factor).to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
+    upstream = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    (grad,) = torch.autograd.grad(output, x, upstream)
+    torch.testing.assert_close(grad, (upstream.float() * factor).to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        assert torch.equal(Dropout(p)(x), output)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_beside_a_residual(dtype: torch.dtype) -> None:
+    x, residual = (torch.randn(60, 300).to(dtype).requires_grad_() for _ in range(2))
+    factor = torch.where(_kept((60, 300), LEVELS // 4, _seeded(5)), 4 / 3, 0.0)
+    output = plus_dropped(residual, Dropout(0.25), x)
+    exact = residual.double() + x.double() * factor
+    # One rounding to the dtype, where two passes have two.
+    assert (output.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
+    grads = torch.autograd.grad(output, (residual, x), torch.ones_like(output))
+    torch.testing.assert_close(grads[0], torch.ones_like(residual))
+    torch.testing.assert_close(grads[1].float(), factor, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+def test_only_one_side_learns() -> None:
+    x, residual = torch.randn(128, 128), torch.randn(128, 128)
+    for learns in (x, residual):
+        learns.requires_grad_()
+        plus_dropped(residual, Dropout(0.5), x).sum().backward()
+        assert learns.grad is not None
+        learns.requires_grad_(False)
+
+
+@pytest.mark.parametrize("module", [Dropout(0.5).eval(), nn.Identity(), Dropout(0.0), nn.Dropout(0.0)], ids=repr)
+def test_what_drops_nothing_adds(module: nn.Module) -> None:
+    x, residual = torch.randn(128, 128), torch.randn(128, 128)
+    assert torch.equal(plus_dropped(residual, module, x), residual + x)
+
+
+def test_a_residual_of_another_shape_is_added_after() -> None:
+    x = torch.ones(128, 128)
+    assert plus_dropped(torch.zeros(128), Dropout(0.5), x).shape == (128, 128)
+    assert plus_dropped(torch.zeros(2, 128, 128), Dropout(0.5), x).shape == (2, 128, 128)
+    assert plus_dropped(torch.zeros(128, 128, dtype=torch.float64), Dropout(0.5), x).dtype is torch.float64
+
+
+def test_what_is_dropped_is_0_whatever_it_was() -> None:
+    x = torch.full((128, 128), torch.nan, requires_grad=True)
+    kept = _kept((128, 128), LEVELS // 2, _seeded(1))
+    output = Dropout(0.5)(x)
+    assert torch.equal(output.isnan(), kept)
+    (grad,) = torch.autograd.grad(output, x, torch.full_like(x, torch.inf))
+    assert torch.equal(grad.isinf(), kept)
+    assert bool((grad[~kept] == 0).all())
+
+
+def test_strides_do_not_matter() -> None:
+    dense = torch.randn(300, 200)
+    _seeded(1)
+    expected = Dropout(0.3)(dense)
+    for lying in (dense.t().contiguous().t(), torch.cat([dense, dense], 1)[:, :200], dense.neg().neg()):
+        _seeded(1)
+        assert torch.equal(Dropout(0.3)(lying), expected)
+
+
+def test_it_can_be_differentiated_again_and_many_at_once() -> None:
+    x = torch.randn(128, 128, requires_grad=True)
+    _seeded(1)
+    output = Dropout(0.5)(x)
+    (grad,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), x)
+    torch.testing.assert_close(second, 2.0 * 4.0 * (output != 0))
+    output = Dropout(0.5)(x)
+    upstream = torch.randn(3, 128, 128)
+    (many,) = torch.autograd.grad(output, x, upstream, is_grads_batched=True, retain_graph=True)
+    for one, own in zip(many, upstream, strict=True):
+        torch.testing.assert_close(one, torch.autograd.grad(output, x, own, retain_graph=True)[0])
+
+
+def test_an_output_may_be_changed_in_place() -> None:
+    x = torch.randn(128, 128, requires_grad=True)
+    Dropout(0.5)(x).relu_().sum().backward()
+    assert x.grad is not None
+
+
+def test_torchs_generator_seeds_it_and_moves() -> None:
+    x = torch.ones(128, 128)
+    torch.manual_seed(0)
+    first, second = Dropout(0.5)(x), Dropout(0.5)(x)
+    assert not torch.equal(first, second)
+    torch.manual_seed(0)
+    assert torch.equal(Dropout(0.5)(x), first)
+
+
+def test_transformed_and_compiled_code_gets_torchs_own() -> None:
+    x = torch.randn(4, 128, 128)
+    drawn = torch.func.vmap(Dropout(0.5), randomness="different")(x)
+    assert 0.4 < float((drawn == 0).float().mean()) < 0.6
+    _, tangent = torch.func.jvp(Dropout(0.5), (x,), (torch.ones_like(x),))
+    assert set(tangent.unique().tolist()) == {0.0, 2.0}
+
+
+def test_autocast_does_not_slow_it() -> None:
+    x = torch.randn(128, 128)
+    kept = _kept((128, 128), LEVELS // 2, _seeded(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(Dropout(0.5)(x) != 0, kept)
+
+
+def test_a_feedforward_that_is_watched_drops_the_same() -> None:
+    """Steps one by one draw one seed each, for the same places."""
+    module, x = FeedForward(128, activation="gelu", dropout=0.3), torch.randn(3, 50, 128)
+    torch.manual_seed(0)
+    alone = module(x)
+    handle = module.dropout.register_forward_hook(lambda *_: None)
+    torch.manual_seed(0)
+    torch.testing.assert_close(module(x), alone)
+    handle.remove()
+
+
+def test_a_hook_on_a_blocks_dropout_is_called() -> None:
+    block, x = EncoderBlock(128, 2, dropout=0.5), torch.randn(2, 80, 128)
+    seen = []
+    handle = block.residual_dropout.register_forward_hook(lambda *given: seen.append(given[2]))
+    torch.manual_seed(0)
+    watched = block(x)
+    assert len(seen) == 2
+    handle.remove()
+    torch.manual_seed(0)
+    torch.testing.assert_close(block(x), watched)
+
+
+def test_recomputed_activations_drop_the_same() -> None:
+    torch.manual_seed(0)
+    kept, recomputed = (EncoderBlock(128, 2, dropout=0.3, checkpoint_activations=again) for again in (False, True))
+    recomputed.load_state_dict(kept.state_dict())
+    grads = []
+    for block in (kept, recomputed):
+        x = torch.randn(2, 80, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        torch.manual_seed(2)
+        block(x).square().sum().backward()
+        grads.append([x.grad, *[parameter.grad for parameter in block.parameters()]])
+    torch.testing.assert_close(*grads)
