@@ -47,18 +47,21 @@ class EncoderWork:
         num_layers: number of layers.
         feedforward_dim: width within the feedforwards.
         dtype: of weights and inputs.
+        activation: within the feedforwards, ``"relu"`` or ``"gelu"``.
         seed: what weights and inputs are drawn from.
     """
 
     def __init__(
         self, lengths: Sequence[int], *, embed_dim: int, num_heads: int, num_layers: int, feedforward_dim: int,
-        dtype: torch.dtype, seed: int = 0,
+        dtype: torch.dtype, activation: str = "relu", seed: int = 0,
     ) -> None:  # fmt: skip
         self.lengths, self.heads = list(lengths), num_heads
         size = (len(self.lengths), max(self.lengths), embed_dim)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            layer = nn.TransformerEncoderLayer(embed_dim, num_heads, feedforward_dim, dropout=0.0, batch_first=True)
+            layer = nn.TransformerEncoderLayer(
+                embed_dim, num_heads, feedforward_dim, dropout=0.0, activation=activation, batch_first=True
+            )
             self.theirs = nn.TransformerEncoder(layer, num_layers).to(dtype).train()
             for parameter in self.theirs.parameters():
                 # The stack copies one layer; different layers can be told apart where one is left out.

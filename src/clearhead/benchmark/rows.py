@@ -250,6 +250,7 @@ class EncoderRow:
         feedforward_dim: width within the feedforwards.
         dtype: of weights and inputs.
         dropout: probability of dropping a weight or a channel.
+        activation: within the feedforwards, ``"relu"`` or ``"gelu"``.
     """
 
     batch: int
@@ -260,12 +261,14 @@ class EncoderRow:
     feedforward_dim: int
     dtype: torch.dtype
     dropout: float = 0.0
+    activation: str = "relu"
     memory: bool = False
 
     @property
     def title(self) -> str:
         """What the work is."""
         dropout = f" dropout {self.dropout:g}" if self.dropout else ""
+        dropout = dropout if self.activation == "relu" else f" {self.activation}{dropout}"
         return (
             f"{self.num_layers} layers {self.embed_dim}/{self.num_heads}/{self.feedforward_dim}, "
             f"{self.batch}x{self.longest} half filled, training step {_name(self.dtype)}{dropout}"
@@ -293,6 +296,7 @@ class EncoderRow:
         work = EncoderWork(
             ragged(self.batch, self.longest), embed_dim=self.embed_dim, num_heads=self.num_heads,
             num_layers=self.num_layers, feedforward_dim=self.feedforward_dim, dtype=self.dtype,
+            activation=self.activation,
         )  # fmt: skip
         builders = work.contenders
         return Case(

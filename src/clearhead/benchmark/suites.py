@@ -27,6 +27,8 @@ _DECODED = ((1, 4096), (16, 2048))
 _MODULES = ((32, 100, 512, 8), (8, 128, 768, 12), (8, 512, 768, 12), (1, 2048, 768, 12), (2, 1024, 1024, 16))
 #: The same, where what Python does takes longer than the kernels.
 _FEW_TOKENS = ((1, 8, 32, 4), (1, 16, 64, 4), (16, 32, 64, 4), (4, 32, 128, 4), (12, 64, 128, 4), (2, 64, 256, 8))
+#: Batch, longest sequence, width and heads of stacks of layers with GELU.
+_STACKS = ((16, 256, 512, 8), (32, 64, 128, 4))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,16 @@ def _encoder() -> list[Row]:
     ]  # fmt: skip
 
 
+def _encoder_gelu() -> list[Row]:
+    return [
+        EncoderRow(
+            batch=batch, longest=longest, embed_dim=embed_dim, num_heads=heads, num_layers=4,
+            feedforward_dim=4 * embed_dim, dtype=dtype, dropout=dropout, activation="gelu",
+        )
+        for dtype, (batch, longest, embed_dim, heads), dropout in product(_DTYPES, _STACKS, (0.0, 0.1))
+    ]  # fmt: skip
+
+
 def _observe() -> list[Row]:
     return [
         ObserveRow(wanted=wanted, shape=(1, 12, 4096, 64), causal=causal)
@@ -182,6 +194,10 @@ _RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | 
         ("float32", OURS, (MODULE,), 1 / 1.03, None),
         ("bfloat16", OURS, (MODULE,), 1 / 1.03, None),
     ),
+    "encoder-gelu": (
+        ("float32", OURS, (STACK,), 1.5, None),
+        ("bfloat16", OURS, (STACK,), 1.5, None),
+    ),
     "observe": (
         *((wanted, OURS, (PLAIN,), round(1 / dearest, 3), None) for wanted, dearest in _DEAREST.items()),
         *((wanted, OURS, (MATERIALISED,), 6.0, None) for wanted in WANTS),
@@ -227,6 +243,11 @@ _ROWS: tuple[tuple[str, str, Callable[[], Sequence[Row]]], ...] = (
         "encoder",
         "training step of four encoder layers on a half-filled batch, against nn.TransformerEncoder",
         _encoder,
+    ),
+    (
+        "encoder-gelu",
+        "the same with GELU, and a narrow one besides, dropout 0 and 0.1",
+        _encoder_gelu,
     ),
     ("observe", "attention with statistics, against the same without and against weights materialised", _observe),
     ("models", "models of transformers after swap, against their sdpa and ONNX Runtime", _models),
