@@ -198,10 +198,19 @@ def _hf() -> ModuleType | None:
     return transformers
 
 
+def _hf_parts() -> ModuleType | None:
+    """What the bridge knows of the parts of such models."""
+    if _hf() is None:
+        return None
+    from clearhead.bridges import transformers_parts
+
+    return transformers_parts
+
+
 def _original(kind: type[nn.Module]) -> type[nn.Module] | None:
     """The class that one of ours is in place of."""
-    hf = _hf()
-    found: type[nn.Module] | None = _ORIGINALS.get(kind) or (None if hf is None else hf.original(kind))
+    parts = _hf_parts()
+    found: type[nn.Module] | None = _ORIGINALS.get(kind) or (None if parts is None else parts.original(kind))
     return found
 
 
@@ -216,8 +225,8 @@ class _Handed:
 
 def _hand_over(model: nn.Module) -> _Handed:
     """Hand the models of transformers within ``model`` to the bridge."""
-    hf, handed = _hf(), _Handed()
-    if hf is None:
+    hf, parts_known, handed = _hf(), _hf_parts(), _Handed()
+    if hf is None or parts_known is None:
         return handed
     found = list(hf.models(model))
     for _, each in found:
@@ -226,7 +235,7 @@ def _hand_over(model: nn.Module) -> _Handed:
         parts = _attentions(path, each)
         (handed.now if hf.hand_over(each) else handed.before).extend(parts)
         for part in each.modules():
-            ours = hf.faster(_kind(part))
+            ours = parts_known.faster(_kind(part))
             if ours is not None and "forward" not in vars(part):
                 _recast(part, ours)
             if type(part).__module__.startswith("transformers."):

@@ -8,6 +8,7 @@ attention in between works on real tokens only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Final
 
 import torch
@@ -20,7 +21,7 @@ from clearhead.bridges.torch_masks import Meaning, may_look, padded_keys
 from clearhead.bridges.torch_parts import SwappedLinear, is_plain, leaf
 from clearhead.masks import Causal, Documents, Mask
 from clearhead.nn.dropout import Dropout
-from clearhead.nn.feedforward import in_one_step
+from clearhead.nn.feedforward import in_one_step, layer_of
 from clearhead.nn.linear import Linear
 from clearhead.watch import laid_out, shown_padding
 
@@ -76,13 +77,14 @@ def _feedforward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer,
     """What torch's layers do to each token, in one step where plain products and a known activation do it."""
     found = None
     if is_plain(x):
-        found = in_one_step(x, layer.linear1, layer.activation, layer.dropout, layer.linear2, linear=SwappedLinear)
+        found = in_one_step(x, layer.linear1, layer.activation, layer.dropout, layer.linear2, layer=_LAYER)
     if found is None:
         found = layer.linear2(layer.dropout(layer.activation(layer.linear1(x))))
     output: Tensor = last(found)
     return output
 
 
+_LAYER: Final = partial(layer_of, kind=SwappedLinear)
 _LAYERS: Final = (SwappedTransformerEncoderLayer, SwappedTransformerDecoderLayer)
 #: The ``forward`` of what treats each token by itself, and alike wherever it lies. A subclass with another may not.
 _TOKENWISE: Final = frozenset(kind.forward for kind in (

@@ -13,26 +13,20 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
-from torch.nn import functional
-from transformers.activations import NewGELUActivation
+from torch import nn
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from clearhead.bridges.torch_parts import SwappedDropout, SwappedLinear, is_plain
 from clearhead.bridges.transformers_attention import attend_for
-from clearhead.bridges.transformers_feedforward import in_steps, one_step
 from clearhead.bridges.transformers_masks import make_mask
 from clearhead.errors import UnsupportedError
-from clearhead.projection import project
 from clearhead.watch import recognise
 
-__all__ = ["NAME", "attentions", "check", "enable", "faster", "hand_over", "models", "original", "take_back"]
+__all__ = ["NAME", "attentions", "check", "enable", "hand_over", "models", "take_back"]
 
 #: What transformers knows this implementation by.
 NAME: Final = "clearhead"
@@ -42,38 +36,6 @@ _SHOWN: Final = 4
 #: Code that weights are made by.
 _OWN: Final = r"[sS]oftmax\(|scaled_dot_product_attention\("
 _WAYS: Final[WeakKeyDictionary[type[nn.Module], str]] = WeakKeyDictionary()
-
-
-class SwappedConv1D(Conv1D):  # type: ignore[misc]
-    """GPT-2's linear layer, whose weight is ``[in, out]``, through the faster product."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not is_plain(x):
-            plain: Tensor = super().forward(x)
-            return plain
-        return project(x, self.weight.t(), self.bias)
-
-
-class SwappedNewGELU(NewGELUActivation):  # type: ignore[misc]
-    """The tanh form of GELU (Hendrycks and Gimpel 2016, section 2) in one pass, where GPT-2's module makes eight."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return functional.gelu(input, approximate="tanh")
-
-
-_PARTS: Final[Mapping[type[nn.Module], type[nn.Module]]] = {
-    nn.Linear: SwappedLinear, nn.Dropout: SwappedDropout, Conv1D: SwappedConv1D, NewGELUActivation: SwappedNewGELU,
-}  # fmt: skip
-
-
-def faster(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """The class that a part of a model handed over becomes, if there is one."""
-    return _PARTS.get(kind) or one_step(kind)
-
-
-def original(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """The class that ``faster`` is for."""
-    return next((theirs for theirs, ours in _PARTS.items() if ours is kind), None) or in_steps(kind)
 
 
 def enable() -> None:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
-from typing import Final
+from functools import partial
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.module import _has_any_global_hook
 
 from clearhead.arguments import flag, one_of, probability
 from clearhead.nn.checks import check_tokens, positive
 from clearhead.nn.dropout import Dropout
-from clearhead.nn.linear import Linear, hooked
+from clearhead.nn.linear import Linear, looked_at
 from clearhead.projection import project_activate_project
 from clearhead.shapes import Float
 
-__all__ = ["ACTIVATIONS", "FeedForward", "in_one_step", "name_of"]
+__all__ = ["ACTIVATIONS", "FeedForward", "Layer", "in_one_step", "layer_of", "name_of"]
 
 ACTIVATIONS: Final[dict[str, Callable[[], nn.Module]]] = {"gelu": nn.GELU, "relu": nn.ReLU, "silu": nn.SiLU}
 
@@ -63,13 +62,15 @@ class FeedForward(nn.Module):
     def forward(self, x: Float[Tensor, "*batch len embed_dim"]) -> Float[Tensor, "*batch len embed_dim"]:
         """Each token through both layers."""
         check_tokens("FeedForward", "x", x, self.embed_dim, self.expand.weight)
-        found = in_one_step(x, self.expand, self.activation, self.dropout, self.contract, linear=Linear)
+        found = in_one_step(x, self.expand, self.activation, self.dropout, self.contract, layer=_LAYER)
         if found is None:
             found = self.contract(self.dropout(self.activation(self.expand(x))))
         output: Tensor = found
         return output
 
 
+#: A linear layer's weight ``[out, in]`` and bias, or none.
+Layer: TypeAlias = tuple[Tensor, Tensor | None]
 #: What an activation is called that is one of these functions, or exactly such a module.
 _FUNCTIONS: Final[Sequence[tuple[Callable[..., Tensor], str]]] = (
     (functional.relu, "relu"), (torch.relu, "relu"), (functional.gelu, "gelu"), (functional.silu, "silu"),
@@ -77,43 +78,9 @@ _FUNCTIONS: Final[Sequence[tuple[Callable[..., Tensor], str]]] = (
 _MODULES: Final[Mapping[type[nn.Module], str]] = {nn.ReLU: "relu", nn.SiLU: "silu"}
 
 
-def in_one_step(
-    x: Float[Tensor, "*batch in"],
-    expand: nn.Module,
-    activation: object,
-    dropout: nn.Module,
-    contract: nn.Module,
-    *,
-    linear: type[nn.Module],
-    name: str | None = None,
-    weight_of: Callable[[nn.Module], Tensor] = attrgetter("weight"),
-) -> Tensor | None:
-    """``contract(dropout(activation(expand(x))))`` in one go; None where something else stands there, or looks on.
-
-    Args:
-        x: ``[*batch, in]``.
-        expand: the first layer.
-        activation: a module or a function.
-        dropout: a module.
-        contract: the second layer.
-        linear: the class that both layers must be.
-        name: what the products call the activation; looked up when left out.
-        weight_of: a layer's weight ``[out, in]``.
-    """
-    name, drop = name or name_of(activation), _drop_of(dropout)
-    if name is None or drop is None or type(expand) is not linear or type(contract) is not linear:
-        return None
-    modules = [part for part in (expand, activation, dropout, contract) if isinstance(part, nn.Module)]
-    if torch.compiler.is_compiling() or _has_any_global_hook() or any(map(hooked, modules)):
-        return None
-    layers = weight_of(expand), _bias_of(expand), weight_of(contract), _bias_of(contract)
-    return project_activate_project(x, *layers, activation=name, dropout=drop)
-
-
-def _bias_of(layer: nn.Module) -> Tensor | None:
-    bias = layer.bias
-    assert bias is None or isinstance(bias, Tensor)
-    return bias
+def layer_of(module: nn.Module, kind: type[nn.Linear]) -> Layer | None:
+    """Weight and bias of a module that is exactly of this kind, or None."""
+    return (module.weight, module.bias) if type(module) is kind else None
 
 
 def name_of(activation: object) -> str | None:
@@ -125,6 +92,35 @@ def name_of(activation: object) -> str | None:
     return next((name for function, name in _FUNCTIONS if function is activation), None)
 
 
+def in_one_step(
+    x: Float[Tensor, "*batch in"],
+    expand: nn.Module,
+    activation: object,
+    dropout: nn.Module,
+    contract: nn.Module,
+    *,
+    layer: Callable[[nn.Module], Layer | None],
+    name: Callable[[object], str | None] = name_of,
+) -> Float[Tensor, "*batch out"] | None:
+    """``contract(dropout(activation(expand(x))))`` in one go; None where something else stands there, or looks on.
+
+    Args:
+        x: ``[*batch, in]``.
+        expand: the first layer.
+        activation: a module or a function.
+        dropout: a module.
+        contract: the second layer.
+        layer: weight ``[out, in]`` and bias of a module that is plain enough, or None.
+        name: what the products call an activation, or None.
+    """
+    first, second, called, drop = layer(expand), layer(contract), name(activation), _drop_of(dropout)
+    if first is None or second is None or called is None or drop is None:
+        return None
+    if looked_at(expand, activation, dropout, contract):
+        return None
+    return project_activate_project(x, *first, *second, activation=called, dropout=drop)
+
+
 def _drop_of(dropout: nn.Module) -> float | None:
     """The probability with which a module drops now; None where it is not known, or its numbers are another's."""
     kind = type(dropout).forward
@@ -132,3 +128,6 @@ def _drop_of(dropout: nn.Module) -> float | None:
         return 0.0
     p = getattr(dropout, "p", None)
     return float(p) if isinstance(p, float | int) and (kind is Dropout.forward or p == 0.0) else None
+
+
+_LAYER: Final = partial(layer_of, kind=Linear)

@@ -11,7 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from clearhead.projection import check_variable, project, project_each
 from clearhead.shapes import Float
 
-__all__ = ["Linear", "hooked", "linear_each"]
+__all__ = ["Linear", "hooked", "linear_each", "looked_at"]
 
 
 class Linear(nn.Linear):
@@ -57,10 +57,16 @@ def linear_each(
     >>> [part.shape for part in linear_each([Linear(3, 5), Linear(3, 2)], torch.zeros(4, 3))]
     [torch.Size([4, 5]), torch.Size([4, 2])]
     """
-    plain = [layer for layer in layers if type(layer) is Linear and not hooked(layer)]
-    if len(plain) < len(layers) or torch.compiler.is_compiling() or _has_any_global_hook():
+    plain = [layer for layer in layers if type(layer) is Linear]
+    if len(plain) < len(layers) or looked_at(*plain):
         return tuple(layer(input) for layer in layers)
     return project_each(input, [layer.weight for layer in plain], [layer.bias for layer in plain])
+
+
+def looked_at(*parts: object) -> bool:
+    """Whether somebody looks at the calls of one of the modules among these, or a compiler at all of them."""
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    return torch.compiler.is_compiling() or _has_any_global_hook() or any(map(hooked, modules))
 
 
 def hooked(layer: nn.Module) -> bool:

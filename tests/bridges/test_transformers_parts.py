@@ -1,4 +1,4 @@
-"""Feedforwards of transformers' models in one step: which are, what they give, and who still sees their parts."""
+"""Parts of transformers' models beside attention: which feedforwards are one step, their numbers, who sees parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 import clearhead as ch
 from clearhead.backends import native_projection
-from clearhead.bridges import transformers_feedforward as room
+from clearhead.bridges import transformers_parts as room
 from clearhead.projection import products
 
 chosen = importlib.import_module("clearhead.projection.chosen")
@@ -153,8 +153,8 @@ def test_a_class_with_code_of_its_own_is_left() -> None:
         def forward(self, hidden_states: Tensor) -> Tensor:
             return super().forward(hidden_states) + 1.0
 
-    assert room.one_step(Louder) is None
-    assert room.one_step(nn.Linear) is None
+    assert room.faster(Louder) is None
+    assert room.faster(nn.Bilinear) is None
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish"])
@@ -198,3 +198,13 @@ def test_dropout_of_a_model_is_ours_and_back() -> None:
     assert "Dropout" not in kinds
     ch.unswap(model)
     assert "SwappedDropout" not in {type(part).__name__ for part in model.modules()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_it_is_torchs(name: str) -> None:
+    model = MODELS[name][0]()
+    ch.swap(model)
+    part = _part(model, MODELS[name][1]).eval()
+    x = torch.randn(2, 6, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(part, backend="eager", fullgraph=True)(x), part(x))
