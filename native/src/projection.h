@@ -1,10 +1,11 @@
 // The products of linear layers: output[rows, columns] = left[rows, steps] right[steps, columns] + bias, in each of
 // the forms that forward and backward need, and as a sum of several.
 //
-// Right is packed once, into panels of PW columns that all threads read. Left is read where it lies; where it lies
-// turned (the gradient of a weight, whose steps are tokens), or its numbers cannot be read in place, each thread lays
-// out its block of rows. A block of rows goes through all panels, a tile at a time: the tile is summed in the innermost
-// cache, and takes bias, activation, dropout and rounding on its way out, from the registers where that can be. Which numbers are added in
+// Right is packed once, into panels of PW columns that all threads read; with few rows, for which that would be most of
+// the work, each panel by the thread that multiplies by it. Left is read where it lies; where it lies turned (the
+// gradient of a weight, whose steps are tokens), or its numbers cannot be read in place, each thread lays out its block
+// of rows. A block of rows goes through all panels, a tile at a time: the tile is summed in the innermost cache, and takes
+// bias, activation, dropout and rounding on its way out, from the registers where that can be. Which numbers are added in
 // which order depends on the shapes alone, so the bits do not depend on the threads.
 #pragma once
 
@@ -26,6 +27,9 @@ template <class M, class IO> class Projection {
   static constexpr int64_t AHEAD = 8;
   // Rows of a block, and numbers of right that are packed at a time: 16 MiB, a share of the last cache.
   static constexpr int64_t BLOCK = 12 * MR, PACKED = int64_t(1) << 22;
+  // Rows up to which right is packed by the thread that multiplies by it: measured on AVX2, a quarter to three times as
+  // fast up to there, where all of left comes from the last cache for every panel.
+  static constexpr int64_t FEW = 8 * BLOCK;
 
   // A stretch of one term's steps; `first` is where it lies in the packed panels, in numbers of M.
   struct Piece {
@@ -43,8 +47,8 @@ template <class M, class IO> class Projection {
 
   const ch_projection& w;
   int threads;
-  int64_t block, blocks;
-  bool direct;
+  int64_t block, blocks, wide;
+  bool direct, few;
   number* packed;
   float* sums;
   float* totals;
@@ -55,7 +59,9 @@ template <class M, class IO> class Projection {
     double steps = 0;
     for (int t = 0; t < w.num_terms; t++) steps += (double)w.terms[t].steps;
     threads = threads_for(w, 2.0 * (double)w.rows * (double)w.columns * steps);
-    block = block_of(w.rows, threads);
+    wide = round_up(w.columns, PW) / PW;
+    few = w.rows <= FEW && wide >= 2 * threads && !w.left_turned;
+    block = few ? block_of(w.rows, 1) : block_of(w.rows, threads);
     blocks = (w.rows + block - 1) / block;
     direct = !w.left_turned && in_place();
   }
@@ -63,17 +69,17 @@ template <class M, class IO> class Projection {
   int run() {
     const int64_t most_steps = w.left_turned ? TURNED_STEPS : STEPS;
     const int64_t room = room_of(most_steps);
-    const int64_t wide = round_up(w.columns, PW) / PW;
-    const int64_t at_once = least(wide, most((int64_t)1, PACKED / (room * PW + 1)));
-    packed = (number*)scratch(clearhead::SLOT_SHARED, (size_t)(at_once * room * PW) * sizeof(number) + 64);
-    if (packed == nullptr) return CH_NO_MEMORY;
+    const int64_t at_once = few ? wide : least(wide, most((int64_t)1, PACKED / (room * PW + 1)));
+    if (!few) packed = (number*)scratch(clearhead::SLOT_SHARED, (size_t)(at_once * room * PW) * sizeof(number) + 64);
+    if (!few && packed == nullptr) return CH_NO_MEMORY;
     Group group;
     next_group(group, nullptr, most_steps);
     if (!group.last && !keep_sums()) return CH_NO_MEMORY;
     for (;;) {
       for (int64_t panel = 0; panel < wide; panel += at_once) {
         const int64_t count = least(at_once, wide - panel);
-        if (!pack(group, panel, count) || !multiply(group, panel, count)) return CH_NO_MEMORY;
+        if (few ? !multiply_few(group) : !pack(group, panel, count) || !multiply(group, panel, count))
+          return CH_NO_MEMORY;
       }
       if (group.last) break;
       next_group(group, &group, most_steps);
@@ -149,21 +155,51 @@ template <class M, class IO> class Projection {
   bool pack(const Group& group, int64_t panel, int64_t count) {
     Fault fault;
     parallel(threads, count, [&](int64_t p) {
-      const int64_t column = (panel + p) * PW;
-      const int columns = (int)least((int64_t)PW, w.columns - column);
-      for (int i = 0; i < group.count; i++) {
-        const Piece& piece = group.pieces[i];
-        const type* right = (const type*)piece.term->right;
-        number* to = packed + (p * group.steps + piece.first) * PW;
-        if (w.right_turned) {
-          const int64_t staged_numbers = VL * row_numbers<M>((int)piece.count);
-          number* staged = (number*)scratch(clearhead::SLOT_WORK, (size_t)staged_numbers * sizeof(number));
-          if (staged == nullptr) return fault.set(CH_NO_MEMORY);
-          pack_panels<M, IO>(right + column * piece.term->right_row + piece.from, piece.term->right_row, columns,
-                             (int)piece.count, to, staged);
-        } else {
-          pack_rows<M, IO>(right + piece.from * piece.term->right_row + column, piece.term->right_row,
-                           (int)piece.count, columns, to, Panels(PW, group.steps));
+      if (!pack_panel(group, panel + p, packed + p * group.steps * PW)) fault.set(CH_NO_MEMORY);
+    });
+    return fault.get() == CH_OK;
+  }
+
+  bool pack_panel(const Group& group, int64_t panel, number* packed) const {
+    const int64_t column = panel * PW;
+    const int columns = (int)least((int64_t)PW, w.columns - column);
+    for (int i = 0; i < group.count; i++) {
+      const Piece& piece = group.pieces[i];
+      const type* right = (const type*)piece.term->right;
+      number* to = packed + piece.first * PW;
+      if (w.right_turned) {
+        const int64_t staged_numbers = VL * row_numbers<M>((int)piece.count);
+        number* staged = (number*)scratch(clearhead::SLOT_WORK, (size_t)staged_numbers * sizeof(number));
+        if (staged == nullptr) return false;
+        pack_panels<M, IO>(right + column * piece.term->right_row + piece.from, piece.term->right_row, columns,
+                           (int)piece.count, to, staged);
+      } else {
+        pack_rows<M, IO>(right + piece.from * piece.term->right_row + column, piece.term->right_row, (int)piece.count,
+                         columns, to, Panels(PW, group.steps));
+      }
+    }
+    return true;
+  }
+
+  // Few rows: right is read once, and each panel of it packed by the thread that multiplies by it, in whose caches it
+  // stays.
+  bool multiply_few(const Group& group) {
+    const int64_t parts = least(wide, (int64_t)4 * threads), per_part = (wide + parts - 1) / parts;
+    Fault fault;
+    parallel(threads, parts, [&](int64_t part) {
+      const int64_t laid = direct ? 0 : w.rows * left_row(group);
+      float* tile = (float*)scratch(clearhead::SLOT_COLUMNS, (size_t)(block * PW + laid) * sizeof(float));
+      number* own = (number*)scratch(clearhead::SLOT_KEYS, (size_t)(group.steps * PW) * sizeof(number) + 64);
+      if (tile == nullptr || own == nullptr) return fault.set(CH_NO_MEMORY);
+      number* left = (number*)(tile + block * PW);
+      if (!direct) lay_out(group, 0, w.rows, left, false);
+      Kept kept;
+      for (int64_t p = part * per_part; p < least(wide, (part + 1) * per_part); p++) {
+        if (!pack_panel(group, p, own)) return fault.set(CH_NO_MEMORY);
+        for (int64_t row = 0; row < w.rows; row += block) {
+          const int64_t rows = least(block, w.rows - row);
+          if (group.last && drops()) kept.find(w, row, rows, p * PW);
+          tile_of(group, own, left + row * left_row(group), row, rows, p * PW, tile, kept);
         }
       }
     });
@@ -199,12 +235,12 @@ template <class M, class IO> class Projection {
 
   // What dropout keeps of a block of rows, of as many columns as it is drawn for at a time.
   struct Kept {
-    int64_t group = -1;
+    int64_t group = -1, first = -1;
     uint16_t bits[BLOCK][PLACES / 16];
 
     void find(const ch_projection& w, int64_t row, int64_t rows, int64_t column) {
-      if (column / PLACES == group) return;
-      group = column / PLACES;
+      if (column / PLACES == group && row == first) return;
+      group = column / PLACES, first = row;
       for (int64_t r = 0; r < rows; r++) {
         memset(bits[r], 0, sizeof(bits[r]));
         kept_places(w.seed, w.dropped, (uint32_t)(row + r), (uint64_t)group, [&](int place, vi kept) CH_INLINED {

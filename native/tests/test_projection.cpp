@@ -66,7 +66,8 @@ int several_passes() {
     c.whole = shape.whole, c.rows = shape.rows, c.columns = shape.columns, c.steps = shape.steps;
     c.biased = true, c.counted = c.left_turned;
     draw_numbers(random, c);
-    one_case(c, number, "several passes", {1, 5});
+    // With so many threads right is packed for all of them even for few rows.
+    one_case(c, number, "several passes", {1, 5, 64});
   }
   return static_cast<int>(number);
 }

@@ -27,7 +27,7 @@ class Line(Timed):
         title: what the work is.
         group: the rows that floors speak of together.
         operations: multiplications and additions of the work.
-        memory_read: bytes of keys and values, where reading them bounds the work.
+        memory_read: bytes of keys and values or of a weight, where reading them bounds the work.
         memory: for each contender the bytes it needed above its inputs at its highest; empty where nobody asks.
     """
 

@@ -41,7 +41,7 @@ class Row(Protocol):
 
     @property
     def memory_read(self) -> float | None:
-        """Bytes of keys and values, where reading them bounds the work."""
+        """Bytes of keys and values, or of a weight, where reading them bounds the work."""
 
     @property
     def memory(self) -> bool:

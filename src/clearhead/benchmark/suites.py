@@ -11,6 +11,7 @@ import torch
 from clearhead.benchmark.encoders import STACK, SWAPPED
 from clearhead.benchmark.function_rows import ALIBI, DENSE, LEARNED, MADE, function_rows
 from clearhead.benchmark.hugging_face import ONNX_MODEL, SDPA_MODEL, CausalRow, EncoderModelRow
+from clearhead.benchmark.layer_rows import LINEAR, layer_rows
 from clearhead.benchmark.linear_rows import FULL, linear_rows
 from clearhead.benchmark.observed import MATERIALISED, PLAIN, WANTS, ObserveRow
 from clearhead.benchmark.onnx_runtime import ONNX_OPERATORS
@@ -198,6 +199,10 @@ _RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | 
         ("float32", OURS, (STACK,), 1.5, None),
         ("bfloat16", OURS, (STACK,), 1.5, None),
     ),
+    "few-tokens": (
+        ("float32", OURS, (LINEAR,), 1 / 1.03, None),
+        ("bfloat16", OURS, (LINEAR,), 1 / 1.03, None),
+    ),
     "observe": (
         *((wanted, OURS, (PLAIN,), round(1 / dearest, 3), None) for wanted, dearest in _DEAREST.items()),
         *((wanted, OURS, (MATERIALISED,), 6.0, None) for wanted in WANTS),
@@ -249,6 +254,7 @@ _ROWS: tuple[tuple[str, str, Callable[[], Sequence[Row]]], ...] = (
         "the same with GELU, and a narrow one besides, dropout 0 and 0.1",
         _encoder_gelu,
     ),
+    ("few-tokens", "a linear layer on 1 to 256 tokens, against torch's own", layer_rows),
     ("observe", "attention with statistics, against the same without and against weights materialised", _observe),
     ("models", "models of transformers after swap, against their sdpa and ONNX Runtime", _models),
     ("linear", "the linear family in chunks, causal, against clearhead's full attention", linear_rows),

@@ -1,0 +1,92 @@
+"""A linear layer on few tokens, where reading its weight takes as long as multiplying by it: decoding, few requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Final, Self
+
+import torch
+from torch.nn import functional
+
+from clearhead.benchmark.cases import Case
+from clearhead.benchmark.peers import OURS, Call, Groups
+from clearhead.projection import choice, project
+
+__all__ = ["LINEAR", "LayerRow", "layer_rows"]
+
+LINEAR: Final = "functional.linear"
+#: Widths in and out: a feedforward's halves, a large model's projection, GPT-2's vocabulary.
+_WIDTHS: Final = ((768, 3072), (3072, 768), (4096, 4096), (768, 50257))
+_TOKENS: Final = (1, 4, 16, 64, 256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRow:
+    """``project`` against torch's own.
+
+    Args:
+        tokens: number of rows.
+        width: numbers of a row.
+        out: numbers of a row of the output.
+        dtype: of weight and input.
+    """
+
+    tokens: int
+    width: int
+    out: int
+    dtype: torch.dtype
+    memory: bool = False
+
+    @property
+    def title(self) -> str:
+        """What the work is."""
+        return f"{self.tokens} tokens through {self.width}x{self.out} {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def group(self) -> str:
+        """The dtype."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def operations(self) -> float:
+        """Of the product."""
+        return 2.0 * self.tokens * self.width * self.out
+
+    @property
+    def memory_read(self) -> float:
+        """The weight."""
+        return float(self.width * self.out * self.dtype.itemsize)
+
+    def case(self) -> Case:
+        """The contenders."""
+        generator = torch.Generator().manual_seed(0)
+        sizes = ((self.tokens, self.width), (self.out, self.width), (self.out,))
+        x, weight, bias = (torch.randn(size, generator=generator).to(self.dtype) for size in sizes)
+
+        def ours() -> Groups:
+            return ((project(x, weight, bias),),)
+
+        def theirs() -> Groups:
+            return ((functional.linear(x, weight, bias),),)
+
+        def exact() -> Groups:
+            return ((functional.linear(x.double(), weight.double(), bias.double()),),)
+
+        calls: dict[str, Call] = {OURS: torch.no_grad()(ours), LINEAR: torch.no_grad()(theirs)}
+        return Case(
+            title=self.title, calls=calls, exact=exact, plain=theirs, backend=lambda: choice("forward", self.dtype).path
+        )
+
+    def small(self) -> Self:
+        """Widths below 64."""
+        return replace(self, tokens=min(self.tokens, 3), width=min(self.width, 48), out=min(self.out, 40))
+
+
+def layer_rows() -> Sequence[LayerRow]:
+    """Every width and number of tokens, in both dtypes."""
+    return [
+        LayerRow(tokens=tokens, width=width, out=out, dtype=dtype)
+        for dtype, (width, out), tokens in product((torch.float32, torch.bfloat16), _WIDTHS, _TOKENS)
+    ]
