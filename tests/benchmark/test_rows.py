@@ -12,6 +12,7 @@ from clearhead.benchmark.cases import Case, noise_of
 from clearhead.benchmark.encoders import STACK, SWAPPED, EncoderWork, ragged
 from clearhead.benchmark.function_rows import DENSE, MADE
 from clearhead.benchmark.hugging_face import ONNX_MODEL, SDPA_MODEL, CausalRow, EncoderModelRow
+from clearhead.benchmark.layer_rows import LINEAR
 from clearhead.benchmark.linear_rows import FULL
 from clearhead.benchmark.lines import Line, measure_row
 from clearhead.benchmark.observed import MATERIALISED, PLAIN, ObserveRow
@@ -134,7 +135,7 @@ def test_the_floors_name_contenders_that_exist() -> None:
     models = {SDPA_MODEL, ONNX_MODEL}
     own = {OURS, PLAIN, FULL}
     biases = {DENSE, MADE}
-    assert named == own | {SWAPPED, SDPA, MODULE, STACK, MATERIALISED} | onnx | models | biases
+    assert named == own | {SWAPPED, SDPA, MODULE, STACK, MATERIALISED, LINEAR} | onnx | models | biases
 
 
 def test_operations_and_bytes_are_counted() -> None:
