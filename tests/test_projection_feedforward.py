@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from clearhead.backends import native_projection
-from clearhead.backends.dropout import philox
 from clearhead.backends.native_dropout import LEVELS
 from clearhead.nn.feedforward import FeedForward
 from clearhead.problem import draw_seed
 from clearhead.projection import products, project_activate_project
 from tests.budget import within_budget
+from tests.dropped import kept
 
 chosen = importlib.import_module("clearhead.projection.chosen")
 pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
@@ -43,28 +43,17 @@ def native(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _steps(
     x: Tensor, expand: Tensor, expand_bias: Tensor | None, contract: Tensor, contract_bias: Tensor | None, *,
-    activation: str = "relu", kept: Tensor | None = None,
+    activation: str = "relu", factor: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """One after the other; ``kept`` is what dropout multiplies by."""
+    """One after the other; ``factor`` is what dropout multiplies by."""
     hidden = FORMULAS[activation](F.linear(x, expand, expand_bias))
-    return F.linear(hidden if kept is None else hidden * kept.to(hidden.dtype), contract, contract_bias)
+    return F.linear(hidden if factor is None else hidden * factor.to(hidden.dtype), contract, contract_bias)
 
 
 def _fused(*parts: Tensor | None, **options: Any) -> Tensor:
     output = project_activate_project(*parts, **options)  # type: ignore[arg-type]
     assert output is not None
     return output
-
-
-def _kept(rows: int, hidden: int, levels: int, seed: int) -> Tensor:
-    """What dropout multiplies hidden numbers by: the definition in ``native_dropout.dropped``, in torch's operators."""
-    columns = torch.arange(hidden)
-    counter = (columns // 128 * 16 + columns % 16).expand(rows, hidden)
-    row, last = torch.arange(rows)[:, None].expand(rows, hidden), torch.full((rows, hidden), 2**32 - 1)
-    words = torch.stack(philox((counter, row, torch.zeros_like(row), last), seed), -1)
-    half = (columns % 128 // 16).expand(rows, hidden)
-    drawn = words.gather(-1, half[..., None] // 2)[..., 0] >> (16 * (half % 2)) & 0xFFFF
-    return (drawn >= levels).double() * (65536 / (65536 - levels))
 
 
 def _parts(
@@ -123,8 +112,8 @@ def test_activations_and_dropout(
     torch.manual_seed(7)
     seed = draw_seed(dropout)
     levels, rows = round(dropout * LEVELS), math.prod(size[0])
-    kept = _kept(rows, size[2], levels, seed).view(*size[0], size[2]) if dropout else None
-    steps = partial(_steps, activation=activation, kept=kept)
+    factor = LEVELS / (LEVELS - levels) * kept(rows, size[2], levels, seed).double().view(*size[0], size[2])
+    steps = partial(_steps, activation=activation, factor=factor if dropout else None)
 
     def fused(*leaves: Tensor | None) -> Tensor:
         torch.manual_seed(7)

@@ -184,7 +184,8 @@ template <class M, class IO> class Projection {
   // Few rows: right is read once, and each panel of it packed by the thread that multiplies by it, in whose caches it
   // stays.
   bool multiply_few(const Group& group) {
-    const int64_t parts = least(wide, (int64_t)4 * threads), per_part = (wide + parts - 1) / parts;
+    // Each part lays left out anew where that has to be.
+    const int64_t parts = least(wide, (int64_t)(direct ? 4 : 1) * threads), per_part = (wide + parts - 1) / parts;
     Fault fault;
     parallel(threads, parts, [&](int64_t part) {
       const int64_t laid = direct ? 0 : w.rows * left_row(group);

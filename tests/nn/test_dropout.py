@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.backends import native_library
-from clearhead.backends.dropout import philox
 from clearhead.backends.native_dropout import LEVELS
 from clearhead.nn.blocks import EncoderBlock
 from clearhead.nn.dropout import Dropout, plus_dropped
 from clearhead.nn.feedforward import FeedForward
 from clearhead.problem import draw_seed
+from tests.dropped import kept
 
 pytestmark = pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}")
 
@@ -23,13 +23,7 @@ def _kept(shape: tuple[int, ...], levels: int, seed: int) -> Tensor:
     """Where numbers survive, from the definition: rows of few numbers are one long row."""
     width = shape[-1] if shape and shape[-1] >= 128 else torch.Size(shape).numel()
     rows = torch.Size(shape).numel() // width
-    columns = torch.arange(width)
-    counter = (columns // 128 * 16 + columns % 16).expand(rows, width)
-    row, last = torch.arange(rows)[:, None].expand(rows, width), torch.full((rows, width), 2**32 - 1)
-    words = torch.stack(philox((counter, row, torch.zeros_like(row), last), seed), -1)
-    half = (columns % 128 // 16).expand(rows, width)
-    drawn = words.gather(-1, half[..., None] // 2)[..., 0] >> (16 * (half % 2)) & 0xFFFF
-    return (drawn >= levels).view(shape)
+    return kept(rows, width, levels, seed).view(shape)
 
 
 def _seeded(seed: int) -> int:
@@ -95,12 +89,12 @@ def test_a_residual_of_another_shape_is_added_after() -> None:
 
 def test_what_is_dropped_is_0_whatever_it_was() -> None:
     x = torch.full((128, 128), torch.nan, requires_grad=True)
-    kept = _kept((128, 128), LEVELS // 2, _seeded(1))
+    survive = _kept((128, 128), LEVELS // 2, _seeded(1))
     output = Dropout(0.5)(x)
-    assert torch.equal(output.isnan(), kept)
+    assert torch.equal(output.isnan(), survive)
     (grad,) = torch.autograd.grad(output, x, torch.full_like(x, torch.inf))
-    assert torch.equal(grad.isinf(), kept)
-    assert bool((grad[~kept] == 0).all())
+    assert torch.equal(grad.isinf(), survive)
+    assert bool((grad[~survive] == 0).all())
 
 
 def test_strides_do_not_matter() -> None:
@@ -151,9 +145,9 @@ def test_transformed_and_compiled_code_gets_torchs_own() -> None:
 
 def test_autocast_does_not_slow_it() -> None:
     x = torch.randn(128, 128)
-    kept = _kept((128, 128), LEVELS // 2, _seeded(2))
+    survive = _kept((128, 128), LEVELS // 2, _seeded(2))
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(Dropout(0.5)(x) != 0, kept)
+        assert torch.equal(Dropout(0.5)(x) != 0, survive)
 
 
 def test_a_feedforward_that_is_watched_drops_the_same() -> None:
@@ -181,10 +175,10 @@ def test_a_hook_on_a_blocks_dropout_is_called() -> None:
 
 def test_recomputed_activations_drop_the_same() -> None:
     torch.manual_seed(0)
-    kept, recomputed = (EncoderBlock(128, 2, dropout=0.3, checkpoint_activations=again) for again in (False, True))
-    recomputed.load_state_dict(kept.state_dict())
+    plain, recomputed = (EncoderBlock(128, 2, dropout=0.3, checkpoint_activations=again) for again in (False, True))
+    recomputed.load_state_dict(plain.state_dict())
     grads = []
-    for block in (kept, recomputed):
+    for block in (plain, recomputed):
         x = torch.randn(2, 80, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
         torch.manual_seed(2)
         block(x).square().sum().backward()
