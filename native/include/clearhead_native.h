@@ -213,6 +213,7 @@ typedef struct ch_linear {
 } ch_linear;
 
 #define CH_MAX_TERMS 4
+#define CH_LEVELS 65536   /* dropout of activations drops a whole number of so many */
 
 /* One product of a sum: [rows, steps] times [steps, columns]. Strides count elements from row to row as it lies. */
 typedef struct ch_term {
@@ -238,8 +239,8 @@ typedef struct ch_projection {
   int32_t left_turned;  /* 0 or 1                                                                           */
   int32_t right_turned; /* 0 or 1                                                                           */
   int32_t activation;   /* ch_activation of the sums with their bias                                        */
-  int32_t dropped;      /* of 65536 numbers of the output how many become 0, at random; the others are divided by what
-                           is kept on average. 0 to 65535                                                  */
+  int32_t dropped;      /* of CH_LEVELS numbers of the output how many become 0, at random; the others are divided by
+                           what is kept on average. 0 to CH_LEVELS - 1                                                  */
   uint64_t seed;        /* of dropout                                                                       */
   int64_t rows, columns;
   ch_term terms[CH_MAX_TERMS];
@@ -259,7 +260,7 @@ typedef struct ch_projection {
                            is turned: the gradient of a bias, beside that of its weight                     */
 } ch_projection;
 
-/* Dropout of activations: output = (what is kept of input) * 65536 / (65536 - dropped) + added, all of it contiguous.
+/* Dropout of activations: output = (what is kept of input) * CH_LEVELS / (CH_LEVELS - dropped) + added, all contiguous.
  * What is kept depends on the seed, the row and the column alone, as in a product with such an output. */
 typedef struct ch_dropout {
   uint32_t size;        /* sizeof(ch_dropout)                                                               */

@@ -110,7 +110,7 @@ CH_INLINE vf where_bits(uint32_t bits, vf v) {
 #endif
 }
 
-CH_INLINE float dropout_factor(int32_t dropped) { return 65536.0f / (float)(65536 - dropped); }
+CH_INLINE float dropout_factor(int32_t dropped) { return (float)CH_LEVELS / (float)(CH_LEVELS - dropped); }
 
 // output = what is kept of input, times the factor, + added.
 template <class IO> class Dropping {

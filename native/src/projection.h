@@ -47,7 +47,7 @@ template <class M, class IO> class Projection {
 
   const ch_projection& w;
   int threads;
-  int64_t block, blocks, wide;
+  int64_t block, blocks, wide, at_once;
   bool direct, few;
   number* packed;
   float* sums;
@@ -55,7 +55,7 @@ template <class M, class IO> class Projection {
   int64_t sums_row;
 
  public:
-  explicit Projection(const ch_projection& work) : w(work), packed(nullptr), sums(nullptr), totals(nullptr), sums_row(0) {
+  explicit Projection(const ch_projection& work) : w(work), at_once(0), packed(nullptr), sums(nullptr), totals(nullptr), sums_row(0) {
     double steps = 0;
     for (int t = 0; t < w.num_terms; t++) steps += (double)w.terms[t].steps;
     threads = threads_for(w, 2.0 * (double)w.rows * (double)w.columns * steps);
@@ -68,19 +68,12 @@ template <class M, class IO> class Projection {
 
   int run() {
     const int64_t most_steps = w.left_turned ? TURNED_STEPS : STEPS;
-    const int64_t room = room_of(most_steps);
-    const int64_t at_once = few ? wide : least(wide, most((int64_t)1, PACKED / (room * PW + 1)));
-    if (!few) packed = (number*)scratch(clearhead::SLOT_SHARED, (size_t)(at_once * room * PW) * sizeof(number) + 64);
-    if (!few && packed == nullptr) return CH_NO_MEMORY;
+    if (!few && !keep_packed(room_of(most_steps))) return CH_NO_MEMORY;
     Group group;
     next_group(group, nullptr, most_steps);
     if (!group.last && !keep_sums()) return CH_NO_MEMORY;
     for (;;) {
-      for (int64_t panel = 0; panel < wide; panel += at_once) {
-        const int64_t count = least(at_once, wide - panel);
-        if (few ? !multiply_few(group) : !pack(group, panel, count) || !multiply(group, panel, count))
-          return CH_NO_MEMORY;
-      }
+      if (few ? !multiply_few(group) : !multiply_many(group)) return CH_NO_MEMORY;
       if (group.last) break;
       next_group(group, &group, most_steps);
     }
@@ -115,6 +108,21 @@ template <class M, class IO> class Projection {
         const ch_term& term = w.terms[t];
         if (term.steps % M::PAIR || term.left_row % M::PAIR || (uintptr_t)term.left % sizeof(number)) return false;
       }
+    }
+    return true;
+  }
+
+  // Room for as many panels of right as are packed at a time.
+  bool keep_packed(int64_t room) {
+    at_once = least(wide, most((int64_t)1, PACKED / (room * PW + 1)));
+    packed = (number*)scratch(clearhead::SLOT_SHARED, (size_t)(at_once * room * PW) * sizeof(number) + 64);
+    return packed != nullptr;
+  }
+
+  bool multiply_many(const Group& group) {
+    for (int64_t panel = 0; panel < wide; panel += at_once) {
+      const int64_t count = least(at_once, wide - panel);
+      if (!pack(group, panel, count) || !multiply(group, panel, count)) return false;
     }
     return true;
   }

@@ -17,7 +17,7 @@ int check_vector(const ch_projection& work, const void* data, int64_t count) {
   return data == nullptr ? CH_OK : check_matrix(work, data, 1, count, 0, false, Access::read);
 }
 
-bool is_share(int32_t dropped) { return dropped >= 0 && dropped < 65536; }
+bool is_share(int32_t dropped) { return dropped >= 0 && dropped < CH_LEVELS; }
 
 // Activation, dropout and gate: each is known, and they go together.
 int check_way_out(const ch_projection& work) {

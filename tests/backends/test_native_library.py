@@ -174,7 +174,9 @@ class TestMirror:
         ]  # fmt: skip
         assert len(re.findall(r"CH_\w+ = \d+", header())) == len(mirrors)
 
-    @pytest.mark.parametrize("name", ["ABI", "MAX_AXES", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS", "MAX_TERMS", "TILE"])
+    @pytest.mark.parametrize(
+        "name", ["ABI", "LEVELS", "MAX_AXES", "MAX_HEAD_DIM", "MAX_RULES", "MAX_RUNS", "MAX_TERMS", "TILE"]
+    )
     def test_limits(self, name: str) -> None:
         found = re.search(rf"#define CH_{name} (\d+)", header())
         assert found

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from clearhead.backends.native_library import (
     DTYPES,
-    LEVELS,
     MAX_TERMS,
     MAX_THREADS,
     Activation,
@@ -28,7 +27,6 @@ from clearhead.backends.native_memory import new_tensor
 from clearhead.shapes import Float
 
 __all__ = [
-    "LEVELS",
     "MAX_TERMS",
     "Activation",
     "Gate",

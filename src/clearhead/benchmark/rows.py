@@ -267,11 +267,11 @@ class EncoderRow:
     @property
     def title(self) -> str:
         """What the work is."""
+        activation = "" if self.activation == "relu" else f" {self.activation}"
         dropout = f" dropout {self.dropout:g}" if self.dropout else ""
-        dropout = dropout if self.activation == "relu" else f" {self.activation}{dropout}"
         return (
             f"{self.num_layers} layers {self.embed_dim}/{self.num_heads}/{self.feedforward_dim}, "
-            f"{self.batch}x{self.longest} half filled, training step {_name(self.dtype)}{dropout}"
+            f"{self.batch}x{self.longest} half filled, training step {_name(self.dtype)}{activation}{dropout}"
         )
 
     @property

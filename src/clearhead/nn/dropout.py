@@ -6,10 +6,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from clearhead.backends.native_dropout import LEVELS, dropped, takes
-from clearhead.nn.linear import hooked
+from clearhead.nn.linear import looked_at
 from clearhead.problem import draw_seed
 from clearhead.projection import recorded, unlooked
 from clearhead.shapes import Float
@@ -69,7 +68,7 @@ def plus_dropped(residual: Float[Tensor, "..."], dropout: nn.Module, x: Float[Te
     """
     alike = is_plain(residual) and residual.shape == x.shape and residual.dtype is x.dtype and residual.is_cpu
     if alike and isinstance(dropout, Dropout) and type(dropout).forward is Dropout.forward:
-        levels = None if hooked(dropout) or _has_any_global_hook() else dropout.levels(x)
+        levels = None if looked_at(dropout) else dropout.levels(x)
         if levels is not None:
             return _drop(x, levels, residual)
     found: Tensor = residual + dropout(x)

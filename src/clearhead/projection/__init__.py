@@ -1,7 +1,7 @@
 """Products of linear layers, forward and backward, by whichever path was measured to be faster."""
 
 from clearhead.projection.chosen import DTYPES, Choice, check_variable, choice, choices, measured
-from clearhead.projection.feedforward import ACTIVATIONS, project_activate, project_activate_project
+from clearhead.projection.feedforward import project_activate, project_activate_project
 from clearhead.projection.paths import KINDS, NATIVE, Path
 from clearhead.projection.products import (
     are_plain,
@@ -15,7 +15,6 @@ from clearhead.projection.products import (
 )
 
 __all__ = [
-    "ACTIVATIONS",
     "DTYPES",
     "KINDS",
     "NATIVE",
