@@ -1,5 +1,5 @@
 /* The plain C interface of the CPU kernels: one description and two calls, for attention and for its linear family,
- * and one call for the products of linear layers.
+ * and calls for what stands beside it in a layer: products, dropout, norms.
  *
  * Nothing here knows torch. Whoever calls fills a `ch_attention`, with `size` set to `sizeof(ch_attention)` and
  * every field that is not used set to zero, and gets 0 back, or a code that `ch_message` puts into words. Sizes,
@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 10
+#define CH_ABI 11
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_RUNS 4
 #define CH_MAX_RULES 8
@@ -276,10 +276,54 @@ typedef struct ch_dropout {
   void* output;         /* written; nothing that is read may lie in it                                      */
 } ch_dropout;
 
-enum ch_verb { CH_FORWARD = 1, CH_BACKWARD = 2, CH_PROJECT = 3, CH_DROP = 4 };
+enum ch_norm_kind { CH_NORM_LAYER = 0, CH_NORM_RMS = 1 };
 
-/* A call to come: ch_forward or ch_backward of a ch_attention, ch_project of a ch_projection, or ch_drop of a
-   ch_dropout. */
+/* The norm of a sum, row by row, all contiguous, worked out in float32:
+ *   sum = (what is kept of input) * CH_LEVELS / (CH_LEVELS - dropped) + added, rounded to its dtype,
+ *   output = (sum - mean) * scale * weight + bias, with scale = 1 / sqrt(variance + epsilon).
+ * CH_NORM_RMS takes 0 for the mean. What is kept is kept as by ch_drop. */
+typedef struct ch_norm {
+  uint32_t size;        /* sizeof(ch_norm)                                                                  */
+  uint32_t abi;         /* CH_ABI                                                                           */
+  int32_t isa;          /* as in ch_attention                                                               */
+  int32_t threads;
+  int32_t dtype;        /* ch_dtype of all but the moments                                                  */
+  int32_t dropped;      /* as in ch_projection                                                              */
+  uint64_t seed;
+  int64_t rows, columns; /* columns from 1, where there are rows                                            */
+  double epsilon;       /* from 0                                                                           */
+  int32_t kind;         /* ch_norm_kind                                                                     */
+  int32_t reserved;
+  const void* input;    /* forward reads it                                                                 */
+  const void* added;    /* the same; null for none                                                          */
+  const void* weight;   /* [columns]; null for ones                                                         */
+  const void* bias;     /* [columns]; null for none                                                         */
+  void* sum;            /* [rows, columns]: forward writes it, where not null; backward reads it            */
+  void* output;         /* [rows, columns]: forward writes it; nothing that is read may lie in it           */
+  float* moments;       /* [rows, 2]: mean and scale, which forward writes, where not null, and backward reads */
+
+  /* Backward only: gradients that arrive at the output, in one part or two, and at the sum. Nothing that is read may lie
+     in what is written.                                                                                    */
+  const void* grad_output;
+  const void* grad_more;    /* null for none                                                                */
+  const void* grad_arrived; /* at the sum; null for none                                                    */
+  void* grad_sum;           /* written: what `added` gets, and input too where nothing is dropped           */
+  void* grad_input;         /* written, where not null: what is kept of grad_sum, times the factor          */
+  void* grad_weight;        /* [columns], written, where not null                                           */
+  void* grad_bias;          /* [columns], written, where not null                                           */
+} ch_norm;
+
+enum ch_verb {
+  CH_FORWARD = 1,
+  CH_BACKWARD = 2,
+  CH_PROJECT = 3,
+  CH_DROP = 4,
+  CH_NORM = 5,
+  CH_NORM_BACKWARD = 6,
+};
+
+/* A call to come: ch_forward or ch_backward of a ch_attention, ch_project of a ch_projection, ch_drop of a ch_dropout,
+   ch_norm_forward or ch_norm_backward of a ch_norm. */
 typedef struct ch_call {
   int32_t verb;         /* ch_verb                                                                          */
   int32_t reserved;
@@ -291,6 +335,7 @@ CH_EXPORT int64_t ch_description_size(void);
 CH_EXPORT int64_t ch_linear_description_size(void);
 CH_EXPORT int64_t ch_projection_description_size(void);
 CH_EXPORT int64_t ch_dropout_description_size(void);
+CH_EXPORT int64_t ch_norm_description_size(void);
 /* The instruction sets this library was built for, best first; null past the last. */
 CH_EXPORT const char* ch_isa_name(int index);
 /* Whether this processor can run it. */
@@ -304,6 +349,8 @@ CH_EXPORT int ch_linear_forward(const ch_linear* work);
 CH_EXPORT int ch_linear_backward(const ch_linear* work);
 CH_EXPORT int ch_project(const ch_projection* work);
 CH_EXPORT int ch_drop(const ch_dropout* work);
+CH_EXPORT int ch_norm_forward(const ch_norm* work);
+CH_EXPORT int ch_norm_backward(const ch_norm* work);
 /* One call after the other, until one does not give 0: its code is returned, and `done` counts those before it. */
 CH_EXPORT int ch_run(const ch_call* calls, int32_t count, int32_t* done);
 CH_EXPORT const char* ch_message(int code);

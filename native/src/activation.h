@@ -145,6 +145,7 @@ template <class IO> class Dropping {
   }
 
   CH_INLINE void drop(int64_t row, int64_t column, const type* input, const type* added, type* output) const {
+    if (w.dropped == 0) return keep_all(input, added, output);
     const vf factor = all(dropout_factor(w.dropped));
     const uint64_t of = (uint64_t)(column / PLACES);
     kept_places(w.seed, w.dropped, (uint32_t)row, of, [&](int place, vi kept) CH_INLINED {
@@ -152,6 +153,14 @@ template <class IO> class Dropping {
       if (added != nullptr) number += get_vector<IO>(added + place);
       put_vector<IO>(output + place, number);
     });
+  }
+
+  CH_INLINE void keep_all(const type* input, const type* added, type* output) const {
+    for (int place = 0; place < PLACES; place += VL) {
+      vf number = get_vector<IO>(input + place);
+      if (added != nullptr) number += get_vector<IO>(added + place);
+      put_vector<IO>(output + place, number);
+    }
   }
 
   void last_group(int64_t row, int64_t column, int64_t count) const {

@@ -79,6 +79,9 @@ inline int check_memory(const void* data, const Layout& layout, int64_t size, Ac
 
 inline bool is_count(int64_t number) { return number >= 0 && number <= most; }
 
+// Whether dropout of activations can drop so many of CH_LEVELS.
+inline bool is_share(int32_t dropped) { return dropped >= 0 && dropped < CH_LEVELS; }
+
 // Whether [batch, heads, rows, last] can be counted in int64 with a MiB for each: room for every padding and packing.
 inline bool countable(int64_t batch, int64_t heads, int64_t rows, int64_t last) {
   int64_t product = int64_t{1} << 20;

@@ -14,6 +14,8 @@ struct Kernels {
   int (*linear_backward)(const ch_linear* work);
   int (*project)(const ch_projection* work);
   int (*drop)(const ch_dropout* work);
+  int (*norm)(const ch_norm* work);
+  int (*norm_backward)(const ch_norm* work);
 };
 
 // Those of a set by its index, -1 for the best; null where this processor lacks it.

@@ -6,6 +6,7 @@
 #include "backward.h"
 #include "forward.h"
 #include "linear.h"
+#include "norm.h"
 #include "projection.h"
 
 namespace CH_NS {
@@ -40,11 +41,12 @@ int run_projection(const ch_projection* w) {
   }
 }
 
-int run_dropout(const ch_dropout* w) {
+// Work is one of those that read and write numbers one by one.
+template <template <class> class Work, class Description> int run_each(const Description* w) {
   switch (w->dtype) {
-    case CH_FLOAT32: return Dropping<Float32>(*w).run();
-    case CH_BFLOAT16: return Dropping<BFloat16>(*w).run();
-    default: return Dropping<Float16>(*w).run();
+    case CH_FLOAT32: return Work<Float32>(*w).run();
+    case CH_BFLOAT16: return Work<BFloat16>(*w).run();
+    default: return Work<Float16>(*w).run();
   }
 }
 
@@ -53,6 +55,7 @@ template <class Way> int run_linear(const ch_linear* w) { return Way(*w).run(); 
 }  // namespace
 
 extern const clearhead::Kernels kernels = {run_dtype<Forward>, run_dtype<Backward>, run_linear<LinearForward>,
-                                           run_linear<LinearBackward>, run_projection, run_dropout};
+                                           run_linear<LinearBackward>, run_projection, run_each<Dropping>,
+                                           run_each<NormForward>, run_each<NormBackward>};
 
 }  // namespace CH_NS

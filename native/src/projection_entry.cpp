@@ -1,4 +1,4 @@
-// The entry points of linear layers' products, and of dropout of what goes through them.
+// The entry points of linear layers' products.
 #include "checks.h"
 
 namespace clearhead {
@@ -16,8 +16,6 @@ int check_matrix(const ch_projection& work, const void* data, int64_t rows, int6
 int check_vector(const ch_projection& work, const void* data, int64_t count) {
   return data == nullptr ? CH_OK : check_matrix(work, data, 1, count, 0, false, Access::read);
 }
-
-bool is_share(int32_t dropped) { return dropped >= 0 && dropped < CH_LEVELS; }
 
 // Activation, dropout and gate: each is known, and they go together.
 int check_way_out(const ch_projection& work) {
@@ -65,33 +63,12 @@ int check(const ch_projection& work) {
   return check_matrix(work, work.output, work.rows, work.columns, work.output_row, false, Access::write);
 }
 
-int check(const ch_dropout& work) {
-  if (work.dtype != CH_FLOAT32 && work.dtype != CH_BFLOAT16 && work.dtype != CH_FLOAT16) return CH_BAD_DTYPE;
-  if (!is_count(work.rows) || work.columns < 0 || work.columns > farthest) return CH_BAD_SHAPE;
-  if (!countable(1, 1, work.rows, work.columns)) return CH_BAD_SHAPE;
-  if (work.threads < 1 || work.threads > most_threads || !is_share(work.dropped)) return CH_BAD_OPTION;
-  const int64_t size = work.dtype == CH_FLOAT32 ? 4 : 2;
-  const Layout line = {{{1, 0}, {1, 0}, {1, 0}}, work.rows * work.columns};
-  CH_TRY(check_memory(work.input, line, size));
-  if (work.added != nullptr) CH_TRY(check_memory(work.added, line, size));
-  return check_memory(work.output, line, size, Access::write);
-}
-
 }  // namespace
 }  // namespace clearhead
 
 extern "C" {
 
 int64_t ch_projection_description_size(void) { return sizeof(ch_projection); }
-
-int64_t ch_dropout_description_size(void) { return sizeof(ch_dropout); }
-
-int ch_drop(const ch_dropout* work) {
-  const clearhead::Kernels* kernels = nullptr;
-  CH_TRY(clearhead::check_library(work, &kernels));
-  CH_TRY(clearhead::check(*work));
-  return work->rows == 0 || work->columns == 0 ? CH_OK : kernels->drop(work);
-}
 
 int ch_project(const ch_projection* work) {
   const clearhead::Kernels* kernels = nullptr;

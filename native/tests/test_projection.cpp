@@ -8,6 +8,7 @@ namespace test {
 
 int projection_entry_tests();
 int dropout_tests();
+int norm_tests();
 
 namespace {
 
@@ -247,9 +248,9 @@ int main(int arguments, char** argument) {
     test::odd_strides();
     test::pairs_in_place();
     test::containment();
-    others = test::projection_entry_tests() + test::dropout_tests();
+    others = test::projection_entry_tests() + test::dropout_tests() + test::norm_tests();
   }
-  std::printf("%llu projection cases, %d in several passes and %d of dropout and bad descriptions on",
+  std::printf("%llu projection cases, %d in several passes and %d of dropout, norms and bad descriptions on",
               static_cast<unsigned long long>(count), large, others);
   for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
   std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::fullest);

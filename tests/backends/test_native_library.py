@@ -93,6 +93,7 @@ long long ch_description_size(void) { return %d; }
 long long ch_linear_description_size(void) { return %d; }
 long long ch_projection_description_size(void) { return %d; }
 long long ch_dropout_description_size(void) { return %d; }
+long long ch_norm_description_size(void) { return %d; }
 const char* ch_isa_name(int index) { return index == 0 ? "modern" : index == 1 ? "plain" : 0; }
 int ch_isa_usable(int index) { return index == 1; }
 int ch_isa_best(void) { return 1; }
@@ -102,6 +103,8 @@ int ch_linear_forward(void* work) { return 0; }
 int ch_linear_backward(void* work) { return 0; }
 int ch_project(void* work) { return 0; }
 int ch_drop(void* work) { return 0; }
+int ch_norm_forward(void* work) { return 0; }
+int ch_norm_backward(void* work) { return 0; }
 int ch_run(void* calls, int count, int* done) { return 0; }
 void* ch_new_tensor(int dtype, int axes, const long long* shape, const long long* strides) { return 0; }
 long long ch_kept_memory(void) { return 0; }
@@ -109,7 +112,10 @@ long long ch_keep_memory(long long bytes) { return 0; }
 const char* ch_message(int code) { return "words"; }
 """
 SIZE = ctypes.sizeof(native_library.Description)
-OTHERS = (native_library.LinearDescription, native_library.ProjectionDescription, native_library.DropoutDescription)
+OTHERS = (
+    native_library.LinearDescription, native_library.ProjectionDescription, native_library.DropoutDescription,
+    native_library.NormDescription,
+)  # fmt: skip
 SIZES = (SIZE, *map(ctypes.sizeof, OTHERS))
 GOOD = FAKE % (native_library.ABI, *SIZES)
 
@@ -145,6 +151,7 @@ class TestMirror:
             ("ch_term", native_library.Term),
             ("ch_projection", native_library.ProjectionDescription),
             ("ch_dropout", native_library.DropoutDescription),
+            ("ch_norm", native_library.NormDescription),
             ("ch_call", native_library.Call),
         ],
     )
@@ -159,6 +166,7 @@ class TestMirror:
             ("CH_", native_library.Verb),
             ("CH_", native_library.Activation),
             ("CH_GATE_", native_library.Gate),
+            ("CH_NORM_", native_library.NormKind),
             ("CH_", native_library.Code),
             ("CH_", native_library.Dtype),
         ],
@@ -170,7 +178,7 @@ class TestMirror:
     def test_every_number_is_mirrored(self) -> None:
         mirrors = [
             *native_library.RuleKind, *native_library.Code, *native_library.Dtype, *native_library.Feature,
-            *native_library.Verb, *native_library.Activation, *native_library.Gate,
+            *native_library.Verb, *native_library.Activation, *native_library.Gate, *native_library.NormKind,
         ]  # fmt: skip
         assert len(re.findall(r"CH_\w+ = \d+", header())) == len(mirrors)
 

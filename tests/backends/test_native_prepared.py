@@ -82,7 +82,7 @@ class TestPrepared:
                 written.append(made.output)
                 return Written([made.call], [made.output], [], made)
 
-            (output,), code, done = stretch.run([left, right], write_down, seed=0)
+            (output,), code, done = stretch.run([left, right], write_down)
             assert (code, done) == (0, 1)
             assert bool((output == 7.0 * count).all())
         assert len(written) == 2

@@ -19,13 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 import clearhead as ch
 from clearhead.backends import native_memory, native_prepared, native_projection, native_work
-from clearhead.nn import attention_step, fused_attention
+from clearhead.nn import attention_step, fused_attention, step
 from clearhead.nn.linear import Linear
 from clearhead.projection import chosen, products
 
 pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
 
-STEP = "_SelfAttentionBackward"
+STEP = "_KernelStepBackward"
 SKIPPED = lambda *args, **options: None  # noqa: E731
 
 
@@ -226,14 +226,14 @@ def test_what_is_saved_goes_with_backward(call: int, monkeypatch: pytest.MonkeyP
 
 
 def kept_calls() -> int:
-    kept = attention_step._CALLS.steps.values()
+    kept = step._CALLS.steps.values()
     parts = [part for calls in kept for part in (calls.forward, *calls._backward.values())]
     return sum(len(waiting) for part in parts for waiting in part._waiting.steps.values())
 
 
 @pytest.fixture
 def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kept in (fused_attention._KEPT, fused_attention._KNOWN, attention_step._CALLS):
+    for kept in (step._KEPT, step._KNOWN, step._CALLS):
         monkeypatch.setattr(kept, "steps", {})
 
 
@@ -380,9 +380,9 @@ class TestKeptCalls:
     def test_layouts_are_bounded(self) -> None:
         own = module()
         with torch.no_grad():
-            for length in range(1, 2 + fused_attention._KEPT.most):
+            for length in range(1, 2 + step._KEPT.most):
                 own(tokens(length=length))
-        assert len(fused_attention._KEPT.steps) == len(attention_step._CALLS.steps) == fused_attention._KEPT.most
+        assert len(step._KEPT.steps) == len(step._CALLS.steps) == step._KEPT.most
 
 
 class Doubled(Linear):

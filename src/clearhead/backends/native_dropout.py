@@ -13,13 +13,14 @@ from clearhead.backends.native_library import (
     MAX_THREADS,
     Code,
     DropoutDescription,
+    Verb,
     library,
     message,
 )
 from clearhead.backends.native_memory import new_tensor
 from clearhead.shapes import Float
 
-__all__ = ["LEVELS", "dropped", "takes"]
+__all__ = ["LEVELS", "Drop", "dropped", "takes"]
 
 
 def takes(x: Tensor) -> bool:
@@ -49,21 +50,45 @@ def dropped(
     """
     kernels = library()
     assert kernels is not None
-    read = [_dense(one) for one in (x, added) if one is not None]
     columns = x.shape[-1] if x.dim() > 0 else 1
-    rows = x.numel() // max(1, columns)
-    output = new_tensor(x, (rows, columns))
-    own = DropoutDescription.new()
-    own.threads = min(torch.get_num_threads(), MAX_THREADS)
-    own.dtype, own.dropped, own.seed = DTYPES[x.dtype], levels, seed
-    own.rows, own.columns = rows, columns
-    own.input, own.output = read[0].data_ptr(), output.data_ptr()
-    own.added = read[1].data_ptr() if added is not None else None
-    if (code := kernels.ch_drop(ctypes.byref(own))) != Code.OK:
+    size = (x.numel() // max(1, columns), columns)
+    rows = _dense(x).view(size)
+    own = Drop(rows, levels, seed, None if added is None else _dense(added).view(size))
+    if (code := kernels.ch_drop(ctypes.byref(own.call[1]))) != Code.OK:
         raise RuntimeError(f"clearhead: dropout failed: {message(code)}")
     # Not a view: autograd would refuse to let it be changed in place.
-    found: Tensor = torch.ops.aten._unsafe_view(output, x.shape)
+    found: Tensor = torch.ops.aten._unsafe_view(own.output, x.shape)
     return found
+
+
+class Drop:
+    """Dropout written down: it writes ``output``.
+
+    Args:
+        x: ``[rows, columns]``, contiguous, as all here.
+        levels: as in ``dropped``.
+        seed: see there.
+        added: see there.
+        output: where it goes; a new tensor when left out.
+
+    Attributes:
+        output: ``[rows, columns]``.
+        call: what ``native_library.run`` takes.
+    """
+
+    def __init__(
+        self, x: Float[Tensor, "rows columns"], levels: int, seed: int, added: Float[Tensor, "rows columns"] | None,
+        output: Float[Tensor, "rows columns"] | None = None,
+    ) -> None:  # fmt: skip
+        own = DropoutDescription.new()
+        own.threads = min(torch.get_num_threads(), MAX_THREADS)
+        own.dtype, own.dropped, own.seed = DTYPES[x.dtype], levels, seed
+        own.rows, own.columns = x.shape
+        self.output = new_tensor(x, tuple(x.shape)) if output is None else output
+        own.input, own.output = x.data_ptr(), self.output.data_ptr()
+        own.added = None if added is None else added.data_ptr()
+        self.call: tuple[Verb, DropoutDescription] = Verb.DROP, own
+        self._held = (x, added)
 
 
 def _dense(tensor: Tensor) -> Tensor:

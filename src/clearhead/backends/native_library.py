@@ -23,12 +23,12 @@ __all__ = [
     "ABI", "DTYPES", "LEVELS", "LINEAR_PAD", "MAX_AXES", "MAX_BLOCK", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES",
     "MAX_RUNS", "MAX_TERMS", "MAX_THREADS", "TILE", "UNBOUNDED",
     "Activation", "Call", "Code", "Description", "DropoutDescription", "Dtype", "Feature", "Gate", "LinearDescription",
-    "ProjectionDescription", "Rule", "RuleKind", "Statistics", "Table", "TensorView", "Term", "Verb", "in_memory",
-    "isa_index", "isa_name", "isa_names", "library", "message", "quick", "reason", "run",
+    "NormDescription", "NormKind", "ProjectionDescription", "Rule", "RuleKind", "Statistics", "Table", "TensorView",
+    "Term", "Verb", "in_memory", "isa_index", "isa_name", "isa_names", "library", "message", "quick", "reason", "run",
 ]  # fmt: skip
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
-ABI: Final = 10
+ABI: Final = 11
 MAX_HEAD_DIM: Final = 256
 MAX_RUNS: Final = 4
 MAX_RULES: Final = 8
@@ -95,6 +95,13 @@ class Gate(IntEnum):
     SLOPE = 1
 
 
+class NormKind(IntEnum):
+    """``ch_norm_kind``."""
+
+    LAYER = 0
+    RMS = 1
+
+
 class Code(IntEnum):
     """``ch_code``: what a call came to; ``message`` has the words."""
 
@@ -120,6 +127,8 @@ class Verb(IntEnum):
     BACKWARD = 2
     PROJECT = 3
     DROP = 4
+    NORM = 5
+    NORM_BACKWARD = 6
 
 
 _int32, _int64, _float, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -256,6 +265,25 @@ class DropoutDescription(ctypes.Structure):
         return cls(size=ctypes.sizeof(cls), abi=ABI, isa=isa_index(), threads=1)
 
 
+class NormDescription(ctypes.Structure):
+    """``ch_norm``: the norm of a sum, or its way back. Every field starts at zero; see ``Description.new``."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32), ("abi", ctypes.c_uint32), ("isa", _int32), ("threads", _int32),
+        ("dtype", _int32), ("dropped", _int32), ("seed", ctypes.c_uint64), ("rows", _int64), ("columns", _int64),
+        ("epsilon", ctypes.c_double), ("kind", _int32), ("reserved", _int32),
+        ("input", _pointer), ("added", _pointer), ("weight", _pointer), ("bias", _pointer), ("sum", _pointer),
+        ("output", _pointer), ("moments", _pointer),
+        ("grad_output", _pointer), ("grad_more", _pointer), ("grad_arrived", _pointer), ("grad_sum", _pointer),
+        ("grad_input", _pointer), ("grad_weight", _pointer), ("grad_bias", _pointer),
+    )  # fmt: skip
+
+    @classmethod
+    def new(cls) -> NormDescription:
+        """One thread and the instruction set that was chosen; sizes and tensors are the caller's."""
+        return cls(size=ctypes.sizeof(cls), abi=ABI, isa=isa_index(), threads=1)
+
+
 class Call(ctypes.Structure):
     """``ch_call``: a description and what is to be done with it."""
 
@@ -347,9 +375,9 @@ def _loaded() -> _Loaded:
         return _Loaded(None, f"was built for another machine or another torch ({' '.join(str(problem).split())})")
     sizes = tuple(int(size()) for size in (
         found.ch_description_size, found.ch_linear_description_size, found.ch_projection_description_size,
-        found.ch_dropout_description_size,
+        found.ch_dropout_description_size, found.ch_norm_description_size,
     ))  # fmt: skip
-    kinds = (Description, LinearDescription, ProjectionDescription, DropoutDescription)
+    kinds = (Description, LinearDescription, ProjectionDescription, DropoutDescription, NormDescription)
     if sizes != (expected := tuple(map(ctypes.sizeof, kinds))):
         return _Loaded(None, f"is of another version of clearhead ({sizes} instead of {expected}): install again")
     return _chosen(found, os.environ.get("CLEARHEAD_ISA", "").strip())
@@ -384,6 +412,7 @@ def _declare(found: ctypes.CDLL) -> None:
     found.ch_linear_description_size.restype = ctypes.c_int64
     found.ch_projection_description_size.restype = ctypes.c_int64
     found.ch_dropout_description_size.restype = ctypes.c_int64
+    found.ch_norm_description_size.restype = ctypes.c_int64
     found.ch_isa_best.restype = ctypes.c_int
     found.ch_run.argtypes = [ctypes.POINTER(Call), _int32, ctypes.POINTER(_int32)]
     found.ch_kept_memory.restype = _int64
@@ -398,5 +427,7 @@ def _declare(found: ctypes.CDLL) -> None:
         (found.ch_linear_backward, ctypes.POINTER(LinearDescription), ctypes.c_int),
         (found.ch_project, ctypes.POINTER(ProjectionDescription), ctypes.c_int),
         (found.ch_drop, ctypes.POINTER(DropoutDescription), ctypes.c_int),
+        (found.ch_norm_forward, ctypes.POINTER(NormDescription), ctypes.c_int),
+        (found.ch_norm_backward, ctypes.POINTER(NormDescription), ctypes.c_int),
     ):
         function.argtypes, function.restype = [argument], result

@@ -15,7 +15,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from torch import Tensor
 
-from clearhead.backends.native_library import Call, Description, ProjectionDescription, Verb, library, run
+from clearhead.backends.native_library import Call, Verb, library, run
 from clearhead.backends.native_memory import maker_like
 
 __all__ = ["Kept", "Prepared", "Stretch", "Stretches", "Written"]
@@ -36,6 +36,7 @@ class Prepared:
             strides; no two share memory.
         writes: the same for those that are written.
         stays: tensors that are pointed into and stay where they are; those that lie in others are passed over.
+        seeds: those that the descriptions hold and that are others each time; whatever has none of them keeps its own.
 
     Attributes:
         complete: whether every address lies in one of these tensors; if not, the calls must not be made again.
@@ -43,10 +44,12 @@ class Prepared:
 
     def __init__(
         self, calls: Sequence[tuple[Verb, ctypes.Structure]], reads: Sequence[Tensor], writes: Sequence[Tensor],
-        stays: Sequence[Tensor] = (),
+        stays: Sequence[Tensor] = (), seeds: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self._listed = (Call * len(calls))(*[Call(verb, 0, ctypes.addressof(own)) for verb, own in calls])
-        self._seeds = [own for _, own in calls if isinstance(own, Description | ProjectionDescription)]
+        # Drawn numbers of 64 bits: none is another's. What drops nothing may have any.
+        held = [(own, getattr(own, "seed", None)) for _, own in calls]
+        self._seeds = [(own, seeds.index(seed)) for own, seed in held if seed in seeds]
         self._makers = [maker_like(own) for own in writes]
         moving = [*reads, *writes]
         self._moves: list[list[tuple[ctypes.Array[ctypes.c_uint64], int, int]]] = [[] for _ in moving]
@@ -67,14 +70,14 @@ class Prepared:
         """New tensors for what is written."""
         return [make() for make in self._makers]
 
-    def run(self, tensors: Sequence[Tensor], seed: int = 0) -> tuple[int, int]:
-        """Make the calls on these reads and writes, in their order: as ``native_library.run``."""
+    def run(self, tensors: Sequence[Tensor], seeds: Sequence[int] = ()) -> tuple[int, int]:
+        """Make the calls on these reads and writes, in their order, under these seeds: as ``native_library.run``."""
         for moves, tensor in zip(self._moves, tensors, strict=True):
             address = tensor.data_ptr()
             for words, word, offset in moves:
                 words[word] = address + offset
-        for description in self._seeds:
-            description.seed = seed
+        for description, place in self._seeds:
+            description.seed = seeds[place]
         found = library()
         assert found is not None
         done = ctypes.c_int32()
@@ -105,9 +108,10 @@ class Stretch:
         self._waiting = Kept[list[Prepared]](_MOST_STRIDES)
 
     def run(
-        self, reads: Sequence[Tensor], write_down: Callable[[], Written], seed: int = 0
+        self, reads: Sequence[Tensor], write_down: Callable[[], Written], seeds: Sequence[int] = ()
     ) -> tuple[list[Tensor], int, int]:
-        """What is written; the last code, and how many calls came to their end."""
+        """What is written; the last code, and how many calls came to their end. ``seeds`` are those of what is written
+        down, as many each time."""
         if not self._may_recur:
             return _run_written(write_down())
         strides = tuple([tensor.stride() for tensor in reads])
@@ -118,19 +122,19 @@ class Stretch:
         try:
             prepared = waiting.pop()
         except IndexError:  # none yet, or all at work in other threads
-            return self._write_and_run(reads, write_down(), waiting)
+            return self._write_and_run(reads, write_down(), seeds, waiting)
         writes = prepared.rooms()
-        code, done = prepared.run([*reads, *writes], seed)
+        code, done = prepared.run([*reads, *writes], seeds)
         waiting.append(prepared)
         return writes, code, done
 
     def _write_and_run(
-        self, reads: Sequence[Tensor], written: Written, waiting: list[Prepared]
+        self, reads: Sequence[Tensor], written: Written, seeds: Sequence[int], waiting: list[Prepared]
     ) -> tuple[list[Tensor], int, int]:
         found = _run_written(written)
         # Tensors that are one now need not be the next time.
         if len({tensor.data_ptr() for tensor in reads}) == len(reads):
-            prepared = Prepared(written.calls, reads, written.writes, written.stays)
+            prepared = Prepared(written.calls, reads, written.writes, written.stays, seeds)
             waiting += [prepared] if prepared.complete else []
         return found
 

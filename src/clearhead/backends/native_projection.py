@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ __all__ = [
     "product",
     "rows_of",
     "run_all",
+    "run_calls",
 ]
 
 
@@ -183,10 +184,21 @@ def product(
     return Product(terms, **options).run()
 
 
-def run_all(products: Sequence[Product]) -> None:
-    """``run`` for each, in one call."""
-    if products:
-        check(run([product.call for product in products])[0])
+class _Called(Protocol):
+    @property
+    def call(self) -> tuple[Verb, ctypes.Structure]:
+        """What ``native_library.run`` takes."""
+
+
+def run_all(works: Sequence[_Called]) -> None:
+    """Make the calls that are written down, of what the kernels take."""
+    run_calls([work.call for work in works])
+
+
+def run_calls(calls: Sequence[tuple[Verb, ctypes.Structure]]) -> None:
+    """The same for calls."""
+    if calls:
+        check(run(calls)[0])
 
 
 def check(code: int) -> None:

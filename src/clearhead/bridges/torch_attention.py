@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn import functional
+from torch.nn.utils.parametrize import is_parametrized
 
 from clearhead.bridges.exact_weights import with_weights
 from clearhead.bridges.torch_masks import MaskReader, Meaning, may_look
@@ -17,15 +18,15 @@ from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks import Mask
 from clearhead.nn.checks import converts
 from clearhead.nn.fused_attention import is_step, self_attention
-from clearhead.projection import NATIVE, Path, project
+from clearhead.projection import NATIVE, Layer, Path, project
 from clearhead.statistics import Want
 from clearhead.watch import attend, attend_wanting, edited, recognise, watched
 
 __all__ = ["SwappedMultiheadAttention", "mask_reader"]
 
 _NAME = "MultiheadAttention"
-#: Multiplications below which a call is over before ``attention`` has chosen how to do it: without a mask it is
-#: torch's own, which means the same there, with one it is the formula.
+#: Multiplications below which a call that is not one step is over before ``attention`` has chosen how to do it: without
+#: a mask it is torch's own, which means the same there, with one it is the formula.
 _LEAST: Final = 2**24
 
 
@@ -93,19 +94,9 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             return self._torchs(query, key, value, masks, need_weights, average_attn_weights)
         batched = _check_axes(query, key, value, 0 if self.batch_first else 1)
         self._check_numbers(query, key, value)
-        small = not torch.compiler.is_compiling() and self._work(query, key) < _LEAST
         dropout = self.dropout if self.training else 0.0
         # Nothing is left of a row whose weights are all dropped, which only torch allows.
-        square = need_weights or small or dropout >= 1.0
-        if square and watched():
-            call = self._by_head(query, key, value, masks, look=may_look(query))
-            if edited():
-                return self._edited(call, dropout, need_weights, average_attn_weights, batched)
-            # What is only looked at goes on as ever; watchers are shown the same attention beside it.
-            attend(self, *call.tensors, mask=call.meaning.mask, scores=call.meaning.scores, query_offset=0)
-        if small and masks == (None, None, False):
-            return self._torchs(query, key, value, masks, need_weights, average_attn_weights)
-        path: Path | None = None
+        square, given, path = need_weights or dropout >= 1.0, masks, None
         if not square and query is key and key is value and self._is_one_step(query):
             meaning = mask_reader(_NAME, self, query, key).meaning(*masks)
             tokens, step = query if self.batch_first else query.transpose(0, 1), self._step(meaning, dropout)
@@ -115,6 +106,16 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             # Those who watch a call see the numbers that it has without them.
             path = NATIVE if watched() and is_step(tokens, **step) else None
             masks = (meaning, None, False)
+        small = path is None and not torch.compiler.is_compiling() and self._work(query, key) < _LEAST
+        square = square or small
+        if square and watched():
+            call = self._by_head(query, key, value, masks, look=may_look(query))
+            if edited():
+                return self._edited(call, dropout, need_weights, average_attn_weights, batched)
+            # What is only looked at goes on as ever; watchers are shown the same attention beside it.
+            attend(self, *call.tensors, mask=call.meaning.mask, scores=call.meaning.scores, query_offset=0)
+        if small and given == (None, None, False):
+            return self._torchs(query, key, value, given, need_weights, average_attn_weights)
         call = self._by_head(query, key, value, masks, look=not small and may_look(query), path=path)
         weights = None
         if square:
@@ -151,6 +152,13 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         extra = self.bias_k is not None or self.add_zero_attn
         in_order = x.ndim == 3 and (self.batch_first or x.shape[1] == 1)
         return in_order and self._qkv_same_embed_dim and not extra
+
+    def plain_layers(self, x: Tensor) -> list[Layer] | None:
+        """The layer of queries, keys and values, and the one that mixes the heads, where self-attention of ``x`` is
+        those two products."""
+        if not self._is_one_step(x) or is_parametrized(self) or is_parametrized(self.out_proj):
+            return None
+        return [(self.in_proj_weight, self.in_proj_bias), (self.out_proj.weight, self.out_proj.bias)]
 
     def _step(self, meaning: Meaning, dropout: float) -> dict[str, Any]:
         """What ``self_attention`` takes besides the tokens."""

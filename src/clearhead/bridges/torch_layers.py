@@ -21,8 +21,10 @@ from clearhead.bridges.torch_masks import Meaning, may_look, padded_keys
 from clearhead.bridges.torch_parts import SwappedLinear, is_plain, leaf
 from clearhead.masks import Causal, Documents, Mask
 from clearhead.nn.dropout import Dropout
-from clearhead.nn.feedforward import in_one_step, layer_of
-from clearhead.nn.linear import Linear
+from clearhead.nn.feedforward import drop_of, in_one_step, layer_of, name_of
+from clearhead.nn.fused_layer import LayerParts, fused_layer, norm_of, of_parts
+from clearhead.nn.linear import Linear, hooked, looked_at
+from clearhead.projection import project_activate_project
 from clearhead.watch import laid_out, shown_padding
 
 __all__ = [
@@ -55,6 +57,9 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
         """As ``nn.TransformerEncoderLayer.forward``."""
         if not isinstance(src, Proxy) and src.is_nested:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)  # type: ignore[arg-type]
+        found = self._in_one_step(src, src_mask, src_key_padding_mask, is_causal)
+        if found is not None:
+            return found
         if self.norm_first:
             src = src + self._sa_block(self.norm1(src), src_mask, src_key_padding_mask, is_causal)  # type: ignore[arg-type]
             return src + self._ff_block(self.norm2(src))
@@ -64,6 +69,62 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
 
     def _ff_block(self, x: Tensor) -> Tensor:
         return _feedforward(self, self.dropout2, x)
+
+    def _in_one_step(
+        self, src: Tensor, src_mask: Tensor | Mask | Meaning | None, padding: Tensor | None, is_causal: bool
+    ) -> Tensor | None:
+        """The layer in one step, where all parts are plain and nobody looks at one."""
+        if torch.compiler.is_compiling() or isinstance(src, Proxy) or not is_plain(src):
+            return None
+        parts, attention = _parts_of(self, src), self.self_attn
+        if parts is None or not isinstance(attention, SwappedMultiheadAttention):
+            return None
+        if padding is not None or is_causal or isinstance(src_mask, Tensor | Mask):
+            src_mask = mask_reader("MultiheadAttention", attention, src, src).meaning(src_mask, padding, is_causal)
+        meaning = src_mask or Meaning()
+        if meaning.scores:
+            return None
+        found = fused_layer(src, parts, meaning.mask)
+        if found is not None:
+            return found
+
+        def attend(x: Tensor) -> Tensor:
+            output: Tensor = attention(x, x, x, attn_mask=meaning, need_weights=False)[0]
+            return output
+
+        def feed(x: Tensor) -> Tensor:
+            pair, activation, hidden = parts.feedforward, parts.activation, parts.drops[2]
+            fed = project_activate_project(x, *pair[0], *pair[1], activation=activation, dropout=hidden)
+            assert fed is not None
+            return fed
+
+        return of_parts(src, parts, meaning.mask, attend, feed)
+
+
+def _parts_of(layer: SwappedTransformerEncoderLayer, x: Tensor) -> LayerParts | None:
+    """What a layer is as one step, where all there is to its parts is their tensors."""
+    attention = layer.self_attn
+    if type(layer) is not SwappedTransformerEncoderLayer or type(attention) is not SwappedMultiheadAttention:
+        return None
+    activation, small = layer.activation, (layer.linear1, layer.linear2, layer.dropout, layer.dropout1, layer.dropout2)
+    first, second = _LAYER(layer.linear1), _LAYER(layer.linear2)
+    norms = [norm_of(norm, x.dtype) for norm in (layer.norm1, layer.norm2)]
+    drops = [drop_of(each) for each in (layer.dropout1, layer.dropout, layer.dropout2)]
+    called, projections = name_of(activation), attention.plain_layers(x)
+    if first is None or second is None or called is None or projections is None or None in norms or None in drops:
+        return None
+    if _is_replaced(layer.__dict__) or _is_replaced(attention.__dict__) or looked_at(activation, *small):
+        return None
+    # Those who look inside a call of the attention are shown its own arguments; ours know what became of them.
+    if any(getattr(attention, hooks) and shown_padding(getattr(attention, hooks)) for hooks in _HOOKS):
+        return None
+    (kind, own), (other_kind, other) = (norm for norm in norms if norm is not None)
+    after, hidden, last = (drop for drop in drops if drop is not None)
+    return LayerParts(
+        projections[:1], projections[1], (first, second), (own, other), (kind, other_kind), layer.norm_first, called,
+        (attention.dropout if attention.training else 0.0, after, hidden, last), attention.num_heads,
+        attention.num_heads, looked_at=hooked(attention),
+    )  # fmt: skip
 
 
 class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):

@@ -14,9 +14,9 @@ from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from clearhead.bridges.torch_parts import SwappedDropout, SwappedLinear, is_plain
-from clearhead.nn.feedforward import Layer, in_one_step, layer_of, name_of
+from clearhead.nn.feedforward import in_one_step, layer_of, name_of
 from clearhead.nn.linear import looked_at
-from clearhead.projection import project, project_activate
+from clearhead.projection import Layer, project, project_activate
 
 __all__ = ["faster", "original"]
 

@@ -14,11 +14,11 @@ from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks import Mask
 from clearhead.nn.checks import positive, sources_of
 from clearhead.nn.fused_attention import again, is_step, self_attention
-from clearhead.nn.linear import Linear, hooked, linear_each
+from clearhead.nn.linear import Linear, hooked, linear_each, weights_of
 from clearhead.nn.rules import RuleList
 from clearhead.nn.weights import HeadWeight, copy_into, side_by_side, torch_projections, weight_and_bias
 from clearhead.positions import Rotary, as_rotary
-from clearhead.projection import NATIVE, Path, project, project_each
+from clearhead.projection import NATIVE, Layer, Path, project, project_each
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
 from clearhead.watch import attend, watched
@@ -180,7 +180,7 @@ class MultiHeadAttention(nn.Module):
         tensors = [layer._parameters.get(name) for layer in layers for name in ("weight", "bias")]
         dropout = self.dropout if self.training else 0.0
         return again(
-            x, tensors, self.num_heads, self.num_kv_heads, mask, self.scale, dropout, query_offset, self.backend
+            x, tensors, mask, self.num_heads, self.num_kv_heads, self.scale, dropout, query_offset, self.backend
         )
 
     def _plain_layers(self) -> tuple[Linear, ...] | None:
@@ -188,6 +188,12 @@ class MultiHeadAttention(nn.Module):
         layers = [self._modules.get(name) for name in _PROJECTIONS]
         plain = tuple(layer for layer in layers if type(layer) is Linear and not hooked(layer))
         return plain if len(plain) == len(layers) and self.rotary is None else None
+
+    def plain_layers(self) -> list[Layer] | None:
+        """Weight and bias of each projection, the last one behind the others, where all there is to the module is that:
+        no rotary, no rules."""
+        layers = None if self._modules["scores"] else self._plain_layers()
+        return None if layers is None else [weights_of(layer) for layer in layers]
 
     def _step(self, mask: Mask | None, query_offset: int | None) -> dict[str, Any] | None:
         """What ``self_attention`` takes besides the tokens, where a call is one."""

@@ -13,7 +13,7 @@ from clearhead.problem import draw_seed
 from clearhead.projection import recorded, unlooked
 from clearhead.shapes import Float
 
-__all__ = ["Dropout", "is_plain", "plus_dropped"]
+__all__ = ["Dropout", "is_plain", "plus_dropped", "plus_dropped_rows"]
 
 
 def is_plain(*tensors: Tensor) -> bool:
@@ -82,16 +82,23 @@ _MANY: Final = 2**14
 _WIDE: Final = 128
 
 
-def _drop(x: Tensor, levels: int, residual: Tensor | None) -> Tensor:
-    seed = draw_seed(levels)
+def plus_dropped_rows(
+    residual: Float[Tensor, "*batch width"], levels: int, x: Float[Tensor, "*batch width"]
+) -> Float[Tensor, "*batch width"]:
+    """``residual + dropout(x)`` by the kernels, however small, with the numbers that a layer in one step has."""
+    return _drop(x, levels, residual, by_row=True)
+
+
+def _drop(x: Tensor, levels: int, residual: Tensor | None, *, by_row: bool = False) -> Tensor:
+    seed, by_row = draw_seed(levels), by_row or (x.dim() > 0 and x.shape[-1] >= _WIDE)
     if torch.is_grad_enabled() and (x.requires_grad or (residual is not None and residual.requires_grad)):
-        output: Tensor = _Dropped.apply(x, levels, seed, residual)  # type: ignore[no-untyped-call]
+        output: Tensor = _Dropped.apply(x, levels, seed, residual, by_row)  # type: ignore[no-untyped-call]
         return output
-    return _dropped(x, levels, seed, residual)
+    return _dropped(x, levels, seed, by_row, residual)
 
 
-def _dropped(x: Tensor, levels: int, seed: int, residual: Tensor | None = None) -> Tensor:
-    if x.dim() > 0 and x.shape[-1] >= _WIDE:
+def _dropped(x: Tensor, levels: int, seed: int, by_row: bool, residual: Tensor | None = None) -> Tensor:
+    if by_row:
         return dropped(x, levels, seed, residual)
     row = None if residual is None else residual.reshape(1, -1)
     found: Tensor = torch.ops.aten._unsafe_view(dropped(x.reshape(1, -1), levels, seed, row), x.shape)
@@ -100,17 +107,18 @@ def _dropped(x: Tensor, levels: int, seed: int, residual: Tensor | None = None) 
 
 class _Dropped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, levels: int, seed: int, residual: Tensor | None) -> Tensor:
-        ctx.drop = levels, seed
-        return _dropped(x, levels, seed, residual)
+    def forward(ctx: Any, x: Tensor, levels: int, seed: int, residual: Tensor | None, by_row: bool) -> Tensor:
+        ctx.drop = levels, seed, by_row
+        return _dropped(x, levels, seed, by_row, residual)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs_x, _, _, needs_residual = ctx.needs_input_grad
-        return _dropped_gradient(grad, *ctx.drop) if needs_x else None, None, None, grad if needs_residual else None
+        needs_x, _, _, needs_residual, _ = ctx.needs_input_grad
+        of_x = _dropped_gradient(grad, *ctx.drop) if needs_x else None
+        return of_x, None, None, grad if needs_residual else None, None
 
 
-def _dropped_gradient(grad: Tensor, levels: int, seed: int) -> Tensor:
+def _dropped_gradient(grad: Tensor, levels: int, seed: int, by_row: bool) -> Tensor:
     if recorded(grad):
-        return grad * _dropped(torch.ones(grad.shape, dtype=grad.dtype), levels, seed)
-    return _dropped(grad, levels, seed)
+        return grad * _dropped(torch.ones(grad.shape, dtype=grad.dtype), levels, seed, by_row)
+    return _dropped(grad, levels, seed, by_row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,11 @@ from torch.nn import functional
 from clearhead.arguments import flag, one_of, probability
 from clearhead.nn.checks import check_tokens, positive
 from clearhead.nn.dropout import Dropout
-from clearhead.nn.linear import Linear, looked_at
-from clearhead.projection import project_activate_project
+from clearhead.nn.linear import Linear, hooked, looked_at, weights_of
+from clearhead.projection import Layer, project_activate_project
 from clearhead.shapes import Float
 
-__all__ = ["ACTIVATIONS", "FeedForward", "Layer", "in_one_step", "layer_of", "name_of"]
+__all__ = ["ACTIVATIONS", "FeedForward", "drop_of", "in_one_step", "layer_of", "name_of"]
 
 ACTIVATIONS: Final[dict[str, Callable[[], nn.Module]]] = {"gelu": nn.GELU, "relu": nn.ReLU, "silu": nn.SiLU}
 
@@ -68,9 +68,17 @@ class FeedForward(nn.Module):
         output: Tensor = found
         return output
 
+    def plain_layers(self) -> tuple[tuple[Layer, Layer], str, float] | None:
+        """Both layers, the activation's name and the probability of dropping, where all there is to them is that."""
+        own: Any = self._modules
+        expand, contract, activation, dropout = own["expand"], own["contract"], own["activation"], own["dropout"]
+        first, second, drop = _LAYER(expand), _LAYER(contract), drop_of(dropout)
+        called = name_of(activation)
+        if first is None or second is None or called is None or drop is None:
+            return None
+        return None if any(map(hooked, (expand, contract, activation, dropout))) else ((first, second), called, drop)
 
-#: A linear layer's weight ``[out, in]`` and bias, or none.
-Layer: TypeAlias = tuple[Tensor, Tensor | None]
+
 #: What an activation is called that is one of these functions, or exactly such a module.
 _FUNCTIONS: Final[Sequence[tuple[Callable[..., Tensor], str]]] = (
     (functional.relu, "relu"), (torch.relu, "relu"), (functional.gelu, "gelu"), (functional.silu, "silu"),
@@ -80,7 +88,7 @@ _MODULES: Final[Mapping[type[nn.Module], str]] = {nn.ReLU: "relu", nn.SiLU: "sil
 
 def layer_of(module: nn.Module, kind: type[nn.Linear]) -> Layer | None:
     """Weight and bias of a module that is exactly of this kind, or None."""
-    return (module.weight, module.bias) if type(module) is kind else None
+    return weights_of(module) if type(module) is kind and isinstance(module, nn.Linear) else None
 
 
 def name_of(activation: object) -> str | None:
@@ -113,7 +121,7 @@ def in_one_step(
         layer: weight ``[out, in]`` and bias of a module that is plain enough, or None.
         name: what the products call an activation, or None.
     """
-    first, second, called, drop = layer(expand), layer(contract), name(activation), _drop_of(dropout)
+    first, second, called, drop = layer(expand), layer(contract), name(activation), drop_of(dropout)
     if first is None or second is None or called is None or drop is None:
         return None
     if looked_at(expand, activation, dropout, contract):
@@ -121,13 +129,15 @@ def in_one_step(
     return project_activate_project(x, *first, *second, activation=called, dropout=drop)
 
 
-def _drop_of(dropout: nn.Module) -> float | None:
+def drop_of(dropout: nn.Module) -> float | None:
     """The probability with which a module drops now; None where it is not known, or its numbers are another's."""
     kind = type(dropout).forward
-    if kind is nn.Identity.forward or (kind in (nn.Dropout.forward, Dropout.forward) and not dropout.training):
+    if kind is nn.Identity.forward:
         return 0.0
-    p = getattr(dropout, "p", None)
-    return float(p) if isinstance(p, float | int) and (kind is Dropout.forward or p == 0.0) else None
+    if not isinstance(dropout, nn.Dropout) or kind not in (nn.Dropout.forward, Dropout.forward):
+        return None
+    p = float(dropout.p) if dropout.training else 0.0
+    return p if kind is Dropout.forward or p == 0.0 else None
 
 
 _LAYER: Final = partial(layer_of, kind=Linear)

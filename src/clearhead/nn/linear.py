@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from clearhead.projection import check_variable, project, project_each
+from clearhead.projection import Layer, check_variable, project, project_each
 from clearhead.shapes import Float
 
-__all__ = ["Linear", "hooked", "linear_each", "looked_at"]
+__all__ = ["Linear", "hooked", "linear_each", "looked_at", "weights_of"]
 
 
 class Linear(nn.Linear):
@@ -61,6 +61,13 @@ def linear_each(
     if len(plain) < len(layers) or looked_at(*plain):
         return tuple(layer(input) for layer in layers)
     return project_each(input, [layer.weight for layer in plain], [layer.bias for layer in plain])
+
+
+def weights_of(layer: nn.Linear) -> Layer:
+    """Weight and bias, from where they are stored: to ask a module takes a third of a microsecond each."""
+    own = layer._parameters
+    weight = own.get("weight")
+    return (weight, own["bias"]) if weight is not None and "bias" in own else (layer.weight, layer.bias)
 
 
 def looked_at(*parts: object) -> bool:

@@ -1,8 +1,10 @@
 """Products of linear layers, forward and backward, by whichever path was measured to be faster."""
 
+from clearhead.projection.activations import ACTIVATIONS, Activation
 from clearhead.projection.chosen import DTYPES, Choice, check_variable, choice, choices, measured
 from clearhead.projection.feedforward import project_activate, project_activate_project
-from clearhead.projection.paths import KINDS, NATIVE, Path
+from clearhead.projection.feedforward_calls import FeedForwardBackward, FeedForwardForward
+from clearhead.projection.paths import KINDS, NATIVE, Layer, Path
 from clearhead.projection.products import (
     are_plain,
     has_choice,
@@ -15,10 +17,15 @@ from clearhead.projection.products import (
 )
 
 __all__ = [
+    "ACTIVATIONS",
     "DTYPES",
     "KINDS",
     "NATIVE",
+    "Activation",
     "Choice",
+    "FeedForwardBackward",
+    "FeedForwardForward",
+    "Layer",
     "Path",
     "are_plain",
     "check_variable",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -14,56 +13,14 @@ from clearhead.backends import native_projection as kernels
 from clearhead.backends.native_dropout import LEVELS, dropped
 from clearhead.backends.native_prepared import Kept, Stretches, Written
 from clearhead.problem import draw_seed
+from clearhead.projection.activations import ACTIVATIONS, Activation
 from clearhead.projection.chosen import choices
+from clearhead.projection.feedforward_calls import FeedForwardBackward, FeedForwardForward
 from clearhead.projection.paths import KINDS, flat
 from clearhead.projection.products import are_plain, kernels_take, recorded
 from clearhead.shapes import Float
 
-__all__ = ["ACTIVATIONS", "project_activate", "project_activate_project"]
-
-
-@dataclass(frozen=True)
-class _Activation:
-    """An activation as the kernels know it, and as torch's operators.
-
-    Attributes:
-        kind: the kernels' name for it.
-        gate: what forward keeps for the way back: its output, or how much each number of that grows.
-        formula: in torch's operators.
-        backward: of a gradient and what the activation was given, in operators that can be differentiated again.
-    """
-
-    kind: kernels.Activation
-    gate: kernels.Gate
-    formula: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
-
-
-_GATE: Final = kernels.Gate
-_KIND: Final = kernels.Activation
-_BACK: Final = torch.ops.aten
-
-
-def _gelu(kind: kernels.Activation, approximate: str) -> _Activation:
-    return _Activation(
-        kind, _GATE.SLOPE, lambda x: F.gelu(x, approximate=approximate),
-        lambda grad, x: _BACK.gelu_backward(grad, x, approximate=approximate),
-    )  # fmt: skip
-
-
-def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    # Torch's own operator cannot be differentiated again.
-    passes = x.sigmoid()
-    return grad * (passes * (1 + x * (1 - passes)))
-
-
-#: Activations by name.
-ACTIVATIONS: Final[Mapping[str, _Activation]] = {
-    "relu": _Activation(_KIND.RELU, _GATE.OUTPUT, F.relu, lambda grad, x: grad * (x > 0)),
-    "gelu": _gelu(_KIND.GELU, "none"),
-    "gelu_tanh": _gelu(_KIND.GELU_TANH, "tanh"),
-    "silu": _Activation(_KIND.SILU, _GATE.SLOPE, F.silu, _silu_backward),
-}
+__all__ = ["project_activate", "project_activate_project"]
 
 
 def project_activate_project(
@@ -114,10 +71,10 @@ def project_activate_project(
     layout = (*shapes, x.dtype, *kind, torch.get_num_threads(), *choices(x.dtype)) if recurs else ()
     step = _KEPT.get(layout) if recurs else None
     if step is None:
-        hidden = expand.shape[0] if expand.dim() == 2 else 0
-        if not plain or not kernels_take(KINDS, x, expand, expand_bias):
+        hidden, kinds = expand.shape[0] if expand.dim() == 2 else 0, KINDS if training else KINDS[:1]
+        if not plain or not kernels_take(kinds, x, expand, expand_bias):
             return None
-        if not kernels_take(KINDS, x, contract, contract_bias, width=hidden):
+        if not kernels_take(kinds, x, contract, contract_bias, width=hidden):
             return None
         step = _Step(ACTIVATIONS[activation], levels, training, recurs)
         if recurs:
@@ -171,53 +128,43 @@ class _Step:
         recurs: whether calls may come again.
     """
 
-    def __init__(self, activation: _Activation, dropped: int, training: bool, recurs: bool) -> None:
-        self.activation, self.dropped = activation, dropped
-        self._sloped = training and activation.gate is _GATE.SLOPE
+    def __init__(self, activation: Activation, dropped: int, training: bool, recurs: bool) -> None:
+        self.activation, self.dropped, self._training = activation, dropped, training
         self._calls = Stretches(recurs)
 
     def forward(
         self, seed: int, x: Tensor, expand: Tensor, expand_bias: Tensor | None, contract: Tensor,
         contract_bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """The output; the hidden numbers, ``[rows, hidden]``; and the gate for the way back."""
+    ) -> list[Tensor]:  # fmt: skip
+        """The output; the hidden numbers, ``[rows, hidden]``; and their slopes where the activation has them."""
         rows = kernels.rows_of(flat(x))
+        layers = ((expand, expand_bias), (contract, contract_bias))
 
         def write_down() -> Written:
-            hidden = kernels.Product(
-                [(rows, expand)], right_turned=True, bias=expand_bias, activation=self.activation.kind,
-                dropped=self.dropped, seed=seed, sloped=self._sloped,
-            )  # fmt: skip
-            output = kernels.Product([(hidden.output, contract)], right_turned=True, bias=contract_bias)
-            slopes = [] if hidden.slope is None else [hidden.slope]
-            writes = [output.output, hidden.output, *slopes]
-            return Written([hidden.call, output.call], writes, [], (hidden, output))
+            own = FeedForwardForward(rows, layers, self.activation, self.dropped, seed, self._training)
+            return Written([*own.calls], [own.output, *own.kept], [], own)
 
         parts = [part for part in (rows, expand, expand_bias, contract, contract_bias) if part is not None]
-        (output, hidden, *slopes), code, _ = self._calls.forward.run(parts, write_down, seed)
+        (output, *kept), code, _ = self._calls.forward.run(parts, write_down, (seed,))
         kernels.check(code)
         # Not a view: autograd would refuse to let it be changed in place.
-        output = torch.ops.aten._unsafe_view(output, (*x.shape[:-1], contract.shape[0]))
-        return output, hidden, slopes[0] if slopes else hidden
+        return [torch.ops.aten._unsafe_view(output, (*x.shape[:-1], contract.shape[0])), *kept]
 
     def gradients(
         self, grad: Tensor, parts: Sequence[Tensor], kept: Sequence[Tensor], needs: tuple[bool, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Of ``x``, both weights and both biases; what is not needed is None. Kept are hidden numbers and gate."""
+        """Of ``x``, both weights and both biases; what is not needed is None."""
         x, expand, _, contract, _ = parts
         arrived, rows = kernels.rows_of(flat(grad)), kernels.rows_of(flat(x))
-        hidden, gate = kept[0], kept[-1]
-        made: list[_Backward] = []
+        made: list[FeedForwardBackward] = []
 
         def write_down() -> Written:
-            # Slopes know what was dropped.
-            shut = self.dropped if self.activation.gate is _GATE.OUTPUT else 0
-            back = {"gate": gate, "gate_kind": self.activation.gate, "dropped": shut}
-            made.append(_Backward(arrived, rows, expand, contract, hidden, back, needs))
-            return made[-1].written()
+            layers = ((expand, None), (contract, None))
+            own = FeedForwardBackward(arrived, rows, layers, kept, self.activation, self.dropped, needs)
+            made.append(own)
+            return Written([*own.calls], [*own.of_x, *own.of_layers, *own.between], [], own)
 
-        reads = [arrived, rows, expand, contract, *kept]
-        writes, code, _ = self._calls.backward(needs).run(reads, write_down)
+        writes, code, _ = self._calls.backward(needs).run([arrived, rows, expand, contract, *kept], write_down)
         kernels.check(code)
         if made:
             of_x, *others = made[-1].found()
@@ -230,37 +177,6 @@ class _Step:
 _KEPT: Final = Kept[_Step](64)
 
 
-class _Backward:
-    """The calls of one backward."""
-
-    def __init__(
-        self, arrived: Tensor, rows: Tensor, expand: Tensor, contract: Tensor, hidden: Tensor,
-        back: Mapping[str, Any], needs: Sequence[bool],
-    ) -> None:  # fmt: skip
-        self._of_contract = kernels.WeightGradients(arrived, hidden, *needs[3:])
-        self._of_expand: list[kernels.WeightGradients] = []
-        self._of_hidden, self._of_x = list[kernels.Product](), list[kernels.Product]()
-        if any(needs[:3]):
-            of_hidden = kernels.Product([(arrived, contract)], **back)
-            self._of_hidden = [of_hidden]
-            self._of_expand = [kernels.WeightGradients(of_hidden.output, rows, *needs[1:3])]
-            self._of_x = [kernels.Product([(of_hidden.output, expand)])] if needs[0] else []
-
-    def written(self) -> Written:
-        """Results first, in the order of what is needed."""
-        weights = [*self._of_expand, self._of_contract]
-        of_expand = [product for layer in self._of_expand for product in layer.products]
-        products = [*self._of_contract.products, *self._of_hidden, *of_expand, *self._of_x]
-        writes = [product.output for product in self._of_x] + [part for layer in weights for part in layer.written]
-        between = [product.output for product in self._of_hidden]
-        return Written([product.call for product in products], [*writes, *between], [], self)
-
-    def found(self) -> list[Tensor | None]:
-        """Of ``x`` and each layer's weight and bias, once the calls are made."""
-        of_expand = self._of_expand[0].found() if self._of_expand else (None, None)
-        return [self._of_x[0].output if self._of_x else None, *of_expand, *self._of_contract.found()]
-
-
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: _Step, seed: int, *parts: Tensor | None) -> Tensor:
@@ -268,9 +184,9 @@ class _FeedForward(torch.autograd.Function):
         assert x is not None
         assert expand is not None
         assert contract is not None
-        output, hidden, gate = step.forward(seed, x, expand, expand_bias, contract, contract_bias)
+        output, *kept = step.forward(seed, x, expand, expand_bias, contract, contract_bias)
         ctx.step, ctx.seed = step, seed
-        ctx.save_for_backward(*parts, hidden, *([] if gate is hidden else [gate]))
+        ctx.save_for_backward(*parts, *kept)
         return output
 
     @staticmethod

@@ -13,10 +13,12 @@ from torch.nn import functional as F
 
 from clearhead.backends import native_projection as kernels
 
-__all__ = ["KINDS", "NATIVE", "ONEDNN", "PATHS", "TORCH", "Path", "Term", "flat"]
+__all__ = ["KINDS", "NATIVE", "ONEDNN", "PATHS", "TORCH", "Layer", "Path", "Term", "flat"]
 
 #: The kinds of product that are chosen apart.
 KINDS: Final = ("forward", "input gradient", "weight gradient")
+#: A linear layer's weight ``[out, in]`` and bias ``[out]``, or none.
+Layer: TypeAlias = tuple[Tensor, Tensor | None]
 #: An output's gradient ``[*batch, out]`` and the weight ``[out, in]`` it goes back through.
 Term: TypeAlias = tuple[Tensor, Tensor]
 #: Rows that one of oneDNN's products sums over: longer sums are slower there, and less exact.

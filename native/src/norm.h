@@ -1,0 +1,232 @@
+// The norm of a sum, row by row: what a transformer's layer does between its products, in one pass over memory.
+//
+// A row is floats in a line of its own, which stays in the nearest cache while it is gone over. Sums are floats over a
+// stretch of columns and doubles over stretches, so that long rows lose no more digits than short ones.
+#pragma once
+
+#include "activation.h"
+
+namespace CH_NS {
+
+// Columns whose sum is a float.
+constexpr int STRETCHED = 1024;
+
+// The sum over columns of term(c), which gives a vector of them from c on: what is beyond the last counts as 0.
+template <class Term> CH_INLINE double summed(int columns, const Term& term) {
+  double total = 0;
+  for (int from = 0; from < columns; from += STRETCHED) {
+    const int to = least(columns, from + STRETCHED);
+    vf sums[4] = {};
+    int c = from;
+    for (; c + 4 * VL <= to; c += 4 * VL)
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) sums[i] += term(c + i * VL);
+    for (; c + VL <= to; c += VL) sums[0] += term(c);
+    if (c < to) sums[1] += first_of(term(c), to - c);
+    total += (double)sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  }
+  return total;
+}
+
+template <class IO> class Norm {
+ protected:
+  typedef typename IO::type type;
+  const ch_norm& w;
+  const int columns, padded;
+
+  explicit Norm(const ch_norm& work)
+      : w(work), columns((int)work.columns), padded((int)round_up(work.columns, PLACES)) {}
+
+  int64_t place(int64_t row) const { return row * w.columns; }
+  int threads() const { return threads_for(w, 16.0 * (double)w.rows * (double)w.columns); }
+  float* line_of(clearhead::Slot slot, int64_t count) const {
+    return (float*)scratch(slot, (size_t)(count * padded) * sizeof(float));
+  }
+
+  void get_line(const void* from, int64_t row, float* line) const {
+    get_row<IO>((const type*)from + place(row), columns, line, padded);
+  }
+
+  // What lies in a row elsewhere, added to a line.
+  void add(const void* from, int64_t row, float* line) const {
+    const type* added = (const type*)from + place(row);
+    int c = 0;
+    for (; c + VL <= columns; c += VL) store(line + c, load(line + c) + get_vector<IO>(added + c));
+    for (; c < columns; c++) line[c] += get_one<IO>(added + c);
+  }
+
+  // A vector of numbers as they are written, and read again.
+  static CH_INLINE vf rounded(vf v) {
+    if constexpr (__is_same(IO, Float32)) {
+      return v;
+    } else {
+      type written[VL];
+      put_vector<IO>(written, v);
+      return get_vector<IO>(written);
+    }
+  }
+
+  // What dropout keeps of a row's line.
+  void keep(int64_t row, float* line) const {
+    const vf factor = all(dropout_factor(w.dropped));
+    for (int c = 0; c < columns; c += PLACES)
+      kept_places(w.seed, w.dropped, (uint32_t)row, (uint64_t)(c / PLACES), [&](int at, vi kept) CH_INLINED {
+        store(line + c + at, (vf)((vi)(load(line + c + at) * factor) & kept));
+      });
+  }
+};
+
+template <class IO> class NormForward : Norm<IO> {
+  typedef Norm<IO> Base;
+  using typename Base::type;
+  using Base::columns;
+  using Base::padded;
+  using Base::w;
+
+ public:
+  explicit NormForward(const ch_norm& work) : Base(work) {}
+
+  int run() const {
+    float* given = Base::line_of(clearhead::SLOT_SHARED, 2);
+    if (given == nullptr) return CH_NO_MEMORY;
+    if (w.weight != nullptr) Base::get_line(w.weight, 0, given);
+    if (w.bias != nullptr) Base::get_line(w.bias, 0, given + padded);
+    const int64_t together = most((int64_t)1, (int64_t)8192 / w.columns);
+    Fault fault;
+    parallel(Base::threads(), (w.rows + together - 1) / together, [&](int64_t u) {
+      float* line = Base::line_of(clearhead::SLOT_WORK, 1);
+      if (line == nullptr) return fault.set(CH_NO_MEMORY);
+      for (int64_t row = u * together; row < least(w.rows, (u + 1) * together); row++) one_row(row, given, line);
+    });
+    clearhead::trim_scratch();
+    return fault.get();
+  }
+
+ private:
+  void one_row(int64_t row, const float* given, float* line) const {
+    read_sum(row, line);
+    const double count = (double)columns;
+    const bool centred = w.kind == CH_NORM_LAYER;
+    const float mean = centred ? (float)(summed(columns, [&](int c) CH_INLINED { return load(line + c); }) / count) : 0;
+    const vf means = all(mean);
+    double square = summed(columns, [&](int c) CH_INLINED { return (load(line + c) - means) * (load(line + c) - means); });
+    // The mean has been rounded: of numbers that differ little from it the rest counts.
+    double rest = 0;
+    if (centred) rest = summed(columns, [&](int c) CH_INLINED { return load(line + c) - means; }) / count;
+    square = square / count - rest * rest;
+    const float scale = (float)(1.0 / __builtin_sqrt((square < 0 ? 0.0 : square) + w.epsilon));
+    if (w.moments != nullptr) w.moments[2 * row] = mean, w.moments[2 * row + 1] = scale;
+    const vf scales = all(scale), rests = all((float)rest);
+    for (int c = 0; c < columns; c += VL) {
+      vf number = (load(line + c) - means - rests) * scales;
+      if (w.weight != nullptr) number *= load(given + c);
+      if (w.bias != nullptr) number += load(given + padded + c);
+      store(line + c, number);
+    }
+    put_row<IO>((type*)w.output + Base::place(row), columns, line, 1.0f);
+  }
+
+  void read_sum(int64_t row, float* line) const {
+    Base::get_line(w.input, row, line);
+    if (w.dropped > 0) Base::keep(row, line);
+    if (w.added != nullptr) Base::add(w.added, row, line);
+    if (w.added != nullptr || w.dropped > 0)
+      for (int c = 0; c < columns; c += VL) store(line + c, Base::rounded(load(line + c)));
+    if (w.sum != nullptr) put_row<IO>((type*)w.sum + Base::place(row), columns, line, 1.0f);
+  }
+};
+
+template <class IO> class NormBackward : Norm<IO> {
+  typedef Norm<IO> Base;
+  using typename Base::type;
+  using Base::columns;
+  using Base::padded;
+  using Base::w;
+  // Stretches of rows whose sums for weight and bias are made apart, whatever the number of threads is.
+  static constexpr int64_t MOST_PARTS = 32, LEAST_ROWS = 16;
+
+ public:
+  explicit NormBackward(const ch_norm& work) : Base(work) {}
+
+  int run() const {
+    const int64_t rows = most((w.rows + MOST_PARTS - 1) / MOST_PARTS, LEAST_ROWS), parts = (w.rows + rows - 1) / rows;
+    float* weight = Base::line_of(clearhead::SLOT_SHARED, 1);
+    float* sums = sums_wanted() ? Base::line_of(clearhead::SLOT_PARTIAL, 2 * parts) : nullptr;
+    if (weight == nullptr || (sums == nullptr && sums_wanted())) return CH_NO_MEMORY;
+    if (w.weight != nullptr) Base::get_line(w.weight, 0, weight);
+    Fault fault;
+    parallel(Base::threads(), parts, [&](int64_t u) {
+      float* lines = Base::line_of(clearhead::SLOT_WORK, 2);
+      if (lines == nullptr) return fault.set(CH_NO_MEMORY);
+      float* own = sums == nullptr ? nullptr : sums + 2 * u * padded;
+      if (own != nullptr) memset(own, 0, (size_t)(2 * padded) * sizeof(float));
+      for (int64_t row = u * rows; row < least(w.rows, (u + 1) * rows); row++) one_row(row, weight, lines, own);
+    });
+    if (sums != nullptr && fault.get() == CH_OK) {
+      add_up(sums, parts, w.grad_weight);
+      add_up(sums + padded, parts, w.grad_bias);
+    }
+    clearhead::trim_scratch();
+    return fault.get();
+  }
+
+ private:
+  bool sums_wanted() const { return w.grad_weight != nullptr || w.grad_bias != nullptr; }
+
+  // With d = x - mean, whose mean is not quite 0, and g what arrives at the norm before its weight:
+  //   normed = scale (d - mean d),  grad = scale (g - mean g - normed mean(g normed)).
+  void one_row(int64_t row, const float* weight, float* lines, float* sums) const {
+    float *x = lines, *g = lines + padded;
+    Base::get_line(w.sum, row, x), read_grad(row, g);
+    const bool centred = w.kind == CH_NORM_LAYER;
+    const vf means = all(w.moments[2 * row]), scales = all(w.moments[2 * row + 1]);
+    const double count = (double)columns, scale = (double)w.moments[2 * row + 1];
+    double rest = 0, mean_g = 0;
+    for (int c = 0; c < columns; c += VL) store(x + c, load(x + c) - means);
+    if (centred) rest = summed(columns, [&](int c) CH_INLINED { return load(x + c); }) / count;
+    const vf rests = all((float)rest);
+    const auto weighted = [&](int c) CH_INLINED { return w.weight == nullptr ? load(g + c) : load(g + c) * load(weight + c); };
+    if (centred) mean_g = summed(columns, weighted) / count;
+    const double along =
+        scale * summed(columns, [&](int c) CH_INLINED { return weighted(c) * (load(x + c) - rests); }) / count;
+    const vf means_g = all((float)mean_g), alongs = all((float)along);
+    for (int c = 0; c < columns; c += VL) {
+      const vf normed = (load(x + c) - rests) * scales, grad = load(g + c);
+      if (sums != nullptr) {
+        store(sums + c, load(sums + c) + grad * normed);
+        store(sums + padded + c, load(sums + padded + c) + grad);
+      }
+      store(x + c, scales * (weighted(c) - means_g - normed * alongs));
+    }
+    put_grads(row, x);
+  }
+
+  void read_grad(int64_t row, float* line) const {
+    Base::get_line(w.grad_output, row, line);
+    if (w.grad_more != nullptr) Base::add(w.grad_more, row, line);
+  }
+
+  void put_grads(int64_t row, float* line) const {
+    if (w.grad_arrived != nullptr) Base::add(w.grad_arrived, row, line);
+    put_row<IO>((type*)w.grad_sum + Base::place(row), columns, line, 1.0f);
+    if (w.grad_input == nullptr) return;
+    for (int c = 0; c < columns; c += VL) store(line + c, Base::rounded(load(line + c)));
+    if (w.dropped > 0) Base::keep(row, line);
+    put_row<IO>((type*)w.grad_input + Base::place(row), columns, line, 1.0f);
+  }
+
+  // A line of each part, added up and written.
+  void add_up(float* sums, int64_t parts, void* to) const {
+    if (to == nullptr) return;
+    for (int c = 0; c < columns; c += VL) {
+      vf total = {};
+      for (int64_t part = 0; part < parts; part++) total += load(sums + 2 * part * padded + c);
+      const int left = least(VL, columns - c);
+      float line[VL];
+      store(line, total);
+      put_row<IO>((type*)to + c, left, line, 1.0f);
+    }
+  }
+};
+
+}  // namespace CH_NS

@@ -1,0 +1,74 @@
+"""The norm by the CPU kernels, as a function that autograd knows: what a layer in one step does, for its parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from clearhead.backends.native_norm import Norm, NormBackward, NormForward, NormKind
+from clearhead.backends.native_projection import run_all
+from clearhead.projection import recorded
+from clearhead.shapes import Float
+
+__all__ = ["normed", "normed_by_torch"]
+
+
+def normed(x: Float[Tensor, "*batch width"], norm: Norm) -> Float[Tensor, "*batch width"]:
+    """``norm`` of each row, of what the kernels take.
+
+    >>> import torch
+    >>> from clearhead.backends.native_library import library
+    >>> one = Norm(NormKind.LAYER, 0.0, None, None)
+    >>> library() is None or normed(torch.tensor([[1.0, 3.0]]), one).tolist()
+    [[-1.0, 1.0]]
+    """
+    output: Tensor = _Normed.apply(norm.kind, norm.epsilon, x, norm.weight, norm.bias)  # type: ignore[no-untyped-call]
+    return output
+
+
+def normed_by_torch(x: Float[Tensor, "*batch width"], norm: Norm) -> Float[Tensor, "*batch width"]:
+    """The same by torch's operators."""
+    if norm.kind is NormKind.LAYER:
+        return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.epsilon)
+    return F.rms_norm(x, [x.shape[-1]], norm.weight, norm.epsilon)
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kind: NormKind, epsilon: float, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        own = NormForward(rows, Norm(kind, epsilon, weight, bias), keep_moments=True)
+        run_all([own])
+        ctx.kind, ctx.epsilon = kind, epsilon
+        ctx.save_for_backward(x, weight, bias, own.moments)
+        output: Tensor = torch.ops.aten._unsafe_view(own.output, x.shape)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, moments = ctx.saved_tensors
+        norm = Norm(ctx.kind, ctx.epsilon, weight, bias)
+        if recorded(grad):
+            return None, None, *_known_gradients(grad, x, norm, ctx.needs_input_grad[2:])
+        arrived, rows = (part.reshape(-1, x.shape[-1]).contiguous() for part in (grad, x))
+        own = NormBackward(arrived, rows, moments, norm, needs=ctx.needs_input_grad[3:])
+        run_all([own])
+        return None, None, own.of_sum.view(x.shape), *own.of_norm
+
+
+def _known_gradients(grad: Tensor, x: Tensor, norm: Norm, needs: tuple[bool, ...]) -> list[Tensor | None]:
+    """The same by operators that can be differentiated again."""
+    again = torch.is_grad_enabled()
+    inputs = (x, norm.weight, norm.bias)
+    with torch.enable_grad():
+        parts = [None if part is None else part.view_as(part) for part in inputs]
+        assert parts[0] is not None
+        output = normed_by_torch(parts[0], norm._replace(weight=parts[1], bias=parts[2]))
+        wanted = [part for part, needed in zip(parts, needs, strict=True) if part is not None and needed]
+        found = iter(torch.autograd.grad(output, wanted, grad, create_graph=again))
+    return [next(found) if part is not None and needed else None for part, needed in zip(parts, needs, strict=True)]

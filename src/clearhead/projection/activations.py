@@ -1,0 +1,58 @@
+"""What stands between a feedforward's layers: activations as the kernels know them, and as torch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from clearhead.backends.native_projection import Activation as Kind
+from clearhead.backends.native_projection import Gate
+
+__all__ = ["ACTIVATIONS", "Activation"]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation as the kernels know it, and as torch's operators.
+
+    Attributes:
+        kind: the kernels' name for it.
+        gate: what forward keeps for the way back: its output, or how much each number of that grows.
+        formula: in torch's operators.
+        backward: of a gradient and what the activation was given, in operators that can be differentiated again.
+    """
+
+    kind: Kind
+    gate: Gate
+    formula: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
+_BACK: Final = torch.ops.aten
+
+
+def _gelu(kind: Kind, approximate: str) -> Activation:
+    return Activation(
+        kind, Gate.SLOPE, lambda x: F.gelu(x, approximate=approximate),
+        lambda grad, x: _BACK.gelu_backward(grad, x, approximate=approximate),
+    )  # fmt: skip
+
+
+def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    # Torch's own operator cannot be differentiated again.
+    passes = x.sigmoid()
+    return grad * (passes * (1 + x * (1 - passes)))
+
+
+#: Activations by name.
+ACTIVATIONS: Final[Mapping[str, Activation]] = {
+    "relu": Activation(Kind.RELU, Gate.OUTPUT, F.relu, lambda grad, x: grad * (x > 0)),
+    "gelu": _gelu(Kind.GELU, "none"),
+    "gelu_tanh": _gelu(Kind.GELU_TANH, "tanh"),
+    "silu": Activation(Kind.SILU, Gate.SLOPE, F.silu, _silu_backward),
+}
