@@ -9,6 +9,7 @@ import torch
 
 from clearhead.benchmark import SUITES, product
 from clearhead.benchmark.cases import Case, noise_of
+from clearhead.benchmark.encoder_layer_rows import LAYER
 from clearhead.benchmark.encoders import STACK, SWAPPED, EncoderWork, ragged
 from clearhead.benchmark.function_rows import DENSE, MADE
 from clearhead.benchmark.hugging_face import ONNX_MODEL, SDPA_MODEL, CausalRow, EncoderModelRow
@@ -135,7 +136,7 @@ def test_the_floors_name_contenders_that_exist() -> None:
     models = {SDPA_MODEL, ONNX_MODEL}
     own = {OURS, PLAIN, FULL}
     biases = {DENSE, MADE}
-    assert named == own | {SWAPPED, SDPA, MODULE, STACK, MATERIALISED, LINEAR} | onnx | models | biases
+    assert named == own | {SWAPPED, SDPA, MODULE, STACK, MATERIALISED, LAYER, LINEAR} | onnx | models | biases
 
 
 def test_operations_and_bytes_are_counted() -> None:

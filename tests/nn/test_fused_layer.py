@@ -219,15 +219,19 @@ WITHIN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=MASK_IDS)
-@pytest.mark.parametrize(("activation", "bias", "dtype"), WITHIN, ids=str)
+#: Every layer under one mask, and one under every mask.
+CASES = [(*within, MASK_IDS[place % 2]) for place, within in enumerate(WITHIN)]
+CASES += [("gelu", True, dtype, mask) for dtype in DTYPES for mask in MASK_IDS[2:]]
+
+
+@pytest.mark.parametrize(("activation", "bias", "dtype", "mask"), CASES, ids=str)
 @pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_and_every_gradient(
-    kind: type[Block], norm_first: bool, activation: str, bias: bool, dtype: torch.dtype, mask: ch.Mask | None
+    kind: type[Block], norm_first: bool, activation: str, bias: bool, dtype: torch.dtype, mask: str
 ) -> None:
     own = block(kind, dtype, norm_first=norm_first, activation=activation, bias=bias)
-    checked(own, tokens(dtype), mask)
+    checked(own, tokens(dtype), MASKS[MASK_IDS.index(mask)])
 
 
 @pytest.mark.parametrize(
@@ -237,7 +241,7 @@ def test_output_and_every_gradient(
      (64, 1, {"feedforward_dim": 33})],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 33), (2, 17), (3, 5), (1, 300)], ids=str)
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (3, 17), (1, 300)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
 def test_of_any_size(
@@ -301,7 +305,7 @@ class TestCallsThatComeAgain:
     @pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
     def test_nothing_is_written_down_any_more(self, norm_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         own, x = block(norm_first=norm_first), tokens()
-        first = next(iter([numbers(own, x) for _ in range(2)]))
+        first = [numbers(own, x) for _ in range(2)].pop()
         monkeypatch.setattr(native_prepared, "run", None)
         same(numbers(own, x), first)
         same(numbers(own, x), first)
@@ -481,7 +485,8 @@ def factors_of(own: Any, x: Tensor, seeds: Sequence[int]) -> Factors:
         levels = round(drops[place] * LEVELS)
         if levels == 0:
             return torch.ones(batch * length, columns, dtype=torch.float64)
-        return kept(batch * length, columns, levels, seeds[place]).double() * (LEVELS / (LEVELS - levels))
+        factor: Tensor = kept(batch * length, columns, levels, seeds[place]).double() * (LEVELS / (LEVELS - levels))
+        return factor
 
     axes = (batch, heads, length, length)
     places = [
@@ -512,7 +517,7 @@ DROPS = [(0.3, 0.0, 0.0), (0.0, 0.3, 0.0), (0.0, 0.0, 0.3), (0.0, 0.5, 0.25), (0
 
 
 def layer_step_of(own: Any, x: Tensor, mask: ch.Mask | None) -> tuple[LayerStep, list[Tensor | None]]:
-    parts = own._parts(x.dtype)
+    parts = own._parts(x)
     problem = fused_layer._attention_of(x, parts, mask, True)
     assert problem is not None
     return LayerStep(problem, True, None, parts.kind()), parts.tensors()
@@ -1016,12 +1021,11 @@ def test_hooks_fire(norm_first: bool, name: str, kind: str) -> None:
         numbers(own, x)
     part, seen = own.get_submodule(name), []
     handle = getattr(part, f"register_{kind}_hook")(lambda *given: seen.append(given[0]))
-    for count in (1, 2):
+    for _ in range(2):
+        seen.clear()  # the formula calls the activation
         found = numbers(own, x, layer=False)
-        assert seen == [part] * count * (2 if name == "residual_dropout" else 1)
+        assert seen == [part] * (2 if name == "residual_dropout" else 1)
         budget_of(own, x, None, found)
-        seen[:] = [part] * count * (2 if name == "residual_dropout" else 1)
-        del seen[count * (2 if name == "residual_dropout" else 1) :]
     handle.remove()
     checked(own, x)
 
@@ -1252,9 +1256,9 @@ def test_forward_mode(warm: Any) -> None:
     x, tangent = tokens().detach(), draw(2, 7, 32, seed=6)
     wide = copy.deepcopy(warm).double()
     warm.attention.backend = "reference"
-    _, found = torch.func.jvp(warm, (x,), (tangent,))
-    _, textbook = torch.func.jvp(lambda x: formula(warm, x), (x,), (tangent,))
-    _, exact = torch.func.jvp(lambda x: formula(wide, x), (x.double(),), (tangent.double(),))
+    found = torch.func.jvp(warm, (x,), (tangent,))[1]
+    textbook = torch.func.jvp(lambda x: formula(warm, x), (x,), (tangent,))[1]
+    exact = torch.func.jvp(lambda x: formula(wide, x), (x.double(),), (tangent.double(),))[1]
     within_budget("tangent", found, textbook, exact, terms=128)
     with forward_ad.dual_level():
         dual = warm(forward_ad.make_dual(x, tangent))
@@ -1266,7 +1270,7 @@ def test_compiled(kind: type[Block]) -> None:
     own, x = block(kind), tokens()
     for _ in range(3):
         numbers(own, x)
-    compiled = torch.compile(own, fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(own, fullgraph=True, backend="aot_eager")
     for _ in range(2):
         budget_of(own, x, None, numbers(own, x, call=lambda _, x: compiled(x), layer=False))
     checked(own, x)

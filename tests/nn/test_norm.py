@@ -69,7 +69,7 @@ def check(x: Tensor, norm: Norm, found: list[Tensor] | None = None) -> None:
     assert len(found) == len(exact)
 
 
-@pytest.mark.parametrize("given", ["both", "weight", "bias", "none"])
+@pytest.mark.parametrize("given", ["both", "bias"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @all_dtypes
 @both_kinds
@@ -288,7 +288,7 @@ ADDED = [(False, 0), (True, 0), (True, LEVELS // 4), (False, LEVELS // 2)]
 
 
 @pytest.mark.parametrize(("added", "levels"), ADDED, ids=["alone", "added", "added to what is kept", "what is kept"])
-@pytest.mark.parametrize("size", [(5, 7), (17, 33), (3, 129), (2, 1025), (200, 24)], ids=str)
+@pytest.mark.parametrize("size", [(17, 33), (2, 1025), (200, 24)], ids=str)
 @all_dtypes
 @both_kinds
 def test_of_a_sum(kind: NormKind, dtype: torch.dtype, size: tuple[int, int], added: bool, levels: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,9 @@ from clearhead.masks import Documents
 from clearhead.nn.blocks import EncoderBlock
 from clearhead.nn.stacks import Encoder
 
-__all__ = ["STACK", "SWAPPED", "EncoderWork", "ragged"]
+__all__ = ["STACK", "SWAPPED", "EncoderWork", "dropping", "our_parameters", "ragged", "their_parameters"]
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 STACK = "nn.TransformerEncoder"
 SWAPPED = f"{OURS}, swapped into torch's"
@@ -85,21 +88,21 @@ class EncoderWork:
 
     def our_call(self, dropout: float = 0.0) -> Call:
         """The call of clearhead's encoder."""
-        layers = [EncoderBlock.from_torch(layer) for layer in _layers(_dropping(self.theirs, dropout))]
+        layers = [EncoderBlock.from_torch(layer) for layer in _layers(dropping(self.theirs, dropout))]
         first = layers[0]
         encoder = Encoder(self.x.shape[-1], self.heads, len(layers), norm_first=first.norm_first)
         encoder.blocks = nn.ModuleList(layers)
         lengths = torch.tensor(self.lengths)
-        parameters = [tensor for block in layers for tensor in _our_parameters(block)]
+        parameters = [tensor for block in layers for tensor in our_parameters(block)]
         return self._call(lambda x: encoder(x, lengths=lengths), self.x, parameters)
 
     def their_call(self, dropout: float = 0.0) -> Call:
         """The call of torch's encoder with a padding mask."""
-        return self._theirs(_dropping(self.theirs, dropout), self.x)
+        return self._theirs(dropping(self.theirs, dropout), self.x)
 
     def swapped_call(self, dropout: float = 0.0) -> Call:
         """The call of torch's encoder after ``swap``, which changes it in place."""
-        stack = _dropping(self.theirs, dropout)
+        stack = dropping(self.theirs, dropout)
         swap(stack)
         return self._theirs(stack, self.x)
 
@@ -108,7 +111,7 @@ class EncoderWork:
         return self._theirs(deepcopy(self.theirs).double(), self.x.detach().double().requires_grad_())()
 
     def _theirs(self, stack: nn.TransformerEncoder, x: Tensor) -> Call:
-        parameters = [tensor for layer in _layers(stack) for tensor in _their_parameters(layer)]
+        parameters = [tensor for layer in _layers(stack) for tensor in their_parameters(layer)]
         return self._call(lambda x: stack(x, src_key_padding_mask=self.padding), x, parameters)
 
     def _call(self, run: Callable[[Tensor], Tensor], x: Tensor, parameters: Sequence[Tensor]) -> Call:
@@ -126,9 +129,9 @@ def _layers(stack: nn.TransformerEncoder) -> list[nn.TransformerEncoderLayer]:
     return [layer for layer in stack.layers if isinstance(layer, nn.TransformerEncoderLayer)]
 
 
-def _dropping(stack: nn.TransformerEncoder, dropout: float) -> nn.TransformerEncoder:
+def dropping(model: _Model, dropout: float) -> _Model:
     """A copy that drops weights and channels with this probability."""
-    copy = deepcopy(stack)
+    copy = deepcopy(model)
     for module in copy.modules():
         if isinstance(module, nn.Dropout):
             module.p = dropout
@@ -137,13 +140,15 @@ def _dropping(stack: nn.TransformerEncoder, dropout: float) -> nn.TransformerEnc
     return copy
 
 
-def _our_parameters(block: EncoderBlock) -> list[Tensor]:
+def our_parameters(block: EncoderBlock) -> list[Tensor]:
+    """Those of a block, in the order and the form of ``their_parameters``."""
     rest = (
         block.feedforward.expand, block.feedforward.contract, block.attention_norm, block.feedforward_norm,
     )  # fmt: skip
     return parameters_as_torch_packs_them(block.attention) + [p for layer in rest for p in (layer.weight, layer.bias)]
 
 
-def _their_parameters(layer: nn.TransformerEncoderLayer) -> list[Tensor]:
+def their_parameters(layer: nn.TransformerEncoderLayer) -> list[Tensor]:
+    """Those of torch's layer."""
     rest = (layer.linear1, layer.linear2, layer.norm1, layer.norm2)
     return torch_parameters(layer.self_attn) + [p for part in rest for p in (part.weight, part.bias)]

@@ -8,6 +8,7 @@ from itertools import product
 
 import torch
 
+from clearhead.benchmark.encoder_layer_rows import LAYER, encoder_layer_rows
 from clearhead.benchmark.encoders import STACK, SWAPPED
 from clearhead.benchmark.function_rows import ALIBI, DENSE, LEARNED, MADE, function_rows
 from clearhead.benchmark.hugging_face import ONNX_MODEL, SDPA_MODEL, CausalRow, EncoderModelRow
@@ -195,6 +196,11 @@ _RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | 
         ("float32", OURS, (MODULE,), 1 / 1.03, None),
         ("bfloat16", OURS, (MODULE,), 1 / 1.03, None),
     ),
+    "layer-small": tuple(
+        (group, ours, (LAYER,), 1 / 1.03, None)
+        for group in ("float32", "float32, training", "bfloat16", "bfloat16, training")
+        for ours in (OURS, SWAPPED)
+    ),
     "encoder-gelu": (
         ("float32", OURS, (STACK,), 1.5, None),
         ("bfloat16", OURS, (STACK,), 1.5, None),
@@ -243,6 +249,11 @@ _ROWS: tuple[tuple[str, str, Callable[[], Sequence[Row]]], ...] = (
         "module-small",
         "MultiHeadAttention of few tokens, forward and with backward, against nn.MultiheadAttention",
         _module_small,
+    ),
+    (
+        "layer-small",
+        "an encoder layer on few tokens, forward and with backward, against nn.TransformerEncoderLayer",
+        encoder_layer_rows,
     ),
     (
         "encoder",

@@ -28,6 +28,8 @@ _NAME = "MultiheadAttention"
 #: Multiplications below which a call that is not one step is over before ``attention`` has chosen how to do it: without
 #: a mask it is torch's own, which means the same there, with one it is the formula.
 _LEAST: Final = 2**24
+#: Numbers of tokens that are laid out batch by batch in less time than one step saves.
+_SOON: Final = 2**17
 
 
 #: ``attn_mask``, ``key_padding_mask`` and ``is_causal``.
@@ -102,7 +104,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             tokens, step = query if self.batch_first else query.transpose(0, 1), self._step(meaning, dropout)
             fused = self_attention(tokens, **step)
             if fused is not None:
-                return fused if self.batch_first else fused.transpose(0, 1), None
+                return fused if self.batch_first else fused.transpose(0, 1).contiguous(), None
             # Those who watch a call see the numbers that it has without them.
             path = NATIVE if watched() and is_step(tokens, **step) else None
             masks = (meaning, None, False)
@@ -148,9 +150,9 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
                 )  # fmt: skip
 
     def _is_one_step(self, x: Tensor) -> bool:
-        """Whether queries, keys and values are one product of tokens that lie batch by batch."""
+        """Whether queries, keys and values are one product of tokens that lie batch by batch, or soon will."""
         extra = self.bias_k is not None or self.add_zero_attn
-        in_order = x.ndim == 3 and (self.batch_first or x.shape[1] == 1)
+        in_order = x.ndim == 3 and (self.batch_first or x.shape[1] == 1 or x.numel() <= _SOON)
         return in_order and self._qkv_same_embed_dim and not extra
 
     def plain_layers(self, x: Tensor) -> list[Layer] | None:

@@ -84,13 +84,20 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
         meaning = src_mask or Meaning()
         if meaning.scores:
             return None
-        found = fused_layer(src, parts, meaning.mask)
-        if found is not None:
-            return found
+        tokens = src if attention.batch_first else src.transpose(0, 1)
+        found = fused_layer(tokens, parts, meaning.mask)
+        if found is None:
+            found = self._by_parts(tokens, parts, meaning)
+        return found if found is None or attention.batch_first else found.transpose(0, 1).contiguous()
+
+    def _by_parts(self, tokens: Tensor, parts: LayerParts, meaning: Meaning) -> Tensor | None:
+        """The same with its attention called, for those who watch it."""
+        attention = self.self_attn
 
         def attend(x: Tensor) -> Tensor:
+            x = x if attention.batch_first else x.transpose(0, 1)
             output: Tensor = attention(x, x, x, attn_mask=meaning, need_weights=False)[0]
-            return output
+            return output if attention.batch_first else output.transpose(0, 1)
 
         def feed(x: Tensor) -> Tensor:
             pair, activation, hidden = parts.feedforward, parts.activation, parts.drops[2]
@@ -98,7 +105,7 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
             assert fed is not None
             return fed
 
-        return of_parts(src, parts, meaning.mask, attend, feed)
+        return of_parts(tokens, parts, meaning.mask, attend, feed)
 
 
 def _parts_of(layer: SwappedTransformerEncoderLayer, x: Tensor) -> LayerParts | None:
@@ -108,7 +115,7 @@ def _parts_of(layer: SwappedTransformerEncoderLayer, x: Tensor) -> LayerParts | 
         return None
     activation, small = layer.activation, (layer.linear1, layer.linear2, layer.dropout, layer.dropout1, layer.dropout2)
     first, second = _LAYER(layer.linear1), _LAYER(layer.linear2)
-    norms = [norm_of(norm, x.dtype) for norm in (layer.norm1, layer.norm2)]
+    norms = [norm_of(norm, x) for norm in (layer.norm1, layer.norm2)]
     drops = [drop_of(each) for each in (layer.dropout1, layer.dropout, layer.dropout2)]
     called, projections = name_of(activation), attention.plain_layers(x)
     if first is None or second is None or called is None or projections is None or None in norms or None in drops:

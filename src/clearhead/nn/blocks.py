@@ -41,7 +41,7 @@ class _Block(nn.Module):
 
     def _self_attending(self, x: Tensor, mask: Mask | None) -> Tensor:
         """Self-attention under a mask, and the feedforward: in one step where all parts are plain."""
-        parts = None if torch.compiler.is_compiling() else self._parts(x.dtype)
+        parts = None if torch.compiler.is_compiling() else self._parts(x)
         if parts is not None:
             found = fused_layer(x, parts, mask)
             if found is None:
@@ -51,7 +51,7 @@ class _Block(nn.Module):
         x = self._around(x, self.attention_norm, lambda y: self.attention(y, mask=mask))
         return self._around(x, self.feedforward_norm, self.feedforward)
 
-    def _parts(self, dtype: torch.dtype) -> LayerParts | None:
+    def _parts(self, x: Tensor) -> LayerParts | None:
         """What the block is as one step, where all there is to its parts is their tensors."""
         # Where they are stored: to ask a module takes a third of a microsecond each.
         own: Any = self._modules
@@ -59,7 +59,7 @@ class _Block(nn.Module):
         if type(attention) is not MultiHeadAttention or type(feedforward) is not FeedForward or hooked(dropout):
             return None
         layers, fed, after = attention.plain_layers(), feedforward.plain_layers(), drop_of(dropout)
-        first, second = norm_of(own["attention_norm"], dtype), norm_of(own["feedforward_norm"], dtype)
+        first, second = norm_of(own["attention_norm"], x), norm_of(own["feedforward_norm"], x)
         if layers is None or fed is None or after is None or first is None or second is None:
             return None
         pair, activation, hidden = fed

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from clearhead.backends.native_dropout import LEVELS
 from clearhead.backends.native_norm import Norm, NormKind
@@ -18,7 +19,7 @@ from clearhead.nn.dropout import plus_dropped_rows
 from clearhead.nn.fused_attention import problem_like
 from clearhead.nn.layer_step import LayerKind, LayerStep
 from clearhead.nn.linear import hooked
-from clearhead.nn.norm import normed
+from clearhead.nn.norm import normed, normed_by_torch
 from clearhead.nn.step import kept_step, learns, may_be_step, play
 from clearhead.problem import Problem
 from clearhead.projection import KINDS, Layer, are_plain, kernels_take
@@ -137,11 +138,26 @@ def of_parts(
         return None
     first, second = (Norm(*kind, *own) for kind, own in zip(parts.kinds, parts.norms, strict=True))
     after, _, last = parts.kind().levels
+    like = x
+
+    def norm(x: Tensor, own: Norm) -> Tensor:
+        return normed(x, own) if _are_alike(x, like) else normed_by_torch(x, own)
+
+    def plus(x: Tensor, levels: int, y: Tensor) -> Tensor:
+        # A hook may hand on what it likes.
+        if _are_alike(x, like) and _are_alike(y, like):
+            return plus_dropped_rows(x, levels, y)
+        return x + F.dropout(y, levels / LEVELS)
+
     if parts.norm_first:
-        x = plus_dropped_rows(x, after, attend(normed(x, first)))
-        return plus_dropped_rows(x, last, feed(normed(x, second)))
-    x = normed(plus_dropped_rows(x, after, attend(x)), first)
-    return normed(plus_dropped_rows(x, last, feed(x)), second)
+        x = plus(x, after, attend(norm(x, first)))
+        return plus(x, last, feed(norm(x, second)))
+    x = norm(plus(x, after, attend(x)), first)
+    return norm(plus(x, last, feed(x)), second)
+
+
+def _are_alike(x: Tensor, like: Tensor) -> bool:
+    return are_plain(x, like) and x.shape == like.shape
 
 
 def _attention_of(x: Tensor, parts: LayerParts, mask: Mask | None, training: bool) -> Problem | None:
@@ -168,17 +184,15 @@ def _attention_of(x: Tensor, parts: LayerParts, mask: Mask | None, training: boo
 _NORMS: Final[dict[Any, NormKind]] = {nn.LayerNorm: NormKind.LAYER, nn.RMSNorm: NormKind.RMS}
 
 
-def norm_of(norm: nn.Module, dtype: torch.dtype) -> tuple[NormLike, tuple[Tensor | None, Tensor | None]] | None:
-    """Kind and epsilon, weight and bias, of a norm of torch's over the last axis that nobody looks at; or None."""
+def norm_of(norm: nn.Module, x: Tensor) -> tuple[NormLike, tuple[Tensor | None, Tensor | None]] | None:
+    """Kind and epsilon, weight and bias, of a norm of torch's over the last axis of ``x`` that nobody looks at; or
+    None."""
     kind = _NORMS.get(type(norm))
-    if (
-        not isinstance(norm, nn.LayerNorm | nn.RMSNorm)
-        or kind is None
-        or hooked(norm)
-        or len(norm.normalized_shape) != 1
-    ):
+    if not isinstance(norm, nn.LayerNorm | nn.RMSNorm) or kind is None or hooked(norm):
         return None
-    if norm.eps is None and dtype is not torch.float32:
+    if norm.normalized_shape != x.shape[-1:]:
         return None
-    epsilon = torch.finfo(dtype).eps if norm.eps is None else norm.eps
+    if norm.eps is None and x.dtype is not torch.float32:
+        return None
+    epsilon = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     return (kind, float(epsilon)), (norm._parameters.get("weight"), norm._parameters.get("bias"))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead.backends.native_norm import Norm, NormBackward, NormForward, NormKind
-from clearhead.backends.native_projection import run_all
+from clearhead.backends.native_projection import rows_of, run_all
 from clearhead.projection import recorded
 from clearhead.shapes import Float
 
@@ -41,7 +41,7 @@ class _Normed(torch.autograd.Function):
     def forward(
         ctx: Any, kind: NormKind, epsilon: float, x: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        rows = _rows(x)
         own = NormForward(rows, Norm(kind, epsilon, weight, bias), keep_moments=True)
         run_all([own])
         ctx.kind, ctx.epsilon = kind, epsilon
@@ -55,10 +55,14 @@ class _Normed(torch.autograd.Function):
         norm = Norm(ctx.kind, ctx.epsilon, weight, bias)
         if recorded(grad):
             return None, None, *_known_gradients(grad, x, norm, ctx.needs_input_grad[2:])
-        arrived, rows = (part.reshape(-1, x.shape[-1]).contiguous() for part in (grad, x))
+        arrived, rows = _rows(grad), _rows(x)
         own = NormBackward(arrived, rows, moments, norm, needs=ctx.needs_input_grad[3:])
         run_all([own])
         return None, None, own.of_sum.view(x.shape), *own.of_norm
+
+
+def _rows(x: Tensor) -> Float[Tensor, "rows width"]:
+    return rows_of(x.reshape(-1, x.shape[-1])).contiguous()
 
 
 def _known_gradients(grad: Tensor, x: Tensor, norm: Norm, needs: tuple[bool, ...]) -> list[Tensor | None]:
