@@ -2,14 +2,15 @@
 // the forms that forward and backward need, and as a sum of several.
 //
 // Right is packed once, into panels of PW columns that all threads read; with few rows, for which that would be most of
-// the work, each panel by the thread that multiplies by it. Left is read where it lies; where it lies turned (the
-// gradient of a weight, whose steps are tokens), or its numbers cannot be read in place, each thread lays out its block
-// of rows. A block of rows goes through all panels, a tile at a time: the tile is summed in the innermost cache, and takes
+// the work, each panel by the thread that multiplies by it, and with very few not at all. Left is read where it lies;
+// where it lies turned (the gradient of a weight, whose steps are tokens), or its numbers cannot be read in place, each
+// thread lays out its block of rows. A block of rows goes through all panels, a tile at a time: the tile is summed in the innermost cache, and takes
 // bias, activation, dropout and rounding on its way out, from the registers where that can be. Which numbers are added in
 // which order depends on the shapes alone, so the bits do not depend on the threads.
 #pragma once
 
 #include "activation.h"
+#include "dots.h"
 
 namespace CH_NS {
 
@@ -31,6 +32,11 @@ template <class M, class IO> class Projection {
   // fast up to there, where all of left comes from the last cache for every panel.
   static constexpr int64_t FEW = 8 * BLOCK;
 
+  // Rows up to which right's are read where they lie, once for all of left: packing them would take longer than the
+  // products. Measured on AVX2: up to twice as fast at one row and a tenth at eight, slower from sixteen on, and with
+  // fewer steps than this, over which sums along a row are spread, from eight on.
+  static constexpr int64_t DOTTED = VL == 8 ? 8 : 4, DOTTED_SHORT = 4, LONG = 256;
+
   // A stretch of one term's steps; `first` is where it lies in the packed panels, in numbers of M.
   struct Piece {
     const ch_term* term;
@@ -48,7 +54,7 @@ template <class M, class IO> class Projection {
   const ch_projection& w;
   int threads;
   int64_t block, blocks, wide, at_once;
-  bool direct, few;
+  bool direct, few, dotted;
   number* packed;
   float* sums;
   float* totals;
@@ -60,7 +66,9 @@ template <class M, class IO> class Projection {
     for (int t = 0; t < w.num_terms; t++) steps += (double)w.terms[t].steps;
     threads = threads_for(w, 2.0 * (double)w.rows * (double)w.columns * steps);
     wide = round_up(w.columns, PW) / PW;
-    few = w.rows <= FEW && wide >= 2 * threads && !w.left_turned;
+    // Not by the threads: sums along rows are added in another order than those of panels.
+    dotted = !w.left_turned && may_dot();
+    few = dotted || (w.rows <= FEW && wide >= 2 * threads && !w.left_turned);
     block = few ? block_of(w.rows, 1) : block_of(w.rows, threads);
     blocks = (w.rows + block - 1) / block;
     direct = !w.left_turned && in_place();
@@ -110,6 +118,14 @@ template <class M, class IO> class Projection {
       }
     }
     return true;
+  }
+
+  // Whether right's rows can be multiplied by as they lie.
+  bool may_dot() const {
+    if constexpr (!__is_same(IO, Float32)) return false;
+    const int64_t steps = w.terms[0].steps;
+    return w.num_terms == 1 && w.right_turned && steps > 0 && steps % VL == 0 && steps <= STEPS &&
+           w.rows <= (steps >= LONG ? DOTTED : DOTTED_SHORT);
   }
 
   // Room for as many panels of right as are packed at a time.
@@ -204,11 +220,12 @@ template <class M, class IO> class Projection {
       if (!direct) lay_out(group, 0, w.rows, left, false);
       Kept kept;
       for (int64_t p = part * per_part; p < least(wide, (part + 1) * per_part); p++) {
-        if (!pack_panel(group, p, own)) return fault.set(CH_NO_MEMORY);
+        if (!dotted && !pack_panel(group, p, own)) return fault.set(CH_NO_MEMORY);
         for (int64_t row = 0; row < w.rows; row += block) {
           const int64_t rows = least(block, w.rows - row);
           if (group.last && drops()) kept.find(w, row, rows, p * PW);
-          tile_of(group, own, left + row * left_row(group), row, rows, p * PW, tile, kept);
+          if (dotted) dotted_tile(group, row, rows, p * PW, tile, kept);
+          else tile_of(group, own, left + row * left_row(group), row, rows, p * PW, tile, kept);
         }
       }
     });
@@ -312,6 +329,21 @@ template <class M, class IO> class Projection {
     if (started) return;
     memset(tile, 0, (size_t)(rows * PW) * sizeof(float));
     finish(group, way, 0, rows, tile);
+  }
+
+  // The same of right's rows where they lie.
+  void dotted_tile(const Group& group, int64_t row, int64_t rows, int64_t column, float* tile, const Kept& kept) const {
+    if constexpr (__is_same(IO, Float32)) {
+      const int columns = (int)least((int64_t)PW, w.columns - column);
+      float bias[PW] = {};
+      if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
+      memset(tile, 0, (size_t)(rows * PW) * sizeof(float));
+      const ch_term& term = w.terms[0];
+      dots<Single>((int)rows, (const float*)term.left + row * term.left_row, term.left_row,
+                   (const float*)term.right + column * term.right_row, term.right_row, columns, (int)(term.steps / VL), tile,
+                   PW);
+      finish(group, Way{row, column, columns, w.bias != nullptr ? bias : nullptr, kept}, 0, rows, tile);
+    }
   }
 
   // Where the sums of a few rows go: with bias and relu, rounded, to the output. `before` are those of earlier steps.

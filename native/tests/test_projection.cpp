@@ -73,6 +73,25 @@ int several_passes() {
   return static_cast<int>(number);
 }
 
+// Very few rows, whose right is read where it lies from a number of steps on, with every way out.
+int very_few_rows() {
+  uint64_t number = 0;
+  for (int64_t rows : {1, 2, 3, 4, 5, 8, 9})
+    for (int64_t steps : {8, 16, 32, 240, 256, 264, 4096, 4112})
+      for (int64_t columns : {1, 4, 15, 17, 100}) {
+        ProjectionCase c;
+        Random random(++number + 977);
+        c.dtype = CH_FLOAT32, c.right_turned = true, c.rows = rows, c.columns = columns, c.steps = {steps};
+        c.biased = random.one_in(2), c.whole = random.one_in(4);
+        c.activation = static_cast<int>(random.between(CH_PLAIN, CH_SILU)), c.sloped = random.one_in(2);
+        if (random.one_in(2)) c.dropped = c.whole ? 32768 : static_cast<int>(random.between(1, 65535));
+        c.seed = static_cast<uint64_t>(random.between(0, INT64_MAX / 2));
+        draw_numbers(random, c);
+        one_case(c, number, "very few rows", {1, 2, 64});
+      }
+  return static_cast<int>(number);
+}
+
 // Every form of the description, for what holds whatever the numbers are.
 void each_form(const std::function<void(ProjectionCase&)>& use) {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
@@ -243,14 +262,14 @@ int main(int arguments, char** argument) {
   }
   int large = 0, others = 0;
   if (arguments == 1 || count == 0) {
-    large = test::several_passes();
+    large = test::several_passes() + test::very_few_rows();
     test::nothing_to_add();
     test::odd_strides();
     test::pairs_in_place();
     test::containment();
     others = test::projection_entry_tests() + test::dropout_tests() + test::norm_tests();
   }
-  std::printf("%llu projection cases, %d in several passes and %d of dropout, norms and bad descriptions on",
+  std::printf("%llu projection cases, %d of odd sizes and %d of dropout, norms and bad descriptions on",
               static_cast<unsigned long long>(count), large, others);
   for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
   std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::fullest);
