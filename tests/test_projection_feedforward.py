@@ -342,6 +342,16 @@ class TestFeedForward:
         assert len(calls) == 1
 
 
+def test_small_steps_are_the_kernels_whatever_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may measure another path: a run of a small model that goes on there must give the same bits."""
+    monkeypatch.delenv("CLEARHEAD_PROJECTION")
+    monkeypatch.setattr(products, "_LEAST", 2**22)
+    monkeypatch.setattr(chosen, "_rates", lambda kind, dtype: {"torch": 1000.0, "onednn": None, "native": 1.0})
+    assert chosen.choice("forward").path == "torch"
+    assert project_activate_project(*_parts((4,), 8, 16, 8)) is not None  # type: ignore[arg-type]
+    assert project_activate_project(*_parts((64,), 256, 256, 256)) is None  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("small", ["expand", "contract"])
 def test_a_small_weight_goes_its_own_way(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its product is left to the faster of the others, as in a layer alone."""

@@ -107,7 +107,11 @@ def fused_layer(
     if (known := step.again(x, tensors, mask, options)) is not None:
         return known
     training = learns(x, *tensors)
-    recurs = are_plain(x, *tensors) and all(lies_plainly(part) for part in tensors if part is not None)
+    # A scale that is a tensor may be another number at the next call.
+    recurs = (
+        are_plain(x, *tensors) and all(lies_plainly(part) for part in tensors if part is not None)
+        and type(parts.scale) in (int, float, type(None))
+    )  # fmt: skip
 
     def step_of(problem: Problem, training: bool, layout: Hashable | None) -> LayerStep:
         return LayerStep(problem, training, layout, parts.kind())

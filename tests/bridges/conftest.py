@@ -1,0 +1,17 @@
+"""The kernels, for tests that ask for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from clearhead.nn import step
+from clearhead.projection import chosen
+
+
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small products are the kernels' where larger ones are; and nothing is known of calls before."""
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
+    monkeypatch.setattr(chosen, "_CHOICES", {})
+    for held in (step._KEPT, step._KNOWN, step._CALLS):
+        monkeypatch.setattr(held, "steps", {})

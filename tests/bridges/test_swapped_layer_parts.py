@@ -1,0 +1,271 @@
+"""torch's encoder layer, swapped, as one step: torch's hooks, and left alone where torch is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import clearhead as ch
+from clearhead.backends import native_projection
+from clearhead.bridges import swap
+from tests.bridges.torch_layers import (
+    BATCH,
+    CALLS,
+    DTYPES,
+    HEADS,
+    LENGTH,
+    agrees,
+    is_layer,
+    made,
+    numbers,
+    swapped,
+    tokens,
+)
+
+pytestmark = [
+    pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}"),
+    pytest.mark.usefixtures("_kernels"),
+]
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+@pytest.mark.parametrize(
+    "name", ["linear1", "linear2", "norm1", "norm2", "dropout", "dropout1", "dropout2", "self_attn", ""]
+)
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+def test_hooks_fire_once_for_each_call(norm_first: bool, name: str, kind: str) -> None:
+    theirs = made(norm_first=norm_first)
+    ours, x = swapped(theirs), tokens()
+    for _ in range(3):
+        numbers(ours, x, {})
+    part, seen = ours.get_submodule(name), []
+    handle = getattr(part, f"register_{kind}_hook")(lambda *given: seen.append(given[0]))
+    for count in (1, 2, 3):
+        numbers(ours, x, {}, is_step=not (name or kind == "full_backward"))
+        assert seen == [part] * count
+    agrees(theirs, ours, x, is_step=None, times=1)
+    handle.remove()
+    agrees(theirs, ours, x)
+
+
+def test_a_hook_that_changes_what_passes() -> None:
+    theirs = made()
+    ours, x = swapped(theirs), tokens()
+    for _ in range(3):
+        numbers(ours, x, {})
+    for layer in (theirs, ours):
+        layer.linear2.register_forward_hook(lambda part, given, output: 2.0 * output)
+        layer.self_attn.register_forward_hook(lambda part, given, output: (3.0 * output[0], output[1]))
+    agrees(theirs, ours, x, is_step=False)
+
+
+class OwnFeedForward(nn.TransformerEncoderLayer):
+    def _ff_block(self, x: Tensor) -> Tensor:
+        return 2.0 * super()._ff_block(x)
+
+
+class OwnAttention(nn.TransformerEncoderLayer):
+    def _sa_block(self, *given: Any, **options: Any) -> Tensor:
+        return 2.0 * super()._sa_block(*given, **options)
+
+
+@pytest.mark.parametrize("kind", [OwnFeedForward, OwnAttention])
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+def test_a_subclass_with_a_block_of_its_own(norm_first: bool, kind: type[nn.Module]) -> None:
+    theirs, plain = made(kind, norm_first=norm_first), made(norm_first=norm_first)
+    ours, x = copy.deepcopy(theirs), tokens()
+    swap(ours)
+    assert not torch.equal(theirs(x), plain(x))
+    agrees(theirs, ours, x, is_step=False)
+
+
+@pytest.mark.parametrize("name", ["_ff_block", "_sa_block"])
+@pytest.mark.parametrize("when", ["before the swap", "after it", "after calls"])
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+def test_a_block_that_is_set_on_an_object(norm_first: bool, when: str, name: str) -> None:
+    ours, theirs, x = made(norm_first=norm_first), made(norm_first=norm_first), tokens()
+    if when != "before the swap":
+        swap(ours)
+    if when == "after calls":
+        for _ in range(3):
+            numbers(ours, x, {}, is_step=True)
+    seen: list[str] = []
+
+    def replace(layer: Any, own: bool) -> None:
+        block = getattr(layer, name)
+
+        def mine(*given: Any, **options: Any) -> Tensor:
+            seen.extend(["mine"] if own else [])
+            return 2.0 * block(*given, **options)  # type: ignore[no-any-return]
+
+        setattr(layer, name, mine)
+
+    for layer in (ours, theirs):
+        replace(layer, layer is ours)
+    swap(ours)
+    found, textbook = numbers(ours, x, {}, is_step=False), numbers(theirs, x, {})
+    assert seen == ["mine"]
+    for one, other in zip(found, textbook, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(textbook[0], made(norm_first=norm_first)(x))
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2.0 * super().forward(input)
+
+
+class OwnNorm(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2.0 * super().forward(input)
+
+
+class OwnDropout(nn.Dropout):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2.0 * super().forward(input)
+
+
+class OwnSelfAttention(nn.MultiheadAttention):
+    def forward(self, *given: Any, **options: Any) -> Any:
+        output, weights = super().forward(*given, **options)
+        return 2.0 * output, weights
+
+
+@pytest.mark.parametrize("swap_first", [True, False])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("linear1", OwnLinear), ("linear2", OwnLinear), ("norm1", OwnNorm), ("norm2", OwnNorm), ("dropout", OwnDropout),
+     ("dropout1", OwnDropout), ("dropout2", OwnDropout), ("self_attn", OwnSelfAttention)],
+)  # fmt: skip
+def test_a_part_of_somebodys_own(name: str, kind: type[nn.Module], swap_first: bool) -> None:
+    theirs, x = made(), tokens()
+    ours = copy.deepcopy(theirs)
+    if swap_first:
+        swap(ours)
+        for _ in range(3):
+            numbers(ours, x, {}, is_step=True)
+    before = theirs(x)
+    for layer in (ours, theirs):
+        part = layer.get_submodule(name)
+        part.__class__ = kind
+    if not swap_first:
+        swap(ours)
+    assert not torch.equal(before, theirs(x))
+    agrees(theirs, ours, x, is_step=False)
+
+
+@pytest.mark.parametrize("name", ["self_attn", "self_attn.out_proj", "linear1", "norm2"])
+def test_a_parametrized_part(name: str) -> None:
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2.0 * weight
+
+    theirs, x = made(), tokens()
+    ours = swapped(theirs)
+    for _ in range(3):
+        before = numbers(ours, x, {})[0]
+    for layer in (theirs, ours):
+        which = "in_proj_weight" if name == "self_attn" else "weight"
+        nn.utils.parametrize.register_parametrization(layer.get_submodule(name), which, Doubled())
+    agrees(theirs, ours, x, is_step=None)
+    assert not torch.equal(before, ours(x))
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "padding"])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+def test_who_watches_sees_the_same_bits(
+    norm_first: bool, dtype: torch.dtype, dropout: float, training: bool, name: str
+) -> None:
+    ours, x = swapped(made(dtype=dtype, norm_first=norm_first, dropout=dropout)), tokens(dtype)
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            ours.train(training)
+            for _ in range(3):
+                torch.manual_seed(7)
+                alone = ours(x, **CALLS[name])
+                torch.manual_seed(7)
+                with ch.observe(ours, ch.Want(entropy=True)) as seen:
+                    watched = ours(x, **CALLS[name])
+                assert len(list(seen)) == 1
+                assert torch.equal(alone, watched)
+        assert is_layer(alone) == gradients
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "padding"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+def test_a_trace_without_edits_changes_nothing(norm_first: bool, dtype: torch.dtype, dropout: float, name: str) -> None:
+    ours, x = swapped(made(dtype=dtype, norm_first=norm_first, dropout=dropout)), tokens(dtype)
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            torch.manual_seed(7)
+            alone = ours(x, **CALLS[name])
+            torch.manual_seed(7)
+            with ch.trace(ours) as traced:
+                assert torch.equal(ours(x, **CALLS[name]), alone)
+            assert traced[0].weights.shape == (BATCH, HEADS, LENGTH, LENGTH)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_hook_on_the_attention_is_shown_the_callers_masks(name: str) -> None:
+    """And not what they were read as."""
+    theirs, x, call = made(), tokens(), CALLS[name]
+    ours = swapped(theirs)
+    for _ in range(3):
+        numbers(ours, x, call, is_step=True)
+    seen: list[dict[str, Any]] = []
+    ours.self_attn.register_forward_pre_hook(lambda part, given, named: seen.append(named), with_kwargs=True)
+    agrees(theirs, ours, x, call, is_step=False, times=1)
+    assert len(seen) == 1
+    for shown, given in (("attn_mask", "src_mask"), ("key_padding_mask", "src_key_padding_mask")):
+        assert seen[0][shown] is call.get(given)
+
+
+@pytest.mark.parametrize("how", ["in 16 bits", "one row a sequence", "a number"])
+@pytest.mark.parametrize("name", ["self_attn", "linear2", "dropout2"])
+def test_a_hook_that_hands_on_something_else(name: str, how: str) -> None:
+    """Whatever may be added to ``x``."""
+    changes: dict[str, Callable[[Tensor], Tensor]] = {
+        "in 16 bits": lambda y: y.bfloat16(),
+        "one row a sequence": lambda y: y.mean(1, keepdim=True),
+        "a number": lambda y: y.mean((0, 1), keepdim=True),
+    }
+    change = changes[how]
+    theirs, x = made(norm_first=True).eval(), tokens()
+    ours = swapped(theirs)
+    if name == "self_attn" and how == "in 16 bits":
+        theirs.dropout1 = ours.dropout1 = nn.Identity()
+    for _ in range(3):
+        ours(x)
+
+    def hand_on(part: nn.Module, given: Any, output: Any) -> Any:
+        return (change(output[0]), output[1]) if isinstance(output, tuple) else change(output)
+
+    for layer in (theirs, ours):
+        layer.get_submodule(name).register_forward_hook(hand_on)
+    found, right = ours(x), theirs(x)
+    assert found.dtype == right.dtype
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+
+
+def test_edits_reach_the_attention() -> None:
+    ours, x = swapped(made()), tokens()
+    for _ in range(3):
+        before = numbers(ours, x, {})[0]
+    with ch.trace(ours) as traced:
+        traced.switch_off(heads=list(range(HEADS)))
+        edited = ours(x)
+    assert not torch.equal(before, edited)
+    # Without any head the attention is the bias of its last layer.
+    row = ours.norm1(x + ours.self_attn.out_proj.bias)
+    right = ours.norm2(row + ours._ff_block(row))
+    torch.testing.assert_close(edited, right, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,20 @@
+"""Every test of a layer in one step has the kernels' products, and nothing is known of calls before."""
+
+from __future__ import annotations
+
+import pytest
+
+from clearhead.projection import chosen
+from tests.nn.layers.definition import forget
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small products are the kernels' where larger ones are."""
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
+    monkeypatch.setattr(chosen, "_CHOICES", {})
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget(monkeypatch)

@@ -1,0 +1,231 @@
+"""A block, what it is by torch's operators, and how a call of it is held against that."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import clearhead as ch
+from clearhead.backends.dropout import keep_scale
+from clearhead.backends.native_dropout import LEVELS
+from clearhead.nn import DecoderBlock, EncoderBlock, fused_layer, step
+from clearhead.nn.layer_step import LayerStep
+from clearhead.problem import draw_seed
+from tests.budget import within_budget
+from tests.dropped import kept
+
+Block = EncoderBlock | DecoderBlock
+KINDS = [EncoderBlock, DecoderBlock]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    for held in (step._KEPT, step._KNOWN, step._CALLS):
+        monkeypatch.setattr(held, "steps", {})
+
+
+def block(
+    kind: Any = EncoderBlock, dtype: torch.dtype = torch.float32, width: int = 32, heads: int = 4, **options: Any
+) -> Any:
+    torch.manual_seed(1)
+    made = kind(width, heads, **({"dropout": 0.0} | options))
+    with torch.no_grad():
+        for part in made.parameters():
+            if part.ndim == 1:  # Those of norms are ones and zeros at first.
+                part.add_(0.3 * torch.randn_like(part))
+        if options.get("activation") == "relu" and dtype is torch.bfloat16:
+            # A ReLU's gradient jumps at 0, where roundings would decide: each hidden number is well on one side.
+            made.feedforward.expand.weight.mul_(0.3)
+            if made.feedforward.expand.bias is not None:
+                made.feedforward.expand.bias.copy_(torch.randn_like(made.feedforward.expand.bias).sign() * 2.0)
+    return made.to(dtype)
+
+
+def draw(*shape: int, seed: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tokens(dtype: torch.dtype = torch.float32, batch: int = 2, length: int = 7, width: int = 32) -> Tensor:
+    return draw(batch, length, width, dtype=dtype).requires_grad_()
+
+
+@dataclass
+class Factors:
+    """What each dropout multiplies by: weights, behind the attention, hidden numbers, behind the feedforward."""
+
+    weights: Tensor
+    after: Tensor
+    hidden: Tensor
+    last: Tensor
+
+
+def formula(
+    own: Any, x: Tensor, mask: ch.Mask | None = None, factors: Factors | None = None, off: Sequence[int] = ()
+) -> Tensor:
+    """The block by torch's operators, in its own dtype; ``off`` are heads whose output is 0."""
+    if isinstance(own, DecoderBlock):
+        mask = ch.Causal() if mask is None else ch.Causal() & mask
+    part, fed, length = own.attention, own.feedforward, x.shape[1]
+
+    def times(y: Tensor, name: str) -> Tensor:
+        return y if factors is None else y * getattr(factors, name).to(y.dtype).view(y.shape)
+
+    def normed(y: Tensor, norm: nn.Module) -> Tensor:
+        if isinstance(norm, nn.RMSNorm):
+            return F.rms_norm(y, y.shape[-1:], norm.weight, norm.eps)
+        return F.layer_norm(y, y.shape[-1:], norm.weight, norm.bias, norm.eps)  # type: ignore[arg-type]
+
+    def attended(y: Tensor) -> Tensor:
+        layers = (part.query_projection, part.key_projection, part.value_projection)
+        heads = [F.linear(y, one.weight, one.bias).unflatten(-1, (-1, part.head_dim)).transpose(1, 2) for one in layers]
+        query, key, value = (one.repeat_interleave(part.num_heads // one.shape[1], 1) for one in heads)
+        scale = part.head_dim**-0.5 if part.scale is None else part.scale
+        scores = query @ key.transpose(-2, -1) * scale
+        allowed = torch.ones((), dtype=torch.bool) if mask is None else mask.dense(length, length)
+        allowed = allowed.expand(scores.shape)
+        scores = scores.masked_fill(~allowed, -torch.inf).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+        weights = times(torch.softmax(scores, -1).masked_fill(~allowed, 0.0), "weights")
+        on = torch.tensor([float(head not in off) for head in range(part.num_heads)], dtype=x.dtype)
+        joined = (weights @ value * on[:, None, None]).transpose(1, 2).flatten(-2)
+        return F.linear(joined, part.output_projection.weight, part.output_projection.bias)
+
+    def feed(y: Tensor) -> Tensor:
+        hidden = times(fed.activation(F.linear(y, fed.expand.weight, fed.expand.bias)), "hidden")
+        return F.linear(hidden, fed.contract.weight, fed.contract.bias)
+
+    if own.norm_first:
+        x = x + times(attended(normed(x, own.attention_norm)), "after")
+        return x + times(feed(normed(x, own.feedforward_norm)), "last")
+    x = normed(x + times(attended(x), "after"), own.attention_norm)
+    return normed(x + times(feed(x), "last"), own.feedforward_norm)
+
+
+def by_modules(own: Any, x: Tensor, mask: ch.Mask | None = None) -> Tensor:
+    """The block by calls of its parts."""
+    dropout: Callable[[Tensor], Tensor] = own.residual_dropout
+    if own.norm_first:
+        x = x + dropout(own.attention(own.attention_norm(x), mask=mask))
+        return x + dropout(own.feedforward(own.feedforward_norm(x)))
+    x = own.attention_norm(x + dropout(own.attention(x, mask=mask)))
+    output: Tensor = own.feedforward_norm(x + dropout(own.feedforward(x)))
+    return output
+
+
+def factors_of(own: Any, x: Tensor, seeds: Sequence[int]) -> Factors:
+    """What the definitions keep under these seeds."""
+    batch, length, width = x.shape
+    drops = (own.attention.dropout, own.residual_dropout.p, own.feedforward.dropout.p, own.residual_dropout.p)
+    heads, hidden = own.attention.num_heads, own.feedforward.expand.weight.shape[0]
+
+    def of_rows(columns: int, place: int) -> Tensor:
+        levels = round(drops[place] * LEVELS)
+        if levels == 0:
+            return torch.ones(batch * length, columns, dtype=torch.float64)
+        factor: Tensor = kept(batch * length, columns, levels, seeds[place]).double() * (LEVELS / (LEVELS - levels))
+        return factor
+
+    axes = (batch, heads, length, length)
+    places = [
+        torch.arange(size).view([-1 if axis == own_axis else 1 for axis in range(4)])
+        for own_axis, size in enumerate(axes)
+    ]
+    weights = torch.ones(axes, dtype=torch.float64)
+    if drops[0]:
+        weights = keep_scale(seeds[0], drops[0], (places[0], places[1], places[2], places[3]), torch.float64)
+    return Factors(weights, of_rows(width, 1), of_rows(hidden, 2), of_rows(width, 3))
+
+
+def seeds_of(own: Any, seed: int = 7) -> list[int]:
+    """What a call after ``torch.manual_seed(seed)`` draws."""
+    torch.manual_seed(seed)
+    drops = (own.attention.dropout, own.residual_dropout.p, own.feedforward.dropout.p, own.residual_dropout.p)
+    return [draw_seed(drop) for drop in drops]
+
+
+def dropping(kind: Any, dtype: torch.dtype, drops: Sequence[float], **options: Any) -> Any:
+    """A block with probabilities of its own for weights, hidden numbers and what is added to the residual."""
+    own = block(kind, dtype, attention_dropout=drops[0], **options)
+    own.feedforward.dropout.p, own.residual_dropout.p = drops[1:]
+    return own
+
+
+def layer_step_of(own: Any, x: Tensor, mask: ch.Mask | None) -> tuple[LayerStep, list[Tensor | None]]:
+    parts = own._parts(x)
+    problem = fused_layer._attention_of(x, parts, mask, True)
+    assert problem is not None
+    return LayerStep(problem, True, None, parts.kind()), parts.tensors()
+
+
+def is_layer(output: Tensor) -> bool:
+    """Whether one step made all of the output."""
+    node: Any = output.grad_fn
+    return node is not None and node.name() == "_KernelStepBackward" and isinstance(node.step, LayerStep)
+
+
+def upstream_of(output: Tensor, seed: int = 3) -> Tensor:
+    return draw(*output.shape, seed=seed).to(output.dtype)
+
+
+def numbers(
+    own: Any, x: Tensor, mask: ch.Mask | None = None, *, call: Callable[..., Tensor] | None = None,
+    layer: bool | None = True, seed: int = 7, upstream: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Output, and gradients of ``x`` and of every parameter; ``layer`` says whether it has to be the one step."""
+    torch.manual_seed(seed)
+    output = own(x, mask=mask) if call is None else call(own, x)
+    assert layer is None or is_layer(output) == layer
+    upstream = upstream_of(output) if upstream is None else upstream.to(output.dtype)
+    return [output.detach(), *torch.autograd.grad(output, [x, *own.parameters()], upstream)]
+
+
+def budget_of(
+    own: Any, x: Tensor, mask: ch.Mask | None, found: list[Tensor], factors: Factors | None = None,
+    upstream: Tensor | None = None, off: Sequence[int] = (),
+) -> None:  # fmt: skip
+    """Output and gradients against the definition in float64, as wrong as it is in their own dtype, twice over."""
+    wide = copy.deepcopy(own).double()
+
+    def by_formula(own: Any, x: Tensor) -> Tensor:
+        return formula(own, x, mask, factors, off)
+
+    textbook = numbers(own, x, call=by_formula, layer=False, upstream=upstream)
+    exact = numbers(wide, x.detach().double().requires_grad_(), call=by_formula, layer=False, upstream=upstream)
+    names = ["output", "dx", *(f"d{name}" for name, _ in own.named_parameters())]
+    terms = max(x.shape[0] * x.shape[1], own.feedforward.expand.weight.shape[0])
+    for name, *three in zip(names, found, textbook, exact, strict=True):
+        within_budget(name, *three, terms=terms, dtype=x.dtype)
+
+
+def same(found: Sequence[Tensor], other: Sequence[Tensor]) -> None:
+    for one, two in zip(found, other, strict=True):
+        torch.testing.assert_close(one, two, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def checked(own: Any, x: Tensor, mask: ch.Mask | None = None) -> None:
+    """Right, and the same bits when written down, written down again, and played back."""
+    first = numbers(own, x, mask)
+    budget_of(own, x, mask, first)
+    for _ in range(3):
+        same(numbers(own, x, mask), first)
+
+
+MASKS: list[ch.Mask | None] = [
+    None, ch.Causal(), ch.Padding(torch.tensor([7, 3])), ch.Window(2) & ch.Causal(), ch.Padding(torch.tensor([0, 7])),
+    ch.Dense(torch.rand(7, 7, generator=torch.Generator().manual_seed(4)) < 0.3),
+]  # fmt: skip
+MASK_IDS = ["none", "causal", "padding", "window", "nothing to attend to", "dense"]
+
+
+#: Without a bias nothing keeps hidden numbers away from where a ReLU's gradient jumps.
+WITHIN = [
+    (activation, bias, dtype)
+    for activation in ("gelu", "relu", "silu") for bias in (True, False) for dtype in DTYPES
+    if bias or activation != "relu" or dtype is torch.float32
+]  # fmt: skip

@@ -1,0 +1,211 @@
+"""Gradients of a layer in one step: those that are needed, recorded ones, many at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead as ch
+from clearhead.backends import native_projection
+from tests.budget import within_budget
+from tests.nn.layers.definition import (
+    block,
+    budget_of,
+    draw,
+    factors_of,
+    formula,
+    is_layer,
+    numbers,
+    same,
+    seeds_of,
+    tokens,
+    upstream_of,
+)
+
+pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
+
+# ---- gradients that are not needed --------------------------------------------------------------------------
+
+FROZEN: dict[str, Callable[[str], bool]] = {
+    "norms": lambda name: "norm" in name,
+    "first norm": lambda name: name.startswith("attention_norm"),
+    "second norm": lambda name: name.startswith("feedforward_norm"),
+    "weight of the first norm": lambda name: name == "attention_norm.weight",
+    "bias of the second norm": lambda name: name == "feedforward_norm.bias",
+    "feedforward": lambda name: name.startswith("feedforward."),
+    "last layer of the feedforward": lambda name: "contract" in name,
+    "last layer of the attention": lambda name: "output_projection" in name,
+    "queries, keys and values": lambda name: any(part in name for part in ("query_", "key_", "value_")),
+    "keys": lambda name: "key_projection" in name,
+    "x": lambda name: name == "x",
+    "x and norms": lambda name: name == "x" or "norm" in name,
+    "all but x": lambda name: name != "x",
+    "all but the attention": lambda name: not name.startswith("attention."),
+    "all but the feedforward": lambda name: not name.startswith("feedforward."),
+    "weights": lambda name: name.endswith("weight"),
+    "biases": lambda name: name.endswith("bias"),
+    "biases and x": lambda name: name.endswith("bias") or name == "x",
+}
+
+
+@pytest.mark.parametrize("needed", FROZEN)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+def test_only_the_gradients_that_are_needed(norm_first: bool, dropout: float, needed: str) -> None:
+    own, x = block(norm_first=norm_first, dropout=dropout), tokens()
+    mask = ch.Causal()
+    inputs = {"x": x, **dict(own.named_parameters())}
+    whole = dict(zip(inputs, numbers(own, x, mask)[1:], strict=True))
+    wide, exact_x = copy.deepcopy(own).double(), x.detach().double().requires_grad_()
+    factors = factors_of(own, x, seeds_of(own))
+
+    def plainly(own: Any, x: Tensor) -> Tensor:
+        return formula(own, x, mask, factors)
+
+    texts = [numbers(*pair, call=plainly, layer=False)[1:] for pair in ((own, x), (wide, exact_x))]
+    textbook, exact = (dict(zip(inputs, text, strict=True)) for text in texts)
+    for name, part in inputs.items():
+        part.requires_grad_(FROZEN[needed](name))
+    for _ in range(4):
+        torch.manual_seed(7)
+        output = own(x, mask=mask)
+        assert is_layer(output)
+        output.backward(upstream_of(output))
+        for name, part in inputs.items():
+            if not FROZEN[needed](name):
+                assert part.grad is None, name
+                continue
+            assert part.grad is not None, name
+            if "bias" in name and "norm" not in name and not FROZEN[needed](name.replace("bias", "weight")):
+                # A sum of its own, not the product's.
+                within_budget(name, part.grad, textbook[name], exact[name], terms=14)
+            else:
+                assert torch.equal(part.grad, whole[name]), name
+            part.grad = None
+
+
+def test_where_nothing_learns() -> None:
+    own, x = block().requires_grad_(False), tokens().detach()
+    right = formula(copy.deepcopy(own).double(), x.double())
+    for _ in range(4):
+        output = own(x)
+        assert output.grad_fn is None
+        within_budget("output", output, formula(own, x), right, terms=128)
+
+
+# ---- autograd -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+def test_gradients_that_are_recorded(norm_first: bool, dropout: float) -> None:
+    own, x = block(norm_first=norm_first, dropout=dropout), tokens()
+    for _ in range(4):
+        torch.manual_seed(7)
+        output = own(x)
+        found = torch.autograd.grad(output, [x, *own.parameters()], upstream_of(output), create_graph=True)
+        assert found[0].requires_grad
+        factors = factors_of(own, x, seeds_of(own))
+        budget_of(own, x, None, [output.detach(), *(part.detach() for part in found)], factors)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "silu"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+def test_second_derivatives_where_attention_has_no_part_in_them(
+    norm_first: bool, dropout: float, activation: str
+) -> None:
+    own, x = block(norm_first=norm_first, dropout=dropout, activation=activation), tokens().detach()
+    factors = factors_of(own, x, seeds_of(own))
+
+    def seconds(own: Any, x: Tensor, call: Callable[[Any, Tensor], Tensor]) -> list[Tensor]:
+        learned = [*own.feedforward.parameters(), *own.feedforward_norm.parameters()]
+        torch.manual_seed(7)
+        output = call(own, x)
+        first = torch.autograd.grad((output * upstream_of(output)).square().sum(), learned, create_graph=True)
+        total = sum(((part * upstream_of(part, 5)).sum() for part in first), torch.zeros((), dtype=x.dtype))
+        return list(torch.autograd.grad(total, learned))
+
+    def plainly(own: Any, x: Tensor) -> Tensor:
+        return formula(own, x, None, factors)
+
+    found = seconds(own, x, lambda own, x: own(x))
+    textbook, exact = seconds(own, x, plainly), seconds(copy.deepcopy(own).double(), x.double(), plainly)
+    for place, three in enumerate(zip(found, textbook, exact, strict=True)):
+        within_budget(str(place), *three, terms=128)
+
+
+def test_its_gradients_tell_that_attention_has_no_second() -> None:
+    own, x = block(), tokens()
+    (grad,) = torch.autograd.grad(own(x).square().sum(), x, create_graph=True)
+    with pytest.raises(ch.UnsupportedError):
+        grad.sum().backward()
+
+
+def test_backward_twice() -> None:
+    own, x = block(), tokens()
+    inputs = [x, *own.parameters()]
+    output = own(x)
+    pair = [torch.autograd.grad(output, inputs, upstream_of(output), retain_graph=True) for _ in range(2)]
+    same(*pair)
+    budget_of(own, x, None, [output.detach(), *pair[0]])
+
+
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+def test_many_gradients_at_once(norm_first: bool) -> None:
+    """Behind the attention, which takes one at a time and says so."""
+    own, x = block(norm_first=norm_first), tokens()
+    learned = [*own.feedforward.parameters(), *own.feedforward_norm.parameters()]
+    upstream = torch.stack([draw(2, 7, 32, seed=seed) for seed in (3, 9)])
+    with pytest.raises(ch.UnsupportedError, match="is_grads_batched"):
+        torch.autograd.grad(own(x), [x], upstream, is_grads_batched=True)
+    x = x.detach()
+    for part in (*own.attention.parameters(), *own.attention_norm.parameters()):
+        part.requires_grad_(False)
+    output = own(x)
+    assert is_layer(output)
+    many = torch.autograd.grad(output, learned, upstream, is_grads_batched=True, retain_graph=True)
+    wide = copy.deepcopy(own).double()
+    wide_learned = [*wide.feedforward.parameters(), *wide.feedforward_norm.parameters()]
+    for place, one in enumerate(upstream):
+        textbook = torch.autograd.grad(formula(own, x), learned, one)
+        exact = torch.autograd.grad(formula(wide, x.double()), wide_learned, one.double())
+        for own_part, *two in zip(many, textbook, exact, strict=True):
+            within_budget(str(place), own_part[place], *two, terms=128)
+
+
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+def test_what_is_saved_may_be_kept_elsewhere(norm_first: bool) -> None:
+    own, x = block(norm_first=norm_first, dropout=0.2), tokens()
+    right = numbers(own, x)
+    for _ in range(4):
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: one.clone(), lambda one: one):
+            same(numbers(own, x), right)
+        with torch.autograd.graph.save_on_cpu():
+            same(numbers(own, x), right)
+
+
+def test_an_output_may_be_changed_in_place() -> None:
+    own, x = block(), tokens()
+    plain = torch.autograd.grad(own(x).mul(2.0).sum(), x)[0]
+    output = own(x)
+    output.mul_(2.0)
+    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], plain)
+
+
+@pytest.mark.parametrize("calls", [0, 3])
+def test_what_is_changed_before_backward_is_told(calls: int) -> None:
+    own = block()
+    for change in (own.feedforward.contract.weight, own.attention_norm.weight, own.attention.key_projection.weight):
+        for _ in range(calls):
+            own(tokens()).sum().backward()
+        output = own(tokens())
+        with torch.no_grad():
+            change.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
