@@ -24,7 +24,6 @@ from clearhead.nn.dropout import Dropout
 from clearhead.nn.feedforward import drop_of, in_one_step, layer_of, name_of
 from clearhead.nn.fused_layer import LayerParts, fused_layer, norm_of, of_parts
 from clearhead.nn.linear import Linear, hooked, looked_at
-from clearhead.projection import project_activate_project
 from clearhead.watch import laid_out, shown_padding
 
 __all__ = [
@@ -68,7 +67,8 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
         return out
 
     def _ff_block(self, x: Tensor) -> Tensor:
-        return _feedforward(self, self.dropout2, x)
+        output: Tensor = self.dropout2(_feedforward(self, x))
+        return output
 
     def _in_one_step(
         self, src: Tensor, src_mask: Tensor | Mask | Meaning | None, padding: Tensor | None, is_causal: bool
@@ -99,13 +99,7 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
             output: Tensor = attention(x, x, x, attn_mask=meaning, need_weights=False)[0]
             return output if attention.batch_first else output.transpose(0, 1)
 
-        def feed(x: Tensor) -> Tensor:
-            pair, activation, hidden = parts.feedforward, parts.activation, parts.drops[2]
-            fed = project_activate_project(x, *pair[0], *pair[1], activation=activation, dropout=hidden)
-            assert fed is not None
-            return fed
-
-        return of_parts(tokens, parts, meaning.mask, attend, feed)
+        return of_parts(tokens, parts, meaning.mask, attend, partial(_feedforward, self))
 
 
 def _parts_of(layer: SwappedTransformerEncoderLayer, x: Tensor) -> LayerParts | None:
@@ -138,18 +132,19 @@ class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):
     """``nn.TransformerDecoderLayer`` whose attentions and products are ours; put in place by ``swap``."""
 
     def _ff_block(self, x: Tensor) -> Tensor:
-        return _feedforward(self, self.dropout3, x)
+        output: Tensor = self.dropout3(_feedforward(self, x))
+        return output
 
 
-def _feedforward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, last: nn.Module, x: Tensor) -> Tensor:
-    """What torch's layers do to each token, in one step where plain products and a known activation do it."""
+def _feedforward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor) -> Tensor:
+    """What torch's layers do to each token before the last dropout, in one step where parts are plain and known."""
     found = None
     if is_plain(x):
         found = in_one_step(x, layer.linear1, layer.activation, layer.dropout, layer.linear2, layer=_LAYER)
     if found is None:
         found = layer.linear2(layer.dropout(layer.activation(layer.linear1(x))))
-    output: Tensor = last(found)
-    return output
+    fed: Tensor = found
+    return fed
 
 
 _LAYER: Final = partial(layer_of, kind=SwappedLinear)
