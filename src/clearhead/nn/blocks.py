@@ -136,10 +136,7 @@ class EncoderBlock(_Block):
     ) -> Float[Tensor, "*batch len embed_dim"]:
         """The block's output for tokens that attend to each other under ``mask``."""
         check_tokens("EncoderBlock", "x", x, self.attention.embed_dim, self.attention_norm.weight)
-        return self._maybe_recomputed(self._run, x, mask)
-
-    def _run(self, x: Tensor, mask: Mask | None) -> Tensor:
-        return self._self_attending(x, mask)
+        return self._maybe_recomputed(self._self_attending, x, mask)
 
     @classmethod
     def from_torch(cls, layer: nn.TransformerEncoderLayer) -> Self:
