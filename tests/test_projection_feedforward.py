@@ -18,7 +18,7 @@ from clearhead.backends import native_projection
 from clearhead.backends.native_dropout import LEVELS
 from clearhead.nn.feedforward import FeedForward
 from clearhead.problem import draw_seed
-from clearhead.projection import products, project_activate_project
+from clearhead.projection import paths, products, project_activate_project
 from tests.budget import within_budget
 from tests.dropped import kept
 
@@ -353,10 +353,11 @@ def test_small_steps_are_the_kernels_whatever_was_measured(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("small", ["expand", "contract"])
-def test_a_small_weight_goes_its_own_way(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its product is left to the faster of the others, as in a layer alone."""
+def test_a_small_weight_is_part_of_a_step(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its product alone goes by the faster of the others; what a step saves around it is more."""
     monkeypatch.delenv("CLEARHEAD_PROJECTION")
     monkeypatch.setattr(chosen, "_rates", lambda kind, dtype: {"torch": 100.0, "onednn": None, "native": 100.0})
     width, out = (8, 256) if small == "expand" else (256, 8)
-    assert project_activate_project(*_parts((64,), width, 256, out)) is None  # type: ignore[arg-type]
-    assert project_activate_project(*_parts((64,), 256, 256, 256)) is not None  # type: ignore[arg-type]
+    parts = _parts((4096,), width, 256, out)
+    assert products.path_of("forward", parts[0], 8 * 256) is paths.TORCH  # type: ignore[arg-type]
+    assert project_activate_project(*parts) is not None  # type: ignore[arg-type]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from clearhead.cli.app import app
 from clearhead.errors import DataError
 from clearhead.train import ClassifierOptions, train_text_classifier
 from clearhead.train.batches import bucketed
@@ -24,35 +26,45 @@ from clearhead.train.progress import Lines
 
 from .conftest import TINY
 
-CLASSIFY = ["train", "classify", "--epochs", "12", "--average", "0.9", "--patience", "99", "--embed-dim", "16"]
-LM = ["train", "lm", "--steps", "120", "--eval-every", "25", "--context", "16", "--embed-dim", "16", "--dropout", "0.1"]
+CLASSIFY = ["train", "classify", "--epochs", "6", "--average", "0.9", "--patience", "99", "--embed-dim", "16"]
+LM = ["train", "lm", "--steps", "60", "--eval-every", "25", "--context", "16", "--embed-dim", "16", "--dropout", "0.1"]
 COMMANDS = {"classify": [*CLASSIFY, "--batch-size", "4"], "lm": LM}
-PROGRAM = "import sys; from clearhead.cli.app import main; sys.argv[0] = 'clearhead'; main()"
+#: A server that has imported everything, and becomes a process for each run: to import takes longer than a run.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["clearhead.cli.app", "torch._dynamo", __name__])
 
 
-def _start(command: list[str], data: Path, out: Path) -> subprocess.Popen[str]:
+def _command(words: list[str], errors: Path) -> None:
+    with errors.open("w") as sys.stderr:
+        app(words)
+
+
+def _start(command: list[str], data: Path, out: Path) -> ForkServerProcess:
     words = [*command, "--data", str(data), "--out", str(out), "--checkpoint-every", "3", "--num-heads", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, *words], env=environment, text=True, stderr=subprocess.PIPE)
+    process = SERVER.Process(target=_command, args=(words, out.with_suffix(".errors")), daemon=True)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OMP_NUM_THREADS", "1")  # The server takes it over when it starts.
+        process.start()
+    return process
 
 
 def _finish(command: list[str], data: Path, out: Path) -> None:
     process = _start(command, data, out)
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
+    process.join(timeout=240)
+    assert process.exitcode == 0, out.with_suffix(".errors").read_text()
 
 
-def _kill_after_checkpoints(process: subprocess.Popen[str], checkpoint: Path, count: int) -> None:
+def _kill_after_checkpoints(process: ForkServerProcess, checkpoint: Path, count: int) -> None:
     """Kill the process once it has written ``count`` checkpoints, wherever that finds it."""
     seen: set[int] = set()
     deadline = time.monotonic() + 240
-    while len(seen) < count and process.poll() is None and time.monotonic() < deadline:
+    while len(seen) < count and process.is_alive() and time.monotonic() < deadline:
         if checkpoint.exists():
             seen.add(checkpoint.stat().st_mtime_ns)
         time.sleep(0.0005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL, "the run ended before it could be killed"
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, "the run ended before it could be killed"
 
 
 def _numbers(path: Path) -> list[dict[str, Any]]:

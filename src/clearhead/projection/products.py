@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from clearhead.projection.chosen import DTYPES, Choice, choice
+from clearhead.projection.chosen import DTYPES, choice
 from clearhead.projection.paths import NATIVE, PATHS, TORCH, Path, Term
 from clearhead.shapes import Float
 
@@ -200,19 +200,15 @@ def kernels_take(
     ``width`` numbers for each token of ``x``.
 
     One too small for a choice is theirs wherever they are and no other path is asked for: there calls cost more than
-    products do, and what was measured, maybe otherwise in the next process, must not change a small model's bits.
+    products do, and what was measured, maybe otherwise in the next process, must not change a small model's bits. A
+    small weight is theirs too, which by itself is not: what a step saves around a product is more than it loses.
     """
     width = x.shape[-1] if width is None else width
     if not is_layer(weight, bias, width, x.dtype):
         return False
-    if x.numel() // x.shape[-1] * weight.numel() < _LEAST:
-        return all(_has_kernels(choice(kind, x.dtype)) for kind in kinds)
-    return all(path_of(kind, x, weight.numel()) is NATIVE for kind in kinds)
-
-
-def _has_kernels(found: Choice) -> bool:
-    """Whether the kernels were a path to choose, or are the one that was asked for."""
-    return found.path == NATIVE.name or found.gflops.get(NATIVE.name) is not None
+    small = x.numel() // x.shape[-1] * weight.numel() < _LEAST
+    found = (choice(kind, x.dtype) for kind in kinds)
+    return all(each.path == NATIVE.name or (small and each.gflops.get(NATIVE.name) is not None) for each in found)
 
 
 def is_layer(weight: Tensor, bias: Tensor | None, width: int, dtype: torch.dtype) -> bool:
