@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,6 +18,7 @@ from clearhead.backends.native_projection import MAX_TERMS, Product, product
 from clearhead.errors import UnsupportedError
 from clearhead.projection import KINDS, choice, measured, paths, products, project
 from tests.budget import within_budget
+from tests.processes import told
 
 #: By its full name: the package's own ``choice`` is the function.
 choosing = importlib.import_module("clearhead.projection.chosen")
@@ -280,10 +278,7 @@ class TestInstructionSets:
 
     def test_the_variable_reaches_the_product(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """The bits of a process that was started with it are those of the same set, asked for by hand."""
-        done = subprocess.run(
-            [sys.executable, "-c", f"{BITS}\nprint(*found)"], capture_output=True, text=True, timeout=120,
-            env={**os.environ, "CLEARHEAD_ISA": name, "CLEARHEAD_NATIVE": ""},
-        )  # fmt: skip
+        done = told(f"{BITS}\nprint(*found)", environment={"CLEARHEAD_ISA": name, "CLEARHEAD_NATIVE": ""})
         assert done.returncode == 0, done.stderr
         _force(name, monkeypatch)
         here: dict[str, list[str]] = {}
@@ -395,8 +390,7 @@ print(json.dumps([[choice(kind).path, choice(kind).reason] for kind in KINDS]))
 
 
 def test_without_kernels_and_operator_a_new_process_says_why_it_is_torch() -> None:
-    environment = {**os.environ, "CLEARHEAD_NATIVE": "0", "CLEARHEAD_PROJECTION": ""}
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, env=environment)
+    done = told(ALONE, environment={"CLEARHEAD_NATIVE": "0", "CLEARHEAD_PROJECTION": ""})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [name for name, _ in found] == ["torch"] * 3

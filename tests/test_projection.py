@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -23,6 +21,7 @@ from clearhead.errors import UnsupportedError
 from clearhead.nn.linear import Linear
 from clearhead.projection import KINDS, choice, measured, paths, products, project
 from tests.budget import within_budget
+from tests.processes import told
 
 #: By its full name: the package's own ``choice`` is the function.
 choosing = importlib.import_module("clearhead.projection.chosen")
@@ -313,8 +312,7 @@ print(json.dumps([[choice(kind).path, choice(kind).reason] for kind in KINDS]))
 
 @pytest.mark.parametrize("value", PATHS)
 def test_the_variable_forces_a_path(value: str) -> None:
-    environment = {**os.environ, "CLEARHEAD_PROJECTION": value}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
+    done = told(PROGRAM, environment={"CLEARHEAD_PROJECTION": value})
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[value, f"CLEARHEAD_PROJECTION={value}"]] * 3
 
@@ -348,7 +346,7 @@ if child == 0:
 thread.join()
 print(os.waitpid(child, 0)[1])
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=60)
+    done = told(program, timeout=60)
     assert done.stdout.strip() == "0", done.stderr
 
 

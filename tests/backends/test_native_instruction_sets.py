@@ -5,9 +5,6 @@ Every mask, rule, dtype and size on the best one is in test_agreement.py.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -19,6 +16,7 @@ from clearhead.backends.dropout import kept
 from clearhead.masks.base import index_tensors
 from tests.agreement import compare, needs_native
 from tests.problems import MASKS, RULES, tensors
+from tests.processes import told
 
 pytestmark = needs_native
 SETS = native_library.isa_names()
@@ -109,10 +107,7 @@ def _bits() -> str:
 @pytest.mark.skipif("avx512bf16" not in SETS, reason="only products in bfloat16 are sure to differ between sets")
 def test_the_variable_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     name = SETS[-1]
-    done = subprocess.run(
-        [sys.executable, "-c", f"{BITS}\nprint(found)"], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "CLEARHEAD_ISA": name, "CLEARHEAD_NATIVE": ""},
-    )  # fmt: skip
+    done = told(f"{BITS}\nprint(found)", environment={"CLEARHEAD_ISA": name, "CLEARHEAD_NATIVE": ""})
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() != _bits_of(SETS[0], monkeypatch)
     assert done.stdout.strip() == _bits_of(name, monkeypatch)

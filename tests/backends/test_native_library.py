@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from clearhead.backends import native_library
+from tests.processes import told
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = ROOT / "native" / "include" / "clearhead_native.h"
@@ -65,13 +65,8 @@ def fields_of(struct: str) -> list[tuple[str, Any]]:
 
 
 def in_a_new_process(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", f"from clearhead.backends import native_library as n\n{code}"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "CLEARHEAD_NATIVE": "", "CLEARHEAD_ISA": "", **environment},
-    )
+    cleared = {"CLEARHEAD_NATIVE": "", "CLEARHEAD_ISA": ""}
+    done = told(f"from clearhead.backends import native_library as n\n{code}", environment=cleared | environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

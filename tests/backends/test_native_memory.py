@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import io
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -17,6 +15,7 @@ from torch import Tensor
 import clearhead as ch
 from clearhead.backends import native_library, native_memory
 from clearhead.backends.native_memory import kept_memory, limit, new_tensor, room_like
+from tests.processes import told
 
 pytestmark = pytest.mark.skipif(native_library.library() is None, reason="the CPU kernels are not here")
 
@@ -204,7 +203,7 @@ def test_a_bad_variable_is_told() -> None:
 
 
 def ask(*values: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", ASK, *values], capture_output=True, text=True)
+    done = told(ASK, values)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

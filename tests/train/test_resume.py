@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import multiprocessing
 import os
 import signal
-import sys
 import time
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.processes import started
 
 from clearhead.cli.app import app
 from clearhead.errors import DataError
@@ -29,23 +28,16 @@ from .conftest import TINY
 CLASSIFY = ["train", "classify", "--epochs", "6", "--average", "0.9", "--patience", "99", "--embed-dim", "16"]
 LM = ["train", "lm", "--steps", "60", "--eval-every", "25", "--context", "16", "--embed-dim", "16", "--dropout", "0.1"]
 COMMANDS = {"classify": [*CLASSIFY, "--batch-size", "4"], "lm": LM}
-#: A server that has imported everything, and becomes a process for each run: to import takes longer than a run.
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["clearhead.cli.app", "torch._dynamo", __name__])
 
 
-def _command(words: list[str], errors: Path) -> None:
-    with errors.open("w") as sys.stderr:
-        app(words)
+def _command(words: list[str]) -> None:
+    torch.set_num_threads(1)
+    app(words)
 
 
 def _start(command: list[str], data: Path, out: Path) -> ForkServerProcess:
     words = [*command, "--data", str(data), "--out", str(out), "--checkpoint-every", "3", "--num-heads", "2"]
-    process = SERVER.Process(target=_command, args=(words, out.with_suffix(".errors")), daemon=True)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("OMP_NUM_THREADS", "1")  # The server takes it over when it starts.
-        process.start()
-    return process
+    return started(_command, words, errors=out.with_suffix(".errors"))
 
 
 def _finish(command: list[str], data: Path, out: Path) -> None:
