@@ -38,10 +38,10 @@ demo: $(READY) ## train, explain and check a classifier of digits; writes one pa
 	@$(NATIVE) || true
 	@$(BIN)/clearhead demo $(ARGS)
 
-# Two processes of two threads: one that waits must not spin on the other's core.
+# Two processes of two threads: one that waits must not spin on the other's core, as those of numpy's products do.
 test: $(READY) ## run the tests in two processes (make test ARGS="-k masks", make test JOBS=0 for one)
 	@$(NATIVE_IF_ABLE)
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	@OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(READY) ## style, types and the import contract
 	@$(BIN)/ruff check .

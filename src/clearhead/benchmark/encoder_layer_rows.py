@@ -1,4 +1,4 @@
-"""One encoder layer on few tokens, where what Python does takes longer than the kernels."""
+"""One encoder layer that is small: where what Python does takes longer than the kernels, or products are narrow."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from clearhead.projection import choice
 __all__ = ["LAYER", "EncoderLayerRow", "encoder_layer_rows"]
 
 LAYER: Final = "nn.TransformerEncoderLayer"
-#: Batch, tokens, width and heads; the last is a small sentence encoder's.
-_SIZES: Final = ((1, 8, 32, 4), (1, 32, 64, 4), (8, 32, 64, 4), (16, 64, 128, 4), (1, 32, 384, 12), (1, 128, 384, 12))
+#: Batch, tokens, width and heads; a classifier of digits' is among them, and last a small sentence encoder's.
+_SIZES: Final = (
+    (1, 8, 32, 4), (1, 32, 64, 4), (8, 32, 64, 4), (64, 64, 64, 4), (16, 64, 128, 4), (1, 32, 384, 12),
+    (1, 128, 384, 12),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

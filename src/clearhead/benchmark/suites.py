@@ -252,7 +252,7 @@ _ROWS: tuple[tuple[str, str, Callable[[], Sequence[Row]]], ...] = (
     ),
     (
         "layer-small",
-        "an encoder layer on few tokens, forward and with backward, against nn.TransformerEncoderLayer",
+        "a small encoder layer, forward and with backward, against nn.TransformerEncoderLayer",
         encoder_layer_rows,
     ),
     (
