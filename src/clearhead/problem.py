@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from clearhead.arguments import probability, real_number, seed_of, seen
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
@@ -292,4 +293,8 @@ def scale_of(function: str, scale: object, dtype: torch.dtype) -> float:
 
 def draw_seed(dropout: float) -> int:
     """One from torch's generator, so that ``torch.manual_seed`` reproduces it; 0 where nothing is dropped."""
-    return int(torch.randint(2**62, (), device="cpu").item()) if dropout > 0.0 else 0
+    if dropout <= 0.0:
+        return 0
+    drawn = torch.randint(2**62, (), device="cpu")
+    # A shape without a number, as whoever plans memory has.
+    return 0 if isinstance(drawn, FakeTensor) else int(drawn.item())

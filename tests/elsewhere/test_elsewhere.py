@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CASES = Path(__file__).with_name("cases.py")
 
 
+@pytest.mark.slow
 def test_everything_runs_on_a_device_that_is_not_the_cpu() -> None:
     """torch is told of a device once and for the whole process, which other tests should not share."""
     command = [sys.executable, "-m", "pytest", str(CASES), "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]

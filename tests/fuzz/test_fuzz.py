@@ -16,6 +16,7 @@ _SUITE = 2_000
 _WANTED = int(os.environ.get("CLEARHEAD_FUZZ", _SUITE))
 
 
+@pytest.mark.slow
 @settings(
     max_examples=_WANTED, deadline=None, database=None, derandomize=_WANTED == _SUITE,
     suppress_health_check=list(HealthCheck), print_blob=True,

@@ -79,6 +79,19 @@ def test_from_torch_of_other_parts(place: str, part: nn.Module, text: str) -> No
         EncoderBlock.from_torch(layer)
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm(8, elementwise_affine=False), nn.Identity()], ids=["plain", "none"])
+def test_a_norm_need_not_have_a_weight(norm: nn.Module) -> None:
+    stack = Encoder(8, 2, num_layers=2, dropout=0.0).double()
+    for block in stack.blocks:
+        block.attention_norm = norm
+    x = _input(2, 5, 8)
+    wanted = x
+    for block in stack.blocks:
+        wanted = wanted + block.attention(norm(wanted))
+        wanted = wanted + block.feedforward(block.feedforward_norm(wanted))
+    torch.testing.assert_close(stack(x), stack.norm(wanted), **EXACT)
+
+
 def test_from_torch_knows_relu_by_each_of_its_names() -> None:
     for activation in (torch.relu, nn.functional.relu, nn.ReLU(), "relu"):
         block = EncoderBlock.from_torch(nn.TransformerEncoderLayer(8, 2, 16, activation=activation))

@@ -135,7 +135,7 @@ class EncoderBlock(_Block):
         self, x: Float[Tensor, "*batch len embed_dim"], *, mask: Mask | None = None
     ) -> Float[Tensor, "*batch len embed_dim"]:
         """The block's output for tokens that attend to each other under ``mask``."""
-        check_tokens("EncoderBlock", "x", x, self.attention.embed_dim, self.attention_norm.weight)
+        check_tokens("EncoderBlock", "x", x, self.attention.embed_dim, self.attention.query_projection.weight)
         return self._maybe_recomputed(self._self_attending, x, mask)
 
     @classmethod
@@ -282,7 +282,7 @@ class DecoderBlock(_Block):
         Raises:
             ShapeError: widths do not fit, or memory is missing or not wanted.
         """
-        check_tokens("DecoderBlock", "x", x, self.attention.embed_dim, self.attention_norm.weight)
+        check_tokens("DecoderBlock", "x", x, self.attention.embed_dim, self.attention.query_projection.weight)
         if (memory is None) != (self.cross_attention is None):
             raise ShapeError.about(
                 "DecoderBlock", "memory", must="be given exactly where the block has cross-attention",

@@ -83,7 +83,7 @@ class Encoder(nn.Module):
         Raises:
             ShapeError, MaskError: the arguments do not fit.
         """
-        check_tokens("Encoder", "x", x, self.embed_dim, _first(self.blocks).attention_norm.weight)
+        check_tokens("Encoder", "x", x, self.embed_dim, _first(self.blocks).attention.query_projection.weight)
         batched = x if x.ndim == 3 else x[None]
         edge = self.edge("Encoder", batched, lengths=lengths, mask=mask)
         output = edge.leave(self.run(edge.enter(batched), edge.mask))
@@ -258,7 +258,7 @@ class Decoder(nn.Module):
             ShapeError, MaskError: the arguments do not fit.
             UnsupportedError: padding together with a cache.
         """
-        check_tokens("Decoder", "x", x, self.embed_dim, _first(self.blocks).attention_norm.weight)
+        check_tokens("Decoder", "x", x, self.embed_dim, _first(self.blocks).attention.query_projection.weight)
         batched = x if x.ndim == 3 else x[None]
         memory = memory[None] if isinstance(memory, Tensor) and memory.ndim == 2 else memory
         edge = self.edge("Decoder", batched, lengths=lengths, mask=mask, cache=cache)

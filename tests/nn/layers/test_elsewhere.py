@@ -146,6 +146,17 @@ def test_fake_tensors(warm: Any) -> None:
         assert warm(torch.empty(2, 7, 32)).shape == (2, 7, 32)
 
 
+@pytest.mark.parametrize("width", [32, 256])
+def test_a_step_of_training_is_planned_without_numbers(width: int) -> None:
+    """As whoever asks how much memory it takes does, dropout in it."""
+    with FakeTensorMode():
+        own = EncoderBlock(width, 4, dropout=0.1)
+        x = torch.empty(4, 64, width, requires_grad=True)
+        own(x).sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+
+
 def test_on_meta(warm: Any) -> None:
     own = copy.deepcopy(warm).to("meta")
     for _ in range(3):
