@@ -33,7 +33,7 @@ _LEAD: Final = 1.2
 #: How many times the fastest one's time a call may take to be tried again.
 _HOPELESS: Final = 10
 #: How often the kernels are measured again before they are left out.
-_DOUBTS: Final = 2
+_DOUBTS: Final = 6
 #: Of the tensors that have a choice.
 DTYPES: Final = tuple(_MARGINS)
 
