@@ -9,7 +9,6 @@ import torch
 
 from clearhead.benchmark import SUITES, product
 from clearhead.benchmark.cases import Case, noise_of
-from clearhead.benchmark.encoder_layer_rows import LAYER
 from clearhead.benchmark.encoders import STACK, SWAPPED, EncoderWork, ragged
 from clearhead.benchmark.function_rows import DENSE, MADE
 from clearhead.benchmark.hugging_face import ONNX_MODEL, SDPA_MODEL, CausalRow, EncoderModelRow
@@ -20,6 +19,7 @@ from clearhead.benchmark.observed import MATERIALISED, PLAIN, ObserveRow
 from clearhead.benchmark.peers import MODULE, OURS, SDPA, SDPA_WINDOW, TensorWork
 from clearhead.benchmark.product import PRODUCT, yardsticks
 from clearhead.benchmark.rows import AttentionRow, EncoderRow, ModuleRow, Row
+from clearhead.benchmark.small_layer_rows import DECODER_LAYER, ENCODER_LAYER, SmallLayerRow
 from clearhead.errors import UnsupportedError
 
 FLOAT, HALF = torch.float32, torch.bfloat16
@@ -32,6 +32,11 @@ ROWS: dict[str, Row] = {
     "module-dropout": ModuleRow(size=(2, 20, 32, 4), dtype=FLOAT, training=True, dropout=0.1),
     "encoder": EncoderRow(
         batch=4, longest=16, embed_dim=32, num_heads=4, num_layers=2, feedforward_dim=64, dtype=FLOAT
+    ),
+    "layer": SmallLayerRow(size=(2, 9, 32, 4), dtype=HALF),
+    "decoder layer": SmallLayerRow(size=(2, 9, 32, 4), memory_len=5, dtype=FLOAT, training=True),
+    "decoder layer with dropout": SmallLayerRow(
+        size=(2, 9, 32, 4), memory_len=5, dtype=FLOAT, training=True, dropout=0.1
     ),
     "observe": ObserveRow(wanted="everything", shape=(1, 2, 128, 8), causal=True),
 }  # fmt: skip
@@ -135,8 +140,9 @@ def test_the_floors_name_contenders_that_exist() -> None:
     onnx = {"ONNX Runtime Attention", "ONNX Runtime MultiHeadAttention"}
     models = {SDPA_MODEL, ONNX_MODEL}
     own = {OURS, PLAIN, FULL}
+    layers = {MODULE, STACK, LINEAR, ENCODER_LAYER, DECODER_LAYER}
     biases = {DENSE, MADE}
-    assert named == own | {SWAPPED, SDPA, MODULE, STACK, MATERIALISED, LAYER, LINEAR} | onnx | models | biases
+    assert named == own | {SWAPPED, SDPA, MATERIALISED} | onnx | models | layers | biases
 
 
 def test_operations_and_bytes_are_counted() -> None:

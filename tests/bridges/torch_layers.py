@@ -63,7 +63,7 @@ def numbers(
     return [output.detach(), *torch.autograd.grad(output, [x, *layer.parameters()], upstream)]
 
 
-def _in(dtype: torch.dtype, call: dict[str, Any]) -> dict[str, Any]:
+def in_dtype(dtype: torch.dtype, call: dict[str, Any]) -> dict[str, Any]:
     """Float masks as wide as what they are added to."""
     return {
         name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -77,15 +77,15 @@ def agrees(
 ) -> None:  # fmt: skip
     """Ours against theirs in float64, on the budget of theirs; every call has the bits of the first."""
     call = {} if call is None else call
-    found = numbers(ours, x, _in(x.dtype, call), is_step=is_step, real=real)
-    textbook = numbers(theirs, x, _in(x.dtype, call), real=real)
+    found = numbers(ours, x, in_dtype(x.dtype, call), is_step=is_step, real=real)
+    textbook = numbers(theirs, x, in_dtype(x.dtype, call), real=real)
     wide = x.detach().double().requires_grad_()
-    exact = numbers(copy.deepcopy(theirs).double(), wide, _in(torch.float64, call), real=real)
+    exact = numbers(copy.deepcopy(theirs).double(), wide, in_dtype(torch.float64, call), real=real)
     names = ["output", "dx", *(name for name, _ in theirs.named_parameters())]
     for name, *three in zip(names, found, textbook, exact, strict=True):
         within_budget(name, *three, terms=BATCH * LENGTH + 50, dtype=x.dtype)
     for _ in range(1, times):
-        again = numbers(ours, x, _in(x.dtype, call), is_step=is_step, real=real)
+        again = numbers(ours, x, in_dtype(x.dtype, call), is_step=is_step, real=real)
         assert all(map(torch.equal, again, found))
 
 

@@ -98,31 +98,43 @@ def test_from_torch_knows_relu_by_each_of_its_names() -> None:
         assert isinstance(block.feedforward.activation, nn.ReLU)
 
 
-def test_decoder_block_agrees_with_torchs_layer() -> None:
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_decoder_block_agrees_with_torchs_layer(bias: bool, norm_first: bool) -> None:
     torch.manual_seed(0)
     theirs = nn.TransformerDecoderLayer(
-        12, 3, 20, dropout=0.0, activation="gelu", batch_first=True, norm_first=True, dtype=torch.float64
-    )
-    ours = DecoderBlock(12, 3, feedforward_dim=20, dropout=0.0, cross_attention=True).double()
-    ours.attention = ch_attention(theirs.self_attn)
-    ours.cross_attention = ch_attention(theirs.multihead_attn)
-    for mine, other in (
-        (ours.attention_norm, theirs.norm1), (ours.cross_norm, theirs.norm2), (ours.feedforward_norm, theirs.norm3),
-        (ours.feedforward.expand, theirs.linear1), (ours.feedforward.contract, theirs.linear2),
-    ):  # fmt: skip
-        mine.load_state_dict(other.state_dict())
-    x, memory = _input(2, 5, 12), _input(2, 7, 12, seed=1)
+        12, 3, 20, dropout=0.0, activation="gelu", batch_first=True, norm_first=norm_first, bias=bias,
+        layer_norm_eps=1e-3, dtype=torch.float64,
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    ours = DecoderBlock.from_torch(theirs)
+    pairs = [[_input(2, 5, 12).requires_grad_(), _input(2, 7, 12, seed=1).requires_grad_()] for _ in range(2)]
     forbidden = ~ch.Causal().dense(5, 5)
-    expected = theirs(
-        x, memory, tgt_mask=forbidden, memory_key_padding_mask=torch.arange(7) >= torch.tensor([[7], [4]])
-    )
-    torch.testing.assert_close(ours(x, memory=memory, memory_mask=ch.Padding([7, 4])), expected, **EXACT)
+    padded = torch.arange(7) >= torch.tensor([[7], [4]])
+    expected = theirs(*pairs[0], tgt_mask=forbidden, memory_key_padding_mask=padded)
+    got = ours(pairs[1][0], memory=pairs[1][1], memory_mask=ch.Padding([7, 4]))
+    torch.testing.assert_close(got, expected, **EXACT)
+    direction = _input(2, 5, 12, seed=2)
+    expected.backward(direction)
+    got.backward(direction)
+    for one, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(other.grad, one.grad, **EXACT)
+    torch.testing.assert_close(ours.cross_norm.weight.grad, theirs.norm2.weight.grad, **EXACT)
 
 
-def ch_attention(module: nn.MultiheadAttention) -> nn.Module:
-    from clearhead.nn import MultiHeadAttention
-
-    return MultiHeadAttention.from_torch(module)
+def test_decoder_block_from_torch_takes_dropout_and_mode_along_and_refuses_others() -> None:
+    ours = DecoderBlock.from_torch(nn.TransformerDecoderLayer(8, 2, 16, dropout=0.3).eval())
+    assert not any(part.training for part in ours.modules())
+    assert ours.cross_attention is not None
+    assert (ours.residual_dropout.p, ours.feedforward.dropout.p, ours.cross_attention.dropout) == (0.3, 0.3, 0.3)
+    with pytest.raises(ch.UnsupportedError, match=r"^DecoderBlock.from_torch: layer must be a torch.nn.TransformerDec"):
+        DecoderBlock.from_torch(nn.TransformerEncoderLayer(8, 2))  # type: ignore[arg-type]
+    odd = nn.TransformerDecoderLayer(8, 2)
+    odd.norm3 = nn.RMSNorm(8)  # type: ignore[assignment]
+    with pytest.raises(ch.UnsupportedError, match="layer must have a plain LayerNorm as its norm3; got RMSNorm"):
+        DecoderBlock.from_torch(odd)
 
 
 def test_decoder_block_sees_no_future_and_steps_equal_the_whole() -> None:

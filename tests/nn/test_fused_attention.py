@@ -48,14 +48,14 @@ def tokens(dtype: torch.dtype = torch.float32, batch: int = 3, length: int = 37)
 
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in ("clearhead.nn.attention", "clearhead.bridges.torch_attention"):
-        monkeypatch.setattr(f"{place}.self_attention", SKIPPED)
+        monkeypatch.setattr(f"{place}.fused_attention", SKIPPED)
     monkeypatch.setattr("clearhead.nn.attention.again", SKIPPED)
 
 
 def is_step(output: Tensor) -> bool:
-    """Whether the one step made the output, or what it is a view of."""
+    """Whether the one step made the output, or what it is a view or a copy of."""
     node: Any = output.grad_fn
-    while node.name().startswith(("View", "Transpose", "Unsafe")):
+    while node.name().startswith(("View", "Transpose", "Unsafe", "Clone")):
         node = node.next_functions[0][0]
     return STEP in node.name()
 
@@ -432,9 +432,10 @@ def test_watchers_see_the_attention() -> None:
     assert len(list(seen)) == 1
 
 
-def test_other_keys_a_cache_and_other_backends_go_in_parts() -> None:
+def test_other_values_a_cache_and_other_backends_go_in_parts() -> None:
     own, x = module(), tokens()
-    assert not is_step(own(x, x.detach().clone()))
+    assert not is_step(own(x, x, x.detach().clone()))
+    assert not is_step(own(x, tokens(), tokens()))
     with torch.no_grad():
         cache = ch.KVCache()
         first = own(x, mask=ch.Causal(), cache=cache)
@@ -527,10 +528,14 @@ def test_it_takes_part_in_training() -> None:
 
 def test_none_for_what_has_another_form() -> None:
     own = module()
-    layers = [(layer.weight, layer.bias) for layer in (own.query_projection, own.key_projection, own.value_projection)]
-    last = (own.output_projection.weight, own.output_projection.bias)  # type: ignore[union-attr]
+    projections = own.projections()
+    assert projections is not None
     for x in (torch.zeros(5, 48), torch.zeros(0, 5, 48), torch.zeros(2, 0, 48), torch.zeros(2, 5, 48).double()):
-        assert fused_attention.self_attention(x, layers, last, num_heads=4, num_kv_heads=4) is None
+        assert fused_attention.fused_attention([x], projections) is None
+    x = torch.zeros(2, 5, 48)
+    for memory in (torch.zeros(2, 3, 47), torch.zeros(1, 3, 48), torch.zeros(2, 0, 48), x.double(), x[0]):
+        assert fused_attention.fused_attention([x, memory], projections) is None
+    assert fused_attention.fused_attention([x, x.clone()], projections) is not None
 
 
 class TestFewTokens:
@@ -602,3 +607,107 @@ class TestFewTokens:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert own(x).dtype == torch.bfloat16
         assert is_step(own(x))
+
+
+class TestMemory:
+    """Queries of one sequence, keys and values of another."""
+
+    @staticmethod
+    def memory(dtype: torch.dtype = torch.float32, batch: int = 3, length: int = 21, width: int = 48) -> Tensor:
+        made = torch.randn(batch, length, width, generator=torch.Generator().manual_seed(6))
+        return made.to(dtype).requires_grad_()
+
+    @pytest.mark.parametrize(
+        "mask", [None, ch.Padding([21, 5, 0]), ch.Dense(torch.rand(37, 21) < 0.5)], ids=lambda mask: type(mask).__name__
+    )
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize(
+        "options", [{}, {"bias": False}, {"num_kv_heads": 2}, {"dropout": 0.3}, {"scale": 0.5}], ids=str
+    )
+    def test_bits_are_those_of_the_parts(
+        self, options: dict[str, Any], dtype: torch.dtype, mask: ch.Mask | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        own, x, memory = module(dtype, **options), tokens(dtype), self.memory(dtype)
+        together = [numbers(lambda: own(x, memory, mask=mask), [x, memory, *own.parameters()], step=True)]
+        same(monkeypatch, lambda: own(x, memory, mask=mask), [x, *own.parameters()])
+        within = 1e-5 if dtype is torch.float32 else 0.05
+        parts = numbers(lambda: own(x, memory, mask=mask), [x, memory, *own.parameters()], step=False)
+        for one, part in zip(*together, parts, strict=True):  # the memory's: two products by parts, one here
+            torch.testing.assert_close(one, part, rtol=within, atol=within)
+
+    def test_of_another_width(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        own, x, memory = module(key_dim=20, value_dim=20), tokens(), self.memory(width=20)
+        same(monkeypatch, lambda: own(x, memory, memory), [x, *own.parameters()])
+
+    @pytest.mark.parametrize("lengths", [(1, 300), (300, 1), (5, 5)])
+    def test_of_any_length(self, lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+        own, x, memory = module(), tokens(length=lengths[0]), self.memory(length=lengths[1])
+        same(monkeypatch, lambda: own(x, memory), [x, *own.parameters()])
+
+    def test_positions_count_from_the_offset(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        own, x, memory = module(), tokens(), self.memory(length=50)
+        with pytest.raises(ch.MaskError, match="query_offset"):
+            own(x, memory, mask=ch.Causal())
+        same(monkeypatch, lambda: own(x, memory, mask=ch.Causal(), query_offset=13), [x, *own.parameters()])
+
+    @pytest.mark.parametrize("needed", ["x", "memory", "weights", "biases", "key"])
+    def test_only_the_gradients_that_are_needed(self, needed: str) -> None:
+        own, x, memory = module(), tokens(), self.memory()
+        inputs = {"x": x, "memory": memory, **dict(own.named_parameters())}
+        whole = dict(zip(inputs, numbers(lambda: own(x, memory), list(inputs.values()), step=True)[1:-1], strict=True))
+        wanted = [name for name in inputs if needed.rstrip("es") in name]
+        for name, part in inputs.items():
+            part.requires_grad_(name in wanted)
+        for _ in range(4):
+            found = numbers(lambda: own(x, memory), [inputs[name] for name in wanted], step=True)[1:-1]
+            for name, one in zip(wanted, found, strict=True):
+                torch.testing.assert_close(one, whole[name], rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("training", [False, True])
+    def test_who_watches_sees_the_same_bits(self, training: bool) -> None:
+        own, x, memory = module(), tokens(), self.memory()
+        with torch.set_grad_enabled(training):
+            for _ in range(3):
+                alone = own(x, memory)
+                with ch.observe(own, ch.Want(lse=True)):
+                    assert torch.equal(own(x, memory), alone)
+
+    @pytest.mark.parametrize("mask", [None, torch.rand(37, 21) < 0.3], ids=["plain", "a mask"])
+    @pytest.mark.parametrize("options", [{}, {"bias": False}, {"batch_first": False}, {"dropout": 0.3}], ids=str)
+    def test_torchs_module(
+        self, options: dict[str, Any], mask: Tensor | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:  # fmt: skip
+        torch.manual_seed(1)
+        theirs = nn.MultiheadAttention(48, 4, **({"batch_first": True} | options))
+        holder = nn.ModuleList([copy.deepcopy(theirs)])
+        ch.swap(holder)
+        (own,), x, memory = holder, tokens(), self.memory()
+        if not own.batch_first:
+            x, memory = (each.detach().transpose(0, 1).contiguous().requires_grad_() for each in (x, memory))
+        inputs = [x, memory, *own.parameters()]
+
+        def call() -> Tensor:
+            output: Tensor = own(x, memory, memory, attn_mask=mask, need_weights=False)[0]
+            return output
+
+        found = [numbers(call, inputs, step=True) for _ in range(4)]
+        for again in found[1:]:
+            assert all(map(torch.equal, again, found[0]))
+        if not options.get("dropout"):  # small calls by parts are torch's own, and so is what they drop
+            in_parts(monkeypatch)
+            for one, part in zip(found[0], numbers(call, inputs, step=False), strict=True):
+                torch.testing.assert_close(one, part, rtol=1e-5, atol=1e-5)
+            right = theirs(x, memory, memory, attn_mask=mask, need_weights=False)[0]
+            torch.testing.assert_close(found[0][0], right.detach(), rtol=1e-4, atol=1e-5)
+
+    def test_what_is_wrong_is_told_after_good_calls(self) -> None:
+        own, x, memory = module(), tokens(), self.memory()
+        for _ in range(3):
+            own(x, memory)
+        for bad, error in (
+            (memory[..., :47], "width"), (memory.double(), "dtype"), (memory[:2], "batch"), (memory[0], "batch"),
+            ([1.0], "key"),
+        ):  # fmt: skip
+            with pytest.raises(ch.ClearheadError, match=error):
+                own(x, bad)
+        assert is_step(own(x, memory))

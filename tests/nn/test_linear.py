@@ -160,7 +160,7 @@ def test_attention_has_the_same_gradients_with_the_joint_product(
 ) -> None:
     """A hook that does nothing keeps the layers of queries, keys and values apart."""
     # Attention and all in one step is another road, which tests/nn/test_fused_attention.py holds against this one.
-    monkeypatch.setattr("clearhead.nn.attention.self_attention", lambda *args, **options: None)
+    monkeypatch.setattr("clearhead.nn.attention.fused_attention", lambda *args, **options: None)
     chosen: list[str] = []
     own = products.path_of
     monkeypatch.setattr(products, "path_of", lambda kind, *sizes: chosen.append(kind) or own(kind, *sizes))

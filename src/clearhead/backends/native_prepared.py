@@ -150,11 +150,11 @@ class Stretches:
         self._may_recur, self.forward = may_recur, Stretch(may_recur)
         self._backward: dict[tuple[bool, ...], Stretch] = {}
 
-    def backward(self, needs: tuple[bool, ...]) -> Stretch:
-        """Those of the gradients that are needed: of the input, then of the weight and the bias of each layer."""
+    def backward(self, needs: tuple[bool, ...], inputs: int = 1) -> Stretch:
+        """Those of the gradients that are needed: of so many inputs, then of the weight and the bias of each layer."""
         # Sums for a bias alone are not the kernels'.
         recurs = self._may_recur and all(
-            weight or not bias for weight, bias in zip(needs[1::2], needs[2::2], strict=True)
+            weight or not bias for weight, bias in zip(needs[inputs::2], needs[inputs + 1 :: 2], strict=True)
         )
         return self._backward.setdefault(needs, Stretch(True)) if recurs else Stretch(False)
 

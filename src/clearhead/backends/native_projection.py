@@ -146,35 +146,45 @@ class Product:
 
 
 class WeightGradients:
-    """Gradients of one layer's weight and bias, and the products that write them: one, or none.
+    """Gradients of one layer's weight and bias, and the products that write them: one for each part, or none.
 
     Args:
-        grad: of the layer's output, ``[rows, out]``.
-        x: what the layer read, ``[rows, in]``.
+        parts: the gradient of the layer's output, ``[rows, out]``, and what the layer read, ``[rows, in]``; a pair for
+            each stretch of outputs, in their order, where these were made from inputs of their own.
         needs_weight: whether the weight's is wanted.
         needs_bias: whether the bias's is.
     """
 
     def __init__(
-        self, grad: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"], needs_weight: bool, needs_bias: bool
-    ) -> None:
+        self, parts: Sequence[tuple[Float[Tensor, "rows out"], Float[Tensor, "rows in"]]], needs_weight: bool,
+        needs_bias: bool,
+    ) -> None:  # fmt: skip
         self.products: list[Product] = []
-        self._grad, self._needs_bias = grad, needs_bias
-        self._sums = grad.new_empty(grad.shape[1]) if needs_weight and needs_bias else None
-        if needs_weight:
-            self.products = [Product([(grad, x)], left_turned=True, row_sums=self._sums)]
+        self._weight: Tensor | None = None
+        self._sums: Tensor | None = None
+        self._parts, self._needs_bias = parts, needs_bias
+        if not needs_weight:
+            return
+        widths = [grad.shape[1] for grad, _ in parts]
+        first, x = parts[0]
+        self._weight = new_tensor(first, (sum(widths), x.shape[1]))
+        self._sums = first.new_empty(sum(widths)) if needs_bias else None
+        sums = [None] * len(parts) if self._sums is None else self._sums.split(widths)
+        self.products = [
+            Product([part], left_turned=True, row_sums=own, output=rows)
+            for part, own, rows in zip(parts, sums, self._weight.split(widths), strict=True)
+        ]
 
     @property
     def written(self) -> list[Tensor]:
         """What the products write: nothing, the weight's, or both."""
-        sums = [] if self._sums is None else [self._sums]
-        return [product.output for product in self.products] + sums
+        return [part for part in (self._weight, self._sums) if part is not None]
 
     def found(self) -> tuple[Float[Tensor, "out in"] | None, Float[Tensor, " out"] | None]:
         """Both, once the products have run; None for one that is not wanted."""
-        if self.products:
-            return self.products[0].output, self._sums
-        return None, self._grad.sum(0) if self._needs_bias else None
+        if self._weight is not None or not self._needs_bias:
+            return self._weight, self._sums
+        return None, torch.cat([grad.sum(0) for grad, _ in self._parts])
 
 
 def product(

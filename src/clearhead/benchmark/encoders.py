@@ -14,7 +14,7 @@ from clearhead.benchmark.peers import OURS, Call, Groups, parameters_as_torch_pa
 from clearhead.bridges.swap import swap
 from clearhead.functional import explain_dispatch
 from clearhead.masks import Documents
-from clearhead.nn.blocks import EncoderBlock
+from clearhead.nn.blocks import DecoderBlock, EncoderBlock
 from clearhead.nn.stacks import Encoder
 
 __all__ = ["STACK", "SWAPPED", "EncoderWork", "dropping", "our_parameters", "ragged", "their_parameters"]
@@ -140,15 +140,21 @@ def dropping(model: _Model, dropout: float) -> _Model:
     return copy
 
 
-def our_parameters(block: EncoderBlock) -> list[Tensor]:
+def our_parameters(block: EncoderBlock | DecoderBlock) -> list[Tensor]:
     """Those of a block, in the order and the form of ``their_parameters``."""
-    rest = (
-        block.feedforward.expand, block.feedforward.contract, block.attention_norm, block.feedforward_norm,
-    )  # fmt: skip
-    return parameters_as_torch_packs_them(block.attention) + [p for layer in rest for p in (layer.weight, layer.bias)]
+    cross, norm = getattr(block, "cross_attention", None), getattr(block, "cross_norm", None)
+    attentions = [block.attention, *([] if cross is None else [cross])]
+    norms = [block.attention_norm, *([] if norm is None else [norm]), block.feedforward_norm]
+    rest = (block.feedforward.expand, block.feedforward.contract, *norms)
+    packed = [own for attention in attentions for own in parameters_as_torch_packs_them(attention)]
+    return packed + [own for layer in rest for own in (layer.weight, layer.bias)]
 
 
-def their_parameters(layer: nn.TransformerEncoderLayer) -> list[Tensor]:
+def their_parameters(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer) -> list[Tensor]:
     """Those of torch's layer."""
-    rest = (layer.linear1, layer.linear2, layer.norm1, layer.norm2)
-    return torch_parameters(layer.self_attn) + [p for part in rest for p in (part.weight, part.bias)]
+    attentions, norms = [layer.self_attn], [layer.norm1, layer.norm2]
+    if isinstance(layer, nn.TransformerDecoderLayer):
+        attentions, norms = [*attentions, layer.multihead_attn], [*norms, layer.norm3]
+    packed = [own for attention in attentions for own in torch_parameters(attention)]
+    rest: tuple[nn.Module, ...] = (layer.linear1, layer.linear2, *norms)
+    return packed + [part.get_parameter(name) for part in rest for name in ("weight", "bias")]

@@ -8,7 +8,6 @@ from itertools import product
 
 import torch
 
-from clearhead.benchmark.encoder_layer_rows import LAYER, encoder_layer_rows
 from clearhead.benchmark.encoders import STACK, SWAPPED
 from clearhead.benchmark.function_rows import ALIBI, DENSE, LEARNED, MADE, function_rows
 from clearhead.benchmark.hugging_face import ONNX_MODEL, SDPA_MODEL, CausalRow, EncoderModelRow
@@ -18,6 +17,12 @@ from clearhead.benchmark.observed import MATERIALISED, PLAIN, WANTS, ObserveRow
 from clearhead.benchmark.onnx_runtime import ONNX_OPERATORS
 from clearhead.benchmark.peers import MODULE, OURS, SDPA, SDPA_WINDOW
 from clearhead.benchmark.rows import AttentionRow, EncoderRow, ModuleRow, Row
+from clearhead.benchmark.small_layer_rows import (
+    DECODER_LAYER,
+    ENCODER_LAYER,
+    decoder_layer_rows,
+    encoder_layer_rows,
+)
 
 __all__ = ["SUITES", "Floor", "Suite"]
 
@@ -196,11 +201,14 @@ _RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | 
         ("float32", OURS, (MODULE,), 1 / 1.03, None),
         ("bfloat16", OURS, (MODULE,), 1 / 1.03, None),
     ),
-    "layer-small": tuple(
-        (group, ours, (LAYER,), 1 / 1.03, None)
-        for group in ("float32", "float32, training", "bfloat16", "bfloat16, training")
-        for ours in (OURS, SWAPPED)
-    ),
+    **{
+        suite: tuple(
+            (group, ours, (peer,), 1 / 1.03, None)
+            for group in ("float32", "float32, training", "bfloat16", "bfloat16, training")
+            for ours in (OURS, SWAPPED)
+        )
+        for suite, peer in (("layer-small", ENCODER_LAYER), ("decoder-small", DECODER_LAYER))
+    },
     "encoder-gelu": (
         ("float32", OURS, (STACK,), 1.5, None),
         ("bfloat16", OURS, (STACK,), 1.5, None),
@@ -254,6 +262,11 @@ _ROWS: tuple[tuple[str, str, Callable[[], Sequence[Row]]], ...] = (
         "layer-small",
         "a small encoder layer, forward and with backward, against nn.TransformerEncoderLayer",
         encoder_layer_rows,
+    ),
+    (
+        "decoder-small",
+        "a small decoder layer with a memory, forward and with backward, against nn.TransformerDecoderLayer",
+        decoder_layer_rows,
     ),
     (
         "encoder",

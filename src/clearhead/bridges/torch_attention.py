@@ -17,8 +17,9 @@ from clearhead.bridges.torch_parts import is_plain, leaf
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks import Mask
 from clearhead.nn.checks import converts
-from clearhead.nn.fused_attention import is_step, self_attention
-from clearhead.projection import NATIVE, Layer, Path, project
+from clearhead.nn.fused_attention import Projections, fused_attention, is_step
+from clearhead.projection import NATIVE, Path, project
+from clearhead.shapes import Float
 from clearhead.statistics import Want
 from clearhead.watch import attend, attend_wanting, edited, recognise, watched
 
@@ -99,14 +100,17 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         dropout = self.dropout if self.training else 0.0
         # Nothing is left of a row whose weights are all dropped, which only torch allows.
         square, given, path = need_weights or dropout >= 1.0, masks, None
-        if not square and query is key and key is value and self._is_one_step(query):
+        sequences = (query,) if query is key else (query, key)
+        if not square and key is value and all(map(self._is_one_step, sequences)):
             meaning = mask_reader(_NAME, self, query, key).meaning(*masks)
-            tokens, step = query if self.batch_first else query.transpose(0, 1), self._step(meaning, dropout)
-            fused = self_attention(tokens, **step)
+            tokens = self.by_batch(*sequences)
+            options: dict[str, Any] = {"mask": meaning.mask, "scores": meaning.scores, "query_offset": 0}
+            own = self.projections()
+            fused = fused_attention(tokens, own, **options)
             if fused is not None:
                 return fused if self.batch_first else fused.transpose(0, 1).contiguous(), None
             # Those who watch a call see the numbers that it has without them.
-            path = NATIVE if watched() and is_step(tokens, **step) else None
+            path = NATIVE if watched() and is_step(tokens, own, **options) else None
             masks = (meaning, None, False)
         small = path is None and not torch.compiler.is_compiling() and self._work(query, key) < _LEAST
         square = square or small
@@ -155,20 +159,21 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         in_order = x.ndim == 3 and (self.batch_first or x.shape[1] == 1 or x.numel() <= _SOON)
         return in_order and self._qkv_same_embed_dim and not extra
 
-    def plain_layers(self, x: Tensor) -> list[Layer] | None:
-        """The layer of queries, keys and values, and the one that mixes the heads, where self-attention of ``x`` is
-        those two products."""
-        if not self._is_one_step(x) or is_parametrized(self) or is_parametrized(self.out_proj):
-            return None
-        return [(self.in_proj_weight, self.in_proj_bias), (self.out_proj.weight, self.out_proj.bias)]
+    def by_batch(self, *sequences: Tensor) -> tuple[Float[Tensor, "batch len width"], ...]:
+        """Sequences as they come, batch by batch."""
+        return sequences if self.batch_first else tuple(each.transpose(0, 1) for each in sequences)
 
-    def _step(self, meaning: Meaning, dropout: float) -> dict[str, Any]:
-        """What ``self_attention`` takes besides the tokens."""
-        return {
-            "sources": [(self.in_proj_weight, self.in_proj_bias)], "last": (self.out_proj.weight, self.out_proj.bias),
-            "num_heads": self.num_heads, "num_kv_heads": self.num_heads, "mask": meaning.mask,
-            "scores": meaning.scores, "dropout": dropout, "query_offset": 0,
-        }  # fmt: skip
+    def is_plain(self, *sequences: Tensor) -> bool:
+        """Whether attention of the first of these to the last is what ``projections`` say."""
+        plain = not is_parametrized(self) and not is_parametrized(self.out_proj)
+        return plain and all(map(self._is_one_step, sequences))
+
+    def projections(self) -> Projections:
+        """The layer of queries, keys and values, the one that mixes the heads, and how many these are."""
+        return Projections(
+            [(self.in_proj_weight, self.in_proj_bias)], (self.out_proj.weight, self.out_proj.bias), self.num_heads,
+            self.num_heads, dropout=self.dropout if self.training else 0.0,
+        )  # fmt: skip
 
     def _torchs(
         self, query: Tensor, key: Tensor, value: Tensor, masks: _Masks, need_weights: bool, average: bool

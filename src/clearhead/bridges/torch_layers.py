@@ -7,7 +7,7 @@ attention in between works on real tokens only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -24,6 +24,7 @@ from clearhead.nn.dropout import Dropout
 from clearhead.nn.feedforward import drop_of, in_one_step, layer_of, name_of
 from clearhead.nn.fused_layer import LayerParts, fused_layer, norm_of, of_parts
 from clearhead.nn.linear import Linear, hooked, looked_at
+from clearhead.shapes import Float
 from clearhead.watch import laid_out, shown_padding
 
 __all__ = [
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 
-#: Names under which torch's layers hold their attentions.
+#: Names under which torch's layers hold their attentions: to their own tokens, and to a memory.
 ATTENTIONS: Final = ("self_attn", "multihead_attn")
 #: Where a module holds its hooks.
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -56,7 +57,7 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
         """As ``nn.TransformerEncoderLayer.forward``."""
         if not isinstance(src, Proxy) and src.is_nested:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)  # type: ignore[arg-type]
-        found = self._in_one_step(src, src_mask, src_key_padding_mask, is_causal)
+        found = _in_one_step(self, (src,), [(src_mask, src_key_padding_mask, is_causal)])
         if found is not None:
             return found
         if self.norm_first:
@@ -70,70 +71,117 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
         output: Tensor = self.dropout2(_feedforward(self, x))
         return output
 
-    def _in_one_step(
-        self, src: Tensor, src_mask: Tensor | Mask | Meaning | None, padding: Tensor | None, is_causal: bool
-    ) -> Tensor | None:
-        """The layer in one step, where all parts are plain and nobody looks at one."""
-        if torch.compiler.is_compiling() or isinstance(src, Proxy) or not is_plain(src):
-            return None
-        parts, attention = _parts_of(self, src), self.self_attn
-        if parts is None or not isinstance(attention, SwappedMultiheadAttention):
-            return None
-        if padding is not None or is_causal or isinstance(src_mask, Tensor | Mask):
-            src_mask = mask_reader("MultiheadAttention", attention, src, src).meaning(src_mask, padding, is_causal)
-        meaning = src_mask or Meaning()
-        if meaning.scores:
-            return None
-        tokens = src if attention.batch_first else src.transpose(0, 1)
-        found = fused_layer(tokens, parts, meaning.mask)
-        if found is None:
-            found = self._by_parts(tokens, parts, meaning)
-        return found if found is None or attention.batch_first else found.transpose(0, 1).contiguous()
-
-    def _by_parts(self, tokens: Tensor, parts: LayerParts, meaning: Meaning) -> Tensor | None:
-        """The same with its attention called, for those who watch it."""
-        attention = self.self_attn
-
-        def attend(x: Tensor) -> Tensor:
-            x = x if attention.batch_first else x.transpose(0, 1)
-            output: Tensor = attention(x, x, x, attn_mask=meaning, need_weights=False)[0]
-            return output if attention.batch_first else output.transpose(0, 1)
-
-        return of_parts(tokens, parts, meaning.mask, attend, partial(_feedforward, self))
-
-
-def _parts_of(layer: SwappedTransformerEncoderLayer, x: Tensor) -> LayerParts | None:
-    """What a layer is as one step, where all there is to its parts is their tensors."""
-    attention = layer.self_attn
-    if type(layer) is not SwappedTransformerEncoderLayer or type(attention) is not SwappedMultiheadAttention:
-        return None
-    activation, small = layer.activation, (layer.linear1, layer.linear2, layer.dropout, layer.dropout1, layer.dropout2)
-    first, second = _LAYER(layer.linear1), _LAYER(layer.linear2)
-    norms = [norm_of(norm, x) for norm in (layer.norm1, layer.norm2)]
-    drops = [drop_of(each) for each in (layer.dropout1, layer.dropout, layer.dropout2)]
-    called, projections = name_of(activation), attention.plain_layers(x)
-    if first is None or second is None or called is None or projections is None or None in norms or None in drops:
-        return None
-    if _is_replaced(layer.__dict__) or _is_replaced(attention.__dict__) or looked_at(activation, *small):
-        return None
-    # Those who look inside a call of the attention are shown its own arguments; ours know what became of them.
-    if any(getattr(attention, hooks) and shown_padding(getattr(attention, hooks)) for hooks in _HOOKS):
-        return None
-    (kind, own), (other_kind, other) = (norm for norm in norms if norm is not None)
-    after, hidden, last = (drop for drop in drops if drop is not None)
-    return LayerParts(
-        projections[:1], projections[1], (first, second), (own, other), (kind, other_kind), layer.norm_first, called,
-        (attention.dropout if attention.training else 0.0, after, hidden, last), attention.num_heads,
-        attention.num_heads, looked_at=hooked(attention),
-    )  # fmt: skip
-
 
 class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):
     """``nn.TransformerDecoderLayer`` whose attentions and products are ours; put in place by ``swap``."""
 
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | Mask | Meaning | None = None,
+        memory_mask: Tensor | Mask | Meaning | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """As ``nn.TransformerDecoderLayer.forward``."""
+        own, other = (
+            (tgt_mask, tgt_key_padding_mask, tgt_is_causal), (memory_mask, memory_key_padding_mask, memory_is_causal)
+        )  # fmt: skip
+        found = _in_one_step(self, (tgt, memory), [own, other])
+        if found is not None:
+            return found
+        return super().forward(
+            tgt, memory, tgt_mask, memory_mask,  # type: ignore[arg-type]
+            tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal, memory_is_causal,
+        )  # fmt: skip
+
     def _ff_block(self, x: Tensor) -> Tensor:
         output: Tensor = self.dropout3(_feedforward(self, x))
         return output
+
+
+#: ``attn_mask``, ``key_padding_mask`` and ``is_causal`` of an attention.
+_Said = tuple[Tensor | Mask | Meaning | None, Tensor | None, bool]
+
+
+def _in_one_step(
+    layer: SwappedTransformerEncoderLayer | SwappedTransformerDecoderLayer, tokens: Sequence[Tensor],
+    said: Sequence[_Said],
+) -> Tensor | None:  # fmt: skip
+    """A layer in one step, where all parts are plain and nobody looks at one; its tokens, and a decoder's memory."""
+    if torch.compiler.is_compiling() or any(isinstance(each, Proxy) for each in tokens) or not is_plain(*tokens):
+        return None
+    parts = _parts_of(layer, tokens)
+    if parts is None:
+        return None
+    attentions = [getattr(layer, name) for name in ATTENTIONS[: len(said)]]
+    meanings = [
+        _meaning(attention, tokens[0], keys, own) for attention, keys, own in zip(attentions, tokens, said, strict=True)
+    ]
+    if any(meaning.scores for meaning in meanings):
+        return None
+    masks, laid = [meaning.mask for meaning in meanings], attentions[0].by_batch(*tokens)
+    found = fused_layer(laid, parts, masks)
+    if found is None:
+        sublayers = [partial(_attended, *each) for each in zip(attentions, (None, *tokens[1:]), meanings, strict=True)]
+        found = of_parts(laid, parts, masks, [*sublayers, partial(_feedforward, layer)])
+    return found if found is None or attentions[0].batch_first else found.transpose(0, 1).contiguous()
+
+
+def _meaning(attention: SwappedMultiheadAttention, queries: Tensor, keys: Tensor, said: _Said) -> Meaning:
+    mask, padding, is_causal = said
+    if padding is None and not is_causal and not isinstance(mask, Tensor | Mask):
+        return mask or Meaning()
+    return mask_reader("MultiheadAttention", attention, queries, keys).meaning(mask, padding, is_causal)
+
+
+def _attended(
+    attention: SwappedMultiheadAttention, memory: Tensor | None, meaning: Meaning,
+    x: Float[Tensor, "batch len width"],
+) -> Float[Tensor, "batch len width"]:  # fmt: skip
+    """What a layer's attention gives, called for those who watch it."""
+    (x,) = attention.by_batch(x)
+    keys = x if memory is None else memory
+    output: Tensor = attention(x, keys, keys, attn_mask=meaning, need_weights=False)[0]
+    return attention.by_batch(output)[0]
+
+
+def _parts_of(
+    layer: SwappedTransformerEncoderLayer | SwappedTransformerDecoderLayer, tokens: Sequence[Tensor]
+) -> LayerParts | None:
+    """What a layer is as one step, where all there is to its parts is their tensors."""
+    attentions = [getattr(layer, name) for name in ATTENTIONS[: len(tokens)]]
+    places = range(1, len(attentions) + 2)
+    norms = [norm for place in places if (norm := norm_of(getattr(layer, f"norm{place}"), tokens[0])) is not None]
+    behind = [getattr(layer, f"dropout{place}") for place in places]
+    if type(layer) not in _LAYERS or any(type(each) is not SwappedMultiheadAttention for each in attentions):
+        return None
+    activation, small = layer.activation, (layer.linear1, layer.linear2, layer.dropout, *behind)
+    first, second, called = _LAYER(layer.linear1), _LAYER(layer.linear2), name_of(activation)
+    hidden, after = drop_of(layer.dropout), [drop for each in behind if (drop := drop_of(each)) is not None]
+    if first is None or second is None or called is None or hidden is None:
+        return None
+    if len(norms) < len(places) or len(after) < len(places):
+        return None
+    if looked_at(activation, *small) or any(_is_replaced(own.__dict__) for own in (layer, *attentions)):
+        return None
+    # One memory is read by a layer whose attentions take sequences alike.
+    if len({each.batch_first for each in attentions}) > 1:
+        return None
+    for place, attention in enumerate(attentions):
+        # Those who look inside a call of the attention are shown its own arguments; ours know what became of them.
+        hooks = [getattr(attention, name) for name in _HOOKS]
+        if not attention.is_plain(tokens[0], *tokens[1 : place + 1]) or any(
+            own and shown_padding(own) for own in hooks
+        ):
+            return None
+    return LayerParts(
+        [each.projections() for each in attentions], (first, second), norms, layer.norm_first, called, tuple(after),
+        hidden, any(map(hooked, attentions)),
+    )  # fmt: skip
 
 
 def _feedforward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from clearhead.cache import KVCache, check_cache, restored_on_error
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks import Mask
 from clearhead.nn.checks import positive, sources_of
-from clearhead.nn.fused_attention import again, is_step, self_attention
+from clearhead.nn.fused_attention import Projections, again, fused_attention, is_step
 from clearhead.nn.linear import Linear, hooked, linear_each, weights_of
 from clearhead.nn.rules import RuleList
 from clearhead.nn.weights import HeadWeight, copy_into, side_by_side, torch_projections, weight_and_bias
@@ -130,7 +130,8 @@ class MultiHeadAttention(nn.Module):
             MaskError: the mask does not fit, or positions are ambiguous.
             UnsupportedError: dtype or device differ from the module's, or the cache is no ``KVCache``.
         """
-        found = self._again(query, mask, query_offset) if key is None and value is None and cache is None else None
+        alone = cache is None and (value is None or value is key)
+        found = self._again(query, key, mask, query_offset) if alone else None
         if found is not None:
             return found
         check_cache(_NAME, "cache", cache)
@@ -140,12 +141,15 @@ class MultiHeadAttention(nn.Module):
         key, value = self._sources(query, key, value)
         first = self._first_position(own, cache, query_offset, query.shape[-2], key.shape[-2])
         if cache is None:
-            step = self._step(mask, query_offset) if own else None
-            fused = None if step is None else self_attention(query, **step)
-            if fused is not None:
-                return fused
-            # Those who watch a call see the numbers that it has without them.
-            path = NATIVE if step is not None and watched() and is_step(query, **step) else None
+            projections, tokens = self._projections() if key is value else None, (query,) if own else (query, key)
+            path = None
+            if projections is not None:
+                options: dict[str, Any] = {"mask": mask, "scores": self.scores.rules(), "query_offset": query_offset}
+                fused = fused_attention(tokens, projections, **options)
+                if fused is not None:
+                    return fused
+                # Those who watch a call see the numbers that it has without them.
+                path = NATIVE if watched() and is_step(tokens, projections, **options) else None
             heads, keys, values = self._heads(query, key, value, first, 0, path)
             return self._attended(heads, keys, values, mask, query_offset, path)
         with restored_on_error(cache):
@@ -171,41 +175,25 @@ class MultiHeadAttention(nn.Module):
             return project(joined, last.weight, last.bias, path=path)
         return joined if last is None else last(joined)
 
-    def _again(self, x: Tensor, mask: Mask | None, query_offset: int | None) -> Tensor | None:
-        """The answer to a plain self-attention like one before, whose arguments are not looked at one by one."""
-        layers = None if torch.compiler.is_compiling() else self._plain_layers()
-        if layers is None or self._modules["scores"]:
+    def _again(self, query: Any, key: Any, mask: Mask | None, query_offset: int | None) -> Tensor | None:
+        """The answer to a plain call like one before, whose arguments are not looked at one by one."""
+        own = None if torch.compiler.is_compiling() else self.projections()
+        if own is None:
             return None
-        # Where they are stored: to ask the layer takes a microsecond each.
-        tensors = [layer._parameters.get(name) for layer in layers for name in ("weight", "bias")]
-        dropout = self.dropout if self.training else 0.0
-        return again(
-            x, tensors, mask, self.num_heads, self.num_kv_heads, self.scale, dropout, query_offset, self.backend
-        )
+        return again([query] if key is None or key is query else [query, key], own, mask, query_offset)
 
-    def _plain_layers(self) -> tuple[Linear, ...] | None:
-        """The projections, the last one behind the others, where all there is to them are their weights."""
+    def _projections(self) -> Projections | None:
+        """What the module is besides its rules, where all there is to its layers are their weights; no rotary."""
         layers = [self._modules.get(name) for name in _PROJECTIONS]
-        plain = tuple(layer for layer in layers if type(layer) is Linear and not hooked(layer))
-        return plain if len(plain) == len(layers) and self.rotary is None else None
-
-    def plain_layers(self) -> list[Layer] | None:
-        """Weight and bias of each projection, the last one behind the others, where all there is to the module is that:
-        no rotary, no rules."""
-        layers = None if self._modules["scores"] else self._plain_layers()
-        return None if layers is None else [weights_of(layer) for layer in layers]
-
-    def _step(self, mask: Mask | None, query_offset: int | None) -> dict[str, Any] | None:
-        """What ``self_attention`` takes besides the tokens, where a call is one."""
-        layers = self._plain_layers()
-        if layers is None:
+        plain: list[Layer] = [weights_of(layer) for layer in layers if type(layer) is Linear and not hooked(layer)]
+        if len(plain) < len(layers) or self.rotary is not None:
             return None
-        *sources, last = ((layer.weight, layer.bias) for layer in layers)
-        return {
-            "sources": sources, "last": last, "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads,
-            "mask": mask, "scores": self.scores.rules(), "scale": self.scale,
-            "dropout": self.dropout if self.training else 0.0, "query_offset": query_offset, "backend": self.backend,
-        }  # fmt: skip
+        dropout = self.dropout if self.training else 0.0
+        return Projections(plain[:-1], plain[-1], self.num_heads, self.num_kv_heads, self.scale, dropout, self.backend)
+
+    def projections(self) -> Projections | None:
+        """What the module is as a part of one step, where it has no rules."""
+        return None if self._modules["scores"] else self._projections()
 
     def project(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, first: int = 0
@@ -231,9 +219,11 @@ class MultiHeadAttention(nn.Module):
         """Queries, keys and values by head, turned from their first positions on."""
         layers = (self.query_projection, self.key_projection, self.value_projection)
         if path is not None:
-            queries, keys, values = project_each(
-                query, [layer.weight for layer in layers], [layer.bias for layer in layers], path=path
-            )
+            first_of = 1 if query is not key else 3
+            queries, keys, values = (
+                own for x, part in ((query, layers[:first_of]), (key, layers[first_of:])) if part
+                for own in project_each(x, [layer.weight for layer in part], [layer.bias for layer in part], path=path)
+            )  # fmt: skip
         elif query is key and key is value:
             queries, keys, values = linear_each(layers, query)
         else:

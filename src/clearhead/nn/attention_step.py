@@ -1,9 +1,11 @@
-"""The kernels' calls of one self-attention with its projections, and the step that they make."""
+"""The kernels' calls of one attention with its projections, and the step that they make."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Sequence
 from ctypes import Structure
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,29 +23,55 @@ from clearhead.projection import Layer, project
 from clearhead.shapes import Float
 from clearhead.statistics import Want
 
-__all__ = ["AttentionBackward", "AttentionForward", "AttentionStep", "attended_by_parts", "by_head"]
+__all__ = ["AttentionBackward", "AttentionForward", "AttentionStep", "attended_by_parts", "by_head", "taken"]
 
 _NOTHING = Want()
 
 
-def by_head(projected: Sequence[Tensor], leading: tuple[int, int], counts: tuple[int, int, int]) -> tuple[Tensor, ...]:
+def by_head(projected: Sequence[Tensor], batch: int, counts: tuple[int, int, int]) -> tuple[Tensor, ...]:
     """Queries, keys and values ``[batch, heads, len, dim]`` in ``[rows, width]`` each, or in one that holds them side
-    by side; ``counts`` are their heads."""
-    if len(projected) == 1:
-        rows = projected[0].view(*leading, sum(counts), -1)
-        return tuple(part.transpose(1, 2) for part in rows.split(counts, dim=2))
-    pairs = zip(projected, counts, strict=True)
-    return tuple(part.view(*leading, count, -1).transpose(1, 2) for part, count in pairs)
+    by side, or keys and values alone; ``counts`` are their heads."""
+    found: list[Tensor] = []
+    for own, together in zip(projected, _TOGETHER[len(projected)], strict=True):
+        heads = counts[len(found) : len(found) + together]
+        rows = own.view(batch, len(own) // batch, sum(heads), -1)
+        found += [part.transpose(1, 2) for part in rows.split(heads, dim=2)]
+    return tuple(found)
+
+
+#: Of queries, keys and values how many lie side by side in each of one, two or three projections.
+_TOGETHER: Final = {1: (3,), 2: (1, 2), 3: (1, 1, 1)}
 
 
 def _by_head_of(problem: Problem, projected: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The same for a problem of self-attention."""
-    counts = (problem.num_heads, problem.num_kv_heads, problem.num_kv_heads)
-    return by_head(projected, (problem.batch, problem.q_len), counts)
+    """The same for a problem."""
+    return by_head(projected, problem.batch, (problem.num_heads, problem.num_kv_heads, problem.num_kv_heads))
 
 
 def _side_by_side(heads: Tensor) -> Float[Tensor, "rows width"]:
     return heads.transpose(1, 2).reshape(heads.shape[0] * heads.shape[2], -1)
+
+
+class _Source(NamedTuple):
+    """A product that queries, keys or values come from: which layer's, on which tokens, and the part of the layer that
+    reads these."""
+
+    place: int
+    tokens: int
+    weight: Tensor
+    bias: Tensor | None
+
+
+def _sources(problem: Problem, tokens: int, layers: Sequence[Layer]) -> list[_Source]:
+    """Those of an attention to as many sequences: queries from the first, keys and values from the last."""
+    if tokens == 1:
+        return [_Source(place, 0, *layer) for place, layer in enumerate(layers)]
+    if len(layers) == 1:
+        # Queries read other tokens than keys and values do: one layer is two products.
+        (weight, bias), of_queries = layers[0], problem.num_heads * problem.head_dim
+        parts = (slice(None, of_queries), slice(of_queries, None))
+        return [_Source(0, own, weight[rows], None if bias is None else bias[rows]) for own, rows in enumerate(parts)]
+    return [_Source(place, int(place > 0), *layer) for place, layer in enumerate(layers)]
 
 
 class AttentionForward:
@@ -51,7 +79,7 @@ class AttentionForward:
 
     Args:
         problem: of hollow tensors.
-        rows: ``[batch * len, in]``.
+        tokens: ``[batch * len, in]`` of those that attend, and of the memory where it is not theirs.
         layers: of queries, keys and values, or one that makes all three; the last one mixes the heads.
         seed: of the attention's dropout.
         training: whether ``kept`` holds what backward reads besides.
@@ -64,10 +92,12 @@ class AttentionForward:
     """
 
     def __init__(
-        self, problem: Problem, rows: Float[Tensor, "rows in"], layers: Sequence[Layer], seed: int, training: bool
-    ) -> None:
-        *sources, (weight, bias) = layers
-        products = [Product([(rows, own)], right_turned=True, bias=added) for own, added in sources]
+        self, problem: Problem, tokens: Sequence[Float[Tensor, "_rows _in"]], layers: Sequence[Layer], seed: int,
+        training: bool,
+    ) -> None:  # fmt: skip
+        *first, (weight, bias) = layers
+        sources, rows = _sources(problem, len(tokens), first), tokens[0]
+        products = [Product([(tokens[own.tokens], own.weight)], right_turned=True, bias=own.bias) for own in sources]
         projected = [product.output for product in products]
         own = problem.with_tensors(*_by_head_of(problem, projected)).with_seed(seed)
         attended = ForwardWork(own, _NOTHING, for_backward=training)
@@ -85,44 +115,57 @@ class AttentionForward:
         self._held = (products, attended, mixed)
 
 
+def taken(kept: deque[Tensor], layers: Sequence[Layer], tokens: int) -> list[Tensor]:
+    """What an attention kept, off the front of what a step did: its projections in two axes, all else in four."""
+    first = len(layers) - 1
+    found = [kept.popleft() for _ in range(first if first > 1 else tokens)]
+    while kept and kept[0].dim() == 4:
+        found.append(kept.popleft())
+    return found
+
+
 class AttentionBackward:
     """The way back, written down: products before the attention's, and behind it.
 
     Args:
         problem: of hollow tensors.
         arrived: the output's gradient, ``[rows, out]``.
-        rows: what forward read.
+        tokens: what forward read.
         layers: as forward had them.
         kept: what forward kept.
         seed: as forward had it.
-        needs: of ``rows``, and of each layer's weight and bias.
+        needs: of ``tokens``, each of them, and of each layer's weight and bias.
     """
 
     def __init__(
-        self, problem: Problem, arrived: Float[Tensor, "rows out"], rows: Float[Tensor, "rows in"],
+        self, problem: Problem, arrived: Float[Tensor, "rows out"], tokens: Sequence[Float[Tensor, "_rows _in"]],
         layers: Sequence[Layer], kept: Sequence[Tensor], seed: int, needs: Sequence[bool],
     ) -> None:  # fmt: skip
-        *sources, (weight, _) = layers
+        *first, (weight, _) = layers
+        sources = _sources(problem, len(tokens), first)
         projected, (heads, softmax, *exact) = kept[: len(sources)], kept[len(sources) :]
         own = heads if heads.dtype == torch.float32 else exact[0] if exact else None
         self.problem, self.statistics = (
             problem.with_tensors(*_by_head_of(problem, projected)).with_seed(seed),
             Rows(own, None, softmax),
         )
-        self._mixed = WeightGradients(arrived, _side_by_side(heads), *needs[-2:])
+        self._mixed = WeightGradients([(arrived, _side_by_side(heads))], *needs[-2:])
         self._before, self._after = [*self._mixed.products], list[Product]()
-        self._own, self.of_x = list[WeightGradients](), list[Tensor]()
+        self._own = list[WeightGradients]()
+        #: Of each of ``tokens``, None where it is not needed.
+        self.of_tokens: list[Tensor | None] = [None] * len(tokens)
         self._attended: BackwardWork | None = None
+        #: What is written on the way.
         self.between: list[Tensor] = []
         self._without = len(needs) - 2
         if any(needs[:-2]):
-            self._add_attention(arrived, rows, projected, sources, weight, needs)
+            self._add_attention(arrived, tokens, projected, sources, weight, needs)
 
     def _add_attention(
-        self, arrived: Tensor, rows: Tensor, projected: Sequence[Tensor], sources: Sequence[Layer], weight: Tensor,
-        needs: Sequence[bool],
+        self, arrived: Tensor, tokens: Sequence[Tensor], projected: Sequence[Tensor], sources: Sequence[_Source],
+        weight: Tensor, needs: Sequence[bool],
     ) -> None:  # fmt: skip
-        problem = self.problem
+        problem, count = self.problem, len(tokens)
         of_joined = Product([(arrived, weight)])
         self._before.append(of_joined)
         of_projected = [new_tensor(part, tuple(part.shape)) for part in projected]
@@ -130,15 +173,17 @@ class AttentionBackward:
         self._into = _by_head_of(problem, of_projected)
         self._attended = BackwardWork(problem, self.statistics, self._of_heads, into=self._into)
         self.between = [of_joined.output, *of_projected, self._attended.delta]
-        self._own = [
-            WeightGradients(part, rows, *needs[1 + 2 * place : 3 + 2 * place])
-            for place, part in enumerate(of_projected)
-        ]
+        pairs = list(zip(sources, of_projected, strict=True))
+        for place in range(sources[-1].place + 1):
+            parts = [(part, tokens[own.tokens]) for own, part in pairs if own.place == place]
+            self._own.append(WeightGradients(parts, *needs[count + 2 * place : count + 2 * place + 2]))
         self._after = [product for layer in self._own for product in layer.products]
-        if needs[0]:
-            self.of_x = [new_tensor(rows, (problem.batch, problem.q_len, rows.shape[1]))]
-            terms = [(part, layer[0]) for part, layer in zip(of_projected, sources, strict=True)]
-            self._after.append(Product(terms, output=self.of_x[0].view(len(rows), -1)))
+        for place, (rows, needed) in enumerate(zip(tokens, needs, strict=False)):
+            if needed:
+                found = new_tensor(rows, (problem.batch, len(rows) // problem.batch, rows.shape[1]))
+                terms = [(part, own.weight) for own, part in pairs if own.tokens == place]
+                self._after.append(Product(terms, output=found.view(rows.shape)))
+                self.of_tokens[place] = found
 
     @property
     def calls(self) -> list[tuple[Verb, Structure]]:
@@ -157,12 +202,11 @@ class AttentionBackward:
         return [part for layer in (*self._own, self._mixed) for part in layer.written]
 
     def found(self) -> list[Tensor | None]:
-        """Gradients of ``rows``, and of each layer's weight and bias, once the calls are made."""
+        """Gradients of ``tokens``, and of each layer's weight and bias, once the calls are made."""
         mixed = [*self._mixed.found()]
         if self._attended is None:
             return [None] * self._without + mixed
-        of_x = self.of_x[0] if self.of_x else None
-        return [of_x, *(part for layer in self._own for part in layer.found()), *mixed]
+        return [*self.of_tokens, *(part for layer in self._own for part in layer.found()), *mixed]
 
     def run_contained(self) -> None:
         """Make the calls where NaN or inf may meet a mask."""
@@ -176,11 +220,12 @@ class AttentionBackward:
 
 
 def attended_by_parts(
-    problem: Problem, x: Float[Tensor, "batch len in"], layers: Sequence[Layer], seed: int
+    problem: Problem, tokens: Sequence[Float[Tensor, "*batch _len _in"]], layers: Sequence[Layer], seed: int
 ) -> Float[Tensor, "batch len out"]:
-    """A self-attention with its projections by functions that autograd and watchers know."""
-    *sources, last = layers
-    projected = [project(x, *layer).flatten(0, 1) for layer in sources]
+    """An attention with its projections by functions that autograd and watchers know."""
+    *first, last = layers
+    sources = _sources(problem, len(tokens), first)
+    projected = [project(tokens[own.tokens], own.weight, own.bias).flatten(0, 1) for own in sources]
     output = attention(
         *_by_head_of(problem, projected), mask=problem.mask, scores=problem.scores, scale=problem.scale,
         dropout=problem.dropout, seed=seed, query_offset=problem.query_offset, backend=native.BACKEND.name,
@@ -189,25 +234,28 @@ def attended_by_parts(
 
 
 class AttentionStep(Step):
-    """Self-attention with its projections: a weight and a bias for each of its layers, the last one behind the
+    """One attention with its projections: a weight and a bias for each of its layers, the last one behind the
     others."""
 
-    def __init__(self, problem: Problem, training: bool, layout: Hashable | None) -> None:
-        super().__init__(problem, training, layout, [problem.dropout])
+    def __init__(self, problems: Sequence[Problem], training: bool, layout: Hashable | None) -> None:
+        super().__init__(problems, training, layout, [problem.dropout for problem in problems])
+        (self.problem,) = problems
 
-    def write_forward(self, rows: Tensor, tensors: Sequence[Tensor | None], seeds: Sequence[int]) -> Written:
-        own = AttentionForward(self.problem, rows, layers_of(tensors), seeds[0], self.training)
+    def write_forward(
+        self, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int]
+    ) -> Written:
+        own = AttentionForward(self.problem, tokens, layers_of(tensors), seeds[0], self.training)
         return Written(own.calls, [*own.kept, own.output], own.stays, own)
 
     def write_backward(
-        self, arrived: Tensor, rows: Tensor, inputs: Sequence[Tensor | None], kept: Sequence[Tensor],
+        self, arrived: Tensor, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], kept: Sequence[Tensor],
         seeds: Sequence[int], needs: Sequence[bool],
     ) -> WayBack:  # fmt: skip
-        layers = layers_of(inputs[1:])
-        return _AttentionWayBack(AttentionBackward(self.problem, arrived, rows, layers, kept, seeds[0], needs))
+        layers = layers_of(tensors)
+        return _AttentionWayBack(AttentionBackward(self.problem, arrived, tokens, layers, kept, seeds[0], needs))
 
-    def by_parts(self, x: Tensor, tensors: Sequence[Tensor | None], seeds: Sequence[int]) -> Tensor:
-        return attended_by_parts(self.problem, x, layers_of(tensors), seeds[0])
+    def by_parts(self, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int]) -> Tensor:
+        return attended_by_parts(self.problem, tokens, layers_of(tensors), seeds[0])
 
 
 class _AttentionWayBack(WayBack):
@@ -216,7 +264,8 @@ class _AttentionWayBack(WayBack):
 
     def written(self) -> Written:
         own = self._own
-        return Written(own.calls, [*own.of_x, *own.of_layers, *own.between], own.stays, own)
+        of_tokens = [part for part in own.of_tokens if part is not None]
+        return Written(own.calls, [*of_tokens, *own.of_layers, *own.between], own.stays, own)
 
     def found(self) -> list[Tensor | None]:
         return self._own.found()

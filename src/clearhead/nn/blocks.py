@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -11,21 +12,28 @@ from torch.utils.checkpoint import checkpoint
 
 from clearhead.arguments import flag, probability
 from clearhead.cache import KVCache, restored_on_error
-from clearhead.errors import ShapeError, UnsupportedError
+from clearhead.errors import ShapeError
 from clearhead.masks import Causal, Mask
 from clearhead.nn.attention import MultiHeadAttention
 from clearhead.nn.checks import check_tokens
 from clearhead.nn.dropout import Dropout, plus_dropped
 from clearhead.nn.feedforward import FeedForward, drop_of
+from clearhead.nn.from_torch import block_like
 from clearhead.nn.fused_layer import LayerParts, fused_layer, norm_of, of_parts
 from clearhead.nn.linear import hooked
-from clearhead.nn.weights import copy_into
 from clearhead.positions import Rotary
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
 from clearhead.watch import carried, watched
 
 __all__ = ["DecoderBlock", "EncoderBlock"]
+
+
+#: A block's parts and their norms, of one that attends to its own tokens alone, and of one with a memory.
+_SUBLAYERS: Final = {
+    1: (("attention", "attention_norm"), ("feedforward", "feedforward_norm")),
+    2: (("attention", "attention_norm"), ("cross_attention", "cross_norm"), ("feedforward", "feedforward_norm")),
+}
 
 
 class _Block(nn.Module):
@@ -39,36 +47,45 @@ class _Block(nn.Module):
     feedforward: FeedForward
     feedforward_norm: nn.LayerNorm
 
-    def _self_attending(self, x: Tensor, mask: Mask | None) -> Tensor:
-        """Self-attention under a mask, and the feedforward: in one step where all parts are plain."""
-        parts = None if torch.compiler.is_compiling() else self._parts(x)
-        if parts is not None:
-            found = fused_layer(x, parts, mask)
-            if found is None:
-                found = of_parts(x, parts, mask, lambda y: self.attention(y, mask=mask), self.feedforward)
-            if found is not None:
-                return found
-        x = self._around(x, self.attention_norm, lambda y: self.attention(y, mask=mask))
-        return self._around(x, self.feedforward_norm, self.feedforward)
+    def _attending(self, tokens: Sequence[Tensor], masks: Sequence[Mask | None]) -> Tensor:
+        """Attention of each kind under its mask, and the feedforward: in one step where all parts are plain."""
+        x, names = tokens[0], _SUBLAYERS[len(tokens)]
+        parts = None if torch.compiler.is_compiling() else self._parts(names, x)
+        found = None if parts is None else fused_layer(tokens, parts, masks)
+        if found is not None:
+            return found
 
-    def _parts(self, x: Tensor) -> LayerParts | None:
+        def attended(place: int, y: Tensor) -> Tensor:
+            output: Tensor = getattr(self, names[place][0])(y, *tokens[1 : place + 1], mask=masks[place])
+            return output
+
+        sublayers: list[Callable[[Tensor], Tensor]] = [partial(attended, place) for place in range(len(masks))]
+        sublayers.append(self.feedforward)
+        found = None if parts is None else of_parts(tokens, parts, masks, sublayers)
+        if found is not None:
+            return found
+        for (_, norm), sublayer in zip(names, sublayers, strict=True):
+            x = self._around(x, getattr(self, norm), sublayer)
+        return x
+
+    def _parts(self, names: Sequence[tuple[str, str]], x: Tensor) -> LayerParts | None:
         """What the block is as one step, where all there is to its parts is their tensors."""
         # Where they are stored: to ask a module takes a third of a microsecond each.
         own: Any = self._modules
-        attention, feedforward, dropout = own["attention"], own["feedforward"], own["residual_dropout"]
-        if type(attention) is not MultiHeadAttention or type(feedforward) is not FeedForward or hooked(dropout):
+        *attentions, feedforward = [own[name] for name, _ in names]
+        dropout = own["residual_dropout"]
+        if any(type(each) is not MultiHeadAttention for each in attentions) or type(feedforward) is not FeedForward:
             return None
-        layers, fed, after = attention.plain_layers(), feedforward.plain_layers(), drop_of(dropout)
-        first, second = norm_of(own["attention_norm"], x), norm_of(own["feedforward_norm"], x)
-        if layers is None or fed is None or after is None or first is None or second is None:
+        projections = [part for each in attentions if (part := each.projections()) is not None]
+        norms = [part for _, norm in names if (part := norm_of(own[norm], x)) is not None]
+        fed, after = feedforward.plain_layers(), None if hooked(dropout) else drop_of(dropout)
+        if len(projections) < len(attentions) or len(norms) < len(names) or fed is None or after is None:
             return None
         pair, activation, hidden = fed
-        weights = attention.dropout if attention.training else 0.0
+        looked_at = any(hooked(each) for each in attentions) or hooked(feedforward)
         return LayerParts(
-            layers[:-1], layers[-1], pair, (first[1], second[1]), (first[0], second[0]), self.norm_first, activation,
-            (weights, after, hidden, after), attention.num_heads, attention.num_kv_heads, attention.scale,
-            attention.backend, hooked(attention) or hooked(feedforward),
-        )  # fmt: skip
+            projections, pair, norms, self.norm_first, activation, (after,) * len(names), hidden, looked_at
+        )
 
     def _around(self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """``x + sublayer(norm(x))`` before the norm, ``norm(x + sublayer(x))`` after it."""
@@ -136,7 +153,7 @@ class EncoderBlock(_Block):
     ) -> Float[Tensor, "*batch len embed_dim"]:
         """The block's output for tokens that attend to each other under ``mask``."""
         check_tokens("EncoderBlock", "x", x, self.attention.embed_dim, self.attention.query_projection.weight)
-        return self._maybe_recomputed(self._self_attending, x, mask)
+        return self._maybe_recomputed(self._attending, (x,), (mask,))
 
     @classmethod
     def from_torch(cls, layer: nn.TransformerEncoderLayer) -> Self:
@@ -147,61 +164,10 @@ class EncoderBlock(_Block):
 
         >>> block = EncoderBlock.from_torch(nn.TransformerEncoderLayer(8, 2))
         """
-        if not isinstance(layer, nn.TransformerEncoderLayer):
-            raise UnsupportedError.about(
-                "EncoderBlock.from_torch", "layer", must="be a torch.nn.TransformerEncoderLayer",
-                got=type(layer).__name__, then="Build an EncoderBlock and copy the weights part by part.",
-            )  # fmt: skip
-        _check_parts(layer)
-        own = layer.self_attn
-        block = cls(
-            own.embed_dim, own.num_heads, feedforward_dim=layer.linear1.out_features, dropout=layer.dropout.p,
-            attention_dropout=own.dropout, norm_first=layer.norm_first, activation=_activation_of(layer),
-            bias=layer.linear1.bias is not None,
-        )  # fmt: skip
-        weight = layer.linear1.weight
-        block.to(device=weight.device, dtype=weight.dtype)
-        block.attention = MultiHeadAttention.from_torch(own)
-        copy_into(block.feedforward.expand, layer.linear1.weight, layer.linear1.bias)
-        copy_into(block.feedforward.contract, layer.linear2.weight, layer.linear2.bias)
-        for ours, theirs in ((block.attention_norm, layer.norm1), (block.feedforward_norm, layer.norm2)):
-            ours.load_state_dict(theirs.state_dict())
-            ours.eps = theirs.eps
-        return block.train(layer.training)
+        return block_like(cls, nn.TransformerEncoderLayer, layer)
 
     def extra_repr(self) -> str:
         return f"norm_first={self.norm_first}"
-
-
-def _check_parts(layer: nn.TransformerEncoderLayer) -> None:
-    """Raise unless the layer's parts are such as a block has."""
-    parts: tuple[tuple[str, type[nn.Module]], ...] = (
-        ("self_attn", nn.MultiheadAttention), ("linear1", nn.Linear), ("linear2", nn.Linear), ("norm1", nn.LayerNorm),
-        ("norm2", nn.LayerNorm), ("dropout", nn.Dropout),
-    )  # fmt: skip
-    for name, kind in parts:
-        part = getattr(layer, name)
-        # A norm's subclass may compute something else, and all must have a bias or none.
-        fits = isinstance(part, kind) and (kind is not nn.LayerNorm or type(part).forward is nn.LayerNorm.forward)
-        if fits and kind is nn.LayerNorm:
-            fits = part.weight is not None and (part.bias is None) == (layer.linear1.bias is None)
-        if not fits:
-            raise UnsupportedError.about(
-                "EncoderBlock.from_torch", "layer", must=f"have a plain {kind.__name__} as its {name}",
-                got=repr(part)[:80], then="Build an EncoderBlock, exchange that part in it and copy the weights.",
-            )  # fmt: skip
-
-
-def _activation_of(layer: nn.TransformerEncoderLayer) -> str:
-    activation = layer.activation
-    if activation is nn.functional.relu or activation is torch.relu or type(activation) is nn.ReLU:
-        return "relu"
-    if activation is nn.functional.gelu or (type(activation) is nn.GELU and activation.approximate == "none"):
-        return "gelu"
-    raise UnsupportedError.about(
-        "EncoderBlock.from_torch", "layer", must="use GELU or ReLU", got=getattr(activation, "__name__", activation),
-        then="Build an EncoderBlock and set block.feedforward.activation.",
-    )  # fmt: skip
 
 
 class DecoderBlock(_Block):
@@ -289,11 +255,26 @@ class DecoderBlock(_Block):
                 got="none" if memory is None else f"shape {tuple(memory.shape)}",
                 then="Build the block with cross_attention=True to attend to a memory.",
             )  # fmt: skip
+        if memory is not None and self.cross_attention is not None:
+            own = self.cross_attention.key_projection.weight
+            check_tokens("DecoderBlock", "memory", memory, self.cross_attention.key_dim, own)
         if cache is None and memory_cache is None:
             return self._maybe_recomputed(self._run, x, mask, memory, memory_mask)
         # Computed once more in the backward pass, the call's tokens would be appended once more.
         with restored_on_error(cache, memory_cache):
             return self._run(x, mask, memory, memory_mask, cache, memory_cache)
+
+    @classmethod
+    def from_torch(cls, layer: nn.TransformerDecoderLayer) -> Self:
+        """A block with the weights of torch's decoder layer, copied: one with a memory, always batch first, and always
+        causal, which torch's layer is by a mask.
+
+        Raises:
+            UnsupportedError: the layer's activation is neither GELU nor ReLU, or its parts are not torch's own.
+
+        >>> block = DecoderBlock.from_torch(nn.TransformerDecoderLayer(8, 2))
+        """
+        return block_like(cls, nn.TransformerDecoderLayer, layer, cross_attention=True)
 
     def _run(
         self, x: Tensor, mask: Mask | None, memory: Tensor | None, memory_mask: Mask | None,
@@ -301,8 +282,9 @@ class DecoderBlock(_Block):
     ) -> Tensor:  # fmt: skip
         causal = Causal() if mask is None else Causal() & mask
         cross = self.cross_attention
-        if cross is None and cache is None:
-            return self._self_attending(x, causal)
+        if cache is None and memory_cache is None:
+            tokens, masks = ((x,), (causal,)) if memory is None else ((x, memory), (causal, memory_mask))
+            return self._attending(tokens, masks)
         x = self._around(x, self.attention_norm, lambda y: self.attention(y, mask=causal, cache=cache))
         if cross is not None and self.cross_norm is not None:
             x = self._around(x, self.cross_norm, lambda y: cross(y, memory, mask=memory_mask, cache=memory_cache))

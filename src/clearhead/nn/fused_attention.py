@@ -1,9 +1,9 @@
-"""Self-attention with its projections as one step of autograd: two stretches of kernels instead of a dozen calls."""
+"""Attention with its projections as one step of autograd: two stretches of kernels instead of a dozen calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from clearhead.shapes import Float
 from clearhead.statistics import Want
 from clearhead.watch import watched
 
-__all__ = ["again", "is_step", "problem_like", "self_attention"]
+__all__ = ["Projections", "again", "fused_attention", "is_step", "problem_like"]
 
 _FUNCTION = "attention"
 _NOTHING = Want()
@@ -29,36 +29,54 @@ _NOTHING = Want()
 _SIMPLE: Final = (int, float, str, type(None))
 
 
-def self_attention(
-    x: Float[Tensor, "*batch len in"],
-    sources: Sequence[Layer],
-    last: Layer,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    mask: Mask | None = None,
-    scores: ScoreRule | Iterable[ScoreRule] = (),
-    scale: float | None = None,
-    dropout: float = 0.0,
-    query_offset: int | None = None,
-    backend: str = "auto",
-) -> Float[Tensor, "*batch len out"] | None:
-    """``attention`` of heads that are projected from one input, projected back: the same numbers in one step.
+class Projections(NamedTuple):
+    """What an attention is besides its masks, rules and tokens.
 
-    ``concat_h(attention(x Wq_h, x Wk_h, x Wv_h)) Wo``
-
-    Args:
-        x: ``[batch, len, in]``.
+    Attributes:
         sources: the layers of queries, keys and values; or one that makes all three side by side.
         last: the layer that mixes the heads.
         num_heads: of queries.
         num_kv_heads: of keys and values.
+        scale: as in ``attention``, and so are those that follow.
+        dropout: see there.
+        backend: see there.
+    """
+
+    sources: Sequence[Layer]
+    last: Layer
+    num_heads: int
+    num_kv_heads: int
+    scale: float | None = None
+    dropout: float = 0.0
+    backend: str = "auto"
+
+    def tensors(self) -> list[Tensor | None]:
+        """Weights and biases, the last layer's behind the others'."""
+        return [part for layer in (*self.sources, self.last) for part in layer]
+
+    def options(self) -> tuple[Hashable, ...]:
+        """What tells attentions apart besides their tensors."""
+        return self.num_heads, self.num_kv_heads, self.scale, self.dropout, self.backend
+
+
+def fused_attention(
+    tokens: Sequence[Float[Tensor, "*batch _len _in"]],
+    own: Projections,
+    *,
+    mask: Mask | None = None,
+    scores: ScoreRule | Iterable[ScoreRule] = (),
+    query_offset: int | None = None,
+) -> Float[Tensor, "*batch _len _out"] | None:
+    """``attention`` of heads that are projected, projected back: the same numbers in one step.
+
+    ``concat_h(attention(x Wq_h, y Wk_h, y Wv_h)) Wo``, where ``y`` is ``x`` itself or a memory.
+
+    Args:
+        tokens: ``[batch, len, in]`` of those that attend, and of the memory where it is not theirs.
+        own: the attention.
         mask: as in ``attention``, and so are those that follow.
         scores: none whose tensors learn.
-        scale: see there.
-        dropout: see there; its seed is drawn as there.
         query_offset: see there.
-        backend: see there.
 
     Returns:
         ``[batch, len, out]``; None where the CPU kernels are not what every part would use, or somebody looks at a
@@ -67,75 +85,76 @@ def self_attention(
     Raises:
         ShapeError, MaskError, UnsupportedError: as ``attention``.
 
-    Cost: that of the parts. Kept for backward are ``x``, queries, keys, values, the heads' output, in 16 bits
+    Cost: that of the parts. Kept for backward are ``tokens``, queries, keys, values, the heads' output, in 16 bits
     beyond 256 tokens in float32 too, and two numbers for each row of scores.
     """
-    if watched() or not may_be_step(x):
+    if watched() or not may_be_step(*tokens):
         return None
-    tensors = [part for layer in (*sources, last) for part in layer]
-    rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
-    options = (num_heads, num_kv_heads, scale, dropout, query_offset, backend)
-    if not rules and (known := again(x, tensors, mask, *options)) is not None:
+    tensors, rules = own.tensors(), (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
+    if not rules and (known := again(tokens, own, mask, query_offset)) is not None:
         return known
+    options = (query_offset, *own.options())
     recurs = (
-        not rules and are_plain(x, *tensors) and all(lies_plainly(part) for part in tensors if part is not None)
+        not rules and are_plain(*tokens, *tensors) and all(lies_plainly(part) for part in tensors if part is not None)
         and all(type(option) in _SIMPLE for option in options)
     )  # fmt: skip
 
-    def attention_of() -> Problem | None:
-        return problem_like(
-            x, sources, last, learns(x, *tensors), backend, (num_heads, num_kv_heads, num_kv_heads), mask=mask,
-            scores=rules, scale=scale, dropout=dropout, query_offset=query_offset,
-        )  # fmt: skip
+    def attention_of() -> list[Problem] | None:
+        training = learns(*tokens, *tensors)
+        found = problem_like(tokens, own, training, mask=mask, scores=rules, query_offset=query_offset)
+        return None if found is None else [found]
 
-    found = kept_step(x, tensors, mask, options, attention_of, AttentionStep, recurs=recurs)
-    return None if found is None else play(found, x, tensors)
+    found = kept_step(tokens, tensors, [mask], options, attention_of, AttentionStep, recurs=recurs)
+    return None if found is None else play(found, tokens, tensors)
 
 
-def is_step(
-    x: Tensor, sources: Sequence[Layer], last: Layer, *, num_heads: int, num_kv_heads: int, backend: str = "auto",
-    **options: Any,
-) -> bool:  # fmt: skip
-    """Whether ``self_attention`` would take a call if nobody watched it; whoever takes its parts with the kernels'
+def is_step(tokens: Sequence[Tensor], own: Projections, **options: Any) -> bool:
+    """Whether ``fused_attention`` would take a call if nobody watched it; whoever takes its parts with the kernels'
     products then has its bits. Takes its arguments."""
-    if not may_be_step(x):
-        return False
-    training = learns(x, *(part for layer in (*sources, last) for part in layer))
-    counts = (num_heads, num_kv_heads, num_kv_heads)
-    return problem_like(x, sources, last, training, backend, counts, **options) is not None
+    return may_be_step(*tokens) and problem_like(tokens, own, learns(*tokens, *own.tensors()), **options) is not None
 
 
-def again(
-    x: object, tensors: Sequence[Tensor | None], mask: Mask | None, num_heads: int, num_kv_heads: int,
-    scale: float | None, dropout: float, query_offset: int | None, backend: str,
-) -> Tensor | None:  # fmt: skip
-    """``self_attention`` of a call like one that it has served before, or None; of arguments that nobody has checked.
-
-    Args:
-        x: see there.
-        tensors: a weight, and a bias or None, for each of its layers, the last one behind the others.
-        mask: see there, and so are those that follow; there are no rules.
-    """
+def again(tokens: Sequence[Any], own: Projections, mask: Mask | None, query_offset: int | None) -> Tensor | None:
+    """``fused_attention`` of a call like one that it has served before, or None; of tokens, a mask and an offset that
+    nobody has checked, without rules."""
     # True is equal to 1, and so is its hash.
     if type(query_offset) not in (int, type(None)):
         return None
-    return step.again(x, tensors, mask, (num_heads, num_kv_heads, scale, dropout, query_offset, backend))
+    return step.again(tokens, own.tensors(), [mask], (query_offset, *own.options()))
 
 
 def problem_like(
-    x: Tensor, sources: Sequence[Layer], last: Layer, training: bool, backend: str, counts: tuple[int, int, int],
-    **options: Any,
+    tokens: Sequence[Tensor], own: Projections, training: bool, *, mask: Mask | None = None,
+    scores: Iterable[ScoreRule] = (), query_offset: int | None = None,
 ) -> Problem | None:  # fmt: skip
     """The problem without numbers, where the CPU kernels are what every part would use."""
-    kinds = KINDS if training else KINDS[:1]
-    tensors = [part for layer in (*sources, last) for part in layer]
-    if not are_plain(x, *tensors) or not all(kernels_take(kinds, x, *layer) for layer in sources):
+    kinds, x = KINDS if training else KINDS[:1], tokens[0]
+    if not are_plain(*tokens, *own.tensors()):
         return None
+    apart, last = len(own.sources) > 1, own.last
+    for place, layer in enumerate(own.sources):
+        read = (tokens[-1] if place else x,) if apart else tokens
+        if not all(kernels_take(kinds, each, *layer) for each in read):
+            return None
     if not kernels_take(kinds, x, *last, width=last[0].shape[-1]):
         return None
-    leading = (x.shape[0], x.shape[1])
-    hollow = [x.new_empty(1).expand(leading[0] * leading[1], weight.shape[0]) for weight, _ in sources]
-    problem = Problem.of(_FUNCTION, *by_head(hollow, leading, counts), seed=0, **options)
-    if problem.rule_parameters or choose(_FUNCTION, problem, _NOTHING, backend) is not native.BACKEND:
+    counts = (own.num_heads, own.num_kv_heads, own.num_kv_heads)
+    hollow = [
+        x.new_empty(1).expand(rows.shape[0] * rows.shape[1], width) for rows, width in _widths(tokens, own, counts)
+    ]
+    problem = Problem.of(
+        _FUNCTION, *by_head(hollow, x.shape[0], counts), mask=mask, scores=scores, scale=own.scale,
+        dropout=own.dropout, seed=0, query_offset=query_offset,
+    )  # fmt: skip
+    if problem.rule_parameters or choose(_FUNCTION, problem, _NOTHING, own.backend) is not native.BACKEND:
         return None
     return problem
+
+
+def _widths(tokens: Sequence[Tensor], own: Projections, counts: tuple[int, int, int]) -> list[tuple[Tensor, int]]:
+    """What each product reads, and how many numbers it gives for each token."""
+    widths = [weight.shape[0] for weight, _ in own.sources]
+    if len(tokens) > 1 and len(widths) == 1:
+        of_queries = widths[0] // sum(counts) * counts[0]
+        widths = [of_queries, widths[0] - of_queries]
+    return [(tokens[min(place, len(tokens) - 1)], width) for place, width in enumerate(widths)]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from clearhead.backends.native_projection import lies_plainly
 from clearhead.masks import Mask
 from clearhead.nn import step
 from clearhead.nn.dropout import plus_dropped_rows
-from clearhead.nn.fused_attention import problem_like
+from clearhead.nn.fused_attention import Projections, problem_like
 from clearhead.nn.layer_step import LayerKind, LayerStep
 from clearhead.nn.linear import hooked
 from clearhead.nn.norm import normed, normed_by_torch
@@ -28,121 +27,110 @@ from clearhead.watch import watched
 
 __all__ = ["LayerParts", "fused_layer", "norm_of", "of_parts"]
 
-#: A norm's kind and epsilon.
-NormLike = tuple[NormKind, float]
+#: A norm's kind and epsilon, its weight and bias.
+NormLike = tuple[tuple[NormKind, float], tuple[Tensor | None, Tensor | None]]
 
 
-@dataclass(frozen=True)
-class LayerParts:
+class LayerParts(NamedTuple):
     """A transformer layer: its tensors, and what else it is.
 
     Attributes:
-        sources: weight and bias of queries, keys and values; or of one layer that makes all three side by side.
-        last: of the layer that mixes the heads.
-        feedforward: of both its layers.
-        norms: weight and bias of both, each may be None.
-        kinds: kind and epsilon of both norms.
-        norm_first: whether each part reads what is normed, and not the sum with it.
+        attentions: the one to the layer's own tokens and, where there is one, the one to a memory.
+        feedforward: weight and bias of both its layers.
+        norms: kind and epsilon, weight and bias of each sublayer's.
+        norm_first: whether each sublayer reads what is normed, and not the sum with it.
         activation: of the feedforward, by name.
-        drops: probabilities of dropping: attention weights; what attention gives; hidden numbers; what the feedforward
-            gives.
-        num_heads: of queries.
-        num_kv_heads: of keys and values.
-        scale: as in ``attention``.
-        backend: as in ``attention``.
-        looked_at: whether somebody looks at the calls of its attention or of its feedforward.
+        after: probabilities of dropping what each sublayer gives.
+        hidden: of dropping numbers within the feedforward.
+        looked_at: whether somebody looks at the calls of an attention or of the feedforward.
     """
 
-    sources: Sequence[Layer]
-    last: Layer
+    attentions: Sequence[Projections]
     feedforward: tuple[Layer, Layer]
-    norms: tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]
-    kinds: tuple[NormLike, NormLike]
+    norms: Sequence[NormLike]
     norm_first: bool
     activation: str
-    drops: tuple[float, float, float, float]
-    num_heads: int
-    num_kv_heads: int
-    scale: float | None = None
-    backend: str = "auto"
+    after: tuple[float, ...]
+    hidden: float
     looked_at: bool = False
 
     def tensors(self) -> list[Tensor | None]:
         """In the order of ``LayerStep``."""
-        return [part for pair in (*self.sources, self.last, *self.feedforward, *self.norms) for part in pair]
+        attentions = [part for own in self.attentions for part in own.tensors()]
+        return [*attentions, *[part for pair in (*self.feedforward, *[own for _, own in self.norms]) for part in pair]]
 
     def options(self) -> tuple[Hashable, ...]:
         """What tells layers apart besides their tensors."""
         return (
-            "layer", self.kinds, self.norm_first, self.activation, self.drops, self.num_heads, self.num_kv_heads,
-            self.scale, self.backend,
+            "layer", self.norm_first, self.activation, self.after, self.hidden, *[kind for kind, _ in self.norms],
+            *[own.options() for own in self.attentions],
         )  # fmt: skip
 
     def kind(self) -> LayerKind:
-        """What is left of it without tensors and attention."""
-        after, hidden, last = (round(drop * LEVELS) for drop in self.drops[1:])
-        return LayerKind(self.norm_first, self.kinds, self.activation, (after, hidden, last))
+        """What is left of it without tensors and attentions."""
+        after, hidden = (tuple(round(drop * LEVELS) for drop in drops) for drops in (self.after, [self.hidden]))
+        layers = tuple(len(own.sources) + 1 for own in self.attentions)
+        return LayerKind(
+            self.norm_first, tuple(kind for kind, _ in self.norms), self.activation, after, hidden[0], layers
+        )
 
 
 def fused_layer(
-    x: Float[Tensor, "*batch len width"], parts: LayerParts, mask: Mask | None
-) -> Float[Tensor, "*batch len width"] | None:
+    tokens: Sequence[Float[Tensor, "*batch _len _width"]], parts: LayerParts, masks: Sequence[Mask | None]
+) -> Float[Tensor, "*batch _len _width"] | None:
     """The layer's output in one step; None where the CPU kernels are not what every part would use, or somebody looks
     at a part, for whoever asks to take them one by one.
 
     Args:
-        x: ``[batch, len, width]``.
+        tokens: ``[batch, len, width]`` of the layer's own and, where it attends to one, of the memory.
         parts: the layer.
-        mask: of its attention.
+        masks: of each attention.
 
     Raises:
-        MaskError: the mask does not fit.
+        MaskError: a mask does not fit.
 
-    Cost: that of the parts. Kept for backward are ``x``, the two sums and what is normed, queries, keys, values, the
+    Cost: that of the parts. Kept for backward are ``tokens``, the sums and what is normed, queries, keys, values, the
     heads' output, the hidden numbers and, but for a ReLU, their slopes.
     """
-    if parts.looked_at or watched() or not may_be_step(x):
+    if parts.looked_at or watched() or not may_be_step(*tokens):
         return None
     tensors, options = parts.tensors(), parts.options()
-    if (known := step.again(x, tensors, mask, options)) is not None:
+    if (known := step.again(tokens, tensors, masks, options)) is not None:
         return known
-    training = learns(x, *tensors)
+    training = learns(*tokens, *tensors)
     # A scale that is a tensor may be another number at the next call.
     recurs = (
-        are_plain(x, *tensors) and all(lies_plainly(part) for part in tensors if part is not None)
-        and type(parts.scale) in (int, float, type(None))
+        are_plain(*tokens, *tensors) and all(lies_plainly(part) for part in tensors if part is not None)
+        and all(type(own.scale) in (int, float, type(None)) for own in parts.attentions)
     )  # fmt: skip
 
-    def step_of(problem: Problem, training: bool, layout: Hashable | None) -> LayerStep:
-        return LayerStep(problem, training, layout, parts.kind())
+    def step_of(problems: Sequence[Problem], training: bool, layout: Hashable | None) -> LayerStep:
+        return LayerStep(problems, training, layout, parts.kind())
 
     found = kept_step(
-        x, tensors, mask, options, lambda: _attention_of(x, parts, mask, training), step_of, recurs=recurs
+        tokens, tensors, masks, options, lambda: _attentions_of(tokens, parts, masks, training), step_of, recurs=recurs
     )
-    return None if found is None else play(found, x, tensors)
+    return None if found is None else play(found, tokens, tensors)
 
 
 def of_parts(
-    x: Float[Tensor, "*batch len width"], parts: LayerParts, mask: Mask | None, attend: Callable[[Tensor], Tensor],
-    feed: Callable[[Tensor], Tensor],
-) -> Float[Tensor, "*batch len width"] | None:  # fmt: skip
+    tokens: Sequence[Float[Tensor, "*batch _len _width"]], parts: LayerParts, masks: Sequence[Mask | None],
+    sublayers: Sequence[Callable[[Tensor], Tensor]],
+) -> Float[Tensor, "*batch _len _width"] | None:  # fmt: skip
     """The layer's output part by part, with the bits of ``fused_layer``, where somebody looks at a layer that it would
     take; None elsewhere.
 
     Args:
-        x: as in ``fused_layer``.
+        tokens: as in ``fused_layer``.
         parts: see there.
-        mask: see there.
-        attend: the layer's attention.
-        feed: the layer's feedforward.
+        masks: see there.
+        sublayers: the layer's attentions and its feedforward.
     """
-    if not (watched() or parts.looked_at) or not may_be_step(x):
+    if not (watched() or parts.looked_at) or not may_be_step(*tokens):
         return None
-    if _attention_of(x, parts, mask, learns(x, *parts.tensors())) is None:
+    if _attentions_of(tokens, parts, masks, learns(*tokens, *parts.tensors())) is None:
         return None
-    first, second = (Norm(*kind, *own) for kind, own in zip(parts.kinds, parts.norms, strict=True))
-    after, _, last = parts.kind().levels
-    like = x
+    x = like = tokens[0]
 
     def norm(x: Tensor, own: Norm) -> Tensor:
         return normed(x, own) if _are_alike(x, like) else normed_by_torch(x, own)
@@ -153,42 +141,47 @@ def of_parts(
             return plus_dropped_rows(x, levels, y)
         return x + F.dropout(y, levels / LEVELS)
 
-    if parts.norm_first:
-        x = plus(x, after, attend(norm(x, first)))
-        return plus(x, last, feed(norm(x, second)))
-    x = norm(plus(x, after, attend(x)), first)
-    return norm(plus(x, last, feed(x)), second)
+    for sublayer, (kind, own), levels in zip(sublayers, parts.norms, parts.kind().after, strict=True):
+        if parts.norm_first:
+            x = plus(x, levels, sublayer(norm(x, Norm(*kind, *own))))
+        else:
+            x = norm(plus(x, levels, sublayer(x)), Norm(*kind, *own))
+    return x
 
 
 def _are_alike(x: Tensor, like: Tensor) -> bool:
     return are_plain(x, like) and x.shape == like.shape
 
 
-def _attention_of(x: Tensor, parts: LayerParts, mask: Mask | None, training: bool) -> Problem | None:
-    """The attention without numbers, where the CPU kernels are what every part of the layer would use."""
-    kinds = KINDS if training else KINDS[:1]
+def _attentions_of(
+    tokens: Sequence[Tensor], parts: LayerParts, masks: Sequence[Mask | None], training: bool
+) -> list[Problem] | None:
+    """The attentions without numbers, where the CPU kernels are what every part of the layer would use."""
+    kinds, x, own = KINDS if training else KINDS[:1], tokens[0], parts.kind()
     expand, contract = parts.feedforward
     width, hidden = x.shape[-1], expand[0].shape[0]
-    if not are_plain(x, *parts.tensors()) or max(parts.kind().levels) >= LEVELS:
+    if not are_plain(*tokens, *parts.tensors()) or max(*own.after, own.hidden) >= LEVELS:
         return None
     if not kernels_take(kinds, x, *expand) or not kernels_take(kinds, x, *contract, width=hidden):
         return None
-    given = [part for pair in parts.norms for part in pair if part is not None]
-    if contract[0].shape[0] != width or parts.last[0].shape[0] != width or any(
+    given = [part for _, pair in parts.norms for part in pair if part is not None]
+    if any(last.shape[0] != width for last, _ in (contract, *(each.last for each in parts.attentions))) or any(
         part.shape != (width,) or part.stride() != (1,) or part.is_neg() for part in given
     ):  # fmt: skip
         return None
-    counts = (parts.num_heads, parts.num_kv_heads, parts.num_kv_heads)
-    return problem_like(
-        x, parts.sources, parts.last, training, parts.backend, counts, mask=mask, scores=(), scale=parts.scale,
-        dropout=parts.drops[0], query_offset=None,
-    )  # fmt: skip
+    found: list[Problem] = []
+    for place, (attention, mask) in enumerate(zip(parts.attentions, masks, strict=True)):
+        problem = problem_like(tokens if place else tokens[:1], attention, training, mask=mask)
+        if problem is None:
+            return None
+        found.append(problem)
+    return found
 
 
 _NORMS: Final[dict[Any, NormKind]] = {nn.LayerNorm: NormKind.LAYER, nn.RMSNorm: NormKind.RMS}
 
 
-def norm_of(norm: nn.Module, x: Tensor) -> tuple[NormLike, tuple[Tensor | None, Tensor | None]] | None:
+def norm_of(norm: nn.Module, x: Tensor) -> NormLike | None:
     """Kind and epsilon, weight and bias, of a norm of torch's over the last axis of ``x`` that nobody looks at; or
     None."""
     kind = _NORMS.get(type(norm))

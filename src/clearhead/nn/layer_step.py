@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Sequence
 from ctypes import Structure
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from itertools import accumulate, pairwise
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +19,11 @@ from clearhead.backends.native_memory import new_tensor
 from clearhead.backends.native_norm import Norm, NormBackward, NormForward, NormKind
 from clearhead.backends.native_prepared import Written
 from clearhead.backends.native_projection import Gate, run_calls
-from clearhead.nn.attention_step import AttentionBackward, AttentionForward, attended_by_parts
+from clearhead.nn.attention_step import AttentionBackward, AttentionForward, attended_by_parts, taken
 from clearhead.nn.norm import normed_by_torch
 from clearhead.nn.step import Step, WayBack, layers_of
 from clearhead.problem import Problem
-from clearhead.projection import ACTIVATIONS, Activation, FeedForwardBackward, FeedForwardForward
+from clearhead.projection import ACTIVATIONS, Activation, FeedForwardBackward, FeedForwardForward, Layer
 from clearhead.shapes import Float
 
 __all__ = ["LayerKind", "LayerStep"]
@@ -29,119 +31,182 @@ __all__ = ["LayerKind", "LayerStep"]
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a layer is besides its tensors and its attention.
+    """What a layer is besides its tensors and its attentions.
+
+    Its sublayers are an attention to the layer's own tokens, maybe one to a memory, and the feedforward.
 
     Attributes:
-        norm_first: whether each part reads what is normed, and not the sum with it.
-        norms: kind and epsilon of both.
+        norm_first: whether each sublayer reads what is normed, and not the sum with it.
+        norms: kind and epsilon of each sublayer's norm.
         activation: of the feedforward, by name.
-        levels: of ``LEVELS`` numbers how many are dropped: behind the attention, within the feedforward, behind it.
+        after: of ``LEVELS`` numbers how many are dropped behind each sublayer.
+        hidden: the same within the feedforward.
+        layers: how many layers each attention has: those of queries, keys and values, and the one that mixes heads.
     """
 
     norm_first: bool
-    norms: tuple[tuple[NormKind, float], tuple[NormKind, float]]
+    norms: tuple[tuple[NormKind, float], ...]
     activation: str
-    levels: tuple[int, int, int]
+    after: tuple[int, ...]
+    hidden: int
+    layers: tuple[int, ...]
 
 
-#: Tensors of the feedforward and of the norms, behind the attention's.
-_FEEDFORWARD: Final = slice(-8, -4)
-_NORMS: Final = slice(-4, None)
+#: Weights and biases of a feedforward's two layers, and of a norm.
+_OF_FEEDFORWARD: Final = 4
+_OF_NORM: Final = 2
 
 
 class LayerStep(Step):
-    """A layer: a weight and a bias for each of the attention's layers, the feedforward's two, and both norms.
+    """A layer: a weight and a bias for each of its attentions' layers, the feedforward's two, and each norm.
 
-    With d for dropout: before the norms ``y = x + d(attention(norm(x)))`` and ``y + d(feedforward(norm(y)))``; behind
-    them ``y = norm(x + d(attention(x)))`` and ``norm(y + d(feedforward(y)))``.
+    With d for dropout, one sublayer after the other: ``x + d(sublayer(norm(x)))``, or ``norm(x + d(sublayer(x)))``.
     """
 
-    # What attention and feedforward give is read by the sum with it alone.
-    passing: ClassVar[int] = 2
-
-    def __init__(self, problem: Problem, training: bool, layout: Hashable | None, kind: LayerKind) -> None:
-        super().__init__(problem, training, layout, [problem.dropout, *(level / LEVELS for level in kind.levels)])
-        self.kind = kind
+    def __init__(self, problems: Sequence[Problem], training: bool, layout: Hashable | None, kind: LayerKind) -> None:
+        # Seeds come in pairs: within a sublayer, and behind it.
+        within = [*(problem.dropout for problem in problems), kind.hidden / LEVELS]
+        behind = [level / LEVELS for level in kind.after]
+        super().__init__(
+            problems, training, layout, [drop for pair in zip(within, behind, strict=True) for drop in pair]
+        )
+        self.kind, self.count = kind, len(within)
+        # What a sublayer gives is read by the sum with it alone.
+        self.passing = self.count
         self.activation: Activation = ACTIVATIONS[kind.activation]
+        sizes = [*(2 * count for count in kind.layers), _OF_FEEDFORWARD, *[_OF_NORM] * self.count]
+        #: Where the tensors of each sublayer lie, and behind them those of each norm.
+        self.places = [slice(*ends) for ends in pairwise([0, *accumulate(sizes)])]
 
     def rows(self, x: Float[Tensor, "batch len width"]) -> Float[Tensor, "rows width"]:
         return super().rows(x).contiguous()
 
-    def norms_of(self, tensors: Sequence[Tensor | None]) -> list[Norm]:
-        """Both, with their weights."""
-        own = tensors[_NORMS]
-        return [Norm(*self.kind.norms[place], own[2 * place], own[2 * place + 1]) for place in (0, 1)]
+    def layers(self, tensors: Sequence[Tensor | None]) -> list[list[Layer]]:
+        """Those of each sublayer."""
+        return [layers_of(tensors[place]) for place in self.places[: self.count]]
 
-    def write_forward(self, rows: Tensor, tensors: Sequence[Tensor | None], seeds: Sequence[int]) -> Written:
-        kind, keep = self.kind, self.training
-        first, second = self.norms_of(tensors)
-        after, hidden, last = kind.levels
-        output = new_tensor(rows, (self.problem.batch, self.problem.q_len, rows.shape[1]))
-        flat = output.view(rows.shape)
+    def norms(self, tensors: Sequence[Tensor | None]) -> list[Norm]:
+        """Each sublayer's, with its weights."""
+        places = self.places[self.count :]
+        return [Norm(*kind, *tensors[place]) for kind, place in zip(self.kind.norms, places, strict=True)]
 
-        def attended(of: Tensor) -> AttentionForward:
-            return AttentionForward(self.problem, of, layers_of(tensors[: _FEEDFORWARD.start]), seeds[0], keep)
-
-        def fed(of: Tensor) -> FeedForwardForward:
-            layers = layers_of(tensors[_FEEDFORWARD])
-            return FeedForwardForward(of, layers, self.activation, hidden, seeds[2], keep)
-
-        if kind.norm_first:
-            one = NormForward(rows, first, keep_moments=keep)
-            attention = attended(one.output)
-            two = NormForward(
-                attention.output.view(rows.shape), second, added=rows, levels=after, seed=seeds[1], keep_sum=True,
-                keep_moments=keep,
-            )  # fmt: skip
-            feedforward = fed(two.output)
-            end = Drop(feedforward.output, last, seeds[3], two.sum, flat)
-            calls = [one.call, *attention.calls, two.call, *feedforward.calls, end.call]
-            between = [one.output, two.output]
-            alive: tuple[object, ...] = (one, attention, two, feedforward, end)
-        else:
-            attention = attended(rows)
-            one = NormForward(
-                attention.output.view(rows.shape), first, added=rows, levels=after, seed=seeds[1], keep_sum=keep,
-                keep_moments=keep,
-            )  # fmt: skip
-            feedforward = fed(one.output)
-            two = NormForward(
-                feedforward.output, second, added=one.output, levels=last, seed=seeds[3], keep_sum=keep,
-                keep_moments=keep, output=flat,
-            )  # fmt: skip
-            calls = [*attention.calls, one.call, *feedforward.calls, two.call]
-            between = [one.output]
-            alive = (attention, one, feedforward, two)
-        passing = [attention.output, feedforward.output]
-        kept = [*feedforward.kept, *one.written, *two.written, *between, *attention.kept]
-        return Written(calls, [*passing, *kept, output], attention.stays, alive)
+    def write_forward(
+        self, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int]
+    ) -> Written:
+        own = _LayerForward(self, tokens, tensors, seeds)
+        return Written(own.calls, [*own.passing, *own.kept, own.output], own.stays, own)
 
     def write_backward(
-        self, arrived: Tensor, rows: Tensor, inputs: Sequence[Tensor | None], kept: Sequence[Tensor],
+        self, arrived: Tensor, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], kept: Sequence[Tensor],
         seeds: Sequence[int], needs: Sequence[bool],
     ) -> WayBack:  # fmt: skip
-        return _LayerWayBack(self, arrived, rows, inputs[1:], kept, seeds, needs)
+        return _LayerWayBack(self, arrived, tokens, tensors, kept, seeds, needs)
 
-    def by_parts(self, x: Tensor, tensors: Sequence[Tensor | None], seeds: Sequence[int]) -> Tensor:
-        kind = self.kind
-        first, second = self.norms_of(tensors)
-        after, hidden, last = kind.levels
-        expand, contract = layers_of(tensors[_FEEDFORWARD])
+    def by_parts(self, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int]) -> Tensor:
+        kind, layers, x = self.kind, self.layers(tensors), tokens[0]
 
-        def around(x: Tensor, y: Tensor, levels: int, seed: int) -> Tensor:
-            return x + _kept(y, levels, seed)
+        def sublayer(place: int, x: Tensor) -> Tensor:
+            if place < len(self.problems):
+                read = _read_by(place, x, tokens)
+                return attended_by_parts(self.problems[place], read, layers[place], seeds[2 * place])
+            expand, contract = layers[place]
+            hidden = _kept(self.activation.formula(F.linear(x, *expand)), kind.hidden, seeds[2 * place])
+            return F.linear(hidden, *contract)
 
-        def attended(y: Tensor) -> Tensor:
-            return attended_by_parts(self.problem, y, layers_of(tensors[: _FEEDFORWARD.start]), seeds[0])
+        for place, (norm, levels) in enumerate(zip(self.norms(tensors), kind.after, strict=True)):
+            given = sublayer(place, normed_by_torch(x, norm) if kind.norm_first else x)
+            x = x + _kept(given, levels, seeds[2 * place + 1])
+            x = x if kind.norm_first else normed_by_torch(x, norm)
+        return x
 
-        def fed(y: Tensor) -> Tensor:
-            return F.linear(_kept(self.activation.formula(F.linear(y, *expand)), hidden, seeds[2]), *contract)
 
-        if kind.norm_first:
-            x = around(x, attended(normed_by_torch(x, first)), after, seeds[1])
-            return around(x, fed(normed_by_torch(x, second)), last, seeds[3])
-        x = normed_by_torch(around(x, attended(x), after, seeds[1]), first)
-        return normed_by_torch(around(x, fed(x), last, seeds[3]), second)
+def _read_by(place: int, x: Tensor, tokens: Sequence[Tensor]) -> list[Tensor]:
+    """What an attention reads: the layer's own tokens, as they have come so far, or those and the memory."""
+    return [x, *tokens[1:]] if place else [x]
+
+
+class _LayerForward:
+    """A layer written down.
+
+    Attributes:
+        calls: in order.
+        output: ``[batch, len, width]``.
+        passing: what each sublayer gives.
+        kept: of each sublayer what it keeps, then of its norm the sum, where it is another tensor than what the layer
+            reads; the moments; and what is normed, where it is not the layer's output.
+        stays: tensors that the calls read and that stay where they are.
+    """
+
+    def __init__(
+        self, step: LayerStep, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int]
+    ) -> None:
+        self._step, self._tokens, self._seeds, self._layers = step, tokens, seeds, step.layers(tensors)
+        rows, (first, *_) = tokens[0], step.problems
+        self.output = new_tensor(rows, (first.batch, first.q_len, rows.shape[1]))
+        self.calls, self.passing, self.kept = list[tuple[Verb, Structure]](), list[Tensor](), list[Tensor]()
+        self.stays, self._alive = list[Tensor](), list[object]()
+        if step.kind.norm_first:
+            self._norms_first(step.norms(tensors))
+        else:
+            self._norms_last(step.norms(tensors))
+
+    def _norms_first(self, norms: Sequence[Norm]) -> None:
+        step, seeds, stream, given = self._step, self._seeds, self._tokens[0], None
+        for place, norm in enumerate(norms):
+            if given is None:
+                own = NormForward(stream, norm, keep_moments=step.training)
+            else:
+                own = NormForward(
+                    given, norm, added=stream, levels=step.kind.after[place - 1], seed=seeds[2 * place - 1],
+                    keep_sum=True, keep_moments=step.training,
+                )  # fmt: skip
+            stream = stream if own.sum is None else own.sum
+            self._add(own.call, own)
+            given = self._sublayer(place, own.output)
+            self.kept += [*own.written, own.output]
+        assert given is not None
+        end = Drop(given, step.kind.after[-1], seeds[-1], stream, self.output.view(stream.shape))
+        self._add(end.call, end)
+
+    def _norms_last(self, norms: Sequence[Norm]) -> None:
+        step, stream = self._step, self._tokens[0]
+        for place, norm in enumerate(norms):
+            last = place == step.count - 1
+            own = NormForward(
+                self._sublayer(place, stream), norm, added=stream, levels=step.kind.after[place],
+                seed=self._seeds[2 * place + 1], keep_sum=step.training, keep_moments=step.training,
+                output=self.output.view(stream.shape) if last else None,
+            )  # fmt: skip
+            stream = own.output
+            self._add(own.call, own)
+            self.kept += own.written if last else [*own.written, own.output]
+
+    def _sublayer(self, place: int, x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        step, layers, seed = self._step, self._layers[place], self._seeds[2 * place]
+        own: AttentionForward | FeedForwardForward
+        if place < len(step.problems):
+            own = AttentionForward(step.problems[place], _read_by(place, x, self._tokens), layers, seed, step.training)
+            self.stays += own.stays
+        else:
+            own = FeedForwardForward(x, layers, step.activation, step.kind.hidden, seed, step.training)
+        self.calls += own.calls
+        self.kept += own.kept
+        self.passing.append(own.output)
+        self._alive.append(own)
+        return own.output.view(x.shape)
+
+    def _add(self, call: tuple[Verb, Structure], own: object) -> None:
+        self.calls.append(call)
+        self._alive.append(own)
+
+
+class _Kept(NamedTuple):
+    """What forward kept of a sublayer and of its norm; None for a norm's output that is the layer's."""
+
+    of_part: list[Tensor]
+    summed: Tensor
+    moments: Tensor
+    normed: Tensor | None
 
 
 class _LayerWayBack(WayBack):
@@ -149,126 +214,163 @@ class _LayerWayBack(WayBack):
     through."""
 
     def __init__(
-        self, step: LayerStep, arrived: Tensor, rows: Tensor, tensors: Sequence[Tensor | None], kept: Sequence[Tensor],
-        seeds: Sequence[int], needs: Sequence[bool],
+        self, step: LayerStep, arrived: Tensor, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None],
+        kept: Sequence[Tensor], seeds: Sequence[int], needs: Sequence[bool],
     ) -> None:  # fmt: skip
-        self._step, self._rows, self._seeds, self._needs = step, rows, seeds, needs
-        self._layers = layers_of(tensors[: _FEEDFORWARD.start]), layers_of(tensors[_FEEDFORWARD])
-        self._norms = step.norms_of(tensors)
-        hidden = 2 if step.activation.gate is Gate.SLOPE else 1
-        self._of_hidden, self._between, self._heads = kept[:hidden], kept[hidden : hidden + 5], kept[hidden + 5 :]
-        self._attention: AttentionBackward | None = None
-        self._one: NormBackward | None = None
-        self._two: NormBackward | None = None
-        self._before, self._after = list[tuple[Verb, Structure]](), list[tuple[Verb, Structure]]()
-        self._passing, self._of_x = list[Tensor](), list[Tensor]()
-        self._held = list[object]()
+        self._step, self._tokens, self._seeds, self._needs = step, tokens, seeds, needs
+        self._layers, self._norms = step.layers(tensors), step.norms(tensors)
+        self._of_tokens, own = needs[: len(tokens)], needs[len(tokens) :]
+        self._of_layers, self._of_norms = (
+            [own[place] for place in part] for part in (step.places[: step.count], step.places[step.count :])
+        )
+        self._kept = self._told_apart(kept)
+        self._parts = list[AttentionBackward | FeedForwardBackward | None]([None] * step.count)
+        self._gone = list[NormBackward | None]([None] * step.count)
+        self._works = list[AttentionBackward | list[tuple[Verb, Structure]]]()
+        self._of_x: Tensor | None = None
+        self._between, self._held = list[Tensor](), list[object]()
         if step.kind.norm_first:
             self._through_norms_first(arrived)
         else:
             self._through_norms_last(arrived)
 
+    def _told_apart(self, kept: Sequence[Tensor]) -> list[_Kept]:
+        step, left, found = self._step, deque(kept), list[_Kept]()
+        for place, layers in enumerate(self._layers):
+            if place < len(step.problems):
+                of_part = taken(left, layers, len(_read_by(place, self._tokens[0], self._tokens)))
+            else:
+                of_part = [left.popleft() for _ in range(2 if step.activation.gate is Gate.SLOPE else 1)]
+            summed = self._tokens[0] if step.kind.norm_first and place == 0 else left.popleft()
+            found.append(_Kept(of_part, summed, left.popleft(), left.popleft() if left else None))
+        return found
+
+    def _wanted(self, sublayers: int, norms: int) -> bool:
+        """Whether a gradient is needed of what comes before so many sublayers and norms, or of one of them."""
+        memory = sublayers >= len(self._step.problems) > 1 and self._of_tokens[-1]
+        parts = (*self._of_layers[:sublayers], *self._of_norms[:norms])
+        return self._of_tokens[0] or memory or any(need for own in parts for need in own)
+
     def _through_norms_first(self, arrived: Tensor) -> None:
-        needs, (after, _, last) = self._needs, self._step.kind.levels
-        first_moments, summed, moments, first_output, output = self._between
-        into_first = needs[0] or any(needs[-4:-2])
-        into_attention = into_first or any(needs[1:-8])
-        of_feedforward = arrived
-        if last:
-            drop = Drop(arrived, last, self._seeds[3], None)
-            self._before.append(drop.call)
-            self._passing.append(drop.output)
-            self._held.append(drop)
-            of_feedforward = drop.output
-        feedforward = self._fed(of_feedforward, output, into_attention or any(needs[-2:]))
-        if not feedforward.of_x:
-            return
-        self._two = NormBackward(
-            feedforward.of_x[0], summed, moments, self._norms[1], at_sum=arrived, levels=after, seed=self._seeds[1],
-            needs=(needs[-2], needs[-1]),
-        )  # fmt: skip
-        self._before.append(self._two.call)
-        if not into_attention:
-            return
-        of_x = self._attended(self._two.of_input, first_output, into_first)
-        if of_x is None:
-            return
-        self._of_x = [new_tensor(self._rows, (self._step.problem.batch, self._step.problem.q_len, of_x.shape[1]))]
-        self._one = NormBackward(
-            of_x, self._rows, first_moments, self._norms[0], at_sum=self._two.of_sum, needs=(needs[-4], needs[-3]),
-            of_sum=self._of_x[0].view(of_x.shape),
-        )  # fmt: skip
-        self._after.append(self._one.call)
+        step, seeds, of_part = self._step, self._seeds, arrived
+        if step.kind.after[-1]:
+            drop = Drop(arrived, step.kind.after[-1], seeds[-1], None)
+            self._add(drop.call, drop, [drop.output])
+            of_part = drop.output
+        for place in reversed(range(step.count)):
+            kept = self._kept[place]
+            assert kept.normed is not None
+            of_normed = self._through(place, of_part, kept.normed, self._wanted(place, place + 1))
+            if of_normed is None:
+                return
+            levels, seed = (step.kind.after[place - 1], seeds[2 * place - 1]) if place else (0, 0)
+            own = self._through_norm(
+                place, of_normed, levels, seed, at_sum=arrived, of_sum=None if place else self._of_rows()
+            )
+            if not self._wanted(place, place):
+                return
+            arrived, of_part = own.of_sum, own.of_input
 
     def _through_norms_last(self, arrived: Tensor) -> None:
-        needs, (after, _, last) = self._needs, self._step.kind.levels
-        first_summed, first_moments, summed, moments, first_output = self._between
-        into_attention = any(needs[:-8])
-        into_first = into_attention or any(needs[-4:-2])
-        self._two = NormBackward(
-            arrived, summed, moments, self._norms[1], levels=last, seed=self._seeds[3], needs=(needs[-2], needs[-1])
-        )
-        self._before.append(self._two.call)
-        feedforward = self._fed(self._two.of_input, first_output, into_first)
-        if not feedforward.of_x:
-            return
-        self._one = NormBackward(
-            self._two.of_sum, first_summed, first_moments, self._norms[0], more=feedforward.of_x[0], levels=after,
-            seed=self._seeds[1], needs=(needs[-4], needs[-3]),
-        )  # fmt: skip
-        self._before.append(self._one.call)
-        if not into_attention:
-            return
-        of_x = self._attended(self._one.of_input, self._rows, needs[0])
-        if of_x is None:
-            return
-        self._of_x = [new_tensor(self._rows, (self._step.problem.batch, self._step.problem.q_len, of_x.shape[1]))]
-        added = Drop(of_x, 0, 0, self._one.of_sum, self._of_x[0].view(of_x.shape))
-        self._after.append(added.call)
-        self._held.append(added)
+        step = self._step
+        more: Tensor | None = None
+        for place in reversed(range(step.count)):
+            norm = self._through_norm(place, arrived, step.kind.after[place], self._seeds[2 * place + 1], more=more)
+            if not self._wanted(place + 1, place):
+                return
+            read = self._kept[place - 1].normed if place else self._tokens[0]
+            assert read is not None
+            arrived, more = norm.of_sum, self._through(place, norm.of_input, read, self._wanted(place, place))
+            if more is None:
+                return
+        assert more is not None
+        added = Drop(more, 0, 0, arrived, self._of_rows())
+        self._add(added.call, added, [])
 
-    def _fed(self, arrived: Tensor, rows: Tensor, needs_rows: bool) -> FeedForwardBackward:
-        self._feedforward = FeedForwardBackward(
-            arrived, rows, self._layers[1], self._of_hidden, self._step.activation, self._step.kind.levels[1],
-            (needs_rows, *self._needs[_FEEDFORWARD]),
-        )  # fmt: skip
-        self._before += self._feedforward.calls
-        return self._feedforward
+    def _of_rows(self) -> Float[Tensor, "rows width"]:
+        """Room for the gradient of the layer's tokens."""
+        rows, (first, *_) = self._tokens[0], self._step.problems
+        self._of_x = new_tensor(rows, (first.batch, first.q_len, rows.shape[1]))
+        return self._of_x.view(rows.shape)
 
-    def _attended(self, arrived: Tensor, rows: Tensor, needs_rows: bool) -> Float[Tensor, "rows width"] | None:
-        needs = (needs_rows, *self._needs[1 : _FEEDFORWARD.start])
-        self._attention = AttentionBackward(
-            self._step.problem, arrived, rows, self._layers[0], self._heads, self._seeds[0], needs
+    def _through_norm(
+        self, place: int, arrived: Tensor, levels: int, seed: int, *, more: Tensor | None = None,
+        at_sum: Tensor | None = None, of_sum: Tensor | None = None,
+    ) -> NormBackward:  # fmt: skip
+        (weight, bias), kept = self._of_norms[place], self._kept[place]
+        own = NormBackward(
+            arrived, kept.summed, kept.moments, self._norms[place], more=more, at_sum=at_sum, levels=levels, seed=seed,
+            needs=(weight, bias), of_sum=of_sum,
+        )  # fmt: skip
+        self._gone[place] = own
+        self._add(own.call, own, own.between)
+        return own
+
+    def _through(
+        self, place: int, arrived: Tensor, rows: Float[Tensor, "rows width"], needs_rows: bool
+    ) -> Float[Tensor, "rows width"] | None:
+        """The gradient of what a sublayer read, where it is needed."""
+        step, kept = self._step, self._kept[place].of_part
+        if place == len(step.problems):
+            needs = (needs_rows, *self._of_layers[place])
+            fed = FeedForwardBackward(
+                arrived, rows, self._layers[place], kept, step.activation, step.kind.hidden, needs
+            )
+            self._parts[place] = fed
+            self._works.append(fed.calls)
+            self._between += [*fed.of_x, *fed.between]
+            return fed.of_x[0] if fed.of_x else None
+        read = _read_by(place, rows, self._tokens)
+        needs = (needs_rows, *self._of_tokens[1 : len(read)], *self._of_layers[place])
+        own = AttentionBackward(
+            step.problems[place], arrived, read, self._layers[place], kept, self._seeds[2 * place], needs
         )
-        return self._attention.of_x[0].view(rows.shape) if self._attention.of_x else None
+        self._parts[place] = own
+        self._works.append(own)
+        of_x = own.of_tokens[0]
+        self._between += own.between if of_x is None else [of_x, *own.between]
+        return None if of_x is None else of_x.view(rows.shape)
+
+    def _add(self, call: tuple[Verb, Structure], own: object, between: Sequence[Tensor]) -> None:
+        self._works.append([call])
+        self._held.append(own)
+        self._between += between
+
+    def _of_memory(self) -> list[Tensor | None]:
+        """The memory's gradient, of a layer that has one."""
+        attended = self._parts[len(self._step.problems) - 1] if len(self._tokens) > 1 else None
+        if isinstance(attended, AttentionBackward):
+            return attended.of_tokens[1:]
+        return [None] * (len(self._tokens) - 1)
 
     def written(self) -> Written:
-        attention, norms = self._attention, [norm for norm in (self._one, self._two) if norm is not None]
-        calls, stays = ([], []) if attention is None else (attention.calls, attention.stays)
-        own = self._of_x if self._needs[0] else []
-        results = [*own, *([] if attention is None else attention.of_layers), *self._feedforward.of_layers]
-        results += [part for norm in norms for part in norm.of_norm if part is not None]
-        passing = [*self._passing, *([] if own else self._of_x), *self._feedforward.of_x, *self._feedforward.between]
-        passing += [part for norm in norms for part in norm.between if not self._is_of_x(part)]
-        passing += [] if attention is None else [*attention.of_x, *attention.between]
-        return Written([*self._before, *calls, *self._after], [*results, *passing], stays, self)
-
-    def _is_of_x(self, part: Tensor) -> bool:
-        return bool(self._of_x) and part.data_ptr() == self._of_x[0].data_ptr()
+        parts = [part for part in self._parts if part is not None]
+        calls = [call for work in self._works for call in (work if isinstance(work, list) else work.calls)]
+        stays = [own for part in parts if isinstance(part, AttentionBackward) for own in part.stays]
+        of_tokens = [self._of_x if self._of_tokens[0] else None, *self._of_memory()]
+        results = [part for part in of_tokens if part is not None]
+        results += [own for part in parts for own in part.of_layers]
+        results += [own for norm in self._gone if norm is not None for own in norm.of_norm if own is not None]
+        # What lies in a result is not written once more.
+        there = {own.data_ptr() for own in results}
+        return Written(calls, [*results, *(own for own in self._between if own.data_ptr() not in there)], stays, self)
 
     def found(self) -> list[Tensor | None]:
-        attention, needs = self._attention, self._needs
-        nothing: list[Tensor | None] = [None, None]
-        of_attention = [None] * (len(needs) - 9) if attention is None else attention.found()[1:]
-        of_norms = [[*norm.of_norm] if norm is not None else nothing for norm in (self._one, self._two)]
-        of_x = self._of_x[0] if needs[0] else None
-        return [of_x, *of_attention, *self._feedforward.found()[1:], *of_norms[0], *of_norms[1]]
+        nothing: tuple[None, None] = (None, None)
+        found = [self._of_x if self._of_tokens[0] else None, *self._of_memory()]
+        for place, part in enumerate(self._parts):
+            read = 1 if place in (0, self._step.count - 1) else len(self._tokens)
+            found += [None] * len(self._of_layers[place]) if part is None else part.found()[read:]
+        for norm in self._gone:
+            found += nothing if norm is None else norm.of_norm
+        return found
 
     def contained(self) -> list[Tensor | None]:
-        run_calls(self._before)
-        if self._attention is not None:
-            self._attention.run_contained()
-        run_calls(self._after)
+        for work in self._works:
+            if isinstance(work, AttentionBackward):
+                work.run_contained()
+            else:
+                run_calls(work)
         return self.found()
 
 

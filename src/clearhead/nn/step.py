@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,44 +54,54 @@ class WayBack(ABC):
 
 
 class Step(ABC):
-    """What calls of one layout under one mask share: an attention without numbers, and the kernels' calls.
+    """What calls of one layout under the same masks share: attentions without numbers, and the kernels' calls.
+
+    A call has tokens, ``[batch, len, width]``, of one sequence or of two where a memory is attended to; and tensors,
+    weights and biases in pairs.
 
     Args:
-        problem: of hollow tensors.
+        problems: of hollow tensors, one for each attention.
         training: whether forward keeps what backward needs.
         layout: of calls that may come again, so that the kernels' are kept; None of others.
-        drops: probabilities with which numbers are dropped, the attention's first: a seed is drawn for each.
+        drops: probabilities with which numbers are dropped: a seed is drawn for each.
     """
 
     #: Tensors that forward writes in front of what backward reads, and that nobody reads later.
-    passing: ClassVar[int] = 0
+    passing: int = 0
 
-    def __init__(self, problem: Problem, training: bool, layout: Hashable | None, drops: Sequence[float]) -> None:
-        self.problem, self.training, self.drops = problem, training, tuple(drops)
+    def __init__(
+        self, problems: Sequence[Problem], training: bool, layout: Hashable | None, drops: Sequence[float]
+    ) -> None:
+        self.problems, self.training, self.drops = tuple(problems), training, tuple(drops)
         # Each batch of packed sequences has a mask of its own, which differs in where its runs begin and end alone.
         self.edges: tuple[Tensor, ...] = ()
-        if layout is not None and problem.mask is not None:
-            parts = problem.mask_parts
-            self.edges = () if parts.runs is None else parts.edges
-            layout = (layout, parts.before, parts.after, problem.query_offset, *(edge.shape for edge in self.edges))
+        for problem in self.problems:
+            if layout is not None and problem.mask is not None:
+                parts = problem.mask_parts
+                edges = () if parts.runs is None else parts.edges
+                layout = (layout, parts.before, parts.after, problem.query_offset, *(edge.shape for edge in edges))
+                self.edges += edges
         self._calls = Stretches(may_recur=False) if layout is None else _CALLS.get(layout) or Stretches(may_recur=True)
         if layout is not None:
             _CALLS.put(layout, self._calls)
 
     @abstractmethod
-    def write_forward(self, rows: Tensor, tensors: Sequence[Tensor | None], seeds: Sequence[int]) -> Written:
+    def write_forward(
+        self, tokens: Sequence[Float[Tensor, "_rows _width"]], tensors: Sequence[Tensor | None], seeds: Sequence[int]
+    ) -> Written:
         """The calls of one forward: they write what is passing, what is kept for backward, and the output, in this
         order."""
 
     @abstractmethod
     def write_backward(
-        self, arrived: Tensor, rows: Tensor, inputs: Sequence[Tensor | None], kept: Sequence[Tensor],
-        seeds: Sequence[int], needs: Sequence[bool],
+        self, arrived: Float[Tensor, "rows out"], tokens: Sequence[Float[Tensor, "_rows _width"]],
+        tensors: Sequence[Tensor | None], kept: Sequence[Tensor], seeds: Sequence[int], needs: Sequence[bool],
     ) -> WayBack:  # fmt: skip
-        """The calls of one backward, from the output's gradient ``[rows, out]`` and what forward read and kept."""
+        """The calls of one backward, from the output's gradient and what forward read and kept; ``needs`` of tokens,
+        then of tensors."""
 
     @abstractmethod
-    def by_parts(self, x: Tensor, tensors: Sequence[Tensor | None], seeds: Sequence[int]) -> Tensor:
+    def by_parts(self, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int]) -> Tensor:
         """The output by parts that autograd and watchers know."""
 
     def rows(self, x: Float[Tensor, "batch len width"]) -> Float[Tensor, "rows width"]:
@@ -99,47 +109,46 @@ class Step(ABC):
         return rows_of(x.reshape(-1, x.shape[-1]))
 
     def is_current(self) -> bool:
-        """Whether the mask's tensors are still what they were: somebody may have written into them."""
-        own = self.problem
-        if own.mask is None or not tuple(own.mask.tensors()):
-            return True
-        size = (own.batch, own.num_heads, own.q_len, own.k_len)
-        return parts_of(own.mask, size, own.query_offset) is own.mask_parts
+        """Whether the masks' tensors are still what they were: somebody may have written into them."""
+        for own in self.problems:
+            if own.mask is not None and tuple(own.mask.tensors()):
+                size = (own.batch, own.num_heads, own.q_len, own.k_len)
+                if parts_of(own.mask, size, own.query_offset) is not own.mask_parts:
+                    return False
+        return True
 
     def draw_seeds(self) -> tuple[int, ...]:
         """One for each probability, 0 for what drops nothing."""
         return tuple([draw_seed(drop) for drop in self.drops])
 
     def forward(
-        self, x: Float[Tensor, "batch len in"], tensors: Sequence[Tensor | None], seeds: Sequence[int]
-    ) -> list[Tensor]:
+        self, tokens: Sequence[Float[Tensor, "batch _len _width"]], tensors: Sequence[Tensor | None],
+        seeds: Sequence[int],
+    ) -> list[Tensor]:  # fmt: skip
         """What backward reads, and the output ``[batch, len, out]``."""
-        rows = self.rows(x)
-        reads = [rows, *[part for part in tensors if part is not None], *self.edges]
+        rows = [self.rows(each) for each in tokens]
+        reads = [*rows, *[part for part in tensors if part is not None], *self.edges]
         writes, code, done = self._calls.forward.run(reads, lambda: self.write_forward(rows, tensors, seeds), seeds)
         check(f"call {done} of a step", code)
         return writes[self.passing :]
 
     def backward(
-        self, grad: Tensor, inputs: Sequence[Tensor | None], kept: Sequence[Tensor], seeds: Sequence[int],
-        needs: tuple[bool, ...],
+        self, grad: Tensor, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], kept: Sequence[Tensor],
+        seeds: Sequence[int], needs: tuple[bool, ...],
     ) -> list[Tensor | None]:  # fmt: skip
-        """Gradients of the inputs, ``x`` first; what is not needed is None."""
-        x = inputs[0]
-        assert x is not None
-        arrived, rows = self.rows(grad), self.rows(x)
+        """Gradients of tokens, then of tensors; what is not needed is None."""
+        arrived, rows = self.rows(grad), [self.rows(each) for each in tokens]
         made: list[WayBack] = []
 
         def write_down() -> Written:
-            made.append(self.write_backward(arrived, rows, inputs, kept, seeds, needs))
+            made.append(self.write_backward(arrived, rows, tensors, kept, seeds, needs))
             return made[-1].written()
 
-        parts = [part for part in inputs[1:] if part is not None]
-        reads = [arrived, rows, *parts, *kept, *self.edges]
-        writes, code, _ = self._calls.backward(needs).run(reads, write_down, seeds)
+        reads = [arrived, *rows, *[part for part in tensors if part is not None], *kept, *self.edges]
+        writes, code, _ = self._calls.backward(needs, len(rows)).run(reads, write_down, seeds)
         if code == Code.NOT_FINITE:
             # Rare: NaN or inf behind a mask, which takes a look of its own.
-            return self.write_backward(arrived, rows, inputs, kept, seeds, needs).contained()
+            return self.write_backward(arrived, rows, tensors, kept, seeds, needs).contained()
         check_product(code)
         if made:
             return made[-1].found()
@@ -147,18 +156,18 @@ class Step(ABC):
         return [next(found) if needed else None for needed in needs]
 
     def known_gradients(
-        self, grad: Tensor, inputs: Sequence[Tensor | None], seeds: Sequence[int], needs: Sequence[bool]
-    ) -> list[Tensor | None]:
-        """The same by parts that autograd and watchers know, from the inputs alone."""
+        self, grad: Tensor, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int],
+        needs: Sequence[bool],
+    ) -> list[Tensor | None]:  # fmt: skip
+        """The same by parts that autograd and watchers know, from what the call read alone."""
         again = torch.is_grad_enabled()
         with torch.enable_grad():
             parts = [
                 part.view_as(part) if part is not None and needed else part
-                for part, needed in zip(inputs, needs, strict=True)
+                for part, needed in zip((*tokens, *tensors), needs, strict=True)
             ]
-            x, *tensors = parts
-            assert x is not None
-            output = self.by_parts(x, tensors, seeds)
+            own = [part for part in parts[: len(tokens)] if part is not None]
+            output = self.by_parts(own, parts[len(tokens) :], seeds)
             wanted = [part for part, needed in zip(parts, needs, strict=True) if part is not None and needed]
             found = iter(torch.autograd.grad(output, wanted, grad, create_graph=again, allow_unused=True))
         return [next(found) if part is not None and needed else None for part, needed in zip(parts, needs, strict=True)]
@@ -168,47 +177,49 @@ _CALLS: Final = Kept[Stretches](64)
 
 
 class _KernelStep(torch.autograd.Function):
-    """A step, its seeds, ``x`` and its tensors."""
+    """A step, its seeds, of how many sequences its tokens are, these and its tensors."""
 
     @staticmethod
-    def forward(ctx: Any, step: Step, seeds: tuple[int, ...], x: Tensor, *tensors: Tensor | None) -> Tensor:
-        *kept, output = step.forward(x, tensors, seeds)
-        ctx.step, ctx.seeds = step, seeds
+    def forward(ctx: Any, step: Step, seeds: tuple[int, ...], sequences: int, *inputs: Any) -> Tensor:
+        *kept, output = step.forward(inputs[:sequences], inputs[sequences:], seeds)
+        ctx.step, ctx.seeds, ctx.sequences = step, seeds, sequences
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, *tensors, *kept)
+        ctx.save_for_backward(*inputs, *kept)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[2:]
+        needs, sequences = ctx.needs_input_grad[3:], ctx.sequences
         count = len(needs)
         if grad is None:
-            return (None,) * (2 + count)
+            return (None,) * (3 + count)
         # Asked for once: a checkpoint hands them out a single time.
         saved = ctx.saved_tensors
-        inputs, kept = saved[:count], saved[count:]
+        tokens, tensors, kept = saved[:sequences], saved[sequences:count], saved[count:]
         if recorded(grad):
-            return None, None, *ctx.step.known_gradients(grad, inputs, ctx.seeds, needs)
-        return None, None, *ctx.step.backward(grad, inputs, kept, ctx.seeds, needs)
+            return None, None, None, *ctx.step.known_gradients(grad, tokens, tensors, ctx.seeds, needs)
+        return None, None, None, *ctx.step.backward(grad, tokens, tensors, kept, ctx.seeds, needs)
 
 
 #: ``_KernelStep.apply`` without its look at transformations, of which there are none where a call is known.
 _applied: Final = super(torch.autograd.Function, _KernelStep).apply
 
 
-def play(step: Step, x: Tensor, tensors: Sequence[Tensor | None], *, known: bool = False) -> Tensor:
+def play(step: Step, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], *, known: bool = False) -> Tensor:
     """The step's output; ``known`` where nothing is in force around the call."""
     # Only now, so that whoever goes on without the step finds the generator as it was.
     seeds = step.draw_seeds()
     if not step.training:
-        return step.forward(x, tensors, seeds)[-1]
-    output: Tensor = (_applied if known else _KernelStep.apply)(step, seeds, x, *tensors)  # type: ignore[no-untyped-call]
+        return step.forward(tokens, tensors, seeds)[-1]
+    output: Tensor = (_applied if known else _KernelStep.apply)(step, seeds, len(tokens), *tokens, *tensors)  # type: ignore[no-untyped-call]
     return output
 
 
-def may_be_step(x: Tensor) -> bool:
+def may_be_step(*tokens: Tensor) -> bool:
     """Whether nobody compiles or looks at every module, and there is something to do."""
-    return not (torch.compiler.is_compiling() or _has_any_global_hook()) and x.dim() == 3 and 0 not in x.shape
+    if torch.compiler.is_compiling() or _has_any_global_hook():
+        return False
+    return all(each.dim() == 3 and 0 not in each.shape and len(each) == len(tokens[0]) for each in tokens)
 
 
 def learns(*tensors: Tensor | None) -> bool:
@@ -231,74 +242,86 @@ _KEPT: Final = Kept[Step](64)
 _KNOWN: Final = Kept[_Known](64)
 
 
-def again(x: object, tensors: Sequence[Tensor | None], mask: Mask | None, options: Sequence[Hashable]) -> Tensor | None:
+def again(
+    tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], masks: Sequence[Mask | None],
+    options: Sequence[Hashable],
+) -> Tensor | None:  # fmt: skip
     """The output of a call like one before, or None; of arguments that nobody has checked.
 
     What takes longer than the kernels of a short call, the look at each argument, is one question here: whether all
     tensors are like those of the call before.
 
     Args:
-        x: ``[batch, len, in]``.
+        tokens: ``[batch, len, width]``, those that attend and, where there is one, the memory.
         tensors: those of the step.
-        mask: of its attention.
+        masks: of its attentions.
         options: all else that tells calls apart.
     """
-    if type(x) is not Tensor:
+    if any(type(each) is not Tensor for each in tokens):
         return None
-    given = [x, *[part for part in tensors if part is not None]]
+    given = [*tokens, *[part for part in tensors if part is not None]]
     try:
-        known = _KNOWN.get(_asked(x, tensors, mask, options))
+        known = _KNOWN.get(_asked(tokens, tensors, masks, options))
     except TypeError:  # what cannot be hashed
         return None
     if (
         known is None or not known.alike(*given) or watched() or _has_any_global_hook() or not unrecorded()
-        or known.chosen != choices(x.dtype) or not known.step.is_current()
+        or known.chosen != choices(tokens[0].dtype) or not known.step.is_current()
     ):  # fmt: skip
         return None
-    return play(known.step, x, tensors, known=True)
+    return play(known.step, tokens, tensors, known=True)
 
 
 def kept_step(
-    x: Tensor, tensors: Sequence[Tensor | None], mask: Mask | None, options: Sequence[Hashable],
-    problem_of: Callable[[], Problem | None], step_of: Callable[[Problem, bool, Hashable | None], Step], *,
-    recurs: bool,
+    tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], masks: Sequence[Mask | None],
+    options: Sequence[Hashable], problems_of: Callable[[], Sequence[Problem] | None],
+    step_of: Callable[[Sequence[Problem], bool, Hashable | None], Step], *, recurs: bool,
 ) -> Step | None:  # fmt: skip
     """The step for a call: one of before, or a new one.
 
     Args:
-        x: as in ``again``, and so are those that follow.
+        tokens: as in ``again``, and so are those that follow.
         tensors: see there.
-        mask: see there.
+        masks: see there.
         options: see there.
-        problem_of: the attention without numbers, or None where there is no step.
-        step_of: a new step for it; whether it is for training; and for a layout, None for calls that do not come again.
+        problems_of: the attentions without numbers, or None where there is no step.
+        step_of: a new step for them; whether it is for training; and for a layout, None for calls that do not come
+            again.
         recurs: whether a call like this may come again: all tensors lie plainly, and ``options`` say the rest.
     """
     shapes = [None if part is None else part.shape for part in tensors]
-    training = learns(x, *tensors)
+    training, dtype = learns(*tokens, *tensors), tokens[0].dtype
     layout = (
-        x.shape, x.dtype, *shapes, *options, training, torch.get_num_threads(), *(choices(x.dtype) if recurs else ()),
+        *(each.shape for each in tokens), dtype, *shapes, *options, training, torch.get_num_threads(),
+        *(choices(dtype) if recurs else ()),
     )  # fmt: skip
-    step = _KEPT.get((_mark(mask), layout)) if recurs else None
+    marks = tuple(map(_mark, masks))
+    step = _KEPT.get((marks, layout)) if recurs else None
     if step is None or not step.is_current():
-        problem = problem_of()
-        if problem is None:
+        problems = problems_of()
+        if problems is None:
             return None
         # One that had to be placed first is another, and may have copied numbers that somebody writes into later.
-        recurs = recurs and problem.mask is mask and _is_said_by_runs(problem)
-        step = step_of(problem, training, layout if recurs else None)
+        recurs = recurs and all(
+            problem.mask is mask and _is_said_by_runs(problem) for problem, mask in zip(problems, masks, strict=True)
+        )
+        step = step_of(problems, training, layout if recurs else None)
         if recurs:
-            _KEPT.put((_mark(mask), layout), step)
+            _KEPT.put((marks, layout), step)
     if recurs:
-        given = [part for part in (x, *tensors) if part is not None]
-        _KNOWN.put(_asked(x, tensors, mask, options), _Known(step, choices(x.dtype), alike(*given)))
+        given = [part for part in (*tokens, *tensors) if part is not None]
+        _KNOWN.put(_asked(tokens, tensors, masks, options), _Known(step, choices(dtype), alike(*given)))
     return step
 
 
-def _asked(x: Tensor, tensors: Sequence[Tensor | None], mask: Mask | None, options: Sequence[Hashable]) -> Hashable:
+def _asked(
+    tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], masks: Sequence[Mask | None],
+    options: Sequence[Hashable],
+) -> Hashable:  # fmt: skip
     """What tells calls apart besides their tensors."""
-    missing = tuple([part is None for part in tensors])
-    return x.shape, missing, _mark(mask), *options, torch.is_grad_enabled(), torch.get_num_threads()
+    shapes, missing = [each.shape for each in tokens], tuple([part is None for part in tensors])
+    marks = [_mark(mask) for mask in masks]
+    return *shapes, missing, *marks, *options, torch.is_grad_enabled(), torch.get_num_threads()
 
 
 def _mark(mask: Mask | None) -> Hashable:

@@ -68,7 +68,7 @@ class FeedForwardBackward:
         kept: Sequence[Tensor], activation: Activation, levels: int, needs: Sequence[bool],
     ) -> None:  # fmt: skip
         (expand, _), (contract, _) = layers
-        self._of_contract = WeightGradients(arrived, kept[0], *needs[3:])
+        self._of_contract = WeightGradients([(arrived, kept[0])], *needs[3:])
         self._of_expand: list[WeightGradients] = []
         self._of_hidden, self._of_x = list[Product](), list[Product]()
         if any(needs[:3]):
@@ -76,7 +76,7 @@ class FeedForwardBackward:
             shut = levels if activation.gate is Gate.OUTPUT else 0
             of_hidden = Product([(arrived, contract)], gate=kept[-1], gate_kind=activation.gate, dropped=shut)
             self._of_hidden = [of_hidden]
-            self._of_expand = [WeightGradients(of_hidden.output, rows, *needs[1:3])]
+            self._of_expand = [WeightGradients([(of_hidden.output, rows)], *needs[1:3])]
             self._of_x = [Product([(of_hidden.output, expand)])] if needs[0] else []
 
     @property

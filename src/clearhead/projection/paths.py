@@ -124,7 +124,7 @@ def _kernel_input_gradient(terms: Sequence[Term]) -> Tensor:
 
 
 def _kernel_weight_gradient(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
-    found = kernels.WeightGradients(grad, x, True, sums)
+    found = kernels.WeightGradients([(grad, x)], True, sums)
     kernels.run_all(found.products)
     weight, row_sums = found.found()
     assert weight is not None

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import clearhead as ch
 from clearhead.backends.dropout import keep_scale
 from clearhead.backends.native_dropout import LEVELS
-from clearhead.nn import DecoderBlock, EncoderBlock, fused_layer, step
+from clearhead.nn import DecoderBlock, EncoderBlock, blocks, fused_layer, step
 from clearhead.nn.layer_step import LayerStep
 from clearhead.problem import draw_seed
 from tests.budget import within_budget
@@ -66,45 +66,65 @@ class Factors:
     last: Tensor
 
 
+def times(y: Tensor, factor: Tensor | None) -> Tensor:
+    """What dropout makes of ``y``."""
+    return y if factor is None else y * factor.to(y.dtype).view(y.shape)
+
+
+def normed(y: Tensor, norm: nn.Module) -> Tensor:
+    if isinstance(norm, nn.RMSNorm):
+        return F.rms_norm(y, y.shape[-1:], norm.weight, norm.eps)
+    return F.layer_norm(y, y.shape[-1:], norm.weight, norm.bias, norm.eps)  # type: ignore[arg-type]
+
+
+def attended(
+    part: Any, y: Tensor, keys: Tensor, mask: ch.Mask | None, factor: Tensor | None = None, off: Sequence[int] = ()
+) -> Tensor:
+    """An attention with its projections by torch's operators; ``off`` are heads whose output is 0."""
+    layers = ((part.query_projection, y), (part.key_projection, keys), (part.value_projection, keys))
+    heads = [
+        F.linear(read, one.weight, one.bias).unflatten(-1, (-1, part.head_dim)).transpose(1, 2) for one, read in layers
+    ]
+    query, key, value = (one.repeat_interleave(part.num_heads // one.shape[1], 1) for one in heads)
+    scale = part.head_dim**-0.5 if part.scale is None else part.scale
+    scores = query @ key.transpose(-2, -1) * scale
+    allowed = torch.ones((), dtype=torch.bool)
+    if mask is not None:
+        allowed = mask.dense(y.shape[1], keys.shape[1])
+    allowed = allowed.expand(scores.shape)
+    scores = scores.masked_fill(~allowed, -torch.inf).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+    weights = times(torch.softmax(scores, -1).masked_fill(~allowed, 0.0), factor)
+    on = torch.tensor([float(head not in off) for head in range(part.num_heads)], dtype=y.dtype)
+    joined = (weights @ value * on[:, None, None]).transpose(1, 2).flatten(-2)
+    return F.linear(joined, part.output_projection.weight, part.output_projection.bias)
+
+
+def fed(part: Any, y: Tensor, factor: Tensor | None = None) -> Tensor:
+    """A feedforward by torch's operators."""
+    hidden = times(part.activation(F.linear(y, part.expand.weight, part.expand.bias)), factor)
+    return F.linear(hidden, part.contract.weight, part.contract.bias)
+
+
 def formula(
     own: Any, x: Tensor, mask: ch.Mask | None = None, factors: Factors | None = None, off: Sequence[int] = ()
 ) -> Tensor:
     """The block by torch's operators, in its own dtype; ``off`` are heads whose output is 0."""
     if isinstance(own, DecoderBlock):
         mask = ch.Causal() if mask is None else ch.Causal() & mask
-    part, fed, length = own.attention, own.feedforward, x.shape[1]
+    names = ("weights", "after", "hidden", "last")
+    weights, after, hidden, last = (None if factors is None else getattr(factors, name) for name in names)
 
-    def times(y: Tensor, name: str) -> Tensor:
-        return y if factors is None else y * getattr(factors, name).to(y.dtype).view(y.shape)
-
-    def normed(y: Tensor, norm: nn.Module) -> Tensor:
-        if isinstance(norm, nn.RMSNorm):
-            return F.rms_norm(y, y.shape[-1:], norm.weight, norm.eps)
-        return F.layer_norm(y, y.shape[-1:], norm.weight, norm.bias, norm.eps)  # type: ignore[arg-type]
-
-    def attended(y: Tensor) -> Tensor:
-        layers = (part.query_projection, part.key_projection, part.value_projection)
-        heads = [F.linear(y, one.weight, one.bias).unflatten(-1, (-1, part.head_dim)).transpose(1, 2) for one in layers]
-        query, key, value = (one.repeat_interleave(part.num_heads // one.shape[1], 1) for one in heads)
-        scale = part.head_dim**-0.5 if part.scale is None else part.scale
-        scores = query @ key.transpose(-2, -1) * scale
-        allowed = torch.ones((), dtype=torch.bool) if mask is None else mask.dense(length, length)
-        allowed = allowed.expand(scores.shape)
-        scores = scores.masked_fill(~allowed, -torch.inf).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
-        weights = times(torch.softmax(scores, -1).masked_fill(~allowed, 0.0), "weights")
-        on = torch.tensor([float(head not in off) for head in range(part.num_heads)], dtype=x.dtype)
-        joined = (weights @ value * on[:, None, None]).transpose(1, 2).flatten(-2)
-        return F.linear(joined, part.output_projection.weight, part.output_projection.bias)
+    def attend(y: Tensor) -> Tensor:
+        return times(attended(own.attention, y, y, mask, weights, off), after)
 
     def feed(y: Tensor) -> Tensor:
-        hidden = times(fed.activation(F.linear(y, fed.expand.weight, fed.expand.bias)), "hidden")
-        return F.linear(hidden, fed.contract.weight, fed.contract.bias)
+        return times(fed(own.feedforward, y, hidden), last)
 
     if own.norm_first:
-        x = x + times(attended(normed(x, own.attention_norm)), "after")
-        return x + times(feed(normed(x, own.feedforward_norm)), "last")
-    x = normed(x + times(attended(x), "after"), own.attention_norm)
-    return normed(x + times(feed(x), "last"), own.feedforward_norm)
+        x = x + attend(normed(x, own.attention_norm))
+        return x + feed(normed(x, own.feedforward_norm))
+    x = normed(x + attend(x), own.attention_norm)
+    return normed(x + feed(x), own.feedforward_norm)
 
 
 def by_modules(own: Any, x: Tensor, mask: ch.Mask | None = None) -> Tensor:
@@ -121,25 +141,29 @@ def by_modules(own: Any, x: Tensor, mask: ch.Mask | None = None) -> Tensor:
 def factors_of(own: Any, x: Tensor, seeds: Sequence[int]) -> Factors:
     """What the definitions keep under these seeds."""
     batch, length, width = x.shape
-    drops = (own.attention.dropout, own.residual_dropout.p, own.feedforward.dropout.p, own.residual_dropout.p)
-    heads, hidden = own.attention.num_heads, own.feedforward.expand.weight.shape[0]
+    hidden, rows = own.feedforward.expand.weight.shape[0], batch * length
+    weights = factor_of_weights(seeds[0], own.attention.dropout, (batch, own.attention.num_heads, length, length))
+    drops = (own.residual_dropout.p, own.feedforward.dropout.p, own.residual_dropout.p)
+    after, within, last = map(factor_of_rows, seeds[1:], drops, [rows] * 3, (width, hidden, width))
+    return Factors(weights, after, within, last)
 
-    def of_rows(columns: int, place: int) -> Tensor:
-        levels = round(drops[place] * LEVELS)
-        if levels == 0:
-            return torch.ones(batch * length, columns, dtype=torch.float64)
-        factor: Tensor = kept(batch * length, columns, levels, seeds[place]).double() * (LEVELS / (LEVELS - levels))
-        return factor
 
-    axes = (batch, heads, length, length)
-    places = [
-        torch.arange(size).view([-1 if axis == own_axis else 1 for axis in range(4)])
-        for own_axis, size in enumerate(axes)
-    ]
-    weights = torch.ones(axes, dtype=torch.float64)
-    if drops[0]:
-        weights = keep_scale(seeds[0], drops[0], (places[0], places[1], places[2], places[3]), torch.float64)
-    return Factors(weights, of_rows(width, 1), of_rows(hidden, 2), of_rows(width, 3))
+def factor_of_rows(seed: int, drop: float, rows: int, columns: int) -> Tensor:
+    """What dropout of activations multiplies by under a seed."""
+    levels = round(drop * LEVELS)
+    if levels == 0:
+        return torch.ones(rows, columns, dtype=torch.float64)
+    return kept(rows, columns, levels, seed).double() * (LEVELS / (LEVELS - levels))
+
+
+def factor_of_weights(seed: int, drop: float, axes: tuple[int, int, int, int]) -> Tensor:
+    """The same of attention weights, of batch, heads, queries and keys."""
+    if not drop:
+        return torch.ones(axes, dtype=torch.float64)
+    one, two, three, four = (
+        torch.arange(size).view([-1 if axis == own else 1 for axis in range(4)]) for own, size in enumerate(axes)
+    )
+    return keep_scale(seed, drop, (one, two, three, four), torch.float64)
 
 
 def seeds_of(own: Any, seed: int = 7) -> list[int]:
@@ -157,10 +181,10 @@ def dropping(kind: Any, dtype: torch.dtype, drops: Sequence[float], **options: A
 
 
 def layer_step_of(own: Any, x: Tensor, mask: ch.Mask | None) -> tuple[LayerStep, list[Tensor | None]]:
-    parts = own._parts(x)
-    problem = fused_layer._attention_of(x, parts, mask, True)
-    assert problem is not None
-    return LayerStep(problem, True, None, parts.kind()), parts.tensors()
+    parts = own._parts(blocks._SUBLAYERS[1], x)
+    problems = fused_layer._attentions_of([x], parts, [mask], True)
+    assert problems is not None
+    return LayerStep(problems, True, None, parts.kind()), parts.tensors()
 
 
 def is_layer(output: Tensor) -> bool:

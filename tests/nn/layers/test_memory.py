@@ -1,0 +1,368 @@
+"""A decoder block that attends to a memory, in one step: the definition's numbers, whatever is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import clearhead as ch
+from clearhead.backends import native_prepared, native_projection
+from clearhead.nn import blocks, fused_layer
+from clearhead.nn.layer_step import LayerStep
+from tests.budget import within_budget
+from tests.nn.layers.definition import DTYPES, draw, is_layer, same, tokens, upstream_of
+from tests.nn.layers.with_memory import (
+    budget_of,
+    checked,
+    decoder,
+    factors_of,
+    formula,
+    memory_of,
+    numbers,
+    seeds_of,
+)
+
+pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
+
+NORMS = pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+MASKS: dict[str, dict[str, ch.Mask]] = {
+    "none": {},
+    "padded memory": {"memory_mask": ch.Padding([11, 4])},
+    "nothing of a memory": {"memory_mask": ch.Padding([0, 11]), "mask": ch.Padding([7, 3])},
+    "a table": {"memory_mask": ch.Dense(torch.rand(7, 11, generator=torch.Generator().manual_seed(4)) < 0.4)},
+}
+
+# ---- numbers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@NORMS
+def test_output_and_every_gradient(norm_first: bool, dtype: torch.dtype, activation: str, masks: str) -> None:
+    own = decoder(dtype, norm_first=norm_first, activation=activation)
+    checked(own, tokens(dtype), memory_of(dtype), **MASKS[masks])
+
+
+@pytest.mark.parametrize(
+    ("width", "heads", "options"),
+    [(20, 2, {}), (36, 3, {"num_kv_heads": 1}), (64, 4, {"num_kv_heads": 2, "bias": False}),
+     (96, 6, {"memory_dim": 40}), (32, 1, {"memory_dim": 7, "feedforward_dim": 33})],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("lengths", [(1, 1, 1), (3, 17, 5), (1, 5, 300), (2, 300, 9), (1, 260, 270)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@NORMS
+def test_of_any_size(
+    norm_first: bool, dtype: torch.dtype, lengths: tuple[int, int, int], width: int, heads: int, options: dict[str, Any]
+) -> None:
+    own = decoder(dtype, width=width, heads=heads, norm_first=norm_first, **options)
+    (batch, length, others), of_memory = lengths, options.get("memory_dim", width)
+    checked(own, tokens(dtype, batch, length, width), memory_of(dtype, batch, others, of_memory))
+
+
+@NORMS
+def test_memories_of_many_lengths_in_turn(norm_first: bool) -> None:
+    own, x = decoder(norm_first=norm_first), tokens()
+    for _ in range(4):
+        for length in (3, 11, 7):
+            memory = memory_of(length=length)
+            budget_of(own, x, memory, numbers(own, x, memory))
+
+
+def test_a_memory_that_lies_otherwise() -> None:
+    own, x, memory = decoder(), tokens(), memory_of()
+    right = numbers(own, x, memory)
+    across = memory.detach().transpose(0, 1).contiguous().requires_grad_()
+    for _ in range(4):
+        found = numbers(own, x, across.transpose(0, 1))
+        same([found[0], *found[3:]], [right[0], *right[3:]])
+    wide = torch.cat([memory.detach(), memory.detach()], -1)
+    for _ in range(4):
+        assert torch.equal(own(x, memory=wide[..., :32]), right[0])
+
+
+@NORMS
+def test_tokens_that_are_their_own_memory(norm_first: bool) -> None:
+    own, x = decoder(norm_first=norm_first), tokens()
+    apart = numbers(own, x, x.detach().clone().requires_grad_())
+    for _ in range(4):
+        output = own(x, memory=x)
+        assert is_layer(output)
+        assert torch.equal(output, apart[0])
+        (grad,) = torch.autograd.grad(output, x, upstream_of(output))
+        torch.testing.assert_close(grad, apart[1] + apart[2], rtol=1e-6, atol=1e-6)
+
+
+@NORMS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_other_norms(dtype: torch.dtype, norm_first: bool) -> None:
+    own = decoder(norm_first=norm_first)
+    own.cross_norm, own.feedforward_norm = nn.RMSNorm(32, eps=1e-3), nn.LayerNorm(32, elementwise_affine=False)
+    checked(own.to(dtype), tokens(dtype), memory_of(dtype))
+
+
+@NORMS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_gradients_too(dtype: torch.dtype, norm_first: bool) -> None:
+    own, x, memory = decoder(dtype, norm_first=norm_first), tokens(dtype), memory_of(dtype)
+    right = own(x, memory=memory)
+    for context in (torch.no_grad, torch.inference_mode):
+        for _ in range(4):
+            with context():
+                assert torch.equal(own(x, memory=memory), right)
+
+
+def test_a_memory_that_is_written_into() -> None:
+    own, x, memory = decoder(), tokens(), memory_of().detach()
+    lengths = torch.tensor([11, 4])
+    mask = ch.Padding(lengths)
+    for count in range(1, 8):
+        memory.mul_(-1.5)
+        lengths[1] = count
+        within_budget(
+            "output", own(x, memory=memory, memory_mask=mask), formula(own, x, memory, memory_mask=mask),
+            formula(own.double(), x.double(), memory.double(), memory_mask=mask), terms=128,
+        )  # fmt: skip
+        own.float()
+
+
+# ---- dropout ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drops", [(0.3, 0.0, 0.0), (0.0, 0.3, 0.0), (0.0, 0.0, 0.3), (0.2, 0.4, 0.1)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@NORMS
+def test_dropout_is_its_definition(norm_first: bool, dtype: torch.dtype, drops: tuple[float, ...]) -> None:
+    own, x, memory = decoder(dtype, norm_first=norm_first, attention_dropout=drops[0]), tokens(dtype), memory_of(dtype)
+    own.feedforward.dropout.p, own.residual_dropout.p = drops[1:]
+    for seed in (7, 7, 8, 9):
+        found = numbers(own, x, memory, seed=seed, memory_mask=ch.Padding([11, 4]))
+        factors = factors_of(own, x, memory, seeds_of(own, seed))
+        budget_of(own, x, memory, found, factors, memory_mask=ch.Padding([11, 4]))
+
+
+@NORMS
+def test_the_step_by_its_parts(norm_first: bool) -> None:
+    own, x, memory = decoder(norm_first=norm_first, dropout=0.2), tokens(), memory_of()
+    parts, masks = own._parts(blocks._SUBLAYERS[2], x), [ch.Causal(), None]
+    problems = fused_layer._attentions_of([x, memory], parts, masks, True)
+    assert problems is not None
+    made = LayerStep(problems, True, None, parts.kind())
+    torch.manual_seed(7)
+    seeds = made.draw_seeds()
+    assert list(seeds) == seeds_of(own)
+    assert len({*seeds}) == 6
+
+    def by_parts(_: Any, x: Tensor, memory: Tensor) -> Tensor:
+        return made.by_parts([x, memory], parts.tensors(), seeds)
+
+    factors = factors_of(own, x, memory, seeds)
+    budget_of(own, x, memory, numbers(own, x, memory, by_parts, layer=False), factors)
+    budget_of(own, x, memory, numbers(own, x, memory), factors)
+
+
+# ---- gradients ----------------------------------------------------------------------------------------------
+
+NEEDED: dict[str, Callable[[str], bool]] = {
+    "x": lambda name: name == "x",
+    "memory": lambda name: name == "memory",
+    "both": lambda name: name in ("x", "memory"),
+    "all but both": lambda name: name not in ("x", "memory"),
+    "all but x": lambda name: name != "x",
+    "attention": lambda name: name.startswith("attention."),
+    "first norm": lambda name: name.startswith("attention_norm"),
+    "cross-attention": lambda name: name.startswith("cross_attention."),
+    "queries of the memory": lambda name: name == "cross_attention.query_projection.weight",
+    "keys of the memory": lambda name: name.startswith("cross_attention.key_projection"),
+    "norm of the memory": lambda name: name.startswith("cross_norm"),
+    "memory and last layers": lambda name: name == "memory" or "contract" in name or "output" in name,
+    "feedforward": lambda name: name.startswith("feedforward."),
+    "last norm": lambda name: name.startswith("feedforward_norm"),
+    "weights": lambda name: name.endswith("weight"),
+    "biases": lambda name: name.endswith("bias"),
+}
+
+
+@pytest.mark.parametrize("needed", NEEDED)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@NORMS
+def test_only_the_gradients_that_are_needed(norm_first: bool, dropout: float, needed: str) -> None:
+    own, x, memory = decoder(norm_first=norm_first, dropout=dropout), tokens(), memory_of()
+    inputs = {"x": x, "memory": memory, **dict(own.named_parameters())}
+    whole = dict(zip(inputs, numbers(own, x, memory)[1:], strict=True))
+    for name, part in inputs.items():
+        part.requires_grad_(NEEDED[needed](name))
+    for _ in range(4):
+        torch.manual_seed(7)
+        output = own(x, memory=memory)
+        assert is_layer(output)
+        output.backward(upstream_of(output))
+        for name, part in inputs.items():
+            if not NEEDED[needed](name):
+                assert part.grad is None, name
+                continue
+            assert part.grad is not None, name
+            if "bias" in name and "norm" not in name and not NEEDED[needed](name.replace("bias", "weight")):
+                # A sum of its own, not the product's.
+                torch.testing.assert_close(part.grad, whole[name], rtol=1e-5, atol=1e-5)
+            else:
+                assert torch.equal(part.grad, whole[name]), name
+            part.grad = None
+
+
+@NORMS
+def test_gradients_that_are_recorded(norm_first: bool) -> None:
+    own, x, memory = decoder(norm_first=norm_first, dropout=0.3), tokens(), memory_of()
+    for _ in range(4):
+        torch.manual_seed(7)
+        output, inputs = own(x, memory=memory), [x, memory, *own.parameters()]
+        found = torch.autograd.grad(output, inputs, upstream_of(output), create_graph=True)
+        assert found[1].requires_grad
+        factors = factors_of(own, x, memory, seeds_of(own))
+        budget_of(own, x, memory, [output.detach(), *(part.detach() for part in found)], factors)
+
+
+def test_a_memory_changed_before_backward_is_told() -> None:
+    own = decoder()
+    for calls in (0, 3):
+        for _ in range(calls):
+            own(tokens(), memory=memory_of()).sum().backward()
+        memory = memory_of().detach()
+        output = own(tokens(), memory=memory)
+        memory.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+# ---- what is not finite -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@NORMS
+def test_a_hidden_place_of_the_memory_that_is_not_finite(norm_first: bool, dtype: torch.dtype, bad: float) -> None:
+    """Nobody reads it: the same output and the same gradients, by another road where it lies."""
+    own, x, mask = decoder(dtype, norm_first=norm_first), tokens(dtype), ch.Padding([11, 6])
+    rounding = 1e-5 if dtype is torch.float32 else 0.02
+    clean, spoiled = memory_of(dtype), memory_of(dtype)
+    with torch.no_grad():
+        clean[1, 8], spoiled[1, 8] = 0.0, bad
+    for _ in range(4):
+        found = []
+        for memory in (clean, spoiled):
+            output = own(x, memory=memory, memory_mask=mask)
+            assert is_layer(output)
+            of_x, of_memory = torch.autograd.grad(output, [x, memory], upstream_of(output))
+            assert bool(of_memory[1, 6:].eq(0.0).all())
+            found.append([output, of_x, of_memory])
+        right, other = found
+        same([part[0] for part in right], [part[0] for part in other])
+        for one, two in zip(right, other, strict=True):
+            torch.testing.assert_close(one, two, rtol=rounding, atol=rounding)
+
+
+# ---- what is not one step -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@NORMS
+def test_who_watches_sees_the_same_bits(norm_first: bool, dtype: torch.dtype, dropout: float, training: bool) -> None:
+    own, x, memory = decoder(dtype, norm_first=norm_first, dropout=dropout), tokens(dtype), memory_of(dtype)
+    own.train(training)
+    inputs, rounding = [x, memory, *own.parameters()], 1e-5 if dtype is torch.float32 else 0.1
+    for masks in MASKS.values():
+        for _ in range(3):
+            torch.manual_seed(7)
+            alone = own(x, memory=memory, **masks)
+            assert is_layer(alone)
+            torch.manual_seed(7)
+            with ch.observe(own, ch.Want(entropy=True)) as seen:
+                watched = own(x, memory=memory, **masks)
+            assert len(list(seen)) == 2
+            assert torch.equal(alone, watched)
+            upstream = upstream_of(alone)
+            both = [torch.autograd.grad(output, inputs, upstream) for output in (alone, watched)]
+            for one, other in zip(*both, strict=True):
+                torch.testing.assert_close(one, other, rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize(
+    "name", ["attention", "cross_attention", "cross_attention.key_projection", "cross_norm", "feedforward"]
+)
+@NORMS
+def test_hooks_fire_once_for_each_call(norm_first: bool, name: str) -> None:
+    own, x, memory = decoder(norm_first=norm_first), tokens(), memory_of()
+    for _ in range(3):
+        right = numbers(own, x, memory)
+    part, seen = own.get_submodule(name), []
+    handle = part.register_forward_hook(lambda *given: seen.append(given[0]))
+    for count in (1, 2, 3):
+        found = numbers(own, x, memory, layer=False)
+        assert seen == [part] * count
+        budget_of(own, x, memory, found)
+    handle.remove()
+    same(numbers(own, x, memory), right)
+
+
+def test_a_cache_and_other_backends_go_in_parts() -> None:
+    own, x, memory = decoder(), tokens(), memory_of()
+    with torch.no_grad():
+        whole, cache, memories = own(x, memory=memory), ch.KVCache(), ch.KVCache()
+        steps = [own(x[:, place : place + 1], memory=memory, cache=cache, memory_cache=memories) for place in range(7)]
+        torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-5, atol=1e-5)
+    for name in ("attention", "cross_attention"):
+        part = getattr(own, name)
+        part.backend = "tiled"
+        budget_of(own, x, memory, numbers(own, x, memory, layer=False))
+        part.backend = "auto"
+
+
+def test_one_sequence_goes_in_parts() -> None:
+    own, x, memory = decoder(), tokens(), memory_of()
+    right = own(x, memory=memory)[1]
+    torch.testing.assert_close(own(x[1], memory=memory[1]), right, rtol=1e-5, atol=1e-5)
+
+
+def test_checkpoints_compute_it_again() -> None:
+    own, x, memory = decoder(dropout=0.3), tokens(), memory_of()
+    right = numbers(own, x, memory)
+    own.checkpoint_activations = True
+    for _ in range(3):
+        same(numbers(own, x, memory, layer=None), right)
+
+
+def test_calls_are_played_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, x, memory = decoder(dropout=0.2), tokens(), memory_of()
+    right, _ = (numbers(own, x, memory) for _ in range(2))
+    monkeypatch.setattr(native_prepared, "run", None)
+    same(numbers(own, x, memory), right)
+    other = draw(2, 11, 32, seed=8).requires_grad_()
+    found = numbers(own, x, other)
+    budget_of(own, x, other, found, factors_of(own, x, other, seeds_of(own)))
+
+
+def test_what_is_wrong_is_told_after_good_calls() -> None:
+    own, x, memory = decoder(), tokens(), memory_of()
+    for _ in range(3):
+        numbers(own, x, memory)
+    for bad, error in (
+        (memory[..., :31], "memory must .*32"), (memory.double(), "dtype"), (memory[:1], "batch"),
+        (memory[0], "batch"),
+        ([1.0], "memory"),
+    ):  # fmt: skip
+        with pytest.raises(ch.ClearheadError, match=error):
+            own(x, memory=bad)
+    with pytest.raises(ch.ClearheadError, match="memory"):
+        own(x)
+    with pytest.raises(ch.MaskError, match="lengths"):
+        own(x, memory=memory, memory_mask=ch.Padding([3, 4, 5]))
+    with pytest.raises(ch.MaskError, match="query_offset"):
+        own(x, memory=memory, memory_mask=ch.Causal())
+    assert is_layer(own(x, memory=memory))
