@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 11
+#define CH_ABI 12
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_RUNS 4
 #define CH_MAX_RULES 8
@@ -276,6 +276,20 @@ typedef struct ch_dropout {
   void* output;         /* written; nothing that is read may lie in it                                      */
 } ch_dropout;
 
+/* target[:, :, first + r] = source[:, :, r]: keys or values of new tokens, put behind those that a cache holds. */
+typedef struct ch_append {
+  uint32_t size;        /* sizeof(ch_append)                                                                */
+  uint32_t abi;         /* CH_ABI                                                                           */
+  int32_t isa;          /* as in ch_attention                                                               */
+  int32_t threads;
+  int32_t dtype;        /* ch_dtype of both                                                                 */
+  int32_t reserved;
+  int64_t batch, heads, rows, columns; /* of the source                                                     */
+  int64_t first;        /* rows of the target in front of those that are written                            */
+  ch_tensor source;
+  ch_tensor target;     /* written; the source may not lie in it                                            */
+} ch_append;
+
 enum ch_norm_kind { CH_NORM_LAYER = 0, CH_NORM_RMS = 1 };
 
 /* The norm of a sum, row by row, all contiguous, worked out in float32:
@@ -320,10 +334,11 @@ enum ch_verb {
   CH_DROP = 4,
   CH_NORM = 5,
   CH_NORM_BACKWARD = 6,
+  CH_APPEND = 7,
 };
 
 /* A call to come: ch_forward or ch_backward of a ch_attention, ch_project of a ch_projection, ch_drop of a ch_dropout,
-   ch_norm_forward or ch_norm_backward of a ch_norm. */
+   ch_norm_forward or ch_norm_backward of a ch_norm, ch_append_rows of a ch_append. */
 typedef struct ch_call {
   int32_t verb;         /* ch_verb                                                                          */
   int32_t reserved;
@@ -336,6 +351,7 @@ CH_EXPORT int64_t ch_linear_description_size(void);
 CH_EXPORT int64_t ch_projection_description_size(void);
 CH_EXPORT int64_t ch_dropout_description_size(void);
 CH_EXPORT int64_t ch_norm_description_size(void);
+CH_EXPORT int64_t ch_append_description_size(void);
 /* The instruction sets this library was built for, best first; null past the last. */
 CH_EXPORT const char* ch_isa_name(int index);
 /* Whether this processor can run it. */
@@ -351,6 +367,7 @@ CH_EXPORT int ch_project(const ch_projection* work);
 CH_EXPORT int ch_drop(const ch_dropout* work);
 CH_EXPORT int ch_norm_forward(const ch_norm* work);
 CH_EXPORT int ch_norm_backward(const ch_norm* work);
+CH_EXPORT int ch_append_rows(const ch_append* work);
 /* One call after the other, until one does not give 0: its code is returned, and `done` counts those before it. */
 CH_EXPORT int ch_run(const ch_call* calls, int32_t count, int32_t* done);
 CH_EXPORT const char* ch_message(int code);

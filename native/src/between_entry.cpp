@@ -1,4 +1,4 @@
-// The entry points of what stands between a layer's products: dropout, and norms.
+// The entry points of what stands between a layer's products: dropout, norms, and rows for a cache.
 #include "checks.h"
 
 namespace clearhead {
@@ -66,6 +66,20 @@ int check_backward(const ch_norm& work) {
   return check_given(work.grad_bias, work.columns, size, Access::write);
 }
 
+int check(const ch_append& work) {
+  if (work.dtype != CH_FLOAT32 && work.dtype != CH_BFLOAT16 && work.dtype != CH_FLOAT16) return CH_BAD_DTYPE;
+  for (int64_t count : {work.batch, work.heads, work.rows, work.columns, work.first})
+    if (!is_count(count)) return CH_BAD_SHAPE;
+  if (!countable(work.batch, work.heads, work.first + work.rows, work.columns)) return CH_BAD_SHAPE;
+  if (work.threads < 1 || work.threads > most_threads) return CH_BAD_OPTION;
+  const auto layout = [&](const ch_tensor& tensor, int64_t rows) {
+    return Layout{{{work.batch, tensor.batch}, {work.heads, tensor.head}, {rows, tensor.row}}, work.columns};
+  };
+  const int64_t size = work.dtype == CH_FLOAT32 ? 4 : 2;
+  CH_TRY(check_memory(work.source.data, layout(work.source, work.rows), size));
+  return check_memory(work.target.data, layout(work.target, work.first + work.rows), size, Access::write);
+}
+
 }  // namespace
 }  // namespace clearhead
 
@@ -74,6 +88,8 @@ extern "C" {
 int64_t ch_dropout_description_size(void) { return sizeof(ch_dropout); }
 
 int64_t ch_norm_description_size(void) { return sizeof(ch_norm); }
+
+int64_t ch_append_description_size(void) { return sizeof(ch_append); }
 
 int ch_drop(const ch_dropout* work) {
   const clearhead::Kernels* kernels = nullptr;
@@ -94,6 +110,14 @@ int ch_norm_backward(const ch_norm* work) {
   CH_TRY(clearhead::check_library(work, &kernels));
   CH_TRY(clearhead::check_backward(*work));
   return work->columns == 0 ? CH_OK : kernels->norm_backward(work);
+}
+
+int ch_append_rows(const ch_append* work) {
+  const clearhead::Kernels* kernels = nullptr;
+  CH_TRY(clearhead::check_library(work, &kernels));
+  CH_TRY(clearhead::check(*work));
+  const bool empty = work->batch == 0 || work->heads == 0 || work->rows == 0 || work->columns == 0;
+  return empty ? CH_OK : kernels->append(work);
 }
 
 }  // extern "C"

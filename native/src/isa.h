@@ -16,6 +16,7 @@ struct Kernels {
   int (*drop)(const ch_dropout* work);
   int (*norm)(const ch_norm* work);
   int (*norm_backward)(const ch_norm* work);
+  int (*append)(const ch_append* work);
 };
 
 // Those of a set by its index, -1 for the best; null where this processor lacks it.

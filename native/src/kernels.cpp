@@ -3,6 +3,7 @@
 // Nothing from the C++ library is used here: a template of it, compiled for a wide instruction set, could be the
 // copy that the linker keeps for everybody.
 #include "activation.h"
+#include "append.h"
 #include "backward.h"
 #include "forward.h"
 #include "linear.h"
@@ -56,6 +57,7 @@ template <class Way> int run_linear(const ch_linear* w) { return Way(*w).run(); 
 
 extern const clearhead::Kernels kernels = {run_dtype<Forward>, run_dtype<Backward>, run_linear<LinearForward>,
                                            run_linear<LinearBackward>, run_projection, run_each<Dropping>,
-                                           run_each<NormForward>, run_each<NormBackward>};
+                                           run_each<NormForward>, run_each<NormBackward>,
+                                           run_each<Appending>};
 
 }  // namespace CH_NS

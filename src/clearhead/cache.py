@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from clearhead.arguments import whole
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.shapes import Float
 
-__all__ = ["KVCache", "check_cache", "restored_on_error"]
+__all__ = ["KVCache", "check_cache", "count_appended", "restored_on_error", "room_behind"]
 
 _SMALLEST = 16
 
@@ -114,15 +114,20 @@ class KVCache:
     def _joined(self, held: Tensor | None, new: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return new if held is None else torch.cat([held[:, :, : self._length], new], dim=2)
-        total = self._length + new.shape[2]
-        if held is None or held.shape[2] < total or _closed(held):
-            room = max(_SMALLEST, 2 * self._length, total)
-            larger = new.new_empty((*new.shape[:2], room, new.shape[3]))
-            if held is not None:
-                larger[:, :, : self._length] = held[:, :, : self._length]
-            held = larger
-        held[:, :, self._length : total] = new
+        held = self._with_room(held, new.shape, new)
+        held[:, :, self._length : self._length + new.shape[2]] = new
         return held
+
+    def _with_room(self, held: Tensor | None, size: Sequence[int], like: Tensor) -> Tensor:
+        """What is held, in memory that has room behind it for new tokens ``[batch, kv_heads, new, dim]``."""
+        total = self._length + size[2]
+        if held is not None and held.shape[2] >= total and not _closed(held):
+            return held
+        room = max(_SMALLEST, 2 * self._length, total)
+        larger = like.new_empty((*size[:2], room, size[3]))
+        if held is not None:
+            larger[:, :, : self._length] = held[:, :, : self._length]
+        return larger
 
     def _check(self, argument: str, new: Tensor, held: Tensor | None) -> None:
         if not isinstance(new, Tensor) or new.ndim != 4:
@@ -133,8 +138,7 @@ class KVCache:
             )  # fmt: skip
         if held is None:
             return
-        same = (new.shape[0], new.shape[1], new.shape[3]) == (held.shape[0], held.shape[1], held.shape[3])
-        if not same or new.dtype != held.dtype or new.device != held.device:
+        if not _fits(new.shape, new, held):
             raise ShapeError.about(
                 "KVCache.append", argument,
                 must=f"match what is held, [{held.shape[0]}, {held.shape[1]}, new, {held.shape[3]}] "
@@ -148,9 +152,43 @@ class KVCache:
         return f"KVCache(length={self._length}, shape={shape})"
 
 
+def _fits(size: Sequence[int], like: Tensor, held: Tensor) -> bool:
+    """Whether new tokens ``[batch, kv_heads, new, dim]`` can stand behind those held."""
+    same = (size[0], size[1], size[3]) == (held.shape[0], held.shape[1], held.shape[3])
+    return same and like.dtype == held.dtype and like.device == held.device
+
+
 def _closed(held: Tensor) -> bool:
     """Whether inference mode has made it and is over: then it is not to be written to. A compiler cannot tell."""
     return not torch.compiler.is_compiling() and held.is_inference() and not torch.is_inference_mode_enabled()
+
+
+def room_behind(cache: KVCache, x: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor] | None:
+    """All of a cache's memory, with room for the heads of ``x`` behind those held, for whoever writes them there
+    without torch and without gradients; None where they do not fit what is held.
+
+    Args:
+        cache: that of one attention.
+        x: ``[batch, new, width]``.
+        kv_heads: of keys and values.
+        head_dim: of both.
+
+    Returns:
+        Keys and values, ``[batch, kv_heads, room, head_dim]``; ``count_appended`` tells the cache what was written.
+    """
+    size = (x.shape[0], kv_heads, x.shape[1], head_dim)
+    if not all(held is None or _fits(size, x, held) for held in (cache._key, cache._value)):
+        return None
+    cache._key, cache._value = cache._with_room(cache._key, size, x), cache._with_room(cache._value, size, x)
+    return cache._key, cache._value
+
+
+def count_appended(cache: KVCache, new: int) -> None:
+    """Count so many tokens as held, which were written into ``room_behind`` them."""
+    written = [part for part in (cache._key, cache._value) if part is not None and not part.is_inference()]
+    # Autograd may hold what is written over, of tokens that were taken back.
+    torch.autograd.graph.increment_version(written)
+    cache._length += new
 
 
 @contextmanager

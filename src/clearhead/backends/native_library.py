@@ -22,13 +22,14 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 __all__ = [
     "ABI", "DTYPES", "LEVELS", "LINEAR_PAD", "MAX_AXES", "MAX_BLOCK", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES",
     "MAX_RUNS", "MAX_TERMS", "MAX_THREADS", "TILE", "UNBOUNDED",
-    "Activation", "Call", "Code", "Description", "DropoutDescription", "Dtype", "Feature", "Gate", "LinearDescription",
-    "NormDescription", "NormKind", "ProjectionDescription", "Rule", "RuleKind", "Statistics", "Table", "TensorView",
-    "Term", "Verb", "in_memory", "isa_index", "isa_name", "isa_names", "library", "message", "quick", "reason", "run",
+    "Activation", "AppendDescription", "Call", "Code", "Description", "DropoutDescription", "Dtype", "Feature", "Gate",
+    "LinearDescription", "NormDescription", "NormKind", "ProjectionDescription", "Rule", "RuleKind", "Statistics",
+    "Table", "TensorView", "Term", "Verb", "in_memory", "isa_index", "isa_name", "isa_names", "library", "message",
+    "quick", "reason", "run",
 ]  # fmt: skip
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
-ABI: Final = 11
+ABI: Final = 12
 MAX_HEAD_DIM: Final = 256
 MAX_RUNS: Final = 4
 MAX_RULES: Final = 8
@@ -129,6 +130,7 @@ class Verb(IntEnum):
     DROP = 4
     NORM = 5
     NORM_BACKWARD = 6
+    APPEND = 7
 
 
 _int32, _int64, _float, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -284,6 +286,22 @@ class NormDescription(ctypes.Structure):
         return cls(size=ctypes.sizeof(cls), abi=ABI, isa=isa_index(), threads=1)
 
 
+class AppendDescription(ctypes.Structure):
+    """``ch_append``: rows put behind those that a cache holds. Every field starts at zero; see ``Description.new``."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32), ("abi", ctypes.c_uint32), ("isa", _int32), ("threads", _int32),
+        ("dtype", _int32), ("reserved", _int32),
+        ("batch", _int64), ("heads", _int64), ("rows", _int64), ("columns", _int64), ("first", _int64),
+        ("source", TensorView), ("target", TensorView),
+    )  # fmt: skip
+
+    @classmethod
+    def new(cls) -> AppendDescription:
+        """One thread and the instruction set that was chosen; sizes and tensors are the caller's."""
+        return cls(size=ctypes.sizeof(cls), abi=ABI, isa=isa_index(), threads=1)
+
+
 class Call(ctypes.Structure):
     """``ch_call``: a description and what is to be done with it."""
 
@@ -375,9 +393,11 @@ def _loaded() -> _Loaded:
         return _Loaded(None, f"was built for another machine or another torch ({' '.join(str(problem).split())})")
     sizes = tuple(int(size()) for size in (
         found.ch_description_size, found.ch_linear_description_size, found.ch_projection_description_size,
-        found.ch_dropout_description_size, found.ch_norm_description_size,
+        found.ch_dropout_description_size, found.ch_norm_description_size, found.ch_append_description_size,
     ))  # fmt: skip
-    kinds = (Description, LinearDescription, ProjectionDescription, DropoutDescription, NormDescription)
+    kinds = (
+        Description, LinearDescription, ProjectionDescription, DropoutDescription, NormDescription, AppendDescription,
+    )  # fmt: skip
     if sizes != (expected := tuple(map(ctypes.sizeof, kinds))):
         return _Loaded(None, f"is of another version of clearhead ({sizes} instead of {expected}): install again")
     return _chosen(found, os.environ.get("CLEARHEAD_ISA", "").strip())
@@ -413,6 +433,7 @@ def _declare(found: ctypes.CDLL) -> None:
     found.ch_projection_description_size.restype = ctypes.c_int64
     found.ch_dropout_description_size.restype = ctypes.c_int64
     found.ch_norm_description_size.restype = ctypes.c_int64
+    found.ch_append_description_size.restype = ctypes.c_int64
     found.ch_isa_best.restype = ctypes.c_int
     found.ch_run.argtypes = [ctypes.POINTER(Call), _int32, ctypes.POINTER(_int32)]
     found.ch_kept_memory.restype = _int64
@@ -429,5 +450,6 @@ def _declare(found: ctypes.CDLL) -> None:
         (found.ch_drop, ctypes.POINTER(DropoutDescription), ctypes.c_int),
         (found.ch_norm_forward, ctypes.POINTER(NormDescription), ctypes.c_int),
         (found.ch_norm_backward, ctypes.POINTER(NormDescription), ctypes.c_int),
+        (found.ch_append_rows, ctypes.POINTER(AppendDescription), ctypes.c_int),
     ):
         function.argtypes, function.restype = [argument], result

@@ -18,9 +18,11 @@ from torch import Tensor
 from clearhead.backends.native_library import Call, Verb, library, run
 from clearhead.backends.native_memory import maker_like
 
-__all__ = ["Kept", "Prepared", "Stretch", "Stretches", "Written"]
+__all__ = ["Counter", "Kept", "Prepared", "Stretch", "Stretches", "Written"]
 
 _Step = TypeVar("_Step")
+#: A description, its field, and how far that is beyond a position.
+Counter = tuple[ctypes.Structure, str, int]
 
 _WORD = ctypes.sizeof(ctypes.c_uint64)
 #: Ways in which one stretch's tensors may lie, kept at a time.
@@ -37,6 +39,7 @@ class Prepared:
         writes: the same for those that are written.
         stays: tensors that are pointed into and stay where they are; those that lie in others are passed over.
         seeds: those that the descriptions hold and that are others each time; whatever has none of them keeps its own.
+        counters: fields that hold the position of a call's first token, and so many more; it is another each time.
 
     Attributes:
         complete: whether every address lies in one of these tensors; if not, the calls must not be made again.
@@ -44,8 +47,9 @@ class Prepared:
 
     def __init__(
         self, calls: Sequence[tuple[Verb, ctypes.Structure]], reads: Sequence[Tensor], writes: Sequence[Tensor],
-        stays: Sequence[Tensor] = (), seeds: Sequence[int] = (),
+        stays: Sequence[Tensor] = (), seeds: Sequence[int] = (), counters: Sequence[Counter] = (),
     ) -> None:  # fmt: skip
+        self._counters = tuple(counters)
         self._listed = (Call * len(calls))(*[Call(verb, 0, ctypes.addressof(own)) for verb, own in calls])
         # Drawn numbers of 64 bits: none is another's. What drops nothing may have any.
         held = [(own, getattr(own, "seed", None)) for _, own in calls]
@@ -70,7 +74,7 @@ class Prepared:
         """New tensors for what is written."""
         return [make() for make in self._makers]
 
-    def run(self, tensors: Sequence[Tensor], seeds: Sequence[int] = ()) -> tuple[int, int]:
+    def run(self, tensors: Sequence[Tensor], seeds: Sequence[int] = (), position: int = 0) -> tuple[int, int]:
         """Make the calls on these reads and writes, in their order, under these seeds: as ``native_library.run``."""
         for moves, tensor in zip(self._moves, tensors, strict=True):
             address = tensor.data_ptr()
@@ -78,6 +82,7 @@ class Prepared:
                 words[word] = address + offset
         for description, place in self._seeds:
             description.seed = seeds[place]
+        _place(self._counters, position)
         found = library()
         assert found is not None
         done = ctypes.c_int32()
@@ -86,13 +91,14 @@ class Prepared:
 
 @dataclass
 class Written:
-    """Calls in order, the tensors that they write, those that they point into and that stay where they are, and what
-    else must live until they have run."""
+    """Calls in order, the tensors that they write, those that they point into and that stay where they are, what else
+    must live until they have run, and which of their fields count from the position of the call's first token."""
 
     calls: list[tuple[Verb, ctypes.Structure]]
     writes: list[Tensor]
     stays: list[Tensor]
     alive: object
+    counters: Sequence[Counter] = ()
 
 
 class Stretch:
@@ -108,33 +114,33 @@ class Stretch:
         self._waiting = Kept[list[Prepared]](_MOST_STRIDES)
 
     def run(
-        self, reads: Sequence[Tensor], write_down: Callable[[], Written], seeds: Sequence[int] = ()
+        self, reads: Sequence[Tensor], write_down: Callable[[], Written], seeds: Sequence[int] = (), position: int = 0
     ) -> tuple[list[Tensor], int, int]:
-        """What is written; the last code, and how many calls came to their end. ``seeds`` are those of what is written
-        down, as many each time."""
+        """What is written; the last code, and how many calls came to their end. ``seeds`` and ``position`` are those of
+        what is written down, as many seeds each time."""
         if not self._may_recur:
-            return _run_written(write_down())
+            return _run_written(write_down(), position)
         strides = tuple([tensor.stride() for tensor in reads])
         waiting = self._waiting.get(strides)
         if waiting is None:
             self._waiting.put(strides, [])
-            return _run_written(write_down())
+            return _run_written(write_down(), position)
         try:
             prepared = waiting.pop()
         except IndexError:  # none yet, or all at work in other threads
-            return self._write_and_run(reads, write_down(), seeds, waiting)
+            return self._write_and_run(reads, write_down(), seeds, position, waiting)
         writes = prepared.rooms()
-        code, done = prepared.run([*reads, *writes], seeds)
+        code, done = prepared.run([*reads, *writes], seeds, position)
         waiting.append(prepared)
         return writes, code, done
 
     def _write_and_run(
-        self, reads: Sequence[Tensor], written: Written, seeds: Sequence[int], waiting: list[Prepared]
+        self, reads: Sequence[Tensor], written: Written, seeds: Sequence[int], position: int, waiting: list[Prepared]
     ) -> tuple[list[Tensor], int, int]:
-        found = _run_written(written)
+        found = _run_written(written, position)
         # Tensors that are one now need not be the next time.
         if len({tensor.data_ptr() for tensor in reads}) == len(reads):
-            prepared = Prepared(written.calls, reads, written.writes, written.stays, seeds)
+            prepared = Prepared(written.calls, reads, written.writes, written.stays, seeds, written.counters)
             waiting += [prepared] if prepared.complete else []
         return found
 
@@ -178,8 +184,15 @@ class Kept(Generic[_Step]):
         self.steps[layout] = step
 
 
-def _run_written(written: Written) -> tuple[list[Tensor], int, int]:
+def _run_written(written: Written, position: int) -> tuple[list[Tensor], int, int]:
+    _place(written.counters, position)
     return written.writes, *run(written.calls)
+
+
+def _place(counters: Sequence[Counter], position: int) -> None:
+    """Let these fields count from a position."""
+    for description, field, more in counters:
+        setattr(description, field, position + more)
 
 
 def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.arguments import FARTHEST, flag, probability, whole
-from clearhead.cache import KVCache, check_cache, restored_on_error
+from clearhead.cache import KVCache, check_cache, count_appended, restored_on_error
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks import Mask
 from clearhead.nn.checks import positive, sources_of
 from clearhead.nn.fused_attention import Projections, again, fused_attention, is_step
+from clearhead.nn.held import Held, held_by
 from clearhead.nn.linear import Linear, hooked, linear_each, weights_of
 from clearhead.nn.rules import RuleList
 from clearhead.nn.weights import HeadWeight, copy_into, side_by_side, torch_projections, weight_and_bias
@@ -153,13 +154,16 @@ class MultiHeadAttention(nn.Module):
             heads, keys, values = self._heads(query, key, value, first, 0, path)
             return self._attended(heads, keys, values, mask, query_offset, path)
         with restored_on_error(cache):
+            found, path = self._held(cache, query, None if own else key, mask, query_offset)
+            if found is not None:
+                return found
             if not own and cache.length > 0:
-                heads = self._query_heads(query, first)
+                heads = self._query_heads(query, first, path)
                 keys, values = self._memory(cache, key)
             else:
-                heads, keys, values = self._heads(query, key, value, first, first if own else 0)
+                heads, keys, values = self._heads(query, key, value, first, first if own else 0, path)
                 keys, values = self._append(cache, keys, values)
-            return self._attended(heads, keys, values, mask, first if own else query_offset)
+            return self._attended(heads, keys, values, mask, first if own else query_offset, path)
 
     def _attended(
         self, heads: Tensor, keys: Tensor, values: Tensor, mask: Mask | None, query_offset: int | None,
@@ -174,6 +178,24 @@ class MultiHeadAttention(nn.Module):
         if path is not None and last is not None:
             return project(joined, last.weight, last.bias, path=path)
         return joined if last is None else last(joined)
+
+    def held(self, cache: KVCache | None, x: Tensor, memory: Tensor | None) -> Held | None:
+        """What a cache holds for a call that may be a step, or part of one."""
+        return held_by(cache, x, memory, self.num_kv_heads, self.head_dim)
+
+    def _held(
+        self, cache: KVCache, query: Tensor, memory: Tensor | None, mask: Mask | None, query_offset: int | None
+    ) -> tuple[Tensor | None, Path | None]:
+        """The output in one step, of keys and values in a cache; or how whoever watches gets its bits part by part."""
+        own = None if torch.compiler.is_compiling() else self.projections()
+        held = None if own is None else self.held(cache, query, memory)
+        if own is None or held is None:
+            return None, None
+        options: dict[str, Any] = {"mask": mask, "query_offset": query_offset, "held": held}
+        found = fused_attention((query,), own, **options)
+        if found is not None and held.grows:
+            count_appended(cache, query.shape[1])
+        return found, NATIVE if found is None and watched() and is_step((query,), own, **options) else None
 
     def _again(self, query: Any, key: Any, mask: Mask | None, query_offset: int | None) -> Tensor | None:
         """The answer to a plain call like one before, whose arguments are not looked at one by one."""
@@ -232,8 +254,10 @@ class MultiHeadAttention(nn.Module):
         keys = keys if self.rotary is None else self.rotary.rotate(keys, first_key)
         return self._turned(queries, first), keys, _split(values, self.num_kv_heads, self.head_dim)
 
-    def _query_heads(self, query: Tensor, first: int) -> Tensor:
-        return self._turned(self.query_projection(query), first)
+    def _query_heads(self, query: Tensor, first: int, path: Path | None = None) -> Tensor:
+        layer = self.query_projection
+        queries = layer(query) if path is None else project(query, layer.weight, layer.bias, path=path)
+        return self._turned(queries, first)
 
     def _turned(self, queries: Tensor, first: int) -> Tensor:
         heads = _split(queries, self.num_heads, self.head_dim)

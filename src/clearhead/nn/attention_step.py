@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from clearhead.backends import native
+from clearhead.backends.native_append import Append
 from clearhead.backends.native_library import Verb
 from clearhead.backends.native_memory import new_tensor
 from clearhead.backends.native_prepared import Written
 from clearhead.backends.native_projection import Product, WeightGradients, run_all
 from clearhead.backends.native_work import BackwardWork, ForwardWork, Rows
 from clearhead.functional import attention
+from clearhead.nn.held import Held
 from clearhead.nn.step import Step, WayBack, layers_of
 from clearhead.problem import Problem
 from clearhead.projection import Layer, project
@@ -33,10 +35,14 @@ def by_head(projected: Sequence[Tensor], batch: int, counts: tuple[int, int, int
     by side, or keys and values alone; ``counts`` are their heads."""
     found: list[Tensor] = []
     for own, together in zip(projected, _TOGETHER[len(projected)], strict=True):
-        heads = counts[len(found) : len(found) + together]
-        rows = own.view(batch, len(own) // batch, sum(heads), -1)
-        found += [part.transpose(1, 2) for part in rows.split(heads, dim=2)]
+        found += _split(own, batch, counts[len(found) : len(found) + together])
     return tuple(found)
+
+
+def _split(rows: Float[Tensor, "rows width"], batch: int, counts: Sequence[int]) -> list[Tensor]:
+    """Heads ``[batch, heads, len, dim]`` that lie side by side, so many of each kind."""
+    by_token = rows.view(batch, len(rows) // batch, sum(counts), -1)
+    return [part.transpose(1, 2) for part in by_token.split(list(counts), dim=2)]
 
 
 #: Of queries, keys and values how many lie side by side in each of one, two or three projections.
@@ -74,6 +80,11 @@ def _sources(problem: Problem, tokens: int, layers: Sequence[Layer]) -> list[_So
     return [_Source(place, int(place > 0), *layer) for place, layer in enumerate(layers)]
 
 
+def _query_source(problem: Problem, layers: Sequence[Layer]) -> _Source:
+    """That of queries alone, where keys and values are there already."""
+    return _sources(problem, 2, layers)[0]
+
+
 class AttentionForward:
     """Projections, attention and the heads' mixing, written down.
 
@@ -83,9 +94,11 @@ class AttentionForward:
         layers: of queries, keys and values, or one that makes all three; the last one mixes the heads.
         seed: of the attention's dropout.
         training: whether ``kept`` holds what backward reads besides.
+        held: keys and values that are read from a cache, not while training.
 
     Attributes:
         calls: in order.
+        counters: of their fields, those that hold a position.
         output: ``[batch, len, out]``.
         kept: what is projected; the heads; while training their rows' statistics, and exact output where it is kept.
         stays: tensors that the calls read and that stay where they are.
@@ -93,14 +106,21 @@ class AttentionForward:
 
     def __init__(
         self, problem: Problem, tokens: Sequence[Float[Tensor, "_rows _in"]], layers: Sequence[Layer], seed: int,
-        training: bool,
+        training: bool, held: Held | None = None,
     ) -> None:  # fmt: skip
         *first, (weight, bias) = layers
-        sources, rows = _sources(problem, len(tokens), first), tokens[0]
+        rows = tokens[0]
+        alone = held is not None and not held.grows
+        sources = [_query_source(problem, first)] if alone else _sources(problem, len(tokens), first)
         products = [Product([(tokens[own.tokens], own.weight)], right_turned=True, bias=own.bias) for own in sources]
         projected = [product.output for product in products]
-        own = problem.with_tensors(*_by_head_of(problem, projected)).with_seed(seed)
-        attended = ForwardWork(own, _NOTHING, for_backward=training)
+        heads, appended = self._heads(problem, projected, held)
+        attended = ForwardWork(problem.with_tensors(*heads).with_seed(seed), _NOTHING, for_backward=training)
+        self.counters = [append.counter for append in appended]
+        if held is not None and held.grows:
+            self.counters += [(attended.description, "k_len", problem.q_len), (attended.description, "query_offset", 0)]
+        elif held is not None:
+            attended.description.k_len = held.length
         self.output = new_tensor(rows, (problem.batch, problem.q_len, weight.shape[0]))
         mixed = Product(
             [(_side_by_side(attended.output), weight)], right_turned=True, bias=bias,
@@ -110,9 +130,25 @@ class AttentionForward:
         if attended.rows is not None and attended.rows.output is not None and rows.dtype != torch.float32:
             statistics.append(attended.rows.output)
         self.kept = [*projected, attended.output, *statistics]
-        self.calls: list[tuple[Verb, Structure]] = [*(product.call for product in products), attended.call, mixed.call]
+        self.calls: list[tuple[Verb, Structure]] = [
+            *(product.call for product in products), *(append.call for append in appended), attended.call, mixed.call,
+        ]  # fmt: skip
         self.stays = attended.held
-        self._held = (products, attended, mixed)
+        self._alive = (products, appended, attended, mixed)
+
+    @staticmethod
+    def _heads(
+        problem: Problem, projected: Sequence[Tensor], held: Held | None
+    ) -> tuple[tuple[Tensor, ...], list[Append]]:
+        """Queries, keys and values, and what puts new ones behind those that a cache holds."""
+        if held is None:
+            return _by_head_of(problem, projected), []
+        if not held.grows:
+            (query,) = _split(projected[0], problem.batch, [problem.num_heads])
+            return (query, held.key, held.value), []
+        query, *new = _by_head_of(problem, projected)
+        rooms = (held.key, held.value)
+        return (query, *rooms), [Append(part, room, held.length) for part, room in zip(new, rooms, strict=True)]
 
 
 def taken(kept: deque[Tensor], layers: Sequence[Layer], tokens: int) -> list[Tensor]:
@@ -242,10 +278,11 @@ class AttentionStep(Step):
         (self.problem,) = problems
 
     def write_forward(
-        self, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int]
-    ) -> Written:
-        own = AttentionForward(self.problem, tokens, layers_of(tensors), seeds[0], self.training)
-        return Written(own.calls, [*own.kept, own.output], own.stays, own)
+        self, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int],
+        held: Sequence[Held | None],
+    ) -> Written:  # fmt: skip
+        own = AttentionForward(self.problem, tokens, layers_of(tensors), seeds[0], self.training, *held)
+        return Written(own.calls, [*own.kept, own.output], own.stays, own, own.counters)
 
     def write_backward(
         self, arrived: Tensor, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], kept: Sequence[Tensor],

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from clearhead.arguments import flag, probability
-from clearhead.cache import KVCache, restored_on_error
+from clearhead.cache import KVCache, count_appended, restored_on_error
 from clearhead.errors import ShapeError
 from clearhead.masks import Causal, Mask
 from clearhead.nn.attention import MultiHeadAttention
@@ -20,6 +20,7 @@ from clearhead.nn.dropout import Dropout, plus_dropped
 from clearhead.nn.feedforward import FeedForward, drop_of
 from clearhead.nn.from_torch import block_like
 from clearhead.nn.fused_layer import LayerParts, fused_layer, norm_of, of_parts
+from clearhead.nn.held import Held
 from clearhead.nn.linear import hooked
 from clearhead.positions import Rotary
 from clearhead.scores import ScoreRule
@@ -47,26 +48,45 @@ class _Block(nn.Module):
     feedforward: FeedForward
     feedforward_norm: nn.LayerNorm
 
-    def _attending(self, tokens: Sequence[Tensor], masks: Sequence[Mask | None]) -> Tensor:
+    def _attending(
+        self, tokens: Sequence[Tensor], masks: Sequence[Mask | None], caches: Sequence[KVCache | None] = ()
+    ) -> Tensor:
         """Attention of each kind under its mask, and the feedforward: in one step where all parts are plain."""
         x, names = tokens[0], _SUBLAYERS[len(tokens)]
+        caches = caches or (None,) * len(masks)
         parts = None if torch.compiler.is_compiling() else self._parts(names, x)
-        found = None if parts is None else fused_layer(tokens, parts, masks)
+        held = None if parts is None else self._held(tokens, caches)
+        # A memory that a cache holds is not read again.
+        read = tokens[:1] if held and held[-1] is not None else tokens
+        found = None if parts is None or held is None else fused_layer(read, parts, masks, held)
         if found is not None:
+            if caches[0] is not None:
+                count_appended(caches[0], x.shape[1])
             return found
 
         def attended(place: int, y: Tensor) -> Tensor:
-            output: Tensor = getattr(self, names[place][0])(y, *tokens[1 : place + 1], mask=masks[place])
+            own = getattr(self, names[place][0])
+            output: Tensor = own(y, *tokens[1 : place + 1], mask=masks[place], cache=caches[place])
             return output
 
         sublayers: list[Callable[[Tensor], Tensor]] = [partial(attended, place) for place in range(len(masks))]
         sublayers.append(self.feedforward)
-        found = None if parts is None else of_parts(tokens, parts, masks, sublayers)
+        found = None if parts is None or held is None else of_parts(read, parts, masks, sublayers, held)
         if found is not None:
             return found
         for (_, norm), sublayer in zip(names, sublayers, strict=True):
             x = self._around(x, getattr(self, norm), sublayer)
         return x
+
+    def _held(self, tokens: Sequence[Tensor], caches: Sequence[KVCache | None]) -> list[Held | None] | None:
+        """What each attention's cache holds; None where one cannot be part of a step."""
+        found: list[Held | None] = []
+        for (name, _), memory, cache in zip(_SUBLAYERS[len(tokens)], (None, *tokens[1:]), caches, strict=False):
+            held = None if cache is None else getattr(self, name).held(cache, tokens[0], memory)
+            if held is None and cache is not None:
+                return None
+            found.append(held)
+        return found
 
     def _parts(self, names: Sequence[tuple[str, str]], x: Tensor) -> LayerParts | None:
         """What the block is as one step, where all there is to its parts is their tensors."""
@@ -281,14 +301,9 @@ class DecoderBlock(_Block):
         cache: KVCache | None = None, memory_cache: KVCache | None = None,
     ) -> Tensor:  # fmt: skip
         causal = Causal() if mask is None else Causal() & mask
-        cross = self.cross_attention
-        if cache is None and memory_cache is None:
-            tokens, masks = ((x,), (causal,)) if memory is None else ((x, memory), (causal, memory_mask))
-            return self._attending(tokens, masks)
-        x = self._around(x, self.attention_norm, lambda y: self.attention(y, mask=causal, cache=cache))
-        if cross is not None and self.cross_norm is not None:
-            x = self._around(x, self.cross_norm, lambda y: cross(y, memory, mask=memory_mask, cache=memory_cache))
-        return self._around(x, self.feedforward_norm, self.feedforward)
+        if memory is None:
+            return self._attending((x,), (causal,), (cache,))
+        return self._attending((x, memory), (causal, memory_mask), (cache, memory_cache))
 
     def extra_repr(self) -> str:
         return f"norm_first={self.norm_first}"

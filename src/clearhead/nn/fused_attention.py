@@ -10,9 +10,10 @@ from torch import Tensor
 from clearhead.backends import native
 from clearhead.backends.native_projection import lies_plainly
 from clearhead.dispatch import choose
-from clearhead.masks import Mask
+from clearhead.masks import Causal, Mask
 from clearhead.nn import step
 from clearhead.nn.attention_step import AttentionStep, by_head
+from clearhead.nn.held import Held
 from clearhead.nn.step import kept_step, learns, may_be_step, play
 from clearhead.problem import Problem
 from clearhead.projection import KINDS, Layer, are_plain, kernels_take
@@ -66,6 +67,7 @@ def fused_attention(
     mask: Mask | None = None,
     scores: ScoreRule | Iterable[ScoreRule] = (),
     query_offset: int | None = None,
+    held: Held | None = None,
 ) -> Float[Tensor, "*batch _len _out"] | None:
     """``attention`` of heads that are projected, projected back: the same numbers in one step.
 
@@ -77,6 +79,8 @@ def fused_attention(
         mask: as in ``attention``, and so are those that follow.
         scores: none whose tensors learn.
         query_offset: see there.
+        held: keys and values that are read from a cache; where it grows, those of ``tokens`` are written into it, and
+            the first query stands at its length. ``tokens`` are those that attend alone.
 
     Returns:
         ``[batch, len, out]``; None where the CPU kernels are not what every part would use, or somebody looks at a
@@ -91,8 +95,9 @@ def fused_attention(
     if watched() or not may_be_step(*tokens):
         return None
     tensors, rules = own.tensors(), (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
-    if not rules and (known := again(tokens, own, mask, query_offset)) is not None:
+    if not rules and (known := again(tokens, own, mask, query_offset, held)) is not None:
         return known
+    caches = () if held is None else (held,)
     options = (query_offset, *own.options())
     recurs = (
         not rules and are_plain(*tokens, *tensors) and all(lies_plainly(part) for part in tensors if part is not None)
@@ -101,11 +106,11 @@ def fused_attention(
 
     def attention_of() -> list[Problem] | None:
         training = learns(*tokens, *tensors)
-        found = problem_like(tokens, own, training, mask=mask, scores=rules, query_offset=query_offset)
+        found = problem_like(tokens, own, training, mask=mask, scores=rules, query_offset=query_offset, held=held)
         return None if found is None else [found]
 
-    found = kept_step(tokens, tensors, [mask], options, attention_of, AttentionStep, recurs=recurs)
-    return None if found is None else play(found, tokens, tensors)
+    found = kept_step(tokens, tensors, [mask], options, attention_of, AttentionStep, caches, recurs=recurs)
+    return None if found is None else play(found, tokens, tensors, caches)
 
 
 def is_step(tokens: Sequence[Tensor], own: Projections, **options: Any) -> bool:
@@ -114,41 +119,61 @@ def is_step(tokens: Sequence[Tensor], own: Projections, **options: Any) -> bool:
     return may_be_step(*tokens) and problem_like(tokens, own, learns(*tokens, *own.tensors()), **options) is not None
 
 
-def again(tokens: Sequence[Any], own: Projections, mask: Mask | None, query_offset: int | None) -> Tensor | None:
+def again(
+    tokens: Sequence[Any], own: Projections, mask: Mask | None, query_offset: int | None, held: Held | None = None
+) -> Tensor | None:
     """``fused_attention`` of a call like one that it has served before, or None; of tokens, a mask and an offset that
     nobody has checked, without rules."""
     # True is equal to 1, and so is its hash.
     if type(query_offset) not in (int, type(None)):
         return None
-    return step.again(tokens, own.tensors(), [mask], (query_offset, *own.options()))
+    caches = () if held is None else (held,)
+    return step.again(tokens, own.tensors(), [mask], (query_offset, *own.options()), caches)
 
 
 def problem_like(
     tokens: Sequence[Tensor], own: Projections, training: bool, *, mask: Mask | None = None,
-    scores: Iterable[ScoreRule] = (), query_offset: int | None = None,
+    scores: Iterable[ScoreRule] = (), query_offset: int | None = None, held: Held | None = None,
 ) -> Problem | None:  # fmt: skip
     """The problem without numbers, where the CPU kernels are what every part would use."""
     kinds, x = KINDS if training else KINDS[:1], tokens[0]
-    if not are_plain(*tokens, *own.tensors()):
+    if not are_plain(*tokens, *own.tensors()) or (held is not None and not _goes_on(held, x, training, mask)):
         return None
     apart, last = len(own.sources) > 1, own.last
     for place, layer in enumerate(own.sources):
+        if place and held is not None and not held.grows:
+            continue
         read = (tokens[-1] if place else x,) if apart else tokens
         if not all(kernels_take(kinds, each, *layer) for each in read):
             return None
     if not kernels_take(kinds, x, *last, width=last[0].shape[-1]):
         return None
-    counts = (own.num_heads, own.num_kv_heads, own.num_kv_heads)
-    hollow = [
-        x.new_empty(1).expand(rows.shape[0] * rows.shape[1], width) for rows, width in _widths(tokens, own, counts)
-    ]
     problem = Problem.of(
-        _FUNCTION, *by_head(hollow, x.shape[0], counts), mask=mask, scores=scores, scale=own.scale,
-        dropout=own.dropout, seed=0, query_offset=query_offset,
+        _FUNCTION, *_hollow(tokens, own, held), mask=mask, scores=scores, scale=own.scale, dropout=own.dropout, seed=0,
+        query_offset=held.length if held is not None and held.grows else query_offset,
     )  # fmt: skip
     if problem.rule_parameters or choose(_FUNCTION, problem, _NOTHING, own.backend) is not native.BACKEND:
         return None
     return problem
+
+
+def _goes_on(held: Held, x: Tensor, training: bool, mask: Mask | None) -> bool:
+    """Whether a step can read what a cache holds; whatever its length is, so that a mask may know of no place."""
+    if training or not are_plain(x, held.key, held.value):
+        return False
+    return mask is None or type(mask) is Causal or not held.grows
+
+
+def _hollow(tokens: Sequence[Tensor], own: Projections, held: Held | None) -> tuple[Tensor, ...]:
+    """Queries, keys and values that hold no memory."""
+    x, counts = tokens[0], (own.num_heads, own.num_kv_heads, own.num_kv_heads)
+    nothing, batch = x.new_empty(1), x.shape[0]
+    if held is None:
+        rows = [nothing.expand(len(each) * each.shape[1], width) for each, width in _widths(tokens, own, counts)]
+        return by_head(rows, batch, counts)
+    length = held.length + x.shape[1] if held.grows else held.length
+    query = nothing.expand(batch, own.num_heads, x.shape[1], held.key.shape[3])
+    return query, *(nothing.expand(*part.shape[:2], length, part.shape[3]) for part in (held.key, held.value))
 
 
 def _widths(tokens: Sequence[Tensor], own: Projections, counts: tuple[int, int, int]) -> list[tuple[Tensor, int]]:

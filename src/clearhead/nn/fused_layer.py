@@ -16,6 +16,7 @@ from clearhead.masks import Mask
 from clearhead.nn import step
 from clearhead.nn.dropout import plus_dropped_rows
 from clearhead.nn.fused_attention import Projections, problem_like
+from clearhead.nn.held import Held
 from clearhead.nn.layer_step import LayerKind, LayerStep
 from clearhead.nn.linear import hooked
 from clearhead.nn.norm import normed, normed_by_torch
@@ -76,8 +77,9 @@ class LayerParts(NamedTuple):
 
 
 def fused_layer(
-    tokens: Sequence[Float[Tensor, "*batch _len _width"]], parts: LayerParts, masks: Sequence[Mask | None]
-) -> Float[Tensor, "*batch _len _width"] | None:
+    tokens: Sequence[Float[Tensor, "*batch _len _width"]], parts: LayerParts, masks: Sequence[Mask | None],
+    held: Sequence[Held | None] = (),
+) -> Float[Tensor, "*batch _len _width"] | None:  # fmt: skip
     """The layer's output in one step; None where the CPU kernels are not what every part would use, or somebody looks
     at a part, for whoever asks to take them one by one.
 
@@ -85,6 +87,7 @@ def fused_layer(
         tokens: ``[batch, len, width]`` of the layer's own and, where it attends to one, of the memory.
         parts: the layer.
         masks: of each attention.
+        held: what each attention reads from a cache, where one does; a memory is not among ``tokens`` then.
 
     Raises:
         MaskError: a mask does not fit.
@@ -95,7 +98,7 @@ def fused_layer(
     if parts.looked_at or watched() or not may_be_step(*tokens):
         return None
     tensors, options = parts.tensors(), parts.options()
-    if (known := step.again(tokens, tensors, masks, options)) is not None:
+    if (known := step.again(tokens, tensors, masks, options, held)) is not None:
         return known
     training = learns(*tokens, *tensors)
     # A scale that is a tensor may be another number at the next call.
@@ -108,14 +111,15 @@ def fused_layer(
         return LayerStep(problems, training, layout, parts.kind())
 
     found = kept_step(
-        tokens, tensors, masks, options, lambda: _attentions_of(tokens, parts, masks, training), step_of, recurs=recurs
-    )
-    return None if found is None else play(found, tokens, tensors)
+        tokens, tensors, masks, options, lambda: _attentions_of(tokens, parts, masks, training, held), step_of, held,
+        recurs=recurs,
+    )  # fmt: skip
+    return None if found is None else play(found, tokens, tensors, held)
 
 
 def of_parts(
     tokens: Sequence[Float[Tensor, "*batch _len _width"]], parts: LayerParts, masks: Sequence[Mask | None],
-    sublayers: Sequence[Callable[[Tensor], Tensor]],
+    sublayers: Sequence[Callable[[Tensor], Tensor]], held: Sequence[Held | None] = (),
 ) -> Float[Tensor, "*batch _len _width"] | None:  # fmt: skip
     """The layer's output part by part, with the bits of ``fused_layer``, where somebody looks at a layer that it would
     take; None elsewhere.
@@ -125,10 +129,11 @@ def of_parts(
         parts: see there.
         masks: see there.
         sublayers: the layer's attentions and its feedforward.
+        held: as in ``fused_layer``.
     """
     if not (watched() or parts.looked_at) or not may_be_step(*tokens):
         return None
-    if _attentions_of(tokens, parts, masks, learns(*tokens, *parts.tensors())) is None:
+    if _attentions_of(tokens, parts, masks, learns(*tokens, *parts.tensors()), held) is None:
         return None
     x = like = tokens[0]
 
@@ -154,8 +159,9 @@ def _are_alike(x: Tensor, like: Tensor) -> bool:
 
 
 def _attentions_of(
-    tokens: Sequence[Tensor], parts: LayerParts, masks: Sequence[Mask | None], training: bool
-) -> list[Problem] | None:
+    tokens: Sequence[Tensor], parts: LayerParts, masks: Sequence[Mask | None], training: bool,
+    held: Sequence[Held | None] = (),
+) -> list[Problem] | None:  # fmt: skip
     """The attentions without numbers, where the CPU kernels are what every part of the layer would use."""
     kinds, x, own = KINDS if training else KINDS[:1], tokens[0], parts.kind()
     expand, contract = parts.feedforward
@@ -170,8 +176,9 @@ def _attentions_of(
     ):  # fmt: skip
         return None
     found: list[Problem] = []
-    for place, (attention, mask) in enumerate(zip(parts.attentions, masks, strict=True)):
-        problem = problem_like(tokens if place else tokens[:1], attention, training, mask=mask)
+    caches = held or (None,) * len(masks)
+    for place, (attention, mask, cache) in enumerate(zip(parts.attentions, masks, caches, strict=True)):
+        problem = problem_like(tokens if place else tokens[:1], attention, training, mask=mask, held=cache)
         if problem is None:
             return None
         found.append(problem)

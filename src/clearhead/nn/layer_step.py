@@ -17,9 +17,10 @@ from clearhead.backends.native_dropout import LEVELS, Drop, dropped
 from clearhead.backends.native_library import Verb
 from clearhead.backends.native_memory import new_tensor
 from clearhead.backends.native_norm import Norm, NormBackward, NormForward, NormKind
-from clearhead.backends.native_prepared import Written
+from clearhead.backends.native_prepared import Counter, Written
 from clearhead.backends.native_projection import Gate, run_calls
 from clearhead.nn.attention_step import AttentionBackward, AttentionForward, attended_by_parts, taken
+from clearhead.nn.held import Held
 from clearhead.nn.norm import normed_by_torch
 from clearhead.nn.step import Step, WayBack, layers_of
 from clearhead.problem import Problem
@@ -91,10 +92,11 @@ class LayerStep(Step):
         return [Norm(*kind, *tensors[place]) for kind, place in zip(self.kind.norms, places, strict=True)]
 
     def write_forward(
-        self, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int]
-    ) -> Written:
-        own = _LayerForward(self, tokens, tensors, seeds)
-        return Written(own.calls, [*own.passing, *own.kept, own.output], own.stays, own)
+        self, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int],
+        held: Sequence[Held | None],
+    ) -> Written:  # fmt: skip
+        own = _LayerForward(self, tokens, tensors, seeds, held)
+        return Written(own.calls, [*own.passing, *own.kept, own.output], own.stays, own, own.counters)
 
     def write_backward(
         self, arrived: Tensor, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], kept: Sequence[Tensor],
@@ -130,6 +132,7 @@ class _LayerForward:
 
     Attributes:
         calls: in order.
+        counters: of their fields, those that hold a position.
         output: ``[batch, len, width]``.
         passing: what each sublayer gives.
         kept: of each sublayer what it keeps, then of its norm the sum, where it is another tensor than what the layer
@@ -138,9 +141,11 @@ class _LayerForward:
     """
 
     def __init__(
-        self, step: LayerStep, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int]
-    ) -> None:
+        self, step: LayerStep, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int],
+        held: Sequence[Held | None],
+    ) -> None:  # fmt: skip
         self._step, self._tokens, self._seeds, self._layers = step, tokens, seeds, step.layers(tensors)
+        self._held, self.counters = held, list[Counter]()
         rows, (first, *_) = tokens[0], step.problems
         self.output = new_tensor(rows, (first.batch, first.q_len, rows.shape[1]))
         self.calls, self.passing, self.kept = list[tuple[Verb, Structure]](), list[Tensor](), list[Tensor]()
@@ -185,8 +190,10 @@ class _LayerForward:
         step, layers, seed = self._step, self._layers[place], self._seeds[2 * place]
         own: AttentionForward | FeedForwardForward
         if place < len(step.problems):
-            own = AttentionForward(step.problems[place], _read_by(place, x, self._tokens), layers, seed, step.training)
+            read, held = _read_by(place, x, self._tokens), self._held[place]
+            own = AttentionForward(step.problems[place], read, layers, seed, step.training, held)
             self.stays += own.stays
+            self.counters += own.counters
         else:
             own = FeedForwardForward(x, layers, step.activation, step.kind.hidden, seed, step.training)
         self.calls += own.calls

@@ -23,6 +23,7 @@ from clearhead.backends.native_projection import rows_of
 from clearhead.backends.native_work import check
 from clearhead.masks import Causal, Mask
 from clearhead.masks.parts import parts_of
+from clearhead.nn.held import Held, position_of, tensors_of
 from clearhead.problem import Problem, draw_seed
 from clearhead.projection import Layer, choices, recorded, unrecorded
 from clearhead.shapes import Float
@@ -87,10 +88,11 @@ class Step(ABC):
 
     @abstractmethod
     def write_forward(
-        self, tokens: Sequence[Float[Tensor, "_rows _width"]], tensors: Sequence[Tensor | None], seeds: Sequence[int]
-    ) -> Written:
+        self, tokens: Sequence[Float[Tensor, "_rows _width"]], tensors: Sequence[Tensor | None], seeds: Sequence[int],
+        held: Sequence[Held | None],
+    ) -> Written:  # fmt: skip
         """The calls of one forward: they write what is passing, what is kept for backward, and the output, in this
-        order."""
+        order; of each attention that reads a cache they use what that holds."""
 
     @abstractmethod
     def write_backward(
@@ -123,12 +125,17 @@ class Step(ABC):
 
     def forward(
         self, tokens: Sequence[Float[Tensor, "batch _len _width"]], tensors: Sequence[Tensor | None],
-        seeds: Sequence[int],
+        seeds: Sequence[int], held: Sequence[Held | None] = (),
     ) -> list[Tensor]:  # fmt: skip
-        """What backward reads, and the output ``[batch, len, out]``."""
-        rows = [self.rows(each) for each in tokens]
-        reads = [*rows, *[part for part in tensors if part is not None], *self.edges]
-        writes, code, done = self._calls.forward.run(reads, lambda: self.write_forward(rows, tensors, seeds), seeds)
+        """What backward reads, and the output ``[batch, len, out]``; ``held`` of each attention, where one reads a
+        cache."""
+        rows, position = [self.rows(each) for each in tokens], position_of(held)
+        reads = [*rows, *[part for part in tensors if part is not None], *tensors_of(held), *self.edges]
+
+        def write_down() -> Written:
+            return self.write_forward(rows, tensors, seeds, held or (None,) * len(self.problems))
+
+        writes, code, done = self._calls.forward.run(reads, write_down, seeds, position)
         check(f"call {done} of a step", code)
         return writes[self.passing :]
 
@@ -205,12 +212,15 @@ class _KernelStep(torch.autograd.Function):
 _applied: Final = super(torch.autograd.Function, _KernelStep).apply
 
 
-def play(step: Step, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], *, known: bool = False) -> Tensor:
+def play(
+    step: Step, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], held: Sequence[Held | None] = (), *,
+    known: bool = False,
+) -> Tensor:  # fmt: skip
     """The step's output; ``known`` where nothing is in force around the call."""
     # Only now, so that whoever goes on without the step finds the generator as it was.
     seeds = step.draw_seeds()
     if not step.training:
-        return step.forward(tokens, tensors, seeds)[-1]
+        return step.forward(tokens, tensors, seeds, held)[-1]
     output: Tensor = (_applied if known else _KernelStep.apply)(step, seeds, len(tokens), *tokens, *tensors)  # type: ignore[no-untyped-call]
     return output
 
@@ -244,7 +254,7 @@ _KNOWN: Final = Kept[_Known](64)
 
 def again(
     tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], masks: Sequence[Mask | None],
-    options: Sequence[Hashable],
+    options: Sequence[Hashable], held: Sequence[Held | None] = (),
 ) -> Tensor | None:  # fmt: skip
     """The output of a call like one before, or None; of arguments that nobody has checked.
 
@@ -256,12 +266,13 @@ def again(
         tensors: those of the step.
         masks: of its attentions.
         options: all else that tells calls apart.
+        held: what each attention reads from a cache, where one does.
     """
     if any(type(each) is not Tensor for each in tokens):
         return None
-    given = [*tokens, *[part for part in tensors if part is not None]]
+    given = [*tokens, *[part for part in tensors if part is not None], *tensors_of(held)]
     try:
-        known = _KNOWN.get(_asked(tokens, tensors, masks, options))
+        known = _KNOWN.get(_asked(tokens, tensors, masks, options, held))
     except TypeError:  # what cannot be hashed
         return None
     if (
@@ -269,13 +280,14 @@ def again(
         or known.chosen != choices(tokens[0].dtype) or not known.step.is_current()
     ):  # fmt: skip
         return None
-    return play(known.step, tokens, tensors, known=True)
+    return play(known.step, tokens, tensors, held, known=True)
 
 
 def kept_step(
     tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], masks: Sequence[Mask | None],
     options: Sequence[Hashable], problems_of: Callable[[], Sequence[Problem] | None],
-    step_of: Callable[[Sequence[Problem], bool, Hashable | None], Step], *, recurs: bool,
+    step_of: Callable[[Sequence[Problem], bool, Hashable | None], Step], held: Sequence[Held | None] = (), *,
+    recurs: bool,
 ) -> Step | None:  # fmt: skip
     """The step for a call: one of before, or a new one.
 
@@ -287,13 +299,14 @@ def kept_step(
         problems_of: the attentions without numbers, or None where there is no step.
         step_of: a new step for them; whether it is for training; and for a layout, None for calls that do not come
             again.
+        held: as in ``again``.
         recurs: whether a call like this may come again: all tensors lie plainly, and ``options`` say the rest.
     """
     shapes = [None if part is None else part.shape for part in tensors]
     training, dtype = learns(*tokens, *tensors), tokens[0].dtype
     layout = (
         *(each.shape for each in tokens), dtype, *shapes, *options, training, torch.get_num_threads(),
-        *(choices(dtype) if recurs else ()),
+        *(choices(dtype) if recurs else ()), *_marks_of(held),
     )  # fmt: skip
     marks = tuple(map(_mark, masks))
     step = _KEPT.get((marks, layout)) if recurs else None
@@ -309,19 +322,25 @@ def kept_step(
         if recurs:
             _KEPT.put((marks, layout), step)
     if recurs:
-        given = [part for part in (*tokens, *tensors) if part is not None]
-        _KNOWN.put(_asked(tokens, tensors, masks, options), _Known(step, choices(dtype), alike(*given)))
+        given = [part for part in (*tokens, *tensors, *tensors_of(held)) if part is not None]
+        _KNOWN.put(_asked(tokens, tensors, masks, options, held), _Known(step, choices(dtype), alike(*given)))
     return step
 
 
 def _asked(
     tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], masks: Sequence[Mask | None],
-    options: Sequence[Hashable],
+    options: Sequence[Hashable], held: Sequence[Held | None],
 ) -> Hashable:  # fmt: skip
     """What tells calls apart besides their tensors."""
     shapes, missing = [each.shape for each in tokens], tuple([part is None for part in tensors])
-    marks = [_mark(mask) for mask in masks]
-    return *shapes, missing, *marks, *options, torch.is_grad_enabled(), torch.get_num_threads()
+    marks, around = [_mark(mask) for mask in masks], (torch.is_grad_enabled(), torch.get_num_threads())
+    # A first layer may read what was made before inference mode, those behind it never do.
+    made = [each.is_inference() for each in tokens]
+    return *shapes, missing, *marks, *options, *_marks_of(held), *made, *around
+
+
+def _marks_of(held: Sequence[Held | None]) -> list[Hashable]:
+    return [None if own is None else own.marks() for own in held]
 
 
 def _mark(mask: Mask | None) -> Hashable:

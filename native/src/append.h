@@ -1,0 +1,29 @@
+// Rows put behind those that a target holds: keys and values of new tokens behind a cache's.
+#pragma once
+
+#include "work.h"
+
+namespace CH_NS {
+
+template <class IO> class Appending {
+  typedef typename IO::type type;
+
+ public:
+  explicit Appending(const ch_append& work) : w(work) {}
+
+  int run() const {
+    const double numbers = (double)w.batch * (double)w.heads * (double)w.rows * (double)w.columns;
+    parallel(threads_for(w, 4.0 * numbers), w.batch * w.heads, [&](int64_t u) {
+      const int64_t b = u / w.heads, h = u % w.heads;
+      for (int64_t row = 0; row < w.rows; row++)
+        memcpy(at<IO>(w.target, b, h, w.first + row), at<IO>(w.source, b, h, row), (size_t)w.columns * sizeof(type));
+    });
+    clearhead::trim_scratch();
+    return CH_OK;
+  }
+
+ private:
+  const ch_append& w;
+};
+
+}  // namespace CH_NS
