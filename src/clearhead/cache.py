@@ -12,7 +12,7 @@ from clearhead.arguments import whole
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.shapes import Float
 
-__all__ = ["KVCache", "check_cache", "count_appended", "restored_on_error", "room_behind"]
+__all__ = ["KVCache", "check_cache", "count_appended", "has_room", "restored_on_error", "room_behind"]
 
 _SMALLEST = 16
 
@@ -120,14 +120,16 @@ class KVCache:
 
     def _with_room(self, held: Tensor | None, size: Sequence[int], like: Tensor) -> Tensor:
         """What is held, in memory that has room behind it for new tokens ``[batch, kv_heads, new, dim]``."""
-        total = self._length + size[2]
-        if held is not None and held.shape[2] >= total and not _closed(held):
+        if held is not None and self._has_room(held, size[2]):
             return held
-        room = max(_SMALLEST, 2 * self._length, total)
+        room = max(_SMALLEST, 2 * self._length, self._length + size[2])
         larger = like.new_empty((*size[:2], room, size[3]))
         if held is not None:
             larger[:, :, : self._length] = held[:, :, : self._length]
         return larger
+
+    def _has_room(self, held: Tensor | None, new: int) -> bool:
+        return held is not None and held.shape[2] >= self._length + new and not _closed(held)
 
     def _check(self, argument: str, new: Tensor, held: Tensor | None) -> None:
         if not isinstance(new, Tensor) or new.ndim != 4:
@@ -163,6 +165,11 @@ def _closed(held: Tensor) -> bool:
     return not torch.compiler.is_compiling() and held.is_inference() and not torch.is_inference_mode_enabled()
 
 
+def has_room(cache: KVCache, new: int) -> bool:
+    """Whether so many tokens can be written behind those held without memory being asked for."""
+    return cache._has_room(cache._key, new) and cache._has_room(cache._value, new)
+
+
 def room_behind(cache: KVCache, x: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor] | None:
     """All of a cache's memory, with room for the heads of ``x`` behind those held, for whoever writes them there
     without torch and without gradients; None where they do not fit what is held.
@@ -176,10 +183,10 @@ def room_behind(cache: KVCache, x: Tensor, kv_heads: int, head_dim: int) -> tupl
     Returns:
         Keys and values, ``[batch, kv_heads, room, head_dim]``; ``count_appended`` tells the cache what was written.
     """
-    size = (x.shape[0], kv_heads, x.shape[1], head_dim)
-    if not all(held is None or _fits(size, x, held) for held in (cache._key, cache._value)):
+    size, held = (x.shape[0], kv_heads, x.shape[1], head_dim), (cache._key, cache._value)
+    if not all(part is None or _fits(size, x, part) for part in held):
         return None
-    cache._key, cache._value = cache._with_room(cache._key, size, x), cache._with_room(cache._value, size, x)
+    cache._key, cache._value = (cache._with_room(part, size, x) for part in held)
     return cache._key, cache._value
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clearhead.cache import KVCache, room_behind
+from clearhead.cache import KVCache, has_room, room_behind
 from clearhead.projection import are_plain
 from clearhead.shapes import Float
 
@@ -47,11 +47,11 @@ def held_by(cache: KVCache | None, x: Tensor, memory: Tensor | None, kv_heads: i
         kv_heads: of the attention's keys and values.
         head_dim: of both.
     """
-    # In this order: what is compiled or traced must not look further.
-    if type(cache) is not KVCache or not are_plain(x) or torch.is_grad_enabled() or x.dim() != 3:
+    if type(cache) is not KVCache or type(x) is not Tensor or torch.is_grad_enabled() or x.dim() != 3:
         return None
     if memory is None:
-        rooms = room_behind(cache, x, kv_heads, head_dim)
+        # Under autocast, say, memory is made of another dtype. The step asks again, in one question for all.
+        rooms = room_behind(cache, x, kv_heads, head_dim) if has_room(cache, x.shape[1]) or are_plain(x) else None
         return None if rooms is None else Held(*rooms, cache.length, grows=True)
     key, value = cache.key, cache.value
     if key is None or value is None or key.shape != (x.shape[0], kv_heads, memory.shape[-2], head_dim):
