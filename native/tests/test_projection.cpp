@@ -7,6 +7,7 @@
 namespace test {
 
 int projection_entry_tests();
+int append_tests();
 int dropout_tests();
 int norm_tests();
 
@@ -267,7 +268,7 @@ int main(int arguments, char** argument) {
     test::odd_strides();
     test::pairs_in_place();
     test::containment();
-    others = test::projection_entry_tests() + test::dropout_tests() + test::norm_tests();
+    others = test::projection_entry_tests() + test::dropout_tests() + test::norm_tests() + test::append_tests();
   }
   std::printf("%llu projection cases, %d of odd sizes and %d of dropout, norms and bad descriptions on",
               static_cast<unsigned long long>(count), large, others);

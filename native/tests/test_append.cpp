@@ -1,0 +1,121 @@
+// Rows put behind those that a target holds, at every instruction set and several threads, and descriptions of it that
+// are wrong in one place each.
+#include <functional>
+
+#include "activation_reference.h"
+#include "guarded.h"
+
+namespace test {
+
+namespace {
+
+struct AppendCall {
+  Guarded source, target;
+  ch_append work{};
+
+  // `behind`: rows of the target behind those that are written.
+  AppendCall(Random& random, int dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns, int64_t first,
+             int64_t behind) {
+    source = Guarded::make(random, dtype, size_of(dtype), batch, heads, rows, columns, false);
+    target = Guarded::make(random, dtype, size_of(dtype), batch, heads, first + rows + behind, columns, false);
+    for (int64_t b = 0; b < batch; ++b)
+      for (int64_t h = 0; h < heads; ++h)
+        for (int64_t r = 0; r < rows; ++r)
+          for (int64_t x = 0; x < columns; ++x)
+            encode(dtype, static_cast<double>(random.between(-100, 100)) / 4, source.at(b, h, r, x));
+    work.size = sizeof(work), work.abi = CH_ABI, work.isa = -1, work.threads = 1, work.dtype = dtype;
+    work.batch = batch, work.heads = heads, work.rows = rows, work.columns = columns, work.first = first;
+    work.source = source.view(), work.target = target.view();
+    source.keep();
+  }
+
+  // Whether the new rows are there, and every other byte is as it was made.
+  bool done() {
+    const ch_append& w = work;
+    bool right = true;
+    for (int64_t b = 0; b < w.batch; ++b)
+      for (int64_t h = 0; h < w.heads; ++h)
+        for (int64_t r = 0; r < w.rows; ++r) {
+          uint8_t* row = static_cast<uint8_t*>(target.at(b, h, w.first + r, 0));
+          const size_t bytes = static_cast<size_t>(w.columns) * size_of(w.dtype);
+          right = right && std::memcmp(row, source.at(b, h, r, 0), bytes) == 0;
+          std::memset(row, 0xff, bytes);
+        }
+    return right && target.untouched() && source.unchanged();
+  }
+};
+
+int every_size() {
+  static const int64_t sizes[][6] = {{1, 1, 1, 1, 0, 0},  {2, 3, 1, 16, 9, 6},    {1, 4, 1, 64, 0, 15}, {3, 2, 5, 33, 4, 0},
+                                     {17, 2, 1, 7, 1, 1}, {1, 8, 129, 96, 40, 3}, {0, 2, 3, 4, 1, 1},   {2, 0, 3, 4, 1, 1},
+                                     {2, 2, 0, 4, 1, 1},  {2, 2, 3, 0, 1, 1}};
+  int cases = 0;
+  for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
+    for (const auto& s : sizes)
+      for (int isa : usable_sets())
+        for (int threads : {1, 2, 5}) {
+          Random random(static_cast<uint64_t>(++cases));
+          AppendCall call(random, dtype, s[0], s[1], s[2], s[3], s[4], s[5]);
+          call.work.isa = isa, call.work.threads = threads;
+          const std::string name = "append " + std::to_string(dtype) + ", size " + std::to_string(&s - sizes) + ", " +
+                                   ch_isa_name(isa) + ", threads " + std::to_string(threads);
+          expect(ch_append_rows(&call.work), CH_OK, name);
+          check(call.done(), name + ": other bytes than those of the new rows");
+        }
+  return cases;
+}
+
+int bad_descriptions() {
+  using W = ch_append;
+  struct Bad {
+    const char* what;
+    int code;
+    std::function<void(W&)> spoil;
+  };
+  const auto odd = [](void* pointer) { return static_cast<void*>(static_cast<uint8_t*>(pointer) + 1); };
+  const std::vector<Bad> all = {
+      {"size", CH_BAD_SIZE, [](W& w) { w.size += 8; }},
+      {"abi", CH_BAD_SIZE, [](W& w) { w.abi -= 1; }},
+      {"isa", CH_BAD_ISA, [](W& w) { w.isa = 99; }},
+      {"dtype", CH_BAD_DTYPE, [](W& w) { w.dtype = 3; }},
+      {"negative batch", CH_BAD_SHAPE, [](W& w) { w.batch = -1; }},
+      {"negative heads", CH_BAD_SHAPE, [](W& w) { w.heads = -1; }},
+      {"negative rows", CH_BAD_SHAPE, [](W& w) { w.rows = -1; }},
+      {"negative columns", CH_BAD_SHAPE, [](W& w) { w.columns = -1; }},
+      {"negative first", CH_BAD_SHAPE, [](W& w) { w.first = -1; }},
+      {"huge first", CH_BAD_SHAPE, [](W& w) { w.first = INT64_MAX; }},
+      {"huge rows", CH_BAD_SHAPE, [](W& w) { w.rows = INT64_MAX; }},
+      {"more than can be counted", CH_BAD_SHAPE, [](W& w) { w.batch = w.heads = INT32_MAX; }},
+      {"no threads", CH_BAD_OPTION, [](W& w) { w.threads = 0; }},
+      {"no source", CH_BAD_POINTER, [](W& w) { w.source.data = nullptr; }},
+      {"no target", CH_BAD_POINTER, [](W& w) { w.target.data = nullptr; }},
+      {"odd source", CH_BAD_POINTER, [&](W& w) { w.source.data = odd(w.source.data); }},
+      {"odd target", CH_BAD_POINTER, [&](W& w) { w.target.data = odd(w.target.data); }},
+      {"a negative stride", CH_BAD_STRIDE, [](W& w) { w.target.row = -8; }},
+      {"a huge stride", CH_BAD_STRIDE, [](W& w) { w.source.head = INT64_MAX; }},
+      {"rows of the target that overlap", CH_BAD_STRIDE, [](W& w) { w.target.row = w.columns - 1; }},
+      {"heads of the target that overlap", CH_BAD_STRIDE, [](W& w) { w.target.head = 0; }},
+      {"a target at the last address", CH_BAD_STRIDE, [](W& w) { w.target.data = reinterpret_cast<void*>(-8); }},
+  };
+  Random random(4);
+  AppendCall call(random, CH_FLOAT32, 2, 3, 2, 20, 5, 1);
+  for (const Bad& bad : all) {
+    ch_append work = call.work;
+    bad.spoil(work);
+    expect(ch_append_rows(&work), bad.code, std::string("append with a bad description (") + bad.what + ")");
+    check(call.target.untouched(), std::string(bad.what) + ": something was written");
+  }
+  expect(ch_append_rows(nullptr), CH_BAD_POINTER, "append of nothing");
+  check(ch_append_description_size() == static_cast<int64_t>(sizeof(ch_append)), "ch_append_description_size");
+  // What is read may lie on itself: the same row for every head.
+  ch_append shared = call.work;
+  shared.source.head = 0;
+  expect(ch_append_rows(&shared), CH_OK, "append of what heads share");
+  return static_cast<int>(all.size());
+}
+
+}  // namespace
+
+int append_tests() { return every_size() + bad_descriptions(); }
+
+}  // namespace test
