@@ -9,6 +9,7 @@ import torch
 
 from clearhead.benchmark import SUITES, product
 from clearhead.benchmark.cases import Case, noise_of
+from clearhead.benchmark.decoding_rows import PLAIN_LAYERS, DecodingRow
 from clearhead.benchmark.encoders import STACK, SWAPPED, EncoderWork, ragged
 from clearhead.benchmark.function_rows import DENSE, MADE
 from clearhead.benchmark.hugging_face import ONNX_MODEL, SDPA_MODEL, CausalRow, EncoderModelRow
@@ -38,6 +39,7 @@ ROWS: dict[str, Row] = {
     "decoder layer with dropout": SmallLayerRow(
         size=(2, 9, 32, 4), memory_len=5, dtype=FLOAT, training=True, dropout=0.1
     ),
+    "decoding": DecodingRow(size=(2, 9, 32, 4), dtype=FLOAT, layers=2),
     "observe": ObserveRow(wanted="everything", shape=(1, 2, 128, 8), causal=True),
 }  # fmt: skip
 #: Those that need transformers.
@@ -140,7 +142,7 @@ def test_the_floors_name_contenders_that_exist() -> None:
     onnx = {"ONNX Runtime Attention", "ONNX Runtime MultiHeadAttention"}
     models = {SDPA_MODEL, ONNX_MODEL}
     own = {OURS, PLAIN, FULL}
-    layers = {MODULE, STACK, LINEAR, ENCODER_LAYER, DECODER_LAYER}
+    layers = {MODULE, STACK, LINEAR, ENCODER_LAYER, DECODER_LAYER, PLAIN_LAYERS}
     biases = {DENSE, MADE}
     assert named == own | {SWAPPED, SDPA, MATERIALISED} | onnx | models | layers | biases
 

@@ -8,6 +8,7 @@ from itertools import product
 
 import torch
 
+from clearhead.benchmark.decoding_rows import PLAIN_LAYERS, decoding_rows
 from clearhead.benchmark.encoders import STACK, SWAPPED
 from clearhead.benchmark.function_rows import ALIBI, DENSE, LEARNED, MADE, function_rows
 from clearhead.benchmark.hugging_face import ONNX_MODEL, SDPA_MODEL, CausalRow, EncoderModelRow
@@ -209,6 +210,10 @@ _RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | 
         )
         for suite, peer in (("layer-small", ENCODER_LAYER), ("decoder-small", DECODER_LAYER))
     },
+    "decoding": (
+        ("float32", OURS, (PLAIN_LAYERS,), 1 / 1.03, None),
+        ("bfloat16", OURS, (PLAIN_LAYERS,), 1 / 1.03, None),
+    ),
     "encoder-gelu": (
         ("float32", OURS, (STACK,), 1.5, None),
         ("bfloat16", OURS, (STACK,), 1.5, None),
@@ -267,6 +272,11 @@ _ROWS: tuple[tuple[str, str, Callable[[], Sequence[Row]]], ...] = (
         "decoder-small",
         "a small decoder layer with a memory, forward and with backward, against nn.TransformerDecoderLayer",
         decoder_layer_rows,
+    ),
+    (
+        "decoding",
+        "tokens one by one through four layers with caches, against torch's layers, SDPA and a cache",
+        decoding_rows,
     ),
     (
         "encoder",
