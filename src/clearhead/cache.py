@@ -156,7 +156,8 @@ class KVCache:
 
 def _fits(size: Sequence[int], like: Tensor, held: Tensor) -> bool:
     """Whether new tokens ``[batch, kv_heads, new, dim]`` can stand behind those held."""
-    same = (size[0], size[1], size[3]) == (held.shape[0], held.shape[1], held.shape[3])
+    batch, kv_heads, _, dim = held.shape
+    same = (batch, kv_heads, dim) == (size[0], size[1], size[3])
     return same and like.dtype == held.dtype and like.device == held.device
 
 
@@ -170,7 +171,9 @@ def has_room(cache: KVCache, new: int) -> bool:
     return cache._has_room(cache._key, new) and cache._has_room(cache._value, new)
 
 
-def room_behind(cache: KVCache, x: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor] | None:
+def room_behind(
+    cache: KVCache, x: Tensor, kv_heads: int, head_dim: int, *, may_make: bool
+) -> tuple[Tensor, Tensor] | None:
     """All of a cache's memory, with room for the heads of ``x`` behind those held, for whoever writes them there
     without torch and without gradients; None where they do not fit what is held.
 
@@ -179,15 +182,19 @@ def room_behind(cache: KVCache, x: Tensor, kv_heads: int, head_dim: int) -> tupl
         x: ``[batch, new, width]``.
         kv_heads: of keys and values.
         head_dim: of both.
+        may_make: whether memory may be asked for.
 
     Returns:
         Keys and values, ``[batch, kv_heads, room, head_dim]``; ``count_appended`` tells the cache what was written.
     """
-    size, held = (x.shape[0], kv_heads, x.shape[1], head_dim), (cache._key, cache._value)
+    batch, new, _ = x.shape
+    size, held = (batch, kv_heads, new, head_dim), (cache._key, cache._value)
     if not all(part is None or _fits(size, x, part) for part in held):
         return None
-    cache._key, cache._value = (cache._with_room(part, size, x) for part in held)
-    return cache._key, cache._value
+    if may_make:
+        held = cache._key, cache._value = cache._with_room(held[0], size, x), cache._with_room(held[1], size, x)
+    key, value = held
+    return None if key is None or value is None else (key, value)
 
 
 def count_appended(cache: KVCache, new: int) -> None:

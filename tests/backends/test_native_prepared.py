@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from clearhead.backends import native_prepared
+from clearhead.backends.native_append import Append
 from clearhead.backends.native_library import Call, Description, ProjectionDescription, Rule, TensorView
 from clearhead.backends.native_prepared import Prepared, Stretch, Written, _pointers
 from clearhead.backends.native_projection import Product
@@ -71,6 +72,46 @@ class TestPrepared:
         made, (left, right) = product(torch.randn(5, 7), torch.randn(7, 3))
         assert not Prepared([made.call], [left], [made.output]).complete
         assert Prepared([made.call], [left], [made.output], stays=[right]).complete
+
+    @pytest.mark.parametrize("most", [0, 5 * 9 * 4 - 1, 5 * 9 * 4])
+    def test_what_is_not_read_later_is_written_again_where_it_is_small(
+        self, most: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(native_prepared, "_MOST_KEPT", most)
+        stretch, weights, found = Stretch(may_recur=True), [torch.randn(7, 9), torch.randn(9, 3)], list[list[Tensor]]()
+        for _ in range(5):
+            left = torch.randn(5, 7)
+
+            def write_down(left: Tensor = left) -> Written:
+                first = Product([(left, weights[0])])
+                second = Product([(first.output, weights[1])])
+                return Written(
+                    [first.call, second.call], [first.output, second.output], [], (first, second), inner=1
+                )  # fmt: skip
+
+            writes, code, _ = stretch.run([left, *weights], write_down)
+            assert code == 0
+            first = Product([(left, weights[0])]).run()
+            assert torch.equal(writes[1], Product([(first, weights[1])]).run())
+            found.append(writes)
+        kept = len({inner.data_ptr() for inner, _ in found[1:]}) == 1
+        assert kept == (most == 5 * 9 * 4)
+        assert len({output.data_ptr() for _, output in found}) == 5
+
+    def test_fields_that_count_from_a_position(self) -> None:
+        target = torch.zeros(2, 3, 9, 4)
+        stretch, right = Stretch(may_recur=True), torch.zeros(2, 3, 9, 4)
+        for place in (0, 2, 5, 4, 8, 1):
+            source = torch.randn(2, 3, 1, 4)
+
+            def write_down(source: Tensor = source) -> Written:
+                # As any call but the first may find it.
+                own = Append(source, target, 0)
+                return Written([own.call], [], [], own, [own.counter])
+
+            assert stretch.run([source, target], write_down, (), place)[1] == 0
+            right[:, :, place] = source[:, :, 0]
+            assert torch.equal(target, right)
 
     def test_a_stretch_keeps_what_comes_again(self) -> None:
         stretch, written = Stretch(may_recur=True), list[Tensor]()

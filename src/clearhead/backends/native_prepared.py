@@ -27,6 +27,8 @@ Counter = tuple[ctypes.Structure, str, int]
 _WORD = ctypes.sizeof(ctypes.c_uint64)
 #: Ways in which one stretch's tensors may lie, kept at a time.
 _MOST_STRIDES: Final = 8
+#: Bytes that calls of one layout keep to write to again: what is larger costs less than the work on it.
+_MOST_KEPT: Final = 2**18
 
 
 class Prepared:
@@ -40,16 +42,22 @@ class Prepared:
         stays: tensors that are pointed into and stay where they are; those that lie in others are passed over.
         seeds: those that the descriptions hold and that are others each time; whatever has none of them keeps its own.
         counters: fields that hold the position of a call's first token, and so many more; it is another each time.
+        inner: of ``writes`` so many from the front hold nothing that is read after the calls. Small ones are kept, and
+            are written by the next calls again.
 
     Attributes:
+        kept: those of them that are.
         complete: whether every address lies in one of these tensors; if not, the calls must not be made again.
     """
 
     def __init__(
         self, calls: Sequence[tuple[Verb, ctypes.Structure]], reads: Sequence[Tensor], writes: Sequence[Tensor],
         stays: Sequence[Tensor] = (), seeds: Sequence[int] = (), counters: Sequence[Counter] = (),
+        inner: int = 0,
     ) -> None:  # fmt: skip
         self._counters = tuple(counters)
+        self.kept = list(writes[:inner]) if sum(map(_bytes, writes[:inner])) <= _MOST_KEPT else []
+        writes, stays = writes[len(self.kept) :], [*stays, *self.kept]
         self._listed = (Call * len(calls))(*[Call(verb, 0, ctypes.addressof(own)) for verb, own in calls])
         # Drawn numbers of 64 bits: none is another's. What drops nothing may have any.
         held = [(own, getattr(own, "seed", None)) for _, own in calls]
@@ -71,7 +79,7 @@ class Prepared:
         self._held = ([description for _, description in calls], fixed)
 
     def rooms(self) -> list[Tensor]:
-        """New tensors for what is written."""
+        """New tensors for what is written, but for what is kept."""
         return [make() for make in self._makers]
 
     def run(self, tensors: Sequence[Tensor], seeds: Sequence[int] = (), position: int = 0) -> tuple[int, int]:
@@ -92,13 +100,15 @@ class Prepared:
 @dataclass
 class Written:
     """Calls in order, the tensors that they write, those that they point into and that stay where they are, what else
-    must live until they have run, and which of their fields count from the position of the call's first token."""
+    must live until they have run, which of their fields count from the position of the call's first token, and how many
+    of ``writes``, from the front, hold nothing that is read later."""
 
     calls: list[tuple[Verb, ctypes.Structure]]
     writes: list[Tensor]
     stays: list[Tensor]
     alive: object
     counters: Sequence[Counter] = ()
+    inner: int = 0
 
 
 class Stretch:
@@ -132,7 +142,7 @@ class Stretch:
         writes = prepared.rooms()
         code, done = prepared.run([*reads, *writes], seeds, position)
         waiting.append(prepared)
-        return writes, code, done
+        return [*prepared.kept, *writes], code, done
 
     def _write_and_run(
         self, reads: Sequence[Tensor], written: Written, seeds: Sequence[int], position: int, waiting: list[Prepared]
@@ -140,7 +150,9 @@ class Stretch:
         found = _run_written(written, position)
         # Tensors that are one now need not be the next time.
         if len({tensor.data_ptr() for tensor in reads}) == len(reads):
-            prepared = Prepared(written.calls, reads, written.writes, written.stays, seeds, written.counters)
+            prepared = Prepared(
+                written.calls, reads, written.writes, written.stays, seeds, written.counters, written.inner
+            )
             waiting += [prepared] if prepared.complete else []
         return found
 

@@ -51,7 +51,8 @@ def held_by(cache: KVCache | None, x: Tensor, memory: Tensor | None, kv_heads: i
         return None
     if memory is None:
         # Under autocast, say, memory is made of another dtype. The step asks again, in one question for all.
-        rooms = room_behind(cache, x, kv_heads, head_dim) if has_room(cache, x.shape[1]) or are_plain(x) else None
+        may_make = not has_room(cache, x.shape[1])
+        rooms = None if may_make and not are_plain(x) else room_behind(cache, x, kv_heads, head_dim, may_make=may_make)
         return None if rooms is None else Held(*rooms, cache.length, grows=True)
     key, value = cache.key, cache.value
     if key is None or value is None or key.shape != (x.shape[0], kv_heads, memory.shape[-2], head_dim):

@@ -127,17 +127,19 @@ class Step(ABC):
         self, tokens: Sequence[Float[Tensor, "batch _len _width"]], tensors: Sequence[Tensor | None],
         seeds: Sequence[int], held: Sequence[Held | None] = (),
     ) -> list[Tensor]:  # fmt: skip
-        """What backward reads, and the output ``[batch, len, out]``; ``held`` of each attention, where one reads a
-        cache."""
+        """What backward reads while training, and the output ``[batch, len, out]``; ``held`` of each attention, where
+        one reads a cache."""
         rows, position = [self.rows(each) for each in tokens], position_of(held)
         reads = [*rows, *[part for part in tensors if part is not None], *tensors_of(held), *self.edges]
 
         def write_down() -> Written:
-            return self.write_forward(rows, tensors, seeds, held or (None,) * len(self.problems))
+            written = self.write_forward(rows, tensors, seeds, held or (None,) * len(self.problems))
+            written.inner = self.passing if self.training else len(written.writes) - 1
+            return written
 
         writes, code, done = self._calls.forward.run(reads, write_down, seeds, position)
         check(f"call {done} of a step", code)
-        return writes[self.passing :]
+        return writes[self.passing :] if self.training else writes[-1:]
 
     def backward(
         self, grad: Tensor, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], kept: Sequence[Tensor],

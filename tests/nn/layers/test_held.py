@@ -249,8 +249,9 @@ def test_what_does_not_fit_is_told_after_good_calls() -> None:
     own, x, cache = block(DecoderBlock), sequence(), ch.KVCache()
     decoded(own, x[:, :9], [5, 1, 1, 1, 1], cache=cache)
     with torch.no_grad():
-        for bad, error in ((x[:1, 9:10], "KVCache.append: key must match"), (x[:, 9:10].double(), "dtype"),
-                           (x[0, 9:10], "KVCache.append: key must match"), (x[:, 9:10, :9], "x must .*32")):  # fmt: skip
+        unlike = "KVCache.append: key must match"
+        for bad, error in ((x[:1, 9:10], unlike), (x[:, 9:10].double(), "dtype"), (x[0, 9:10], unlike),
+                           (x[:, 9:10, :9], "x must .*32")):  # fmt: skip
             with pytest.raises((ch.ShapeError, ch.UnsupportedError), match=error):
                 own(bad, cache=cache)
             assert cache.length == 9
