@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from clearhead.inspector import validate
+from tests.processes import told
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed (clearhead[demo] brings it)")
 
@@ -22,6 +23,14 @@ COMMAND = [
     "import sys; sys.argv[0] = 'clearhead'; from clearhead.cli.app import main; main()",
     "demo",
 ]
+# The same within a process that has torch already: what is refused has nothing to wait for.
+REFUSED = """
+import os, sys
+os.chdir(sys.argv.pop(1))
+sys.argv[:1] = ["clearhead", "demo"]
+from clearhead.cli.app import main
+main()
+"""
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 
 
@@ -105,7 +114,7 @@ def test_its_page_opens_offline(quick: Quick) -> None:
 )
 def test_wrong_use_is_one_line_and_2(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
     (tmp_path / "file").write_text("")
-    done = demo(*arguments, cwd=tmp_path)
+    done = told(REFUSED, [str(tmp_path), *arguments])
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
