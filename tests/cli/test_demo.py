@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.processes import told
 
 from clearhead.inspector import validate
-from tests.processes import told
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed (clearhead[demo] brings it)")
 
