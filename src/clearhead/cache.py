@@ -197,12 +197,13 @@ def room_behind(
     return None if key is None or value is None else (key, value)
 
 
-def count_appended(cache: KVCache, new: int) -> None:
-    """Count so many tokens as held, which were written into ``room_behind`` them."""
-    written = [part for part in (cache._key, cache._value) if part is not None and not part.is_inference()]
+def count_appended(caches: Sequence[KVCache], new: int) -> None:
+    """Count so many tokens as held by each cache, which were written into ``room_behind`` them."""
+    rooms = [part for cache in caches for part in (cache._key, cache._value)]
     # Autograd may hold what is written over, of tokens that were taken back.
-    torch.autograd.graph.increment_version(written)
-    cache._length += new
+    torch.autograd.graph.increment_version([part for part in rooms if part is not None and not part.is_inference()])
+    for cache in caches:
+        cache._length += new
 
 
 @contextmanager

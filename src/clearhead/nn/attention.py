@@ -194,7 +194,7 @@ class MultiHeadAttention(nn.Module):
         options: dict[str, Any] = {"mask": mask, "query_offset": query_offset, "held": held}
         found = fused_attention((query,), own, **options)
         if found is not None and held.grows:
-            count_appended(cache, query.shape[1])
+            count_appended([cache], query.shape[1])
         return found, NATIVE if found is None and watched() and is_step((query,), own, **options) else None
 
     def _again(self, query: Any, key: Any, mask: Mask | None, query_offset: int | None) -> Tensor | None:

@@ -19,7 +19,7 @@ from clearhead.backends.native_projection import Product, WeightGradients, run_a
 from clearhead.backends.native_work import BackwardWork, ForwardWork, Rows
 from clearhead.functional import attention
 from clearhead.nn.held import Held
-from clearhead.nn.step import Step, WayBack, layers_of
+from clearhead.nn.step import LearningStep, WayBack, layers_of
 from clearhead.problem import Problem
 from clearhead.projection import Layer, project
 from clearhead.shapes import Float
@@ -269,7 +269,7 @@ def attended_by_parts(
     return project(output.transpose(1, 2).flatten(-2), *last)
 
 
-class AttentionStep(Step):
+class AttentionStep(LearningStep):
     """One attention with its projections: a weight and a bias for each of its layers, the last one behind the
     others."""
 

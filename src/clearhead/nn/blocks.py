@@ -27,17 +27,17 @@ from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
 from clearhead.watch import carried, watched
 
-__all__ = ["DecoderBlock", "EncoderBlock"]
+__all__ = ["SUBLAYERS", "Block", "DecoderBlock", "EncoderBlock", "causal"]
 
 
 #: A block's parts and their norms, of one that attends to its own tokens alone, and of one with a memory.
-_SUBLAYERS: Final = {
+SUBLAYERS: Final = {
     1: (("attention", "attention_norm"), ("feedforward", "feedforward_norm")),
     2: (("attention", "attention_norm"), ("cross_attention", "cross_norm"), ("feedforward", "feedforward_norm")),
 }
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
     """What the blocks share: the sublayer around a residual, and activation checkpointing."""
 
     norm_first: bool
@@ -52,16 +52,16 @@ class _Block(nn.Module):
         self, tokens: Sequence[Tensor], masks: Sequence[Mask | None], caches: Sequence[KVCache | None] = ()
     ) -> Tensor:
         """Attention of each kind under its mask, and the feedforward: in one step where all parts are plain."""
-        x, names = tokens[0], _SUBLAYERS[len(tokens)]
+        x, names = tokens[0], SUBLAYERS[len(tokens)]
         caches = caches or (None,) * len(masks)
-        parts = None if torch.compiler.is_compiling() else self._parts(names, x)
+        parts = None if torch.compiler.is_compiling() else self.parts(names, x)
         held = None if parts is None else self._held(tokens, caches)
         # A memory that a cache holds is not read again.
         read = tokens[:1] if held and held[-1] is not None else tokens
         found = None if parts is None or held is None else fused_layer(read, parts, masks, held)
         if found is not None:
             if caches[0] is not None:
-                count_appended(caches[0], x.shape[1])
+                count_appended([caches[0]], x.shape[1])
             return found
 
         def attended(place: int, y: Tensor) -> Tensor:
@@ -81,14 +81,14 @@ class _Block(nn.Module):
     def _held(self, tokens: Sequence[Tensor], caches: Sequence[KVCache | None]) -> list[Held | None] | None:
         """What each attention's cache holds; None where one cannot be part of a step."""
         found: list[Held | None] = []
-        for (name, _), memory, cache in zip(_SUBLAYERS[len(tokens)], (None, *tokens[1:]), caches, strict=False):
+        for (name, _), memory, cache in zip(SUBLAYERS[len(tokens)], (None, *tokens[1:]), caches, strict=False):
             held = None if cache is None else getattr(self, name).held(cache, tokens[0], memory)
             if held is None and cache is not None:
                 return None
             found.append(held)
         return found
 
-    def _parts(self, names: Sequence[tuple[str, str]], x: Tensor) -> LayerParts | None:
+    def parts(self, names: Sequence[tuple[str, str]], x: Tensor) -> LayerParts | None:
         """What the block is as one step, where all there is to its parts is their tensors."""
         # Where they are stored: to ask a module takes a third of a microsecond each.
         own: Any = self._modules
@@ -124,7 +124,7 @@ class _Block(nn.Module):
         return run(*arguments)
 
 
-class EncoderBlock(_Block):
+class EncoderBlock(Block):
     """Self-attention and feedforward: ``x + attention(norm(x))``, then ``x + feedforward(norm(x))``.
 
     Args:
@@ -190,7 +190,7 @@ class EncoderBlock(_Block):
         return f"norm_first={self.norm_first}"
 
 
-class DecoderBlock(_Block):
+class DecoderBlock(Block):
     """Causal self-attention, cross-attention to a memory where wanted, and feedforward, each around a residual.
 
     Args:
@@ -300,10 +300,14 @@ class DecoderBlock(_Block):
         self, x: Tensor, mask: Mask | None, memory: Tensor | None, memory_mask: Mask | None,
         cache: KVCache | None = None, memory_cache: KVCache | None = None,
     ) -> Tensor:  # fmt: skip
-        causal = Causal() if mask is None else Causal() & mask
         if memory is None:
-            return self._attending((x,), (causal,), (cache,))
-        return self._attending((x, memory), (causal, memory_mask), (cache, memory_cache))
+            return self._attending((x,), (causal(mask),), (cache,))
+        return self._attending((x, memory), (causal(mask), memory_mask), (cache, memory_cache))
 
     def extra_repr(self) -> str:
         return f"norm_first={self.norm_first}"
+
+
+def causal(mask: Mask | None) -> Mask:
+    """What a decoder's token may attend to: itself and those before it, where ``mask`` allows it."""
+    return Causal() if mask is None else Causal() & mask

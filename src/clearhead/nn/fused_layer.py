@@ -1,4 +1,7 @@
-"""A whole transformer layer as one step of autograd, where its parts are plain: small layers wait for Python alone."""
+"""Whole transformer layers as one step, where their parts are plain: small layers wait for Python alone.
+
+One layer is a step of autograd; layers one after the other are one where nothing is learned.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,14 @@ from clearhead.nn.held import Held
 from clearhead.nn.layer_step import LayerKind, LayerStep
 from clearhead.nn.linear import hooked
 from clearhead.nn.norm import normed, normed_by_torch
-from clearhead.nn.step import kept_step, learns, may_be_step, play
+from clearhead.nn.stack_step import StackStep
+from clearhead.nn.step import Step, kept_step, learns, may_be_step, play
 from clearhead.problem import Problem
 from clearhead.projection import KINDS, Layer, are_plain, kernels_take
 from clearhead.shapes import Float
 from clearhead.watch import watched
 
-__all__ = ["LayerParts", "fused_layer", "norm_of", "of_parts"]
+__all__ = ["LayerParts", "Layers", "fused_layer", "fused_layers", "norm_of", "of_parts"]
 
 #: A norm's kind and epsilon, its weight and bias.
 NormLike = tuple[tuple[NormKind, float], tuple[Tensor | None, Tensor | None]]
@@ -76,6 +80,26 @@ class LayerParts(NamedTuple):
         )
 
 
+class Layers:
+    """Layers one after the other, of one step.
+
+    Attributes:
+        parts: of each.
+        tensors: one layer's behind the other's, in the order of ``StackStep``.
+        options: what tells them apart from others besides their tensors.
+        looked_at: whether somebody looks at the calls of a part.
+    """
+
+    def __init__(self, parts: Sequence[LayerParts]) -> None:
+        self.parts = tuple(parts)
+        self.tensors = [part for own in parts for part in own.tensors()]
+        options = [own.options() for own in parts]
+        # Mostly they are alike: once hashed is enough.
+        alike = all(own == options[0] for own in options)
+        self.options: tuple[Hashable, ...] = (len(options), options[0]) if alike else tuple(options)
+        self.looked_at = any(own.looked_at for own in parts)
+
+
 def fused_layer(
     tokens: Sequence[Float[Tensor, "*batch _len _width"]], parts: LayerParts, masks: Sequence[Mask | None],
     held: Sequence[Held | None] = (),
@@ -95,25 +119,62 @@ def fused_layer(
     Cost: that of the parts. Kept for backward are ``tokens``, the sums and what is normed, queries, keys, values, the
     heads' output, the hidden numbers and, but for a ReLU, their slopes.
     """
-    if parts.looked_at or watched() or not may_be_step(*tokens):
+    return _fused(tokens, Layers([parts]), masks, held)
+
+
+def fused_layers(
+    tokens: Sequence[Float[Tensor, "*batch _len _width"]], layers: Layers, masks: Sequence[Mask | None],
+    held: Sequence[Held | None] = (),
+) -> Float[Tensor, "*batch _len _width"] | None:  # fmt: skip
+    """What ``fused_layer`` makes of one layer's output after the other's, in one step: its bits. None as there.
+
+    Args:
+        tokens: as in ``fused_layer``, of no call that learns; all layers have one memory.
+        layers: each as ``fused_layer`` takes it.
+        masks: of each attention of each layer.
+        held: as in ``fused_layer``, of each attention of each layer; all that grow hold as many tokens.
+
+    Raises:
+        MaskError: a mask does not fit.
+
+    Cost: that of the layers; the memory for what they pass on is theirs together.
+    """
+    assert not torch.is_grad_enabled()
+    return _fused(tokens, layers, masks, held)
+
+
+def _fused(
+    tokens: Sequence[Tensor], layers: Layers, masks: Sequence[Mask | None], held: Sequence[Held | None]
+) -> Tensor | None:
+    if layers.looked_at or watched() or not may_be_step(*tokens):
         return None
-    tensors, options = parts.tensors(), parts.options()
+    tensors, options = layers.tensors, layers.options
     if (known := step.again(tokens, tensors, masks, options, held)) is not None:
         return known
     training = learns(*tokens, *tensors)
     # A scale that is a tensor may be another number at the next call.
     recurs = (
         are_plain(*tokens, *tensors) and all(lies_plainly(part) for part in tensors if part is not None)
-        and all(type(own.scale) in (int, float, type(None)) for own in parts.attentions)
+        and all(type(own.scale) in (int, float, type(None)) for layer in layers.parts for own in layer.attentions)
     )  # fmt: skip
 
-    def step_of(problems: Sequence[Problem], training: bool, layout: Hashable | None) -> LayerStep:
-        return LayerStep(problems, training, layout, parts.kind())
+    def attentions() -> list[Problem] | None:
+        found: list[Problem] = []
+        for own in layers.parts:
+            part = slice(len(found), len(found) + len(own.attentions))
+            problems = _attentions_of(tokens, own, masks[part], training, held[part])
+            if problems is None:
+                return None
+            found += problems
+        return found
 
-    found = kept_step(
-        tokens, tensors, masks, options, lambda: _attentions_of(tokens, parts, masks, training, held), step_of, held,
-        recurs=recurs,
-    )  # fmt: skip
+    def step_of(problems: Sequence[Problem], training: bool, layout: Hashable | None) -> Step:
+        kinds = [own.kind() for own in layers.parts]
+        if len(kinds) == 1:
+            return LayerStep(problems, training, layout, kinds[0])
+        return StackStep(problems, training, layout, kinds)
+
+    found = kept_step(tokens, tensors, masks, options, attentions, step_of, held, recurs=recurs)
     return None if found is None else play(found, tokens, tensors, held)
 
 

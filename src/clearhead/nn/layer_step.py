@@ -22,7 +22,7 @@ from clearhead.backends.native_projection import Gate, run_calls
 from clearhead.nn.attention_step import AttentionBackward, AttentionForward, attended_by_parts, taken
 from clearhead.nn.held import Held
 from clearhead.nn.norm import normed_by_torch
-from clearhead.nn.step import Step, WayBack, layers_of
+from clearhead.nn.step import LearningStep, WayBack, layers_of
 from clearhead.problem import Problem
 from clearhead.projection import ACTIVATIONS, Activation, FeedForwardBackward, FeedForwardForward, Layer
 from clearhead.shapes import Float
@@ -58,7 +58,7 @@ _OF_FEEDFORWARD: Final = 4
 _OF_NORM: Final = 2
 
 
-class LayerStep(Step):
+class LayerStep(LearningStep):
     """A layer: a weight and a bias for each of its attentions' layers, the feedforward's two, and each norm.
 
     With d for dropout, one sublayer after the other: ``x + d(sublayer(norm(x)))``, or ``norm(x + d(sublayer(x)))``.

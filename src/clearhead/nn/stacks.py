@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import cast
 
 from torch import Tensor, nn
@@ -12,9 +13,10 @@ from clearhead.arguments import flag
 from clearhead.cache import KVCache, restored_on_error
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks import Mask
-from clearhead.nn.blocks import DecoderBlock, EncoderBlock
+from clearhead.nn.blocks import DecoderBlock, EncoderBlock, causal
 from clearhead.nn.checks import check_tokens, compile_each, depth, positive
 from clearhead.nn.edge import Edge, Lengths
+from clearhead.nn.fused_blocks import fused_blocks
 from clearhead.positions import Rotary
 from clearhead.scores import ScoreRule, as_rules
 from clearhead.shapes import Float, Int
@@ -97,9 +99,12 @@ class Encoder(nn.Module):
 
     def run(self, x: Tensor, mask: Mask | None) -> Tensor:
         """The blocks alone, on tokens that lie as an ``Edge`` laid them."""
-        for block in self.blocks:
-            x = block(x, mask=mask)
-        normed: Tensor = self.norm(x)
+        found = fused_blocks(self.blocks, (x,), (mask,))
+        if found is None:
+            found = x
+            for block in self.blocks:
+                found = block(found, mask=mask)
+        normed: Tensor = self.norm(found)
         return normed
 
     def compile_blocks(self, backend: str = "inductor") -> None:
@@ -289,17 +294,18 @@ class Decoder(nn.Module):
     ) -> Tensor:  # fmt: skip
         """The blocks alone, on tokens that lie as an ``Edge`` laid them."""
         memory, memory_mask = self._memory(memory, memory_lengths)
-        if cache is None:
-            for block in self.blocks:
-                x = block(x, mask=mask, memory=memory, memory_mask=memory_mask)
-        else:
-            with restored_on_error(*cache.layers, *cache.memory):
-                for place, block in enumerate(self.blocks):
-                    x = block(
-                        x, mask=mask, memory=memory, memory_mask=memory_mask, cache=cache.layers[place],
-                        memory_cache=cache.memory[place] if cache.memory else None,
-                    )  # fmt: skip
-        normed: Tensor = self.norm(x)
+        tokens, masks = ((x,), (causal(mask),)) if memory is None else ((x, memory), (causal(mask), memory_mask))
+        layers, memories = ([], []) if cache is None else (cache.layers, cache.memory)
+        with restored_on_error(*layers, *memories):
+            caches = [each[: len(tokens)] for each in zip_longest(layers, memories)]
+            found = fused_blocks(self.blocks, tokens, masks, caches)
+            if found is None:
+                found = x
+                for block, own, of_memory in zip_longest(self.blocks, layers, memories):
+                    found = block(
+                        found, mask=mask, memory=memory, memory_mask=memory_mask, cache=own, memory_cache=of_memory
+                    )
+        normed: Tensor = self.norm(found)
         return normed
 
     def _memory(self, memory: Tensor | None, lengths: Lengths) -> tuple[Tensor | None, Mask | None]:

@@ -29,7 +29,7 @@ from clearhead.projection import Layer, choices, recorded, unrecorded
 from clearhead.shapes import Float
 from clearhead.watch import watched
 
-__all__ = ["Step", "WayBack", "again", "kept_step", "layers_of", "learns", "may_be_step", "play"]
+__all__ = ["LearningStep", "Step", "WayBack", "again", "kept_step", "layers_of", "learns", "may_be_step", "play"]
 
 
 def layers_of(tensors: Sequence[Tensor | None]) -> list[Layer]:
@@ -81,7 +81,10 @@ class Step(ABC):
                 parts = problem.mask_parts
                 edges = () if parts.runs is None else parts.edges
                 layout = (layout, parts.before, parts.after, problem.query_offset, *(edge.shape for edge in edges))
-                self.edges += edges
+                # Layers under one mask have one between them.
+                there = set(map(id, self.edges))
+                self.edges += tuple(edge for edge in edges if id(edge) not in there)
+        self._written_into = [own for own in self.problems if own.mask is not None and tuple(own.mask.tensors())]
         self._calls = Stretches(may_recur=False) if layout is None else _CALLS.get(layout) or Stretches(may_recur=True)
         if layout is not None:
             _CALLS.put(layout, self._calls)
@@ -94,29 +97,16 @@ class Step(ABC):
         """The calls of one forward: they write what is passing, what is kept for backward, and the output, in this
         order; of each attention that reads a cache they use what that holds."""
 
-    @abstractmethod
-    def write_backward(
-        self, arrived: Float[Tensor, "rows out"], tokens: Sequence[Float[Tensor, "_rows _width"]],
-        tensors: Sequence[Tensor | None], kept: Sequence[Tensor], seeds: Sequence[int], needs: Sequence[bool],
-    ) -> WayBack:  # fmt: skip
-        """The calls of one backward, from the output's gradient and what forward read and kept; ``needs`` of tokens,
-        then of tensors."""
-
-    @abstractmethod
-    def by_parts(self, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int]) -> Tensor:
-        """The output by parts that autograd and watchers know."""
-
     def rows(self, x: Float[Tensor, "batch len width"]) -> Float[Tensor, "rows width"]:
         """Tokens as the kernels read them."""
         return rows_of(x.reshape(-1, x.shape[-1]))
 
     def is_current(self) -> bool:
         """Whether the masks' tensors are still what they were: somebody may have written into them."""
-        for own in self.problems:
-            if own.mask is not None and tuple(own.mask.tensors()):
-                size = (own.batch, own.num_heads, own.q_len, own.k_len)
-                if parts_of(own.mask, size, own.query_offset) is not own.mask_parts:
-                    return False
+        for own in self._written_into:
+            size = (own.batch, own.num_heads, own.q_len, own.k_len)
+            if own.mask is None or parts_of(own.mask, size, own.query_offset) is not own.mask_parts:
+                return False
         return True
 
     def draw_seeds(self) -> tuple[int, ...]:
@@ -140,6 +130,22 @@ class Step(ABC):
         writes, code, done = self._calls.forward.run(reads, write_down, seeds, position)
         check(f"call {done} of a step", code)
         return writes[self.passing :] if self.training else writes[-1:]
+
+
+class LearningStep(Step):
+    """A step that can be gone back through."""
+
+    @abstractmethod
+    def write_backward(
+        self, arrived: Float[Tensor, "rows out"], tokens: Sequence[Float[Tensor, "_rows _width"]],
+        tensors: Sequence[Tensor | None], kept: Sequence[Tensor], seeds: Sequence[int], needs: Sequence[bool],
+    ) -> WayBack:  # fmt: skip
+        """The calls of one backward, from the output's gradient and what forward read and kept; ``needs`` of tokens,
+        then of tensors."""
+
+    @abstractmethod
+    def by_parts(self, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int]) -> Tensor:
+        """The output by parts that autograd and watchers know."""
 
     def backward(
         self, grad: Tensor, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], kept: Sequence[Tensor],
@@ -189,7 +195,7 @@ class _KernelStep(torch.autograd.Function):
     """A step, its seeds, of how many sequences its tokens are, these and its tensors."""
 
     @staticmethod
-    def forward(ctx: Any, step: Step, seeds: tuple[int, ...], sequences: int, *inputs: Any) -> Tensor:
+    def forward(ctx: Any, step: LearningStep, seeds: tuple[int, ...], sequences: int, *inputs: Any) -> Tensor:
         *kept, output = step.forward(inputs[:sequences], inputs[sequences:], seeds)
         ctx.step, ctx.seeds, ctx.sequences = step, seeds, sequences
         ctx.set_materialize_grads(False)
