@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from clearhead.arguments import whole
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.shapes import Float
 
-__all__ = ["KVCache", "check_cache", "count_appended", "has_room", "restored_on_error", "room_behind"]
+__all__ = ["KVCache", "check_cache", "count_appended", "restored_on_error", "room_behind"]
 
 _SMALLEST = 16
 
@@ -157,8 +157,8 @@ class KVCache:
 def _fits(size: Sequence[int], like: Tensor, held: Tensor) -> bool:
     """Whether new tokens ``[batch, kv_heads, new, dim]`` can stand behind those held."""
     batch, kv_heads, _, dim = held.shape
-    same = (batch, kv_heads, dim) == (size[0], size[1], size[3])
-    return same and like.dtype == held.dtype and like.device == held.device
+    same = batch == size[0] and kv_heads == size[1] and dim == size[3]
+    return same and like.dtype is held.dtype and like.device == held.device
 
 
 def _closed(held: Tensor) -> bool:
@@ -166,13 +166,8 @@ def _closed(held: Tensor) -> bool:
     return not torch.compiler.is_compiling() and held.is_inference() and not torch.is_inference_mode_enabled()
 
 
-def has_room(cache: KVCache, new: int) -> bool:
-    """Whether so many tokens can be written behind those held without memory being asked for."""
-    return cache._has_room(cache._key, new) and cache._has_room(cache._value, new)
-
-
 def room_behind(
-    cache: KVCache, x: Tensor, kv_heads: int, head_dim: int, *, may_make: bool
+    cache: KVCache, x: Tensor, kv_heads: int, head_dim: int, *, may_make: Callable[[Tensor], bool]
 ) -> tuple[Tensor, Tensor] | None:
     """All of a cache's memory, with room for the heads of ``x`` behind those held, for whoever writes them there
     without torch and without gradients; None where they do not fit what is held.
@@ -182,19 +177,22 @@ def room_behind(
         x: ``[batch, new, width]``.
         kv_heads: of keys and values.
         head_dim: of both.
-        may_make: whether memory may be asked for.
+        may_make: whether memory may be asked for, of ``x``, where there is no room.
 
     Returns:
         Keys and values, ``[batch, kv_heads, room, head_dim]``; ``count_appended`` tells the cache what was written.
     """
     batch, new, _ = x.shape
-    size, held = (batch, kv_heads, new, head_dim), (cache._key, cache._value)
-    if not all(part is None or _fits(size, x, part) for part in held):
+    size, key, value = (batch, kv_heads, new, head_dim), cache._key, cache._value
+    # What is held of keys fits each other, and so it does of values.
+    if any(part is not None and not _fits(size, x, part) for part in (key, value)):
         return None
-    if may_make:
-        held = cache._key, cache._value = cache._with_room(held[0], size, x), cache._with_room(held[1], size, x)
-    key, value = held
-    return None if key is None or value is None else (key, value)
+    if key is None or value is None or not cache._has_room(key, new) or not cache._has_room(value, new):
+        if not may_make(x):
+            return None
+        key = cache._key = cache._with_room(key, size, x)
+        value = cache._value = cache._with_room(value, size, x)
+    return key, value
 
 
 def count_appended(caches: Sequence[KVCache], new: int) -> None:

@@ -1,4 +1,5 @@
-"""Whether tensors are like others, asked in one call: what a kept call asks before it is made again."""
+"""Whether tensors are like others, and dictionaries what they were, asked in one call: what a kept call asks before it
+is made again."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch._C._functorch import maybe_current_level
 
 from clearhead.backends.native_library import in_memory
 
-__all__ = ["alike"]
+__all__ = ["alike", "versions"]
 
 
 def alike(*tensors: Tensor) -> Callable[..., bool]:
@@ -59,3 +60,28 @@ def _torchs_guards() -> Callable[..., Any]:
 
 
 _guards = _torchs_guards()
+
+
+def versions(own: Sequence[dict[Any, Any]]) -> list[int] | None:
+    """Numbers that are others once something was put into one of these, or taken out; None where nobody counts.
+
+    What torch has for compiled functions, on an interpreter that counts.
+    """
+    return None if _version is None else [*map(_version, own)]
+
+
+def _torchs_versions() -> Callable[[dict[Any, Any]], int] | None:
+    """torch's own, where it is there and counts."""
+    try:
+        from torch._C._dynamo.guards import dict_version
+
+        version = cast(Callable[[dict[Any, Any]], int], dict_version)
+        some = {"some": 1}
+        before, again = version(some), version(some)
+        some["some"] = 2
+        return version if before == again != version(some) else None
+    except (ImportError, AttributeError, TypeError, RuntimeError):
+        return None
+
+
+_version = _torchs_versions()

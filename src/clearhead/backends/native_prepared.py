@@ -18,11 +18,13 @@ from torch import Tensor
 from clearhead.backends.native_library import Call, Verb, library, run
 from clearhead.backends.native_memory import maker_like
 
-__all__ = ["Counter", "Kept", "Prepared", "Stretch", "Stretches", "Written"]
+__all__ = ["Counter", "Kept", "Prepared", "Stretch", "Stretches", "Strides", "Written", "strides_of"]
 
 _Step = TypeVar("_Step")
 #: A description, its field, and how far that is beyond a position.
 Counter = tuple[ctypes.Structure, str, int]
+#: Of several tensors.
+Strides = tuple[tuple[int, ...], ...]
 
 _WORD = ctypes.sizeof(ctypes.c_uint64)
 #: Ways in which one stretch's tensors may lie, kept at a time.
@@ -64,6 +66,8 @@ class Prepared:
         self._seeds = [(own, seeds.index(seed)) for own, seed in held if seed in seeds]
         self._makers = [maker_like(own) for own in writes]
         moving = [*reads, *writes]
+        #: Where each of them began at the last calls.
+        self._addresses = [own.data_ptr() for own in moving]
         self._moves: list[list[tuple[ctypes.Array[ctypes.c_uint64], int, int]]] = [[] for _ in moving]
         places = _places(moving)
         fixed = [own for own in stays if _find(places, own.data_ptr()) is None]
@@ -84,10 +88,13 @@ class Prepared:
 
     def run(self, tensors: Sequence[Tensor], seeds: Sequence[int] = (), position: int = 0) -> tuple[int, int]:
         """Make the calls on these reads and writes, in their order, under these seeds: as ``native_library.run``."""
-        for moves, tensor in zip(self._moves, tensors, strict=True):
-            address = tensor.data_ptr()
-            for words, word, offset in moves:
-                words[word] = address + offset
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        # Weights mostly lie where they lay.
+        for moves, address, before in zip(self._moves, addresses, self._addresses, strict=True):
+            if address != before:
+                for words, word, offset in moves:
+                    words[word] = address + offset
+        self._addresses = addresses
         for description, place in self._seeds:
             description.seed = seeds[place]
         _place(self._counters, position)
@@ -122,16 +129,18 @@ class Stretch:
         self._may_recur = may_recur
         # By the strides of what is read; an empty list where they were met once.
         self._waiting = Kept[list[Prepared]](_MOST_STRIDES)
+        self._last: tuple[Strides, list[Prepared]] | None = None
 
     def run(
-        self, reads: Sequence[Tensor], write_down: Callable[[], Written], seeds: Sequence[int] = (), position: int = 0
-    ) -> tuple[list[Tensor], int, int]:
+        self, reads: Sequence[Tensor], write_down: Callable[[], Written], seeds: Sequence[int] = (), position: int = 0,
+        strides: Strides | None = None,
+    ) -> tuple[list[Tensor], int, int]:  # fmt: skip
         """What is written; the last code, and how many calls came to their end. ``seeds`` and ``position`` are those of
-        what is written down, as many seeds each time."""
+        what is written down, as many seeds each time; ``strides`` are what is known of ``reads``."""
         if not self._may_recur:
             return _run_written(write_down(), position)
-        strides = tuple([tensor.stride() for tensor in reads])
-        waiting = self._waiting.get(strides)
+        strides = strides_of(reads) if strides is None else strides
+        waiting = self._waiting_for(strides)
         if waiting is None:
             self._waiting.put(strides, [])
             return _run_written(write_down(), position)
@@ -143,6 +152,15 @@ class Stretch:
         code, done = prepared.run([*reads, *writes], seeds, position)
         waiting.append(prepared)
         return [*prepared.kept, *writes], code, done
+
+    def _waiting_for(self, strides: Strides) -> list[Prepared] | None:
+        # To hash those of a hundred tensors takes as long as a small product.
+        last = self._last
+        if last is not None and last[0] is strides:
+            return last[1]
+        waiting = self._waiting.get(strides)
+        self._last = None if waiting is None else (strides, waiting)
+        return waiting
 
     def _write_and_run(
         self, reads: Sequence[Tensor], written: Written, seeds: Sequence[int], position: int, waiting: list[Prepared]
@@ -194,6 +212,11 @@ class Kept(Generic[_Step]):
         for oldest in list(self.steps)[: max(0, len(self.steps) + 1 - self.most)]:
             self.steps.pop(oldest, None)
         self.steps[layout] = step
+
+
+def strides_of(tensors: Sequence[Tensor]) -> Strides:
+    """What tells tensors of the same sizes apart: how they lie."""
+    return tuple([tensor.stride() for tensor in tensors])
 
 
 def _run_written(written: Written, position: int) -> tuple[list[Tensor], int, int]:

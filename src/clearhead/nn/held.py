@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clearhead.cache import KVCache, has_room, room_behind
+from clearhead.cache import KVCache, room_behind
 from clearhead.projection import are_plain
 from clearhead.shapes import Float
 
@@ -51,8 +51,7 @@ def held_by(cache: KVCache | None, x: Tensor, memory: Tensor | None, kv_heads: i
         return None
     if memory is None:
         # Under autocast, say, memory is made of another dtype. The step asks again, in one question for all.
-        may_make = not has_room(cache, x.shape[1])
-        rooms = None if may_make and not are_plain(x) else room_behind(cache, x, kv_heads, head_dim, may_make=may_make)
+        rooms = room_behind(cache, x, kv_heads, head_dim, may_make=are_plain)
         return None if rooms is None else Held(*rooms, cache.length, grows=True)
     key, value = cache.key, cache.value
     if key is None or value is None or key.shape != (x.shape[0], kv_heads, memory.shape[-2], head_dim):

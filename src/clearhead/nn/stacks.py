@@ -94,7 +94,8 @@ class Encoder(nn.Module):
     def edge(self, function: str, batch: Tensor, *, lengths: Lengths, mask: Mask | None = None) -> Edge:
         """How a padded batch ``[batch, len, ...]`` goes through the blocks."""
         size = (batch.shape[0], batch.shape[1])
-        may_pack = _packable(self.blocks)
+        # Where nothing may be padded, nothing is asked.
+        may_pack = (lengths is not None or mask is not None) and _packable(self.blocks)
         return Edge.of(function, size, batch.device, lengths=lengths, mask=mask, may_pack=may_pack)
 
     def run(self, x: Tensor, mask: Mask | None) -> Tensor:
@@ -279,7 +280,7 @@ class Decoder(nn.Module):
         self.seen(function, cache)
         size = (batch.shape[0], batch.shape[1])
         # A memory has a batch of its own, which a packed row could not be matched with.
-        may_pack = not self.cross_attention and _packable(self.blocks)
+        may_pack = (lengths is not None or mask is not None) and not self.cross_attention and _packable(self.blocks)
         edge = Edge.of(function, size, batch.device, lengths=lengths, mask=mask, may_pack=may_pack)
         if edge.lengths is not None and cache is not None:
             raise UnsupportedError.about(

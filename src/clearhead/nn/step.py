@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from clearhead.backends.guards import alike
 from clearhead.backends.native_library import Code
-from clearhead.backends.native_prepared import Kept, Stretches, Written
+from clearhead.backends.native_prepared import Kept, Stretches, Strides, Written, strides_of
 from clearhead.backends.native_projection import check as check_product
 from clearhead.backends.native_projection import rows_of
 from clearhead.backends.native_work import check
@@ -74,6 +75,7 @@ class Step(ABC):
         self, problems: Sequence[Problem], training: bool, layout: Hashable | None, drops: Sequence[float]
     ) -> None:
         self.problems, self.training, self.drops = tuple(problems), training, tuple(drops)
+        self._draws = any(drops)
         # Each batch of packed sequences has a mask of its own, which differs in where its runs begin and end alone.
         self.edges: tuple[Tensor, ...] = ()
         for problem in self.problems:
@@ -111,23 +113,27 @@ class Step(ABC):
 
     def draw_seeds(self) -> tuple[int, ...]:
         """One for each probability, 0 for what drops nothing."""
-        return tuple([draw_seed(drop) for drop in self.drops])
+        return tuple([draw_seed(drop) for drop in self.drops]) if self._draws else (0,) * len(self.drops)
 
     def forward(
         self, tokens: Sequence[Float[Tensor, "batch _len _width"]], tensors: Sequence[Tensor | None],
-        seeds: Sequence[int], held: Sequence[Held | None] = (),
+        seeds: Sequence[int], held: Sequence[Held | None] = (), known: Known | None = None,
     ) -> list[Tensor]:  # fmt: skip
         """What backward reads while training, and the output ``[batch, len, out]``; ``held`` of each attention, where
-        one reads a cache."""
+        one reads a cache, and what is ``known`` of a call like one before."""
         rows, position = [self.rows(each) for each in tokens], position_of(held)
         reads = [*rows, *[part for part in tensors if part is not None], *tensors_of(held), *self.edges]
+        if known is not None and known.strides is None:
+            known.strides = strides_of(reads)
 
         def write_down() -> Written:
             written = self.write_forward(rows, tensors, seeds, held or (None,) * len(self.problems))
             written.inner = self.passing if self.training else len(written.writes) - 1
             return written
 
-        writes, code, done = self._calls.forward.run(reads, write_down, seeds, position)
+        writes, code, done = self._calls.forward.run(
+            reads, write_down, seeds, position, None if known is None else known.strides
+        )
         check(f"call {done} of a step", code)
         return writes[self.passing :] if self.training else writes[-1:]
 
@@ -221,15 +227,15 @@ _applied: Final = super(torch.autograd.Function, _KernelStep).apply
 
 
 def play(
-    step: Step, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], held: Sequence[Held | None] = (), *,
-    known: bool = False,
+    step: Step, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], held: Sequence[Held | None] = (),
+    known: Known | None = None,
 ) -> Tensor:  # fmt: skip
-    """The step's output; ``known`` where nothing is in force around the call."""
+    """The step's output; of a call that is ``known``, around which nothing is in force."""
     # Only now, so that whoever goes on without the step finds the generator as it was.
     seeds = step.draw_seeds()
     if not step.training:
-        return step.forward(tokens, tensors, seeds, held)[-1]
-    output: Tensor = (_applied if known else _KernelStep.apply)(step, seeds, len(tokens), *tokens, *tensors)  # type: ignore[no-untyped-call]
+        return step.forward(tokens, tensors, seeds, held, known)[-1]
+    output: Tensor = (_KernelStep.apply if known is None else _applied)(step, seeds, len(tokens), *tokens, *tensors)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -248,16 +254,18 @@ def learns(*tensors: Tensor | None) -> bool:
 # ---- calls like one before ----------------------------------------------------------------------------------
 
 
-class _Known(NamedTuple):
-    """A step, and what tells calls that are like one that it has served."""
+@dataclass(slots=True)
+class Known:
+    """A step, what tells calls that are like one that it has served, and how the tensors lie that these read."""
 
     step: Step
     chosen: Hashable
     alike: Callable[..., bool]
+    strides: Strides | None = None
 
 
 _KEPT: Final = Kept[Step](64)
-_KNOWN: Final = Kept[_Known](64)
+_KNOWN: Final = Kept[Known](64)
 
 
 def again(
@@ -288,7 +296,7 @@ def again(
         or known.chosen != choices(tokens[0].dtype) or not known.step.is_current()
     ):  # fmt: skip
         return None
-    return play(known.step, tokens, tensors, held, known=True)
+    return play(known.step, tokens, tensors, held, known)
 
 
 def kept_step(
@@ -331,7 +339,7 @@ def kept_step(
             _KEPT.put((marks, layout), step)
     if recurs:
         given = [part for part in (*tokens, *tensors, *tensors_of(held)) if part is not None]
-        _KNOWN.put(_asked(tokens, tensors, masks, options, held), _Known(step, choices(dtype), alike(*given)))
+        _KNOWN.put(_asked(tokens, tensors, masks, options, held), Known(step, choices(dtype), alike(*given)))
     return step
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from operator import is_
 from typing import Final
 
-from torch import Tensor, nn
+from torch import nn
+
+from clearhead.backends.guards import versions
 
 __all__ = ["Unchanged"]
 
@@ -29,28 +31,25 @@ class Unchanged:
 
     def __init__(self, *modules: nn.Module) -> None:
         self._modules = [part for module in modules for part in module.modules()]
-        self._attributes = [vars(part) for part in self._modules]
-        self._parts = [part._modules for part in self._modules if part._modules]
-        self._parameters = [part._parameters for part in self._modules if part._parameters]
+        self._kinds = [*map(type, self._modules)]
         self._hooks = [vars(part)[name] for part in self._modules for name in _HOOKS]
-        self._kinds, self._state, self._tensors = self._kinds_now(), self._state_now(), self._tensors_now()
+        # Attributes, parts and parameters: where there are none of these, some may come.
+        self._state = [own for part in self._modules for own in (vars(part), part._modules, part._parameters)]
+        self._versions, self._values = versions(self._state), self._values_now()
 
     def holds(self) -> bool:
         """Whether they are that still, and nobody has hooked one."""
-        tensors = self._tensors_now()
-        if any(self._hooks) or len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
+        if any(self._hooks) or not all(map(is_, map(type, self._modules), self._kinds)):
             return False
-        try:
-            # What is the same object is not compared further.
-            return self._kinds_now() == self._kinds and self._state_now() == self._state
-        except (RuntimeError, TypeError, ValueError):  # attributes that are arrays, and others than before
+        now = versions(self._state)
+        if now is not None and now == self._versions:
+            return True
+        values = self._values_now()
+        if len(values) != len(self._values) or not all(map(is_, values, self._values)):
             return False
+        # What was put there is what had been there.
+        self._versions = now
+        return True
 
-    def _kinds_now(self) -> list[type]:
-        return [type(part) for part in self._modules]
-
-    def _state_now(self) -> list[tuple[object, ...]]:
-        return [tuple(own.values()) for own in (*self._attributes, *self._parts)]
-
-    def _tensors_now(self) -> list[Tensor | None]:
-        return [tensor for own in self._parameters for tensor in own.values()]
+    def _values_now(self) -> list[object]:
+        return [value for own in self._state for value in own.values()]
