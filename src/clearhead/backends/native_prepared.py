@@ -18,7 +18,7 @@ from torch import Tensor
 from clearhead.backends.native_library import Call, Verb, library, run
 from clearhead.backends.native_memory import maker_like
 
-__all__ = ["Counter", "Kept", "Prepared", "Stretch", "Stretches", "Strides", "Written", "strides_of"]
+__all__ = ["Counter", "Kept", "Prepared", "Stretch", "Stretches", "Strides", "Written", "put_elsewhere", "strides_of"]
 
 _Step = TypeVar("_Step")
 #: A description, its field, and how far that is beyond a position.
@@ -74,7 +74,7 @@ class Prepared:
         fixed_places = _places(fixed)
         self.complete = True
         for _, description in calls:
-            words = (ctypes.c_uint64 * (ctypes.sizeof(description) // _WORD)).from_buffer(description)
+            words = _words(description)
             for word in _pointers(type(description)):
                 if (found := _find(places, words[word])) is not None:
                     self._moves[found[0]].append((words, word, found[1]))
@@ -214,6 +214,18 @@ class Kept(Generic[_Step]):
         self.steps[layout] = step
 
 
+def put_elsewhere(
+    calls: Sequence[tuple[Verb, ctypes.Structure]], tensors: Sequence[Tensor], rooms: Sequence[Tensor]
+) -> None:
+    """Let calls that point into tensors point into rooms instead, each of its tensor's sizes and strides."""
+    places = _places(tensors)
+    for _, description in calls:
+        words = _words(description)
+        for word in _pointers(type(description)):
+            if (found := _find(places, words[word])) is not None:
+                words[word] = rooms[found[0]].data_ptr() + found[1]
+
+
 def strides_of(tensors: Sequence[Tensor]) -> Strides:
     """What tells tensors of the same sizes apart: how they lie."""
     return tuple([tensor.stride() for tensor in tensors])
@@ -228,6 +240,11 @@ def _place(counters: Sequence[Counter], position: int) -> None:
     """Let these fields count from a position."""
     for description, field, more in counters:
         setattr(description, field, position + more)
+
+
+def _words(description: ctypes.Structure) -> ctypes.Array[ctypes.c_uint64]:
+    """The memory of a description."""
+    return (ctypes.c_uint64 * (ctypes.sizeof(description) // _WORD)).from_buffer(description)
 
 
 def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.cache import KVCache, count_appended
-from clearhead.masks import Mask
+from clearhead.masks import Causal, Mask
 from clearhead.nn.attention import MultiHeadAttention
 from clearhead.nn.blocks import SUBLAYERS, Block, DecoderBlock, EncoderBlock
 from clearhead.nn.fused_layer import Layers, fused_layers
@@ -22,8 +22,8 @@ from clearhead.shapes import Float
 __all__ = ["fused_blocks"]
 
 #: Numbers of a call's tokens up to which blocks are one step: beyond, their kernels take many times what Python does,
-#: and what each of them passes on is better one and the same memory.
-_MOST: Final = 2**14
+#: and whoever interrupts a call need not wait for all of them.
+_MOST: Final = 2**17
 
 
 class _Apart(NamedTuple):
@@ -53,7 +53,8 @@ def fused_blocks(
     caches: Sequence[Sequence[KVCache | None]] = (),
 ) -> Float[Tensor, "*batch _len _width"] | None:  # fmt: skip
     """The output of the last of blocks, each of which reads what the one before it gives: the bits that they give one
-    by one. None where something is learned, somebody looks at a part, or a call is so large that nothing is saved.
+    by one. None where something is learned, somebody looks at a part, or nothing is saved: in a large call, and under
+    a mask that may be another's, as that of each padded batch is.
 
     Args:
         blocks: encoder's or decoder's.
@@ -63,6 +64,8 @@ def fused_blocks(
     """
     x = tokens[0]
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.numel() > _MOST or len(blocks) < 2:
+        return None
+    if any(mask is not None and type(mask) is not Causal for mask in masks):
         return None
     apart = _taken_apart(blocks, tokens)
     held = None if apart is None else _held(tokens, caches, apart.heads)

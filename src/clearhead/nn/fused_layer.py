@@ -137,7 +137,7 @@ def fused_layers(
     Raises:
         MaskError: a mask does not fit.
 
-    Cost: that of the layers; the memory for what they pass on is theirs together.
+    Cost: that of the layers; memory for what one of them passes on, and for two outputs.
     """
     assert not torch.is_grad_enabled()
     return _fused(tokens, layers, masks, held)

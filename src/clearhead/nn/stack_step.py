@@ -8,7 +8,7 @@ from ctypes import Structure
 from torch import Tensor
 
 from clearhead.backends.native_library import Verb
-from clearhead.backends.native_prepared import Counter, Written
+from clearhead.backends.native_prepared import Counter, Written, put_elsewhere
 from clearhead.nn.held import Held
 from clearhead.nn.layer_step import LayerKind, LayerStep
 from clearhead.nn.step import Step
@@ -49,15 +49,31 @@ class StackStep(Step):
         held: Sequence[Held | None],
     ) -> Written:  # fmt: skip
         calls, counters = list[tuple[Verb, Structure]](), list[Counter]()
-        writes, stays, alive = list[Tensor](), list[Tensor](), list[object]()
+        inner, outputs, stays, alive = list[Tensor](), list[Tensor](), list[Tensor](), list[object]()
         left = iter(seeds)
         for layer, (attentions, own) in zip(self._layers, self._places, strict=True):
             of_layer = [next(left) for _ in layer.drops]
             written = layer.write_forward(tokens, tensors[own], of_layer, held[attentions])
+            *between, output = written.writes
+            # What a layer has passed on within itself is free for the next one.
+            if _are_like(between, inner):
+                put_elsewhere(written.calls, between, inner)
+            else:
+                inner += between
+            if len(outputs) > 1 and layer is not self._layers[-1]:
+                put_elsewhere(written.calls, [output], outputs[-2:-1])
+                output = outputs[-2]
+            outputs.append(output)
             calls += written.calls
             counters += written.counters
-            writes += written.writes
             stays += written.stays
             alive.append(written.alive)
-            tokens = [layer.rows(written.writes[-1]), *tokens[1:]]
-        return Written(calls, writes, stays, alive, counters)
+            tokens = [layer.rows(output), *tokens[1:]]
+        return Written(calls, [*inner, *outputs[:2], *outputs[2:][-1:]], stays, alive, counters)
+
+
+def _are_like(tensors: Sequence[Tensor], rooms: Sequence[Tensor]) -> bool:
+    """Whether tensors would fit into rooms, one by one."""
+    return [(own.shape, own.stride(), own.dtype) for own in tensors] == [
+        (own.shape, own.stride(), own.dtype) for own in rooms
+    ]
