@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+from torch import Tensor
+
+from clearhead.nn import step
 from clearhead.projection import chosen
 from tests.nn.layers.definition import forget
 
@@ -18,3 +22,17 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     forget(monkeypatch)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of the steps that calls are from here on."""
+    found: list[str] = []
+    forward = step.Step.forward
+
+    def noting(self: step.Step, *given: Any) -> list[Tensor]:
+        found.append(type(self).__name__)
+        return forward(self, *given)
+
+    monkeypatch.setattr(step.Step, "forward", noting)
+    return found

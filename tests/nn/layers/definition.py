@@ -181,7 +181,7 @@ def dropping(kind: Any, dtype: torch.dtype, drops: Sequence[float], **options: A
 
 
 def layer_step_of(own: Any, x: Tensor, mask: ch.Mask | None) -> tuple[LayerStep, list[Tensor | None]]:
-    parts = own._parts(blocks._SUBLAYERS[1], x)
+    parts = own.parts(blocks.SUBLAYERS[1], x)
     problems = fused_layer._attentions_of([x], parts, [mask], True)
     assert problems is not None
     return LayerStep(problems, True, None, parts.kind()), parts.tensors()

@@ -26,20 +26,6 @@ CALLS = {"a prompt": (9, *[1] * 28), "single tokens": (1,) * 37, "several at a t
 LENGTH = 37
 
 
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of the steps that calls are from here on."""
-    found: list[str] = []
-    forward = step.Step.forward
-
-    def noting(self: step.Step, *given: Any) -> list[Tensor]:
-        found.append(type(self).__name__)
-        return forward(self, *given)
-
-    monkeypatch.setattr(step.Step, "forward", noting)
-    return found
-
-
 def decoded(own: Any, x: Tensor, calls: Sequence[int], **options: Any) -> Tensor:
     """Token by token, or some at a time, without gradients."""
     with torch.no_grad():

@@ -149,7 +149,7 @@ def test_dropout_is_its_definition(norm_first: bool, dtype: torch.dtype, drops: 
 @NORMS
 def test_the_step_by_its_parts(norm_first: bool) -> None:
     own, x, memory = decoder(norm_first=norm_first, dropout=0.2), tokens(), memory_of()
-    parts, masks = own._parts(blocks._SUBLAYERS[2], x), [ch.Causal(), None]
+    parts, masks = own.parts(blocks.SUBLAYERS[2], x), [ch.Causal(), None]
     problems = fused_layer._attentions_of([x, memory], parts, masks, True)
     assert problems is not None
     made = LayerStep(problems, True, None, parts.kind())
