@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 12
+#define CH_ABI 13
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_RUNS 4
 #define CH_MAX_RULES 8
@@ -124,7 +124,7 @@ typedef struct ch_attention {
   int64_t batch, heads, kv_heads, q_len, k_len, head_dim, value_dim;
   int64_t query_offset; /* absolute position of the first query                                             */
   double scale;
-  double dropout;       /* probability; 0 switches it off; kept where a word is at least dropout * 2**32    */
+  double dropout;       /* probability; 0 switches it off; taken to the nearest 1 / CH_LEVELS                */
   uint64_t seed;
 
   ch_tensor query, key, value, output;
@@ -213,7 +213,7 @@ typedef struct ch_linear {
 } ch_linear;
 
 #define CH_MAX_TERMS 4
-#define CH_LEVELS 65536   /* dropout of activations drops a whole number of so many */
+#define CH_LEVELS 65536   /* dropout drops a whole number of so many */
 
 /* One product of a sum: [rows, steps] times [steps, columns]. Strides count elements from row to row as it lies. */
 typedef struct ch_term {

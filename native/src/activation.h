@@ -60,54 +60,9 @@ CH_INLINE vf activation_of(int32_t kind, vf x, vf& slope) {
   return x;
 }
 
-// Which numbers of a row dropout keeps: 16 random bits for each, of Philox4x32-10 under the seed, a function of the
-// place alone. Columns [128 g, 128 g + 128) share the counters 16 g to 16 g + 15: column 128 g + 16 i + l is half
-// i % 2 of word i / 2 of counter 16 g + l, so that neighbours are lanes of a vector, whatever its width is.
-constexpr int64_t PLACES = 128;
-constexpr uint32_t OF_ACTIVATIONS = 0xffffffffu;  // where the counters of attention's weights have a batch entry
-
-// Hands out a vector of 0 or -1 for each VL columns of a group: `take(column within the group, kept)`.
-template <class Take>
-CH_INLINE void kept_places(uint64_t seed, int32_t dropped, uint32_t row, uint64_t group, const Take& take) {
-  vu lanes;
-  for (int i = 0; i < VL; i++) lanes[i] = (uint32_t)i;
-  const uint64_t first = group * 16;
-  const vi least_kept = (vi)((uint32_t)dropped - (vu){});
-#pragma GCC unroll 4
-  for (int part = 0; part < 16; part += VL) {
-    // 16 counters from a multiple of 16: the lower word does not run over.
-    vu words[4] = {lanes + (uint32_t)(first + (uint64_t)part), row + (vu){}, (uint32_t)(first >> 32) + (vu){},
-                   OF_ACTIVATIONS + (vu){}};
-    philox(words, (uint32_t)seed, (uint32_t)(seed >> 32));
-#pragma GCC unroll 4
-    for (int w = 0; w < 4; w++) {
-      take(32 * w + part, (vi)(words[w] & 0xffffu) >= least_kept);
-      take(32 * w + 16 + part, (vi)(words[w] >> 16) >= least_kept);
-    }
-  }
-}
-
-// A bit for each lane of a vector of 0 or -1, and back.
-CH_INLINE uint32_t bits_of(vi kept) {
-#if defined(CH_AVX512)
-  return _mm512_movepi32_mask((__m512i)kept);
-#elif defined(CH_AVX2)
-  return (uint32_t)_mm256_movemask_ps((__m256)kept);
-#else
-  uint32_t bits = 0;
-  for (int i = 0; i < VL; i++) bits |= (uint32_t)(kept[i] & 1) << i;
-  return bits;
-#endif
-}
-
-CH_INLINE vf where_bits(uint32_t bits, vf v) {
-#if defined(CH_AVX512)
-  return (vf)_mm512_mask_mov_ps((__m512)(vf){}, (__mmask16)bits, (__m512)v);
-#else
-  vi lane;
-  for (int i = 0; i < VL; i++) lane[i] = 1 << i;
-  return (vf)((vi)v & ((((int32_t)bits + (vi){}) & lane) == lane));
-#endif
+// A row of activations may have more groups than a word counts counters of.
+CH_INLINE Draw draw_of(uint64_t seed, int32_t dropped, int64_t row, int64_t group) {
+  return Draw{seed, dropped, (uint32_t)row, (uint32_t)((uint64_t)group >> 28), OF_ACTIVATIONS};
 }
 
 CH_INLINE float dropout_factor(int32_t dropped) { return (float)CH_LEVELS / (float)(CH_LEVELS - dropped); }
@@ -147,11 +102,15 @@ template <class IO> class Dropping {
   CH_INLINE void drop(int64_t row, int64_t column, const type* input, const type* added, type* output) const {
     if (w.dropped == 0) return keep_all(input, added, output);
     const vf factor = all(dropout_factor(w.dropped));
-    const uint64_t of = (uint64_t)(column / PLACES);
-    kept_places(w.seed, w.dropped, (uint32_t)row, of, [&](int place, vi kept) CH_INLINED {
-      vf number = (vf)((vi)(get_vector<IO>(input + place) * factor) & kept);
+    const int64_t of = column / PLACES;
+    auto put = [&](int place, Lanes kept) CH_INLINED {
+      vf number = only(kept, get_vector<IO>(input + place) * factor);
       if (added != nullptr) number += get_vector<IO>(added + place);
       put_vector<IO>(output + place, number);
+    };
+    kept_places(draw_of(w.seed, w.dropped, row, of), (uint32_t)of, [&](int place, Lanes kept, Lanes next) CH_INLINED {
+      put(place, kept);
+      put(place + VL, next);
     });
   }
 

@@ -41,7 +41,8 @@ template <class M, class IO> struct Backward {
     number *kt, *vt;  // panels
     number* kn;       // rows of B
     float *dk, *dv;
-    float *s, *dp, *slope, *keep;  // [MR][tile]
+    float *s, *dp, *slope;  // [MR][tile]
+    KeptRows kept;          // [MR]
     number *p, *ds;                // [BLOCK / PAIR][tile], A with rows along keys
     number* dr;                    // [BLOCK][tile / PAIR], A with rows along queries
     Row* row;
@@ -132,7 +133,8 @@ template <class M, class IO> struct Backward {
     d.s = c.template take<float>((int64_t)MR * tile);
     d.dp = c.template take<float>((int64_t)MR * tile);
     d.slope = c.template take<float>((int64_t)MR * tile);
-    d.keep = c.template take<float>((int64_t)MR * tile);
+    d.kept.groups = KeptRows::groups_of(tile);
+    d.kept.bits = c.template take<KeptBits>(dropout.on ? MR * d.kept.groups : 0);
     d.p = c.template take<number>((int64_t)BLOCK / M::PAIR * tile);
     d.ds = c.template take<number>((int64_t)BLOCK / M::PAIR * tile);
     d.dr = single ? d.ds : c.template take<number>((int64_t)BLOCK * tile / M::PAIR);
@@ -258,12 +260,13 @@ template <class M, class IO> struct Backward {
   // A row's scores to weights, and its delta, where all its keys are here. Forward may have rounded the scores otherwise,
   // and weights that do not add up to one would leave what should cancel: the delta is the mean by these weights.
   template <bool DROPS>
-  CH_INLINE void weigh_alone(float* s, const float* dp, const float* keep, int c0, int c1r, int row, Desk& d) const {
+  CH_INLINE void weigh_alone(float* s, const float* dp, int r, int c0, int c1r, int row, Desk& d) const {
     const vf scale = all(base2), shift = all(d.largest[row]), share = all(d.share[row]);
+    const KeptRows kept = d.kept;
     vf sum = {}, whole = {};
     for (int c = c0; c < c1r; c += VL) {
       const vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
-      sum += DROPS ? e * load(keep + c) * load(dp + c) : e * load(dp + c);
+      sum += DROPS ? e * factor_of(kept, r, c) * load(dp + c) : e * load(dp + c);
       whole += e;
       store(s + c, e);
     }
@@ -272,14 +275,25 @@ template <class M, class IO> struct Backward {
     d.delta[row] += total > 0.0f ? sum_of(sum) / total : sum_of(sum);
   }
 
+  // What dropout multiplies weights by: those of row r of the rows at hand, from column c on.
+  CH_INLINE vf factor_of(const KeptRows& kept, int r, int c) const {
+    return where_bits(kept.from(r, c), all(dropout.factor));
+  }
+
+  void draw(int64_t b, int64_t h, int64_t i, int r, int64_t t0, int c0, int c1r, Desk& d) const {
+    const Draw row{w.seed, dropout.dropped, (uint32_t)(w.first_query + i), (uint32_t)h, (uint32_t)(w.first_batch + b)};
+    d.kept.find(r, row, w.first_key + t0, c0, c1r);
+  }
+
   // A row's scores to what multiplies its values, and the gradients of that to those of the scores.
   template <bool DROPS>
-  CH_INLINE void differentiate_row(float* s, float* dp, const float* keep, int c0, int c1r, int row, Desk& d) const {
-    if (alone) weigh_alone<DROPS>(s, dp, keep, c0, c1r, row, d);
+  CH_INLINE void differentiate_row(float* s, float* dp, int r, int c0, int c1r, int row, Desk& d) const {
+    if (alone) weigh_alone<DROPS>(s, dp, r, c0, c1r, row, d);
     const vf scale = all(base2), shift = all(d.largest[row]), share = all(d.share[row]), delta = all(d.delta[row]);
+    const KeptRows drawn = d.kept;
     for (int c = c0; c < c1r; c += VL) {
       const vf e = alone ? load(s + c) : exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
-      const vf kept = DROPS ? load(keep + c) : (vf){};
+      const vf kept = DROPS ? factor_of(drawn, r, c) : (vf){};
       store(s + c, DROPS ? e * kept : e);
       store(dp + c, e * ((DROPS ? load(dp + c) * kept : load(dp + c)) - delta));
     }
@@ -294,27 +308,18 @@ template <class M, class IO> struct Backward {
       int64_t i = first + r0 + r;
       if (!plain) apply_rules(w, diagonal, b, h, i, t0 + c0, c1 - c0, s + c0, capped ? slope + c0 : nullptr);
       close_row(d, r0 + r, t0, c0, c1, s);
-      const float* keep = dropout.on ? kept(b, h, i, r, t0, c0, c1r, d) : nullptr;
-      if (observed != nullptr) differentiate_observed(b, h, i, r0 + r, t0, c0, c1r, keep, s, dp, d);
-      else if (keep == nullptr) differentiate_row<false>(s, dp, keep, c0, c1r, r0 + r, d);
-      else differentiate_row<true>(s, dp, keep, c0, c1r, r0 + r, d);
+      if (dropout.on) draw(b, h, i, r, t0, c0, c1r, d);
+      if (observed != nullptr) differentiate_observed(b, h, i, r, r0 + r, t0, c0, c1r, s, dp, d);
+      else if (dropout.on) differentiate_row<true>(s, dp, r, c0, c1r, r0 + r, d);
+      else differentiate_row<false>(s, dp, r, c0, c1r, r0 + r, d);
       if (!plain) unapply_rules(b, h, i, t0, c0, c1, dp, slope, diagonal_grads);
     }
   }
 
-  // What dropout multiplies a row's weights by.
-  const float* kept(int64_t b, int64_t h, int64_t i, int r, int64_t t0, int c0, int c1r, Desk& d) const {
-    float* keep = d.keep + r * tile;
-    for (int c = c0; c < c1r; c += VL) store(keep + c, all(dropout.factor));
-    drop(dropout, (uint32_t)(w.first_batch + b), (uint32_t)h, (uint32_t)(w.first_query + i), w.first_key + t0 + c0,
-         c1r - c0, keep + c0);
-    return keep;
-  }
-
   // The same as in `differentiate`, where statistics add to the gradient of a weight, and the largest score has its own.
   // `delta` holds their sums over the row already.
-  void differentiate_observed(int64_t b, int64_t h, int64_t i, int r, int64_t t0, int c0, int c1r, const float* keep,
-                              float* s, float* dp, Desk& d) const {
+  void differentiate_observed(int64_t b, int64_t h, int64_t i, int r, int row, int64_t t0, int c0, int c1r, float* s,
+                              float* dp, Desk& d) const {
     const ch_statistics& of = *observed;
     int64_t place = row_index(w, b, h, i);
     auto of_row = [&](const float* grads) { return all(grads != nullptr ? grads[place] : 0.0f); };
@@ -324,8 +329,8 @@ template <class M, class IO> struct Backward {
     vf by_entropy = of_row(of.grad_entropy), by_distance = of_row(of.grad_distance);
     vf by_sink = of_row(of.grad_sink);
     const float* received = of.grad_received != nullptr ? of.grad_received + (b * w.heads + h) * w.k_len : nullptr;
-    float log_share = d.share[r] > 0.0f ? __builtin_logf(d.share[r]) : 0.0f;
-    vf scale = all(base2), shift = all(d.largest[r]), share = all(d.share[r]), delta = all(d.delta[r]);
+    float log_share = d.share[row] > 0.0f ? __builtin_logf(d.share[row]) : 0.0f;
+    vf scale = all(base2), shift = all(d.largest[row]), share = all(d.share[row]), delta = all(d.delta[row]);
     vf lowest = all(-1e4f), gap = all((float)(w.query_offset + i - t0 - c0)) - counting(), zero = {};
     int64_t sink_columns = of.grad_sink != nullptr ? of.sink_keys - t0 : 0;
     for (int c = c0; c < c1r; c += VL, gap -= all((float)VL)) {
@@ -335,7 +340,7 @@ template <class M, class IO> struct Backward {
       vf g = by_entropy * surprise + by_distance * absolute(gap);
       if (c < sink_columns) g += first_of(by_sink, least((int64_t)VL, sink_columns - c));
       if (received != nullptr) g += reach_received(received, t0 + c);
-      vf k = keep != nullptr ? load(keep + c) : all(1.0f);
+      vf k = dropout.on ? factor_of(d.kept, r, c) : all(1.0f);
       store(s + c, e * k);
       vf change = e * (load(dp + c) * k + g - delta);
       store(dp + c, tied ? change + (score == peak ? by_max : zero) : change);
@@ -406,7 +411,7 @@ template <class M, class IO> struct Backward {
   }
 
   // Whether nothing but the last three products looks at weights and score gradients.
-  bool in_pairs() const { return M::PAIR == 2 && plain && !dropout.on && observed == nullptr; }
+  bool in_pairs() const { return M::PAIR == 2 && plain && observed == nullptr; }
 
 #if defined(CH_BF16DOT)
   // Columns [c, c + VL) of two rows: weights and score gradients as pairs along the rows, the gradients also row by row.
@@ -425,17 +430,32 @@ template <class M, class IO> struct Backward {
     if (both) _mm256_storeu_si256((__m256i*)(rows + tile), _mm512_extracti64x4_epi64(grads, 1));
   }
 
-  // `differentiate` and `spread` in one, where nothing else looks at the floats: no rules, dropout or statistics.
-  void differentiate_pairs(int r0, int count, int64_t t0, int left, int right, int c0, int c1, Desk& d) const {
+  // `differentiate` and `spread` in one, where nothing else looks at the floats: no rules or statistics.
+  template <bool DROPS>
+  void differentiate_pairs(int64_t b, int64_t h, int64_t first, int r0, int count, int64_t t0, int left, int right, int c0,
+                           int c1, Desk& d) const {
     const int c1r = (int)round_up(c1, VL);
     const vf scale = all(base2), none = {};
+    if (DROPS)
+      for (int r = 0; r < count; r++) draw(b, h, first + r0 + r, r, t0, c0, c1r, d);
+    const KeptRows drawn = d.kept;
+    // Weights and gradients of scores, of a vector of weights before dropout and the gradients of those behind it.
+    auto put = [&](int r, int c, bool both, vf e, vf f, vf grad, vf grad_below, vf delta, vf delta_below) CH_INLINED {
+      const vf before = e, before_below = f;
+      if (DROPS) {
+        const vf kept = factor_of(drawn, r, c), kept_below = factor_of(drawn, r + 1, c);
+        e *= kept, grad *= kept;
+        f *= kept_below, grad_below *= kept_below;
+      }
+      put_pair(r0 + r, c, both, e, f, before * (grad - delta), before_below * (grad_below - delta_below), d);
+    };
     for (int r = 0; r < count; r += 2) {
       const bool both = r + 1 < count;
       const int below = both ? r0 + r + 1 : r0 + r;
       float *s = d.s + r * tile, *dp = d.dp + r * tile;
       for (int own = r0 + r; own <= below; own++) {
         close_row(d, own, t0, c0, c1, d.s + (own - r0) * tile);
-        if (alone) weigh_alone<false>(d.s + (own - r0) * tile, d.dp + (own - r0) * tile, nullptr, c0, c1r, own, d);
+        if (alone) weigh_alone<DROPS>(d.s + (own - r0) * tile, d.dp + (own - r0) * tile, own - r0, c0, c1r, own, d);
       }
       const vf shift = all(d.largest[r0 + r]), share = all(d.share[r0 + r]), delta = all(d.delta[r0 + r]);
       const vf shift_below = all(d.largest[below]), delta_below = all(d.delta[below]);
@@ -446,19 +466,20 @@ template <class M, class IO> struct Backward {
           const vf e = alone ? load(s + c) : exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
           const vf f =
               alone ? load(s + tile + c) : exp2_of<DEGREE>((load(s + tile + c) - shift_below) * scale) * share_below;
-          put_pair(r0 + r, c, true, e, f, e * (load(dp + c) - delta), f * (load(dp + tile + c) - delta_below), d);
+          put(r, c, true, e, f, load(dp + c), load(dp + tile + c), delta, delta_below);
         }
       } else {
         for (int c = c0; c < c1r; c += VL) {
           const vf e = alone ? load(s + c) : exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
-          put_pair(r0 + r, c, false, e, none, e * (load(dp + c) - delta), none, d);
+          put(r, c, false, e, none, load(dp + c), none, delta, none);
         }
       }
       for (int c = c1r; c < right; c += VL) put_pair(r0 + r, c, both, none, none, none, none, d);
     }
   }
 #else
-  void differentiate_pairs(int, int, int64_t, int, int, int, int, Desk&) const {}
+  template <bool DROPS>
+  void differentiate_pairs(int64_t, int64_t, int64_t, int, int, int64_t, int, int, int, int, Desk&) const {}
 #endif
 
   void visit(int64_t b, int64_t h, int64_t block, int64_t t0, int key_count, Desk& d, const float* diagonal,
@@ -494,7 +515,8 @@ template <class M, class IO> struct Backward {
       if (c1 > c0) multiply_rows(r0, n, c0, c1, laid, d);
       const int c1r = (int)round_up(c1, VL);
       if (c1 > c0 && in_pairs()) {
-        differentiate_pairs(r0, n, t0, left, right, c0, c1, d);
+        if (dropout.on) differentiate_pairs<true>(b, h, first, r0, n, t0, left, right, c0, c1, d);
+        else differentiate_pairs<false>(b, h, first, r0, n, t0, left, right, c0, c1, d);
       } else {
         if (c1 > c0) differentiate(b, h, first, r0, n, t0, c0, c1, d, diagonal, diagonal_grads);
         spread(r0, n, left, right, c0, c1r, d);

@@ -71,6 +71,7 @@ template <class M, class IO> struct Forward {
     float* diagonals;
     number* staged;
     float* line;
+    KeptRows kept;  // [MR]
     Ahead ahead;
     Gather gather;
     Columns* columns;
@@ -99,6 +100,7 @@ template <class M, class IO> struct Forward {
     plain = no_rules(w);
     base2 = to_base2(w);
     dropout = dropout_of(w);
+    if (gives == Gives::STATISTICS) dropout.on = false;
     diagonal_floats = count_diagonal(w) * diagonal_length(w) * group;
     plan();
     direct = (splits > 1 || rows <= ROWS) && reads_directly();
@@ -178,6 +180,8 @@ template <class M, class IO> struct Forward {
     d.diagonals = c.template take<float>(diagonal_floats);
     d.staged = c.template take<number>((int64_t)VL * numbers);
     d.line = c.template take<float>(out);
+    d.kept.groups = KeptRows::groups_of(tile);
+    d.kept.bits = c.template take<KeptBits>(dropout.on ? MR * d.kept.groups : 0);
     d.gather.carve(c, observed);
     return c.next - base;
   }
@@ -259,14 +263,16 @@ template <class M, class IO> struct Forward {
   // Degree of the polynomial in the exponential: bfloat16 keeps no more.
   static constexpr int DEGREE = M::PAIR == 1 ? 5 : 4;
 
-  // Scores to weights for one row.
-  CH_INLINE void weigh(float* s, uint16_t* half, int c0, int c1, float largest, float factor, float* total,
-                       bool narrow) const {
+  // Scores to weights for one row of a sheet; those that dropout takes are counted and then 0.
+  template <bool DROPS>
+  CH_INLINE void weigh(float* s, uint16_t* half, int r, int c0, int c1, float largest, float factor, float* total,
+                       bool narrow, const KeptRows& kept) const {
     vf shift = all(largest == -INF ? 0.0f : largest), scale = all(base2);
     vf sum = load(total) * all(factor);
     for (int c = c0; c < c1; c += VL) {
       vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale);
       sum += e;
+      if (DROPS) e = where_bits(kept.from(r, c), e);
       if (M::PAIR == 1 || !narrow)
         store(s + c, e);
       else
@@ -282,7 +288,7 @@ template <class M, class IO> struct Forward {
     uint16_t* half = d.half + r * tile;
     d.gather.look_at_scores(observed, r0 + r, s, c0, c1, t0, rise.peak[r], rise.before[r], largest);
     if (!observed.sums) {
-      weigh(s, half, c0, c1, largest, rise.factor[r], d.l + (r0 + r) * VL, false);
+      weigh<false>(s, half, r, c0, c1, largest, rise.factor[r], d.l + (r0 + r) * VL, false, d.kept);
     } else {
       float far = (float)(w.query_offset + d.place[r0 + r].i - t0 - c0);
       int64_t sink_columns = observed.s->sink != nullptr ? observed.s->sink_keys - t0 : 0;
@@ -290,7 +296,10 @@ template <class M, class IO> struct Forward {
                              d.l + (r0 + r) * VL, [&](int c, vf e) { store(s + c, e); });
     }
     if (M::PAIR == 2 && narrow)
-      for (int c = c0; c < c1; c += VL) put_vector<BFloat16>(half + c, load(s + c));
+      for (int c = c0; c < c1; c += VL) {
+        const vf e = load(s + c);
+        put_vector<BFloat16>(half + c, dropout.on ? where_bits(d.kept.from(r, c), e) : e);
+      }
   }
 
   // Keys and values of a tile: packed, or where they lie.
@@ -386,21 +395,19 @@ template <class M, class IO> struct Forward {
     }
     Rise rise;
     raise(sheet, c0, c1r, count, d.m + r0, rise);
-    // Weights stay floats while more is to be done to them.
-    bool narrow = M::PAIR == 2 && !dropout.on && !here.direct;
+    // Values that are read where they lie are multiplied by floats.
+    const bool narrow = M::PAIR == 2 && !here.direct;
     for (int r = 0; r < count; r++) {
-      if (observed.s != nullptr)
-        weigh_observed(r0, r, sheet, c0, c1r, t0, rise, narrow, d);
-      else
-        weigh(sheet.at + r * sheet.ld, d.half + r * tile, c0, c1r, d.m[r0 + r], rise.factor[r],
-              d.l + (r0 + r) * VL, narrow);
+      float *s = sheet.at + r * sheet.ld, largest = d.m[r0 + r], *total = d.l + (r0 + r) * VL;
+      uint16_t* half = d.half + r * tile;
+      if (dropout.on) draw(b, r0, r, t0, c0, c1r, d);
+      if (observed.s != nullptr) weigh_observed(r0, r, sheet, c0, c1r, t0, rise, narrow, d);
+      else if (dropout.on) weigh<true>(s, half, r, c0, c1r, largest, rise.factor[r], total, narrow, d.kept);
+      else weigh<false>(s, half, r, c0, c1r, largest, rise.factor[r], total, narrow, d.kept);
     }
     if (observed.strip) keep_strip(r0, count, t, c0, c1r, d);
     if (gives == Gives::STATISTICS) return;
-    if (dropout.on) {
-      if (observed.strip) sheet = copied(sheet, count, c0, c1r, d);
-      drop_rows(b, r0, count, t0, c0, c1, sheet, d, here.direct);
-    }
+    if (dropout.on && observed.s != nullptr && !narrow) sheet = dropped(sheet, count, c0, c1r, d);
     multiply_values(b, kh, t0, r0, count, c0, c1, here, sheet, rise.factor, d);
     if (here.bad) add_bad_values(b, kh, r0, count, t0, c0, c1, sheet, d);
   }
@@ -411,11 +418,20 @@ template <class M, class IO> struct Forward {
     for (int r = 0; r < count; r++) d.gather.mark[(r0 + r) * tiles + t] = d.m[r0 + r];
   }
 
-  // Weights that dropout may change, while the strip keeps them as they were.
-  Sheet copied(const Sheet& sheet, int count, int c0, int c1r, Desk& d) const {
+  // Which weights of a row of the sheet dropout keeps.
+  void draw(int64_t b, int r0, int r, int64_t t0, int c0, int c1r, Desk& d) const {
+    auto [h, i] = d.place[r0 + r];
+    const Draw row{w.seed, dropout.dropped, (uint32_t)(w.first_query + i), (uint32_t)h, (uint32_t)(w.first_batch + b)};
+    d.kept.find(r, row, w.first_key + t0, c0, c1r);
+  }
+
+  // Weights that statistics have looked at, as dropout leaves them; the strip keeps them as they were.
+  Sheet dropped(const Sheet& sheet, int count, int c0, int c1r, Desk& d) const {
+    const Sheet to = observed.strip ? Sheet{d.gather.dropped, tile} : sheet;
     for (int r = 0; r < count; r++)
-      memcpy(d.gather.dropped + r * tile + c0, sheet.at + r * sheet.ld + c0, (size_t)(c1r - c0) * sizeof(float));
-    return Sheet{d.gather.dropped, tile};
+      for (int c = c0; c < c1r; c += VL)
+        store(to.at + r * to.ld + c, where_bits(d.kept.from(r, c), load(sheet.at + r * sheet.ld + c)));
+    return to;
   }
 
   void rule_rows(int64_t b, int64_t kh, int r0, int count, int64_t t0, int c0, int c1, const Sheet& sheet,
@@ -424,18 +440,6 @@ template <class M, class IO> struct Forward {
       auto [h, i] = d.place[r0 + r];
       apply_rules(w, d.diagonals + (h - kh * group) * (diagonal_floats / group), b, h, i, t0 + c0, c1 - c0,
                   sheet.at + r * sheet.ld + c0, nullptr);
-    }
-  }
-
-  void drop_rows(int64_t b, int r0, int count, int64_t t0, int c0, int c1, const Sheet& sheet, Desk& d,
-                 bool wide) const {
-    for (int r = 0; r < count; r++) {
-      auto [h, i] = d.place[r0 + r];
-      float* s = sheet.at + r * sheet.ld;
-      drop(dropout, (uint32_t)(w.first_batch + b), (uint32_t)h, (uint32_t)(w.first_query + i), w.first_key + t0 + c0,
-           c1 - c0, s + c0);
-      if (M::PAIR == 1 || wide) continue;
-      for (int c = c0; c < c1; c += VL) put_vector<BFloat16>(d.half + r * tile + c, load(s + c));
     }
   }
 

@@ -69,10 +69,14 @@ template <class IO> class Norm {
   // What dropout keeps of a row's line.
   void keep(int64_t row, float* line) const {
     const vf factor = all(dropout_factor(w.dropped));
-    for (int c = 0; c < columns; c += PLACES)
-      kept_places(w.seed, w.dropped, (uint32_t)row, (uint64_t)(c / PLACES), [&](int at, vi kept) CH_INLINED {
-        store(line + c + at, (vf)((vi)(load(line + c + at) * factor) & kept));
+    for (int c = 0; c < columns; c += PLACES) {
+      const int of = c / PLACES;
+      kept_places(draw_of(w.seed, w.dropped, row, of), (uint32_t)of, [&](int at, Lanes kept, Lanes next) CH_INLINED {
+        float* to = line + c + at;
+        store(to, only(kept, load(to) * factor));
+        store(to + VL, only(next, load(to + VL) * factor));
       });
+    }
   }
 };
 

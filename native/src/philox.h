@@ -1,89 +1,199 @@
-// Which weights dropout keeps: Philox4x32-10 (Salmon et al. 2011, section 3.3), a function of the place alone.
+// Which numbers dropout keeps: 16 random bits for each, a function of the place alone, so that forward and backward, every
+// tile and every number of threads see the same.
 //
-// The counter is (k_pos / 4, q_pos, head, batch), the key is the seed; word k_pos % 4 decides. So forward and
-// backward, every tile and every number of threads see the same mask.
+// The bits are those of Philox4x32-7 (Salmon et al. 2011, section 3.3) under the seed. Columns [64 g, 64 g + 64) of a row
+// share the counters 8 g to 8 g + 7: column 64 g + 32 p + 4 j + h has bits [16 h, 16 h + 16) of the number whose lower word
+// is word 2 p + 1 of counter 8 g + j, and whose upper one is word 2 p. So a number is what the last round's product leaves,
+// and neighbours are lanes of a vector, whatever its width is. A counter's other words say which row: of attention's weights
+// the query's position, the head and the batch entry, of activations the row, 0 and OF_ACTIVATIONS.
 #pragma once
 
 #include "vector.h"
 
 namespace CH_NS {
 
-struct Dropout {
-  uint32_t threshold;  // a weight is kept where its word is at least this
-  uint32_t key[2];
-  float factor;  // on what is kept
-  bool on;
+constexpr int PLACES = 128;    // columns that are drawn for at a time
+constexpr int PER_GROUP = 16;  // their counters
+constexpr uint32_t OF_ACTIVATIONS = 0xffffffffu;  // where the counters of attention's weights have a batch entry
+// The fewest that pass every test of TestU01's BigCrush (the paper's table 2).
+constexpr int ROUNDS = 7;
+
+typedef uint64_t vw __attribute__((vector_size(VL * 4)));  // lanes of two words
+
+// The product of the lower words of each lane.
+CH_INLINE vw wide_product(vw a, uint32_t b) {
+#if defined(CH_AVX512)
+  return (vw)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi32((int)b));
+#elif defined(CH_AVX2)
+  return (vw)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi32((int)b));
+#else
+  return (a & 0xffffffffu) * ((uint64_t)b + (vw){});
+#endif
+}
+
+// Two numbers of each counter. Only the counters' first words differ from lane to lane, so the first two rounds have one
+// product of lanes each, and one of numbers. Of a lane the lower word counts: what a product leaves above it reaches no
+// other product.
+CH_INLINE void philox(vw c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t seed, vw numbers[2]) {
+  constexpr uint32_t FIRST = 0xD2511F53u, SECOND = 0xCD9E8D57u, FIRST_STEP = 0x9E3779B9u, SECOND_STEP = 0xBB67AE85u;
+  uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
+  auto next_key = [&]() CH_INLINED {
+    key0 += FIRST_STEP;
+    key1 += SECOND_STEP;
+  };
+  const uint64_t alike = (uint64_t)c2 * SECOND;
+  vw first = wide_product(c0, FIRST);
+  const vw varied = first >> 32 ^ (c3 ^ key1);
+  const uint64_t next_alike = (uint64_t)((uint32_t)(alike >> 32) ^ c1 ^ key0) * FIRST;
+  next_key();
+  vw second = wide_product(varied, SECOND);
+  vw w0 = second >> 32 ^ ((uint32_t)alike ^ key0), w1 = second;
+  vw w2 = first ^ ((uint32_t)(next_alike >> 32) ^ key1), w3 = (uint32_t)next_alike + (vw){};
+#pragma GCC unroll 8
+  for (int round = 2; round < ROUNDS - 1; round++) {
+    next_key();
+    first = wide_product(w0, FIRST);
+    second = wide_product(w2, SECOND);
+    w0 = second >> 32 ^ w1 ^ key0;
+    w1 = second;
+    w2 = first >> 32 ^ w3 ^ key1;
+    w3 = first;
+  }
+  next_key();
+  numbers[0] = wide_product(w2, SECOND) ^ w1 << 32 ^ (uint64_t)key0 << 32;
+  numbers[1] = wide_product(w0, FIRST) ^ w3 << 32 ^ (uint64_t)key1 << 32;
+}
+
+// Which lanes of a vector.
+#if defined(CH_AVX512)
+typedef __mmask16 Lanes;
+#else
+typedef vi Lanes;  // 0 or -1
+#endif
+
+// Which of the quarters of numbers, one after the other, are at least `dropped`: two vectors of them.
+CH_INLINE void quarters_from(vw numbers, int32_t dropped, Lanes& kept, Lanes& next) {
+#if defined(CH_AVX512)
+  const __mmask32 both = _mm512_cmpge_epu16_mask((__m512i)numbers, _mm512_set1_epi16((short)dropped));
+  kept = (Lanes)both, next = (Lanes)(both >> 16);
+#elif defined(CH_AVX2)
+  const __m256i quarters = (__m256i)numbers, least_kept = _mm256_set1_epi16((short)dropped);
+  const __m256i both = _mm256_cmpeq_epi16(_mm256_max_epu16(quarters, least_kept), quarters);
+  kept = (vi)_mm256_cvtepi16_epi32(_mm256_castsi256_si128(both));
+  next = (vi)_mm256_cvtepi16_epi32(_mm256_extracti128_si256(both, 1));
+#else
+  uint16_t quarters[2 * VL];
+  memcpy(quarters, &numbers, sizeof(quarters));
+  for (int i = 0; i < VL; i++) {
+    kept[i] = -(int32_t)(quarters[i] >= dropped);
+    next[i] = -(int32_t)(quarters[VL + i] >= dropped);
+  }
+#endif
+}
+
+CH_INLINE uint32_t bits_of(Lanes lanes) {
+#if defined(CH_AVX512)
+  return lanes;
+#elif defined(CH_AVX2)
+  return (uint32_t)_mm256_movemask_ps((__m256)lanes);
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < VL; i++) bits |= (uint32_t)(lanes[i] & 1) << i;
+  return bits;
+#endif
+}
+
+// These lanes of v, and 0 in the others.
+CH_INLINE vf only(Lanes lanes, vf v) {
+#if defined(CH_AVX512)
+  return (vf)_mm512_mask_mov_ps((__m512)(vf){}, lanes, (__m512)v);
+#else
+  return (vf)((vi)v & lanes);
+#endif
+}
+
+// The same by the lowest bits of a number.
+CH_INLINE vf where_bits(uint32_t bits, vf v) {
+#if defined(CH_AVX512)
+  return only((Lanes)bits, v);
+#else
+  vi lane;
+  for (int i = 0; i < VL; i++) lane[i] = 1 << i;
+  return only((((int32_t)bits + (vi){}) & lane) == lane, v);
+#endif
+}
+
+// What a row's numbers are drawn by: the seed, and the words of its counters behind the first.
+struct Draw {
+  uint64_t seed;
+  int32_t dropped;  // of CH_LEVELS
+  uint32_t row, head, batch;
 };
 
-// High and low words of a * b for each lane.
-CH_INLINE void wide_product(vu a, uint32_t b, vu& high, vu& low) {
+// Hands out which columns of a group are kept, two vectors at a time: `take(column within the group, lanes, next lanes)`.
+template <class Take> CH_INLINE void kept_places(const Draw& d, uint32_t group, const Take& take) {
+  constexpr int TOGETHER = VL / 2;  // counters
+  vw lanes;
+  for (int i = 0; i < TOGETHER; i++) lanes[i] = (uint64_t)i;
+#pragma GCC unroll 8
+  for (int part = 0; part < PER_GROUP; part += TOGETHER) {
+    vw numbers[2];
+    philox(lanes + (uint64_t)(group * PER_GROUP + (uint32_t)part), d.row, d.head, d.batch, d.seed, numbers);
+#pragma GCC unroll 2
+    for (int p = 0; p < 2; p++) {
+      Lanes kept, next;
+      quarters_from(numbers[p], d.dropped, kept, next);
+      take(part / 8 * 64 + 32 * p + part % 8 * 4, kept, next);
+    }
+  }
+}
+
+// A bit for each lane of two vectors.
 #if defined(CH_AVX512)
-  __m512i factor = _mm512_set1_epi32((int)b);
-  __m512i even = _mm512_mul_epu32((__m512i)a, factor);
-  __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), factor);
-  low = (vu)_mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32));
-  high = (vu)_mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
+typedef uint32_t Both;
 #elif defined(CH_AVX2)
-  __m256i factor = _mm256_set1_epi32((int)b);
-  __m256i even = _mm256_mul_epu32((__m256i)a, factor);
-  __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64((__m256i)a, 32), factor);
-  low = (vu)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
-  high = (vu)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+typedef uint16_t Both;
 #else
-  for (int i = 0; i < VL; i++) {
-    uint64_t product = (uint64_t)a[i] * b;
-    low[i] = (uint32_t)product;
-    high[i] = (uint32_t)(product >> 32);
-  }
+typedef uint8_t Both;
 #endif
-}
 
-CH_INLINE void philox(vu counter[4], uint32_t key0, uint32_t key1) {
-#pragma GCC unroll 10
-  for (int round = 0; round < 10; round++) {
-    vu high0, low0, high1, low1;
-    wide_product(counter[0], 0xD2511F53u, high0, low0);
-    wide_product(counter[2], 0xCD9E8D57u, high1, low1);
-    counter[0] = high1 ^ counter[1] ^ (key0 - (vu){});
-    counter[1] = low1;
-    counter[2] = high0 ^ counter[3] ^ (key1 - (vu){});
-    counter[3] = low0;
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
-  }
-}
+// A bit for each column of a group.
+struct KeptBits {
+  Both bits[PLACES / (2 * VL)];
 
-// Sets to 0 the weights that are dropped: keys [first, first + count) of one row. Beyond them nothing is touched.
-CH_INLINE void drop(const Dropout& d, uint32_t batch, uint32_t head, uint32_t q_pos, int64_t first, int64_t count,
-                    float* weights) {
-  // Counters have 4 keys each, and lie VL together.
-  const int64_t skipped = first % (4 * VL), end = skipped + count;
-  vu lanes;
-  for (int i = 0; i < VL; i++) lanes[i] = (uint32_t)i;
-  weights -= skipped;
-  for (int64_t k = 0; k < end; k += 4 * VL) {
-    vu words[4] = {lanes + (uint32_t)((first - skipped + k) / 4), q_pos - (vu){}, head - (vu){}, batch - (vu){}};
-    philox(words, d.key[0], d.key[1]);
-#if defined(CH_AVX512)
-    __m512i least_word = _mm512_set1_epi32((int)d.threshold);
-    uint64_t keep = 0;
-    keep |= _pdep_u64(_mm512_cmpge_epu32_mask((__m512i)words[0], least_word), 0x1111111111111111ull);
-    keep |= _pdep_u64(_mm512_cmpge_epu32_mask((__m512i)words[1], least_word), 0x2222222222222222ull);
-    keep |= _pdep_u64(_mm512_cmpge_epu32_mask((__m512i)words[2], least_word), 0x4444444444444444ull);
-    keep |= _pdep_u64(_mm512_cmpge_epu32_mask((__m512i)words[3], least_word), 0x8888888888888888ull);
-    if (k < skipped) keep |= (1ull << (skipped - k)) - 1;
-    if (end - k < 64) keep |= ~0ull << (end - k);
-    // What is kept stays; the rest is overwritten with 0.
-    for (int v = 0; v < 4 && k + v * VL < end; v++)
-      _mm512_mask_storeu_ps(weights + k + v * VL, (__mmask16)(~keep >> (16 * v)), _mm512_setzero_ps());
-#else
-    for (int lane = 0; lane < VL; lane++)
-      for (int word = 0; word < 4; word++) {
-        int64_t place = k + 4 * lane + word;
-        if (place >= skipped && place < end && words[word][lane] < d.threshold) weights[place] = 0.0f;
-      }
-#endif
+  CH_INLINE void find(const Draw& d, uint32_t group) {
+    kept_places(d, group, [&](int place, Lanes kept, Lanes next) CH_INLINED {
+      // Written one by one: compilers would gather them in a vector first, number by number.
+      *(volatile Both*)(bits + place / (2 * VL)) = (Both)(bits_of(kept) | bits_of(next) << VL);
+    });
   }
-}
+
+  // Those of a vector.
+  CH_INLINE uint32_t from(int place) const { return (uint32_t)bits[place / (2 * VL)] >> place % (2 * VL); }
+};
+
+// The same for a few rows over some columns, which may begin anywhere in a group.
+struct KeptRows {
+  KeptBits* bits;  // [rows][groups]
+  int64_t groups, skipped;
+
+  // So many groups hold any `columns`, and are read a little beyond their end.
+  static constexpr int64_t groups_of(int64_t columns) { return columns / PLACES + 3; }
+
+  // Columns [from, to) of the row at hand, which is place `first` in its row for column 0.
+  void find(int row, Draw d, int64_t first, int64_t from, int64_t to) {
+    const int64_t group = (first + from) / PLACES;
+    skipped = first - group * PLACES;
+    for (int64_t g = group; g * PLACES < first + to; g++) bits[row * groups + g - group].find(d, (uint32_t)g);
+  }
+
+  // Bits for the columns from one on: as many as a vector has lanes.
+  CH_INLINE uint32_t from(int row, int64_t column) const {
+    const uint64_t place = (uint64_t)(skipped + column);
+    uint32_t word;
+    memcpy(&word, (const char*)(bits + row * groups) + place / 8, sizeof(word));
+    return word >> place % 8;
+  }
+};
 
 }  // namespace CH_NS

@@ -262,21 +262,15 @@ template <class M, class IO> class Projection {
   // What dropout keeps of a block of rows, of as many columns as it is drawn for at a time.
   struct Kept {
     int64_t group = -1, first = -1;
-    uint16_t bits[BLOCK][PLACES / 16];
+    KeptBits kept[BLOCK];
 
     void find(const ch_projection& w, int64_t row, int64_t rows, int64_t column) {
       if (column / PLACES == group && row == first) return;
       group = column / PLACES, first = row;
-      for (int64_t r = 0; r < rows; r++) {
-        memset(bits[r], 0, sizeof(bits[r]));
-        kept_places(w.seed, w.dropped, (uint32_t)(row + r), (uint64_t)group, [&](int place, vi kept) CH_INLINED {
-          bits[r][place / 16] = (uint16_t)(bits[r][place / 16] | bits_of(kept) << (place % 16));
-        });
-      }
+      for (int64_t r = 0; r < rows; r++) kept[r].find(draw_of(w.seed, w.dropped, row + r, group), (uint32_t)group);
     }
     CH_INLINE vf of(int64_t r, int64_t column, vf number) const {
-      const int64_t place = column % PLACES;
-      return where_bits((uint32_t)bits[r][place / 16] >> (place % 16), number);
+      return where_bits(kept[r].from((int)(column % PLACES)), number);
     }
   };
 

@@ -23,14 +23,16 @@ CH_INLINE bool no_rules(const ch_attention& w) {
 CH_INLINE float to_scores(const ch_attention& w) { return no_rules(w) ? (float)w.scale : 1.0f; }
 CH_INLINE float to_base2(const ch_attention& w) { return no_rules(w) ? (float)(w.scale * 1.4426950408889634) : LOG2E; }
 
+// Dropout of attention's weights.
+struct Dropout {
+  bool on;
+  int32_t dropped;  // of CH_LEVELS
+  float factor;     // on what is kept
+};
+
 CH_INLINE Dropout dropout_of(const ch_attention& w) {
-  Dropout d;
-  d.on = w.dropout > 0.0;
-  d.threshold = (uint32_t)(w.dropout * 4294967296.0);
-  d.key[0] = (uint32_t)w.seed;
-  d.key[1] = (uint32_t)(w.seed >> 32);
-  d.factor = (float)(1.0 / (1.0 - w.dropout));
-  return d;
+  const int32_t dropped = (int32_t)(w.dropout * CH_LEVELS + 0.5);
+  return Dropout{w.dropout > 0.0, least(dropped, CH_LEVELS - 1), (float)(1.0 / (1.0 - w.dropout))};
 }
 
 template <class IO> CH_INLINE typename IO::type* at(const ch_tensor& t, int64_t b, int64_t h, int64_t row) {

@@ -49,12 +49,9 @@ inline Activated slope_of(int kind, double sum, double error) {
   return {share.passes + sum * share.grows, 0.8 * error + terms * share_error(sum) + std::fabs(sum) * 1e-36};
 }
 
-// Whether dropout keeps a column of a row: half a word of a counter of its 128 columns.
+// Whether dropout keeps an activation.
 inline bool keeps(uint64_t seed, int dropped, uint32_t row, uint64_t column) {
-  const uint64_t counter = column / 128 * 16 + column % 16, half = column % 128 / 16;
-  const std::array<uint32_t, 4> words = philox_words(
-      seed, {static_cast<uint32_t>(counter), row, static_cast<uint32_t>(counter >> 32), UINT32_MAX});
-  return static_cast<int>(words[half / 2] >> (16 * (half % 2)) & 0xffff) >= dropped;
+  return keeps(seed, dropped, column, {row, static_cast<uint32_t>(column / 64 * 8 >> 32), UINT32_MAX});
 }
 
 }  // namespace test

@@ -74,10 +74,10 @@ struct Case {
   }
 };
 
-// Philox4x32-10, Salmon et al. 2011, section 3.3: the words of a counter.
+// Philox4x32-7, Salmon et al. 2011, section 3.3: the words of a counter.
 inline std::array<uint32_t, 4> philox_words(uint64_t seed, std::array<uint32_t, 4> c) {
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < 7; ++round) {
     const uint64_t one = uint64_t{0xD2511F53} * c[0], two = uint64_t{0xCD9E8D57} * c[2];
     c = {static_cast<uint32_t>(two >> 32) ^ c[1] ^ k0, static_cast<uint32_t>(two),
          static_cast<uint32_t>(one >> 32) ^ c[3] ^ k1, static_cast<uint32_t>(one)};
@@ -87,8 +87,12 @@ inline std::array<uint32_t, 4> philox_words(uint64_t seed, std::array<uint32_t, 
   return c;
 }
 
-inline uint32_t philox_word(uint64_t seed, uint32_t batch, uint32_t head, uint32_t q_pos, uint32_t k_pos) {
-  return philox_words(seed, {k_pos / 4, q_pos, head, batch})[k_pos % 4];
+// Whether dropout keeps a column of a row: 16 bits of a counter of its 64 columns.
+inline bool keeps(uint64_t seed, int dropped, uint64_t column, std::array<uint32_t, 3> row) {
+  const uint64_t counter = column / 64 * 8 + column % 32 / 4, pair = column % 64 / 32;
+  const std::array<uint32_t, 4> words = philox_words(seed, {static_cast<uint32_t>(counter), row[0], row[1], row[2]});
+  const uint64_t number = words[2 * pair + 1] | uint64_t{words[2 * pair]} << 32;
+  return static_cast<int>(number >> (16 * (column % 4)) & 0xffff) >= dropped;
 }
 
 struct Expected {
@@ -211,11 +215,10 @@ class Reference {
     r.lse.bound[static_cast<size_t>(place)] = lse_error;
     for (Score& s : scores) {
       s.weight /= total;
-      const bool drops = c.dropout > 0 && philox_word(c.seed, static_cast<uint32_t>(b), static_cast<uint32_t>(h),
-                                                      static_cast<uint32_t>(c.offset + i),
-                                                      static_cast<uint32_t>(s.key)) <
-                                              static_cast<uint32_t>(c.dropout * 4294967296.0);
-      s.factor = drops ? 0.0 : 1.0 / (1.0 - c.dropout);
+      const std::array<uint32_t, 3> row = {static_cast<uint32_t>(c.offset + i), static_cast<uint32_t>(h),
+                                           static_cast<uint32_t>(b)};
+      const int dropped = static_cast<int>(std::lround(c.dropout * 65536.0));
+      s.factor = keeps(c.seed, dropped, static_cast<uint64_t>(s.key), row) ? 1.0 / (1.0 - c.dropout) : 0.0;
       const size_t at = static_cast<size_t>(place * c.k_len + s.key);
       r.weights.number[at] = s.weight;
       r.weights.bound[at] = s.weight * (s.error + lse_error + 4 * p.exp + n * p.u) + 1e-30;

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.backends.dropout import kept, philox
+from clearhead.backends.dropout import bits, kept, philox
 from clearhead.masks.base import index_tensors
 from tests.problems import tensors
 
@@ -14,12 +14,12 @@ from tests.problems import tensors
 @pytest.mark.parametrize(
     ("counter", "key", "words"),
     [
-        # Known answers of Random123's philox4x32_10 (kat_vectors, D. E. Shaw Research).
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        # Known answers of Random123's philox4x32 with 7 rounds (kat_vectors, D. E. Shaw Research).
+        ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
         (
             (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+            (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
         ),
     ],
 )  # fmt: skip
@@ -28,6 +28,29 @@ def test_philox_gives_the_published_words(
 ) -> None:
     c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
     assert tuple(int(word) for word in philox((c0, c1, c2, c3), key[0] | key[1] << 32)) == words
+
+
+def test_a_column_has_a_quarter_of_a_number_of_its_counter() -> None:
+    seed, row = 2**40 + 17, (2**32 - 3, 5, 6)
+    drawn = bits(seed, torch.tensor([3, 0]), tuple(torch.tensor([word]) for word in row))
+    assert drawn.shape == (128,)
+    for place, column in enumerate([*range(192, 256), *range(64)]):
+        words = philox(tuple(torch.tensor(word) for word in (column // 64 * 8 + column % 32 // 4, *row)), seed)
+        pair = column % 64 // 32
+        number = int(words[2 * pair + 1]) + 2**32 * int(words[2 * pair])
+        assert int(drawn[place]) == number >> 16 * (column % 4) & 0xFFFF
+
+
+@pytest.mark.parametrize("probability", [1e-7, 1 - 1e-7])
+def test_probabilities_near_none_and_all(probability: float) -> None:
+    """The nearest of 65,536 levels is 0, or would drop all."""
+    inputs = tensors(q_len=200, k_len=200)
+    native, tiled = (
+        ch.attention(*inputs, dropout=probability, seed=3, backend=backend) for backend in ("auto", "tiled")
+    )
+    torch.testing.assert_close(native, tiled, rtol=1e-4, atol=1e-4)
+    if probability < 0.5:
+        torch.testing.assert_close(native, ch.attention(*inputs), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])

@@ -1,8 +1,9 @@
-"""Which weights are dropped: a pure function of the seed and the place, the same on every backend.
+"""Which numbers are dropped: a pure function of the seed and the place, the same on every backend.
 
-Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3): the key is
-the seed, the counter is (k_pos // 4, q_pos, head, batch), and word ``k_pos % 4`` of the result belongs to
-the place. A weight is kept where its word is at least ``p * 2**32``.
+Philox4x32-7 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3) gives 16 random bits for
+each place of a row: the key is the seed, and the counter is a number that 8 counters share 64 columns by, and three
+words that tell the row. Of attention's weights these are ``(q_pos, head, batch)`` and the column is ``k_pos``. A weight
+is kept where its bits are at least ``p * 2**16``, to the nearest whole number.
 """
 
 from __future__ import annotations
@@ -14,12 +15,19 @@ from torch import Tensor
 
 from clearhead.shapes import Bool, Float, Int
 
-__all__ = ["keep_scale", "kept", "philox"]
+__all__ = ["LEVELS", "bits", "keep_scale", "kept", "philox"]
+
+#: Dropout drops a whole number of so many.
+LEVELS: Final = 2**16
 
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 _WEYL: Final = (0x9E3779B9, 0xBB67AE85)
 _WORD: Final = 0xFFFFFFFF
-_ROUNDS: Final = 10
+#: The fewest with which the paper's table 2 finds nothing wrong in any test of TestU01's BigCrush.
+_ROUNDS: Final = 7
+#: Columns that share counters, and how many of these they share.
+_COLUMNS: Final = 64
+_COUNTERS: Final = 8
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -39,20 +47,39 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tuple[T
     return c0, c1, c2, c3
 
 
+def bits(
+    seed: int, group: Int[Tensor, "*batch groups"], row: tuple[Tensor, Tensor, Tensor]
+) -> Int[Tensor, "*batch columns"]:
+    """The 16 random bits of each column of some groups of 64 columns, one group after the other.
+
+    Column ``64 g + 32 p + 4 j + h`` has bits ``[16 h, 16 h + 16)`` of a number of 64 bits: its lower word is word
+    ``2 p + 1`` of the counter ``(8 g + j, *row)``, its upper one word ``2 p``.
+
+    Args:
+        seed: below ``2**64``.
+        group: which groups.
+        row: three words that tell the row, of shapes that broadcast against ``group``'s.
+    """
+    counter = (_COUNTERS * group)[..., None] + torch.arange(_COUNTERS, device=group.device)
+    one, two, three = (word[..., None] & _WORD for word in row)
+    words = philox((counter & _WORD, one, two, three), seed)
+    # The quarters of one pair's numbers, the lowest first, then those of the other's.
+    quarters = torch.stack([words[at] >> by & LEVELS - 1 for at in (1, 0, 3, 2) for by in (0, 16)], -1)
+    found: Tensor = quarters.unflatten(-1, (2, 4)).movedim(-2, -3).flatten(-4)
+    return found
+
+
 def kept(
     seed: int, probability: float, batch: Int[Tensor, "b 1 1 1"], head: Int[Tensor, "1 heads 1 1"],
     q_pos: Int[Tensor, "b 1 q_len 1"], k_pos: Int[Tensor, "b 1 1 k_len"],
 ) -> Bool[Tensor, "batch heads q_len k_len"]:  # fmt: skip
     """Where weights survive; ``k_pos`` must be consecutive along its last axis, but for padding."""
-    first = k_pos[..., :1] // 4
-    groups = (k_pos.shape[-1] + 3) // 4 + 1
-    group = first + torch.arange(groups, device=k_pos.device)
-    shape = torch.broadcast_shapes(batch.shape, head.shape, q_pos.shape, group.shape)
-    counter = (group & _WORD, q_pos & _WORD, head & _WORD, batch & _WORD)
-    words = torch.stack([word.expand(shape) for word in philox(counter, seed)], dim=-1).flatten(-2)
-    # Padding repeats an earlier position; its weight is 0, so any word will do.
-    places = (k_pos - 4 * first).clamp(0, words.shape[-1] - 1).expand(*shape[:-1], -1)
-    return words.gather(-1, places) >= int(probability * 2**32)
+    first = k_pos[..., :1] // _COLUMNS
+    group = first + torch.arange(k_pos.shape[-1] // _COLUMNS + 2, device=k_pos.device)
+    drawn = bits(seed, group, (q_pos, head, batch))
+    # Padding repeats an earlier position; its weight is 0, so any bits will do.
+    places = (k_pos - _COLUMNS * first).clamp(0, drawn.shape[-1] - 1).expand(*drawn.shape[:-1], -1)
+    return drawn.gather(-1, places) >= min(int(probability * LEVELS + 0.5), LEVELS - 1)
 
 
 def keep_scale(

@@ -33,9 +33,8 @@ def dropped(
 ) -> Float[Tensor, "*batch width"]:
     """``x`` with some of its numbers 0 and the others divided by what is kept, plus ``added``.
 
-    A number is kept where its half word is at least ``levels``: of Philox4x32-10 (Salmon et al. 2011, section 3.3)
-    under the seed, column ``128 g + 16 i + l`` of a row has half ``i % 2`` of word ``i // 2`` of the counter
-    ``(16 g + l, row, 0, 2**32 - 1)``. Rows are counted over all leading axes.
+    A number is kept where its 16 bits are at least ``levels``: those that ``backends.dropout.bits`` has for its
+    column in the row ``(row, 0, 2**32 - 1)``. Rows are counted over all leading axes.
 
     Args:
         x: ``[*batch, width]``, float32, bfloat16 or float16.

@@ -19,6 +19,8 @@ from typing import Final
 import torch as torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from clearhead.backends.dropout import LEVELS as LEVELS
+
 __all__ = [
     "ABI", "DTYPES", "LEVELS", "LINEAR_PAD", "MAX_AXES", "MAX_BLOCK", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES",
     "MAX_RUNS", "MAX_TERMS", "MAX_THREADS", "TILE", "UNBOUNDED",
@@ -29,7 +31,7 @@ __all__ = [
 ]  # fmt: skip
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
-ABI: Final = 12
+ABI: Final = 13
 MAX_HEAD_DIM: Final = 256
 MAX_RUNS: Final = 4
 MAX_RULES: Final = 8
@@ -44,8 +46,6 @@ TILE: Final = 256
 MAX_THREADS: Final = 4096
 #: States of the linear family that lie between calls are padded to a multiple of this.
 LINEAR_PAD: Final = 16
-#: Of so many activations dropout drops a whole number.
-LEVELS: Final = 65536
 #: ``before`` and ``after`` of a description that bounds nothing on that side.
 UNBOUNDED: Final = 2**63 - 1
 
