@@ -400,3 +400,31 @@ def test_doctor_shows_choice_and_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = CliRunner().invoke(app, ["doctor"])
     assert refused.exit_code == 2
     assert refused.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("forced", ["", *OTHERS, "torch"])
+def test_few_tokens_through_a_large_weight(dtype: torch.dtype, forced: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the weight takes the time, so the kernels are worth their call; not with gradients, which cost more."""
+    if forced == "onednn" and paths.ONEDNN.absent(dtype) is not None:
+        pytest.skip(f"{paths.ONEDNN.absent(dtype)}")
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", forced)
+    monkeypatch.setattr(products, "_LEAST", 2**22)
+    taken: list[str] = []
+    own = products.path_of
+
+    def path_of(kind: str, x: Tensor, numbers: int) -> paths.Path:
+        taken.append(own(kind, x, numbers).name)
+        return paths.PATHS[taken[-1]]
+
+    monkeypatch.setattr(products, "path_of", path_of)
+    kernels = forced in ("", "native") and ABSENT["native"] is None
+    weights, biases = _numbers(1024, 1024, seed=1).to(dtype), _numbers(1024, seed=2).to(dtype)
+    for rows, out, recorded in ((1, 1024, False), (3, 1024, False), (1, 1024, True), (3, 256, False), (24, 128, False)):
+        taken.clear()
+        x, weight, bias = _numbers(rows, 1024).to(dtype), weights[:out], biases[:out]
+        found = project(x.requires_grad_(recorded), weight, bias)
+        large = rows * out >= 1024 and out >= 256 and not recorded
+        assert taken == (["native" if kernels else "torch"] if large else [])
+        exact = F.linear(x.double(), weight.double(), bias.double())
+        within_budget("few tokens", found.detach(), F.linear(x, weight, bias).detach(), exact.detach(), terms=1024)

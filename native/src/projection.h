@@ -33,9 +33,11 @@ template <class M, class IO> class Projection {
   static constexpr int64_t FEW = 8 * BLOCK;
 
   // Rows up to which right's are read where they lie, once for all of left: packing them would take longer than the
-  // products. Measured on AVX2: up to twice as fast at one row and a tenth at eight, slower from sixteen on, and with
-  // fewer steps than this, over which sums along a row are spread, from eight on.
-  static constexpr int64_t DOTTED = VL == 8 ? 8 : 4, DOTTED_SHORT = 4, LONG = 256;
+  // products. Measured: with AVX-512 two to three times as fast at one row, a tenth at 24 and a fifth where the weight is
+  // large; with AVX2 twice as fast at one row and a tenth at eight of floats, or 16 of 16 bits, slower from twice as many
+  // on, and with fewer steps than this, over which sums along a row are spread, from eight on.
+  static constexpr int64_t DOTTED = VL == 16 ? 24 : VL == 4 ? 4 : __is_same(IO, Float32) ? 8 : 16;
+  static constexpr int64_t DOTTED_SHORT = 4, LONG = 256;
 
   // A stretch of one term's steps; `first` is where it lies in the packed panels, in numbers of M.
   struct Piece {
@@ -122,10 +124,11 @@ template <class M, class IO> class Projection {
 
   // Whether right's rows can be multiplied by as they lie.
   bool may_dot() const {
-    if constexpr (!__is_same(IO, Float32)) return false;
-    const int64_t steps = w.terms[0].steps;
-    return w.num_terms == 1 && w.right_turned && steps > 0 && steps % VL == 0 && steps <= STEPS &&
-           w.rows <= (steps >= LONG ? DOTTED : DOTTED_SHORT);
+    const ch_term& term = w.terms[0];
+    if (w.num_terms != 1 || !w.right_turned || term.steps <= 0 || term.steps > STEPS * M::PAIR) return false;
+    // Pairs are read as numbers on both sides.
+    if (M::PAIR == 2 && (!in_place() || term.right_row % M::PAIR || (uintptr_t)term.right % sizeof(number))) return false;
+    return term.steps % (VL * M::PAIR) == 0 && w.rows <= (term.steps >= LONG ? DOTTED : DOTTED_SHORT);
   }
 
   // Room for as many panels of right as are packed at a time.
@@ -224,7 +227,7 @@ template <class M, class IO> class Projection {
         for (int64_t row = 0; row < w.rows; row += block) {
           const int64_t rows = least(block, w.rows - row);
           if (group.last && drops()) kept.find(w, row, rows, p * PW);
-          if (dotted) dotted_tile(group, row, rows, p * PW, tile, kept);
+          if (dotted) dotted_tile(group, left + row * left_row(group), row, rows, p * PW, tile, kept);
           else tile_of(group, own, left + row * left_row(group), row, rows, p * PW, tile, kept);
         }
       }
@@ -326,18 +329,22 @@ template <class M, class IO> class Projection {
   }
 
   // The same of right's rows where they lie.
-  void dotted_tile(const Group& group, int64_t row, int64_t rows, int64_t column, float* tile, const Kept& kept) const {
-    if constexpr (__is_same(IO, Float32)) {
-      const int columns = (int)least((int64_t)PW, w.columns - column);
-      float bias[PW] = {};
-      if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
-      memset(tile, 0, (size_t)(rows * PW) * sizeof(float));
-      const ch_term& term = w.terms[0];
-      dots<Single>((int)rows, (const float*)term.left + row * term.left_row, term.left_row,
-                   (const float*)term.right + column * term.right_row, term.right_row, columns, (int)(term.steps / VL), tile,
-                   PW);
-      finish(group, Way{row, column, columns, w.bias != nullptr ? bias : nullptr, kept}, 0, rows, tile);
-    }
+  void dotted_tile(const Group& group, const number* laid, int64_t row, int64_t rows, int64_t column, float* tile,
+                   const Kept& kept) const {
+    const int columns = (int)least((int64_t)PW, w.columns - column);
+    float bias[PW] = {};
+    if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
+    memset(tile, 0, (size_t)(rows * PW) * sizeof(float));
+    const ch_term& term = w.terms[0];
+    const int vectors = (int)(row_steps<M>(term.steps) / VL);
+    const type* right = (const type*)term.right + column * term.right_row;
+    const number* left = direct ? (const number*)((const type*)term.left + row * term.left_row) : laid;
+    const int64_t apart = direct ? term.left_row / M::PAIR : left_row(group);
+    if constexpr (M::PAIR == 2 || __is_same(IO, Float32))
+      dots<M>((int)rows, left, apart, (const number*)right, term.right_row / M::PAIR, columns, vectors, tile, PW);
+    else
+      dots<Widened<IO>>((int)rows, left, apart, right, term.right_row, columns, vectors, tile, PW);
+    finish(group, Way{row, column, columns, w.bias != nullptr ? bias : nullptr, kept}, 0, rows, tile);
   }
 
   // Where the sums of a few rows go: with bias and relu, rounded, to the output. `before` are those of earlier steps.
