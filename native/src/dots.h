@@ -1,5 +1,5 @@
-// Products of a few rows with keys as they lie in a tensor, for work that reads each key once: packing would cost
-// more than the products do.
+// Products of a few rows with numbers as they lie in a tensor, for work that reads each of them once: packing would cost
+// more than the products do. Keys lie along what is summed; what lies across it is added up a few steps at a time.
 #pragma once
 
 #include "pack.h"
@@ -108,6 +108,54 @@ void dots(int rows, const typename M::number* a, int64_t a_row, const typename M
         sum = M::madd(sum, M::row(a + r * a_row + x * VL), M::get(key + c * key_row + x * VL));
       scores[r * ld + c] = sum_of(sum);
     }
+}
+
+// Steps that are added up at a time by what reads across them: each is a stream of memory of its own.
+constexpr int ACROSS = 8;
+
+// Adds the products of `steps` steps of ROWS rows of A to sums of `count` columns: of each step's row of B so many numbers
+// from `b` on, `ldb` apart. As many steps behind these are asked for, if there are.
+template <class IO, int ROWS, class Steps>
+CH_INLINE void add_steps(Steps steps, bool more, const float* a, int64_t a_row, const typename IO::type* b, int64_t ldb,
+                         int count, float* sums, int64_t sums_row) {
+  constexpr int LINE = most(1, 64 / (int)(VL * sizeof(typename IO::type)));  // vectors of a line of the cache
+  const int whole = count / VL * VL;
+  for (int c = 0; c < count; c += VL) {
+    vf sum[ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) sum[r] = (vf){};
+#pragma GCC unroll 8
+    for (int s = 0; s < steps; s++) {
+      const typename IO::type* from = b + s * ldb + c;
+      if (more && c / VL % LINE == 0) __builtin_prefetch(from + ACROSS * ldb);
+      vf number;
+      if (c < whole) {
+        number = get_vector<IO>(from);
+      } else {
+        float edge[VL];
+        get_row<IO>(from, count - c, edge, VL);
+        number = load(edge);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++) sum[r] += all(a[r * a_row + s]) * number;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) store(sums + r * sums_row + c, load(sums + r * sums_row + c) + sum[r]);
+  }
+}
+
+// The same for all `steps`, and for sums of `count` columns rounded up to whole vectors, which it begins with 0.
+template <class IO, int ROWS>
+void add_across(int64_t steps, const float* a, int64_t a_row, const typename IO::type* b, int64_t ldb, int count,
+                float* sums, int64_t sums_row) {
+  struct All {
+    constexpr operator int() const { return ACROSS; }
+  };
+  for (int r = 0; r < ROWS; r++) memset(sums + r * sums_row, 0, (size_t)round_up(count, VL) * sizeof(float));
+  int64_t s = 0;
+  for (; s + ACROSS <= steps; s += ACROSS)
+    add_steps<IO, ROWS>(All{}, s + 2 * ACROSS <= steps, a + s, a_row, b + s * ldb, ldb, count, sums, sums_row);
+  if (s < steps) add_steps<IO, ROWS>((int)(steps - s), false, a + s, a_row, b + s * ldb, ldb, count, sums, sums_row);
 }
 
 }  // namespace CH_NS

@@ -4,9 +4,9 @@
 // Right is packed once, into panels of PW columns that all threads read; with few rows, for which that would be most of
 // the work, each panel by the thread that multiplies by it, and with very few not at all. Left is read where it lies;
 // where it lies turned (the gradient of a weight, whose steps are tokens), or its numbers cannot be read in place, each
-// thread lays out its block of rows. A block of rows goes through all panels, a tile at a time: the tile is summed in the innermost cache, and takes
-// bias, activation, dropout and rounding on its way out, from the registers where that can be. Which numbers are added in
-// which order depends on the shapes alone, so the bits do not depend on the threads.
+// thread lays out its block of rows. A block of rows goes through all panels, a tile at a time: the tile is summed in the
+// innermost cache, and takes bias, activation, dropout and rounding on its way out, from the registers where that can be.
+// Which numbers are added in which order depends on the shapes alone, so the bits do not depend on the threads.
 #pragma once
 
 #include "activation.h"
@@ -38,6 +38,10 @@ template <class M, class IO> class Projection {
   // on, and with fewer steps than this, over which sums along a row are spread, from eight on.
   static constexpr int64_t DOTTED = VL == 16 ? 24 : VL == 4 ? 4 : __is_same(IO, Float32) ? 8 : 16;
   static constexpr int64_t DOTTED_SHORT = 4, LONG = 256;
+  // The same where right's rows are steps, and how many columns are added up at a time then, whose sums stay near.
+  // Pairs along steps would have to be made of two of right's rows: 16 bits are multiplied as floats.
+  static constexpr int ACROSS_ROWS = M::PAIR == 2 ? 4 : 8;
+  static constexpr int64_t STRIPE = 1024;
 
   // A stretch of one term's steps; `first` is where it lies in the packed panels, in numbers of M.
   struct Piece {
@@ -56,7 +60,7 @@ template <class M, class IO> class Projection {
   const ch_projection& w;
   int threads;
   int64_t block, blocks, wide, at_once;
-  bool direct, few, dotted;
+  bool direct, few, dotted, across;
   number* packed;
   float* sums;
   float* totals;
@@ -70,20 +74,22 @@ template <class M, class IO> class Projection {
     wide = round_up(w.columns, PW) / PW;
     // Not by the threads: sums along rows are added in another order than those of panels.
     dotted = !w.left_turned && may_dot();
-    few = dotted || (w.rows <= FEW && wide >= 2 * threads && !w.left_turned);
+    across = !w.left_turned && !w.right_turned && w.num_terms == 1 && w.terms[0].steps > 0 && w.rows <= ACROSS_ROWS;
+    few = dotted || across || (w.rows <= FEW && wide >= 2 * threads && !w.left_turned);
     block = few ? block_of(w.rows, 1) : block_of(w.rows, threads);
     blocks = (w.rows + block - 1) / block;
     direct = !w.left_turned && in_place();
   }
 
   int run() {
-    const int64_t most_steps = w.left_turned ? TURNED_STEPS : STEPS;
+    // What is not packed comes at once.
+    const int64_t most_steps = dotted || across ? INT64_MAX / 4 : w.left_turned ? TURNED_STEPS : STEPS;
     if (!few && !keep_packed(room_of(most_steps))) return CH_NO_MEMORY;
     Group group;
     next_group(group, nullptr, most_steps);
     if (!group.last && !keep_sums()) return CH_NO_MEMORY;
     for (;;) {
-      if (few ? !multiply_few(group) : !multiply_many(group)) return CH_NO_MEMORY;
+      if (across ? !multiply_across(group) : few ? !multiply_few(group) : !multiply_many(group)) return CH_NO_MEMORY;
       if (group.last) break;
       next_group(group, &group, most_steps);
     }
@@ -125,7 +131,7 @@ template <class M, class IO> class Projection {
   // Whether right's rows can be multiplied by as they lie.
   bool may_dot() const {
     const ch_term& term = w.terms[0];
-    if (w.num_terms != 1 || !w.right_turned || term.steps <= 0 || term.steps > STEPS * M::PAIR) return false;
+    if (w.num_terms != 1 || !w.right_turned || term.steps <= 0) return false;
     // Pairs are read as numbers on both sides.
     if (M::PAIR == 2 && (!in_place() || term.right_row % M::PAIR || (uintptr_t)term.right % sizeof(number))) return false;
     return term.steps % (VL * M::PAIR) == 0 && w.rows <= (term.steps >= LONG ? DOTTED : DOTTED_SHORT);
@@ -217,7 +223,8 @@ template <class M, class IO> class Projection {
     parallel(threads, parts, [&](int64_t part) {
       const int64_t laid = direct ? 0 : w.rows * left_row(group);
       float* tile = (float*)scratch(clearhead::SLOT_COLUMNS, (size_t)(block * PW + laid) * sizeof(float));
-      number* own = (number*)scratch(clearhead::SLOT_KEYS, (size_t)(group.steps * PW) * sizeof(number) + 64);
+      const int64_t panel = dotted ? 0 : group.steps * PW;
+      number* own = (number*)scratch(clearhead::SLOT_KEYS, (size_t)panel * sizeof(number) + 64);
       if (tile == nullptr || own == nullptr) return fault.set(CH_NO_MEMORY);
       number* left = (number*)(tile + block * PW);
       if (!direct) lay_out(group, 0, w.rows, left, false);
@@ -233,6 +240,48 @@ template <class M, class IO> class Projection {
       }
     });
     return fault.get() == CH_OK;
+  }
+
+  // Very few rows by right where it lies, whose rows are steps: each thread adds up stripes of columns of its own.
+  bool multiply_across(const Group& group) {
+    const ch_term& term = w.terms[0];
+    const int64_t least_parts = (w.columns + STRIPE - 1) / STRIPE, parts = least(wide, round_up(least_parts, threads));
+    const int64_t stripe = (wide + parts - 1) / parts * PW;
+    Fault fault;
+    parallel(threads, parts, [&](int64_t part) {
+      const int64_t first = part * stripe, count = least(stripe, w.columns - first);
+      if (count <= 0) return;
+      float* sums = (float*)scratch(clearhead::SLOT_COLUMNS,
+                                    (size_t)(ACROSS_ROWS * (STRIPE + PW) + w.rows * term.steps + VL) * sizeof(float));
+      if (sums == nullptr) return fault.set(CH_NO_MEMORY);
+      float *tile = sums + ACROSS_ROWS * STRIPE, *floats = tile + ACROSS_ROWS * PW;
+      const float* left = floats;
+      int64_t left_row = term.steps;
+      if constexpr (__is_same(IO, Float32)) left = (const float*)term.left, left_row = term.left_row;
+      else
+        for (int64_t r = 0; r < w.rows; r++)
+          for (int64_t s = 0; s < term.steps; s++)
+            floats[r * term.steps + s] = get_one<IO>((const type*)term.left + r * term.left_row + s);
+      const type* right = (const type*)term.right + first;
+      across_rows<ACROSS_ROWS>(left, left_row, right, (int)count, sums);
+      Kept kept;
+      for (int64_t column = first; column < first + count; column += PW) {
+        const int columns = (int)least((int64_t)PW, first + count - column);
+        for (int64_t r = 0; r < w.rows; r++)
+          memcpy(tile + r * PW, sums + r * STRIPE + column - first, (size_t)round_up(columns, VL) * sizeof(float));
+        float bias[PW] = {};
+        if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
+        if (drops()) kept.find(w, 0, w.rows, column);
+        finish(group, Way{0, column, columns, w.bias != nullptr ? bias : nullptr, kept}, 0, w.rows, tile);
+      }
+    });
+    return fault.get() == CH_OK;
+  }
+  template <int ROWS>
+  void across_rows(const float* left, int64_t left_row, const type* right, int count, float* sums) const {
+    if constexpr (ROWS > 1)
+      if (w.rows < ROWS) return across_rows<ROWS - 1>(left, left_row, right, count, sums);
+    add_across<IO, ROWS>(w.terms[0].steps, left, left_row, right, w.terms[0].right_row, count, sums, STRIPE);
   }
 
   // Blocks of rows, and of panels where there are too few of rows for the threads; in halves where that costs nothing,

@@ -77,20 +77,26 @@ int several_passes() {
 // Very few rows, whose right is read where it lies from a number of steps on, with every way out.
 int very_few_rows() {
   uint64_t number = 0;
-  for (int64_t rows : {1, 2, 3, 4, 5, 8, 9})
-    for (int64_t steps : {8, 16, 32, 240, 256, 264, 4096, 4112, 8192, 8224})
-      for (int64_t columns : {1, 4, 15, 17, 100}) {
-        ProjectionCase c;
-        Random random(++number + 977);
-        c.dtype = random.pick(std::vector<int>{CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16});
-        c.right_turned = true, c.rows = rows, c.columns = columns, c.steps = {steps};
-        c.biased = random.one_in(2), c.whole = random.one_in(4);
-        c.activation = static_cast<int>(random.between(CH_PLAIN, CH_SILU)), c.sloped = random.one_in(2);
-        if (random.one_in(2)) c.dropped = c.whole ? 32768 : static_cast<int>(random.between(1, 65535));
-        c.seed = static_cast<uint64_t>(random.between(0, INT64_MAX / 2));
-        draw_numbers(random, c);
-        one_case(c, number, "very few rows", {1, 2, 64});
-      }
+  auto one = [&](bool right_turned, int64_t rows, int64_t steps, int64_t columns) {
+    ProjectionCase c;
+    Random random(++number + 977);
+    c.dtype = random.pick(std::vector<int>{CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16});
+    c.right_turned = right_turned, c.rows = rows, c.columns = columns, c.steps = {steps};
+    c.biased = random.one_in(2), c.whole = random.one_in(4);
+    c.activation = static_cast<int>(random.between(CH_PLAIN, CH_SILU)), c.sloped = random.one_in(2);
+    if (random.one_in(2)) c.dropped = c.whole ? 32768 : static_cast<int>(random.between(1, 65535));
+    c.seed = static_cast<uint64_t>(random.between(0, INT64_MAX / 2));
+    draw_numbers(random, c);
+    // Of some hundred thousand threads a process has had, the leak checker loses sight of the last.
+    one_case(c, number, "very few rows", number % 4 == 0 ? std::vector<int>{1, 2, 64} : std::vector<int>{1, 2});
+  };
+  for (int64_t rows : {1, 2, 3, 4, 5, 8, 9, 16, 25})
+    for (int64_t steps : {8, 16, 32, 240, 256, 264, 4096, 4112, 8224})
+      for (int64_t columns : {1, 4, 15, 17, 100}) one(true, rows, steps, columns);
+  // Right's rows are steps there, of which eight are added up at a time.
+  for (int64_t rows = 1; rows < 10; ++rows)
+    for (int64_t steps : {1, 7, 8, 9, 16, 37, 600})
+      for (int64_t columns : {1, 15, 17, 100, 1030, 2100}) one(false, rows, steps, columns);
   return static_cast<int>(number);
 }
 
