@@ -86,14 +86,10 @@ CH_EMULATED __m512i _mm512_maskz_loadu_epi16(__mmask32 mask, const void* from) {
     if (mask >> i & 1) v[i] = emulated::read<uint16_t>((const char*)from + 2 * i);
   return (__m512i)v;
 }
-CH_EMULATED void _mm512_mask_storeu_ps(void* to, __mmask16 mask, __m512 v) {
-  for (int i = 0; i < 16; i++)
-    if (mask >> i & 1) memcpy((char*)to + 4 * i, (const char*)&v + 4 * i, 4);
-}
 
-CH_EMULATED __m512 _mm512_setzero_ps() { return (__m512){}; }
 CH_EMULATED __m512 _mm512_set1_ps(float x) { return x - (__m512){}; }
 CH_EMULATED __m512i _mm512_set1_epi32(int x) { return (__m512i)((uint32_t)x + (emulated::Words){}); }
+CH_EMULATED __m512i _mm512_set1_epi16(short x) { return (__m512i)((uint16_t)x + (emulated::Halves){}); }
 
 // ---- parts and orders ---------------------------------------------------------------------------------------
 
@@ -179,36 +175,24 @@ CH_EMULATED __m512 _mm512_mask_mov_ps(__m512 rest, __mmask16 mask, __m512 v) {
     if (mask >> i & 1) rest[i] = v[i];
   return rest;
 }
-CH_EMULATED __m512i _mm512_mask_mov_epi32(__m512i rest, __mmask16 mask, __m512i v) {
-  return (__m512i)_mm512_mask_mov_ps((__m512)rest, mask, (__m512)v);
-}
 
 // ---- whole numbers ------------------------------------------------------------------------------------------
 
 CH_EMULATED __m512i _mm512_or_si512(__m512i a, __m512i b) { return a | b; }
 CH_EMULATED __m512i _mm512_slli_epi32(__m512i v, int by) { return (__m512i)((emulated::Words)v << by); }
-CH_EMULATED __m512i _mm512_slli_epi64(__m512i v, int by) { return (__m512i)((emulated::Quads)v << by); }
-CH_EMULATED __m512i _mm512_srli_epi64(__m512i v, int by) { return (__m512i)((emulated::Quads)v >> by); }
 // The lower words of each pair.
 CH_EMULATED __m512i _mm512_mul_epu32(__m512i a, __m512i b) {
   return (__m512i)(((emulated::Quads)a & 0xffffffff) * ((emulated::Quads)b & 0xffffffff));
 }
-CH_EMULATED __mmask16 _mm512_cmpge_epu32_mask(__m512i a, __m512i b) {
-  const emulated::Words x = (emulated::Words)a, y = (emulated::Words)b;
-  __mmask16 mask = 0;
-  for (int i = 0; i < 16; i++) mask |= (__mmask16)((x[i] >= y[i]) << i);
+CH_EMULATED __mmask32 _mm512_cmpge_epu16_mask(__m512i a, __m512i b) {
+  const emulated::Halves x = (emulated::Halves)a, y = (emulated::Halves)b;
+  __mmask32 mask = 0;
+  for (int i = 0; i < 32; i++) mask |= (__mmask32)(x[i] >= y[i]) << i;
   return mask;
 }
 CH_EMULATED __m512i _mm512_cvtepu16_epi32(__m256i v) {
   const emulated::HalfOfHalves from = (emulated::HalfOfHalves)v;
   return (__m512i)__builtin_convertvector(from, emulated::Words);
-}
-// The lowest bits of x go to the places of the mask.
-CH_EMULATED uint64_t _pdep_u64(uint64_t x, uint64_t mask) {
-  uint64_t r = 0;
-  for (; mask != 0; mask &= mask - 1, x >>= 1)
-    if (x & 1) r |= mask & -mask;
-  return r;
 }
 
 // ---- floats -------------------------------------------------------------------------------------------------
@@ -231,12 +215,6 @@ CH_EMULATED float _mm512_reduce_max_ps(__m512 v) {
 }
 
 // Ordered comparisons: false where one is NaN.
-CH_EMULATED __mmask16 _mm512_movepi32_mask(__m512i a) {
-  const emulated::Words words = (emulated::Words)a;
-  unsigned mask = 0;
-  for (int i = 0; i < 16; i++) mask |= (words[i] >> 31) << i;
-  return (__mmask16)mask;
-}
 
 CH_EMULATED __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int how) {
   __mmask16 mask = 0;
