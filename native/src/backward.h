@@ -281,8 +281,7 @@ template <class M, class IO> struct Backward {
   }
 
   void draw(int64_t b, int64_t h, int64_t i, int r, int64_t t0, int c0, int c1r, Desk& d) const {
-    const Draw row{w.seed, dropout.dropped, (uint32_t)(w.first_query + i), (uint32_t)h, (uint32_t)(w.first_batch + b)};
-    d.kept.find(r, row, w.first_key + t0, c0, c1r);
+    d.kept.find(r, draw_of(w, dropout, b, h, i), w.first_key + t0, c0, c1r);
   }
 
   // A row's scores to what multiplies its values, and the gradients of that to those of the scores.

@@ -421,8 +421,7 @@ template <class M, class IO> struct Forward {
   // Which weights of a row of the sheet dropout keeps.
   void draw(int64_t b, int r0, int r, int64_t t0, int c0, int c1r, Desk& d) const {
     auto [h, i] = d.place[r0 + r];
-    const Draw row{w.seed, dropout.dropped, (uint32_t)(w.first_query + i), (uint32_t)h, (uint32_t)(w.first_batch + b)};
-    d.kept.find(r, row, w.first_key + t0, c0, c1r);
+    d.kept.find(r, draw_of(w, dropout, b, h, i), w.first_key + t0, c0, c1r);
   }
 
   // Weights that statistics have looked at, as dropout leaves them; the strip keeps them as they were.

@@ -54,6 +54,11 @@ CH_INLINE int64_t row_index(const Task& w, int64_t b, int64_t h, int64_t i) {
   return (b * w.heads + h) * w.rows_apart + i;
 }
 
+// What the weights of one query are dropped by.
+CH_INLINE Draw draw_of(const Task& w, const Dropout& dropout, int64_t b, int64_t h, int64_t i) {
+  return Draw{w.seed, dropout.dropped, (uint32_t)(w.first_query + i), (uint32_t)h, (uint32_t)(w.first_batch + b)};
+}
+
 // Threads that pay for `operations`: waking another one costs a few microseconds.
 template <class Description> CH_INLINE int threads_for(const Description& w, double operations) {
   if (clearhead::after_fork()) return 1;

@@ -215,7 +215,6 @@ CH_EMULATED float _mm512_reduce_max_ps(__m512 v) {
 }
 
 // Ordered comparisons: false where one is NaN.
-
 CH_EMULATED __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int how) {
   __mmask16 mask = 0;
   for (int i = 0; i < 16; i++) mask |= (__mmask16)((how == _CMP_GT_OQ ? a[i] > b[i] : a[i] >= b[i]) << i);

@@ -41,9 +41,9 @@ def project(
     """``x @ weight^T + bias``: ``torch.nn.functional.linear``, by whichever product was measured to be faster.
 
     Only float32 and bfloat16 products of plain CPU tensors have a choice, where they are large or, without gradients,
-    their weights are; everything else, and everything under
-    ``torch.compile``, ``torch.export``, autocast or ``torch.func``, is ``torch.nn.functional.linear`` itself. The
-    products of backward are chosen likewise; under ``create_graph=True`` they are torch's own.
+    their weights are; everything else, and everything under ``torch.compile``, ``torch.export``, autocast or
+    ``torch.func``, is ``torch.nn.functional.linear`` itself. The products of backward are chosen likewise; under
+    ``create_graph=True`` they are torch's own.
 
     Args:
         x: ``[*batch, in]``.
@@ -67,7 +67,7 @@ def project(
     """
     if path is None and not has_choice(x, weight, bias):
         return F.linear(x, weight, bias)
-    if records(x, weight, bias):
+    if _needs_gradient(x, weight, bias):
         (projected,) = _Projections.apply(path, x, weight, bias)  # type: ignore[no-untyped-call]
         return projected  # type: ignore[no-any-return]
     return _forward(path, x, weight, bias)
@@ -199,12 +199,12 @@ def has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     work = x.numel() * weight.shape[0]
     reads = work >= _LEAST_READ and weight.numel() >= _MANY
-    if work < _LEAST and (not reads or records(x, weight, bias)):
+    if work < _LEAST and (not reads or _needs_gradient(x, weight, bias)):
         return False
     return is_layer(weight, bias, x.shape[-1], x.dtype) and not watched()
 
 
-def records(*parts: Tensor | None) -> bool:
+def _needs_gradient(*parts: Tensor | None) -> bool:
     """Whether autograd records what is computed of these."""
     return torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts)
 
