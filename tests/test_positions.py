@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import cmath
+import copy
+import dataclasses
 import math
 
 import pytest
 import torch
+from torch import Tensor
 
 import clearhead as ch
-from clearhead.positions import Rotary, as_rotary, sinusoidal
+from clearhead import positions
+from clearhead.positions import MOST_POSITIONS, Rotary, as_rotary, sinusoidal
+from tests.agreement import needs_native
 
 
 @pytest.mark.parametrize("base", [10000.0, 100.0])
@@ -42,6 +47,147 @@ def test_position_0_and_lengths_are_kept_and_dtype_too() -> None:
     torch.testing.assert_close(Rotary().rotate(half.float()).bfloat16(), Rotary().rotate(half))
     turned = Rotary().rotate(torch.randn(10, 8, dtype=torch.float64))
     assert turned.shape == (10, 8)
+
+
+def formula(x: Tensor, first: int = 0, base: float = 10000.0) -> Tensor:
+    """In float64, pairs as complex numbers."""
+    half = x.shape[-1] // 2
+    places = torch.arange(first, first + x.shape[-2], dtype=torch.float64)
+    angles = torch.outer(places, base ** (-torch.arange(half, dtype=torch.float64) / half))
+    wide = x.double()
+    turned = torch.complex(wide[..., :half], wide[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+SHAPES = [(3, 8), (2, 3, 8), (2, 4, 5, 64), (2, 4, 1, 34), (1, 2, 700, 80), (2, 1, 3, 4, 6), (0, 3, 8), (2, 0, 8)]
+#: Of numbers of size 1: three roundings of float32, and one to the dtype.
+UNITS = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+
+
+@pytest.mark.parametrize("first", [0, 7, -3, MOST_POSITIONS - 2, 10**9])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", UNITS, ids=str)
+def test_rotary_in_every_dtype_shape_and_place(dtype: torch.dtype, shape: tuple[int, ...], first: int) -> None:
+    x = draw(*shape, dtype=dtype).requires_grad_()
+    found = Rotary().rotate(x, first)
+    assert (found.shape, found.dtype) == (x.shape, dtype)
+    unit = 5.0 * UNITS[dtype]
+    torch.testing.assert_close(found.double(), formula(x, first), rtol=unit, atol=unit)
+    # What was turned is turned back by its gradient, for lengths stay.
+    (back,) = torch.autograd.grad(found, x, found.detach())
+    torch.testing.assert_close(back.double(), x.double(), rtol=2 * unit, atol=2 * unit)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rotary_of_tensors_that_lie_otherwise(dtype: torch.dtype) -> None:
+    packed = draw(2, 9, 3, 4, 16, dtype=dtype)
+    for x in (packed[:, :, 1].transpose(1, 2), packed[..., 0, :, :].movedim(1, 2), packed[:, ::2, 2].transpose(1, 2),
+              packed.transpose(-1, -2), packed[:, :, 0].expand(2, 9, 4, 16), torch.view_as_complex(
+                  packed.float().unflatten(-1, (8, 2))).conj().imag.to(dtype)):  # fmt: skip
+        assert torch.equal(Rotary().rotate(x, 5), Rotary().rotate(x.clone(memory_format=torch.contiguous_format), 5))
+
+
+def test_rotary_leaves_what_it_reads_and_may_be_changed_in_place() -> None:
+    for x in (draw(3, 8), draw(2, 3, 8), draw(1, 2, 3, 8)):
+        before = x.clone()
+        leaf = x.requires_grad_()
+        turned = Rotary().rotate(leaf)
+        turned.mul_(2.0)
+        (grad,) = torch.autograd.grad(turned.sum(), leaf)
+        assert torch.equal(leaf.detach(), before)
+        (right,) = torch.autograd.grad(2.0 * Rotary().rotate(leaf).sum(), leaf)
+        torch.testing.assert_close(grad, right)
+
+
+def test_rotary_has_second_derivatives() -> None:
+    x = draw(2, 2, 5, 6).requires_grad_()
+    output = Rotary(50.0).rotate(x, 3)
+    (grad,) = torch.autograd.grad(output.pow(3).sum(), x, create_graph=True)
+    (found,) = torch.autograd.grad(grad.square().sum(), x)
+    wide = x.detach().double().requires_grad_()
+    (grad,) = torch.autograd.grad(formula(wide, 3, 50.0).pow(3).sum(), wide, create_graph=True)
+    (right,) = torch.autograd.grad(grad.square().sum(), wide)
+    torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-4)
+    torch.autograd.gradcheck(lambda x: Rotary(50.0).rotate(x, 3), x.detach().double().requires_grad_())
+
+
+def test_rotary_under_transforms_and_many_gradients_at_once() -> None:
+    x = draw(4, 5, 6)
+    rotary = Rotary()
+    right = torch.stack([rotary.rotate(part, 2) for part in x])
+    torch.testing.assert_close(torch.vmap(lambda part: rotary.rotate(part, 2))(x), right)
+    _, tangent = torch.func.jvp(lambda part: rotary.rotate(part, 2), (x,), (x,))
+    torch.testing.assert_close(tangent, right)
+    leaf = x.clone().requires_grad_()
+    ups = torch.stack([right, 2.0 * right])
+    (many,) = torch.autograd.grad(rotary.rotate(leaf, 2), leaf, ups, is_grads_batched=True)
+    torch.testing.assert_close(many, torch.stack([x, 2.0 * x]), rtol=1e-5, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(rotary.rotate(x, 2), right)
+
+
+@needs_native
+def test_the_bits_of_rotary_do_not_depend_on_threads_or_company() -> None:
+    x, rotary = draw(2, 3, 300, 72), Rotary()
+    right = rotary.rotate(x)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(rotary.rotate(x), right)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(rotary.rotate(x[:1, 1:2, 40:41], 40), right[:1, 1:2, 40:41])
+
+
+def test_tables_are_kept_and_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(positions._TABLES, "steps", {})
+    rotary, other = Rotary(), Rotary(100.0)
+    table = rotary.table(8, 3)
+    assert table is rotary.table(8, 512)
+    assert table is Rotary(10000).table(8, 1)
+    assert table is not other.table(8, 3)
+    assert rotary.table(6, 3).shape == (512, 6)
+    grown = rotary.table(8, 513)
+    assert grown.shape == (1024, 8)
+    assert torch.equal(grown[:512], table)
+    angles = torch.outer(torch.arange(1024.0, dtype=torch.float64), 10000.0 ** (-torch.arange(0, 8, 2).double() / 8))
+    assert torch.equal(grown, torch.cat([angles.cos(), angles.sin()], -1).float())
+    for base in range(2, 60):
+        Rotary(base).table(8, 3)
+    assert len(positions._TABLES.steps) == positions._TABLES.most
+
+
+def test_a_table_made_in_inference_mode_serves_gradients_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(positions._TABLES, "steps", {})
+    x, rotary = draw(2, 3, 8), Rotary()
+    with torch.inference_mode():
+        right = rotary.rotate(x)
+    leaf = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(rotary.rotate(leaf).square().sum(), leaf, create_graph=True)
+    torch.autograd.grad(grad.sum(), leaf)
+    assert torch.equal(rotary.rotate(x), right)
+    with torch.device("meta"):
+        assert torch.equal(Rotary(7.0).rotate(x), Rotary(7.0).rotate(x))
+
+
+def test_a_rotary_is_a_value() -> None:
+    rotary = Rotary(500)
+    assert rotary == Rotary(500.0) != Rotary()
+    assert len({rotary, Rotary(500.0), copy.deepcopy(rotary)}) == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rotary.base = 3.0  # type: ignore[misc]
+
+
+def test_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = draw(2, 3, 5, 8)
+    right = Rotary().rotate(x)
+    monkeypatch.setattr(positions, "takes", lambda x: False)
+    torch.testing.assert_close(Rotary().rotate(x), right)
 
 
 def test_what_rotary_means_as_an_argument() -> None:

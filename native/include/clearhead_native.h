@@ -1,5 +1,5 @@
 /* The plain C interface of the CPU kernels: one description and two calls, for attention and for its linear family,
- * and calls for what stands beside it in a layer: products, dropout, norms.
+ * and calls for what stands beside it in a layer: products, rotary positions, dropout, norms.
  *
  * Nothing here knows torch. Whoever calls fills a `ch_attention`, with `size` set to `sizeof(ch_attention)` and
  * every field that is not used set to zero, and gets 0 back, or a code that `ch_message` puts into words. Sizes,
@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 13
+#define CH_ABI 14
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_RUNS 4
 #define CH_MAX_RULES 8
@@ -290,6 +290,25 @@ typedef struct ch_append {
   ch_tensor target;     /* written; the source may not lie in it                                            */
 } ch_append;
 
+/* Rotary positions: channels c and c + columns / 2 of a row are a point of the plane, turned by the angle that its
+ * position has:
+ *   target[b, h, r, c] = x cos - y sin, target[b, h, r, c + columns / 2] = y cos + x sin,
+ * with x and y from the same places of the source, worked out in float32 and rounded once. */
+typedef struct ch_rotation {
+  uint32_t size;        /* sizeof(ch_rotation)                                                              */
+  uint32_t abi;         /* CH_ABI                                                                           */
+  int32_t isa;          /* as in ch_attention                                                               */
+  int32_t threads;
+  int32_t dtype;        /* ch_dtype of source and target                                                    */
+  int32_t back;         /* 1: by the angle's opposite, which is the way back of a gradient; else 0          */
+  int64_t batch, heads, rows, columns; /* of both; columns are even                                         */
+  int64_t first;        /* position of row 0                                                                */
+  int64_t positions;    /* that the table has: at least first + rows                                        */
+  const float* table;   /* [positions, columns], contiguous: of each columns / 2 cosines, then as many sines */
+  ch_tensor source;
+  ch_tensor target;     /* written; it may be the source itself, or lies apart from it                      */
+} ch_rotation;
+
 enum ch_norm_kind { CH_NORM_LAYER = 0, CH_NORM_RMS = 1 };
 
 /* The norm of a sum, row by row, all contiguous, worked out in float32:
@@ -335,10 +354,11 @@ enum ch_verb {
   CH_NORM = 5,
   CH_NORM_BACKWARD = 6,
   CH_APPEND = 7,
+  CH_ROTATE = 8,
 };
 
 /* A call to come: ch_forward or ch_backward of a ch_attention, ch_project of a ch_projection, ch_drop of a ch_dropout,
-   ch_norm_forward or ch_norm_backward of a ch_norm, ch_append_rows of a ch_append. */
+   ch_norm_forward or ch_norm_backward of a ch_norm, ch_append_rows of a ch_append, ch_rotate of a ch_rotation. */
 typedef struct ch_call {
   int32_t verb;         /* ch_verb                                                                          */
   int32_t reserved;
@@ -352,6 +372,7 @@ CH_EXPORT int64_t ch_projection_description_size(void);
 CH_EXPORT int64_t ch_dropout_description_size(void);
 CH_EXPORT int64_t ch_norm_description_size(void);
 CH_EXPORT int64_t ch_append_description_size(void);
+CH_EXPORT int64_t ch_rotation_description_size(void);
 /* The instruction sets this library was built for, best first; null past the last. */
 CH_EXPORT const char* ch_isa_name(int index);
 /* Whether this processor can run it. */
@@ -368,6 +389,7 @@ CH_EXPORT int ch_drop(const ch_dropout* work);
 CH_EXPORT int ch_norm_forward(const ch_norm* work);
 CH_EXPORT int ch_norm_backward(const ch_norm* work);
 CH_EXPORT int ch_append_rows(const ch_append* work);
+CH_EXPORT int ch_rotate(const ch_rotation* work);
 /* One call after the other, until one does not give 0: its code is returned, and `done` counts those before it. */
 CH_EXPORT int ch_run(const ch_call* calls, int32_t count, int32_t* done);
 CH_EXPORT const char* ch_message(int code);

@@ -1,4 +1,4 @@
-// The entry points of what stands between a layer's products: dropout, norms, and rows for a cache.
+// The entry points of what stands between a layer's products: dropout, norms, rows for a cache, and rotary positions.
 #include "checks.h"
 
 namespace clearhead {
@@ -66,18 +66,39 @@ int check_backward(const ch_norm& work) {
   return check_given(work.grad_bias, work.columns, size, Access::write);
 }
 
-int check(const ch_append& work) {
+// Of rows of heads that go from a tensor to another, and stand behind `first` others.
+template <class Description> int check_rows(const Description& work) {
   if (work.dtype != CH_FLOAT32 && work.dtype != CH_BFLOAT16 && work.dtype != CH_FLOAT16) return CH_BAD_DTYPE;
   for (int64_t count : {work.batch, work.heads, work.rows, work.columns, work.first})
     if (!is_count(count)) return CH_BAD_SHAPE;
   if (!countable(work.batch, work.heads, work.first + work.rows, work.columns)) return CH_BAD_SHAPE;
-  if (work.threads < 1 || work.threads > most_threads) return CH_BAD_OPTION;
-  const auto layout = [&](const ch_tensor& tensor, int64_t rows) {
-    return Layout{{{work.batch, tensor.batch}, {work.heads, tensor.head}, {rows, tensor.row}}, work.columns};
-  };
+  return work.threads < 1 || work.threads > most_threads ? CH_BAD_OPTION : CH_OK;
+}
+
+template <class Description> Layout layout_of(const Description& work, const ch_tensor& tensor, int64_t rows) {
+  return Layout{{{work.batch, tensor.batch}, {work.heads, tensor.head}, {rows, tensor.row}}, work.columns};
+}
+
+int check(const ch_append& work) {
+  CH_TRY(check_rows(work));
   const int64_t size = work.dtype == CH_FLOAT32 ? 4 : 2;
-  CH_TRY(check_memory(work.source.data, layout(work.source, work.rows), size));
-  return check_memory(work.target.data, layout(work.target, work.first + work.rows), size, Access::write);
+  CH_TRY(check_memory(work.source.data, layout_of(work, work.source, work.rows), size));
+  return check_memory(work.target.data, layout_of(work, work.target, work.first + work.rows), size, Access::write);
+}
+
+int check(const ch_rotation& work) {
+  CH_TRY(check_rows(work));
+  if (work.columns % 2 != 0 || !is_count(work.positions) || work.first + work.rows > work.positions)
+    return CH_BAD_SHAPE;
+  if (work.back != 0 && work.back != 1) return CH_BAD_OPTION;
+  const int64_t size = work.dtype == CH_FLOAT32 ? 4 : 2;
+  CH_TRY(check_memory(work.table, Layout{{{1, 0}, {1, 0}, {work.positions, work.columns}}, work.columns}, sizeof(float)));
+  CH_TRY(check_memory(work.source.data, layout_of(work, work.source, work.rows), size));
+  return check_memory(work.target.data, layout_of(work, work.target, work.rows), size, Access::write);
+}
+
+template <class Description> bool is_empty(const Description& work) {
+  return work.batch == 0 || work.heads == 0 || work.rows == 0 || work.columns == 0;
 }
 
 }  // namespace
@@ -90,6 +111,8 @@ int64_t ch_dropout_description_size(void) { return sizeof(ch_dropout); }
 int64_t ch_norm_description_size(void) { return sizeof(ch_norm); }
 
 int64_t ch_append_description_size(void) { return sizeof(ch_append); }
+
+int64_t ch_rotation_description_size(void) { return sizeof(ch_rotation); }
 
 int ch_drop(const ch_dropout* work) {
   const clearhead::Kernels* kernels = nullptr;
@@ -116,8 +139,14 @@ int ch_append_rows(const ch_append* work) {
   const clearhead::Kernels* kernels = nullptr;
   CH_TRY(clearhead::check_library(work, &kernels));
   CH_TRY(clearhead::check(*work));
-  const bool empty = work->batch == 0 || work->heads == 0 || work->rows == 0 || work->columns == 0;
-  return empty ? CH_OK : kernels->append(work);
+  return clearhead::is_empty(*work) ? CH_OK : kernels->append(work);
+}
+
+int ch_rotate(const ch_rotation* work) {
+  const clearhead::Kernels* kernels = nullptr;
+  CH_TRY(clearhead::check_library(work, &kernels));
+  CH_TRY(clearhead::check(*work));
+  return clearhead::is_empty(*work) ? CH_OK : kernels->rotate(work);
 }
 
 }  // extern "C"

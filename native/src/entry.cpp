@@ -111,6 +111,7 @@ int ch_run(const ch_call* calls, int32_t count, int32_t* done) {
       case CH_NORM: code = ch_norm_forward(static_cast<const ch_norm*>(call.description)); break;
       case CH_NORM_BACKWARD: code = ch_norm_backward(static_cast<const ch_norm*>(call.description)); break;
       case CH_APPEND: code = ch_append_rows(static_cast<const ch_append*>(call.description)); break;
+      case CH_ROTATE: code = ch_rotate(static_cast<const ch_rotation*>(call.description)); break;
       default: break;
     }
     if (code != CH_OK) return code;

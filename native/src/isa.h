@@ -17,6 +17,7 @@ struct Kernels {
   int (*norm)(const ch_norm* work);
   int (*norm_backward)(const ch_norm* work);
   int (*append)(const ch_append* work);
+  int (*rotate)(const ch_rotation* work);
 };
 
 // Those of a set by its index, -1 for the best; null where this processor lacks it.

@@ -9,6 +9,7 @@
 #include "linear.h"
 #include "norm.h"
 #include "projection.h"
+#include "rotation.h"
 
 namespace CH_NS {
 namespace {
@@ -58,6 +59,6 @@ template <class Way> int run_linear(const ch_linear* w) { return Way(*w).run(); 
 extern const clearhead::Kernels kernels = {run_dtype<Forward>, run_dtype<Backward>, run_linear<LinearForward>,
                                            run_linear<LinearBackward>, run_projection, run_each<Dropping>,
                                            run_each<NormForward>, run_each<NormBackward>,
-                                           run_each<Appending>};
+                                           run_each<Appending>, run_each<Rotating>};
 
 }  // namespace CH_NS

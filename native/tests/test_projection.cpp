@@ -8,6 +8,7 @@ namespace test {
 
 int projection_entry_tests();
 int append_tests();
+int rotation_tests();
 int dropout_tests();
 int norm_tests();
 
@@ -277,9 +278,10 @@ int main(int arguments, char** argument) {
     test::odd_strides();
     test::pairs_in_place();
     test::containment();
-    others = test::projection_entry_tests() + test::dropout_tests() + test::norm_tests() + test::append_tests();
+    others = test::projection_entry_tests() + test::dropout_tests() + test::norm_tests() + test::append_tests() +
+             test::rotation_tests();
   }
-  std::printf("%llu projection cases, %d of odd sizes and %d of dropout, norms and bad descriptions on",
+  std::printf("%llu projection cases, %d of odd sizes and %d of dropout, norms, positions and bad descriptions on",
               static_cast<unsigned long long>(count), large, others);
   for (int index : test::usable_sets()) std::printf(" %s", ch_isa_name(index));
   std::printf(": %d failed; the largest error used %.2f of its bound\n", test::failures, test::fullest);

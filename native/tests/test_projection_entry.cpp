@@ -151,21 +151,25 @@ void one_after_the_other() {
   ch_append nothing_appended{};
   nothing_appended.size = sizeof(nothing_appended), nothing_appended.abi = CH_ABI, nothing_appended.isa = -1;
   nothing_appended.threads = 1;
+  ch_rotation nothing_turned{};
+  nothing_turned.size = sizeof(nothing_turned), nothing_turned.abi = CH_ABI, nothing_turned.isa = -1;
+  nothing_turned.threads = 1;
   ch_call calls[] = {{CH_PROJECT, 0, &first.work},
                      {CH_FORWARD, 0, &nothing},
                      {CH_BACKWARD, 0, &nothing},
                      {CH_PROJECT, 0, &second.work},
                      {CH_PROJECT, 0, &third.work},
                      {CH_DROP, 0, &nothing_dropped},
-                     {CH_APPEND, 0, &nothing_appended}};
+                     {CH_APPEND, 0, &nothing_appended},
+                     {CH_ROTATE, 0, &nothing_turned}};
   int32_t done = -1;
-  expect(ch_run(calls, 7, &done), CH_OK, "seven calls");
-  check(done == 7 && !first.untouched() && !third.untouched(), "seven calls are made");
+  expect(ch_run(calls, 8, &done), CH_OK, "eight calls");
+  check(done == 8 && !first.untouched() && !third.untouched(), "eight calls are made");
   first.clear(), second.clear(), third.clear();
   second.work.num_terms = 0;
   expect(ch_run(calls, 5, &done), CH_BAD_SHAPE, "a bad call among five");
   check(done == 3 && !first.untouched() && third.untouched(), "what is behind a bad call is left alone");
-  for (int verb : {0, 8, -1}) {
+  for (int verb : {0, 9, -1}) {
     calls[0].verb = verb;
     expect(ch_run(calls, 5, &done), CH_BAD_OPTION, "no such verb");
     check(done == 0, "no call before it");

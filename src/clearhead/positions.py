@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, Final
+
 import torch
 from torch import Tensor
 
 from clearhead.arguments import FARTHEST, number, real_number, seen, tensor_of, whole, whole_number
+from clearhead.backends.native_prepared import Kept
+from clearhead.backends.native_rotation import rotated, takes
 from clearhead.errors import ShapeError
+from clearhead.projection import are_plain, recorded
 from clearhead.shapes import Float, Int
 
-__all__ = ["Rotary", "as_rotary", "sinusoidal"]
+__all__ = ["MOST_POSITIONS", "Rotary", "as_rotary", "sinusoidal"]
+
+#: Positions that tables are kept for: 64 channels of so many are 32 MiB.
+MOST_POSITIONS: Final = 2**17
+#: Those of the smallest table.
+_LEAST_POSITIONS: Final = 512
+#: By base and channels.
+_TABLES: Final = Kept[Tensor](8)
 
 
+@dataclass(frozen=True, repr=False)
 class Rotary:
     """Rotary position embedding: channel pairs of queries and keys turned by an angle that grows with position.
 
     Channel ``i`` and channel ``i + head_dim / 2`` form a pair, turned by ``position * base ** (-2 i / head_dim)``,
     so that ``query @ key`` depends on the difference of positions alone. Angles are computed in float64 and only
-    their sine and cosine rounded, so far positions are as exact as near ones.
+    their sine and cosine rounded, so far positions are as exact as near ones. Those of the first ``2**17`` positions
+    are computed once and kept, and the CPU kernels do the turning; every module of one base and head size shares them.
 
     Args:
         base: the longest wavelength is nearly ``2 pi * base`` positions; larger for longer texts.
@@ -33,11 +48,14 @@ class Rotary:
             [0.5403, 0.8415]])
     """
 
-    def __init__(self, base: float = 10000.0) -> None:
-        self.base = number(
-            "Rotary", "base", base, must="be a number above 1", fits=lambda base: base > 1.0,
+    base: float = 10000.0
+
+    def __post_init__(self) -> None:
+        base = number(
+            "Rotary", "base", self.base, must="be a number above 1", fits=lambda base: base > 1.0,
             then="The paper uses 10000.0.",
         )  # fmt: skip
+        object.__setattr__(self, "base", base)
 
     def rotate(
         self, x: Float[Tensor, "*leading len head_dim"], first: int = 0
@@ -55,17 +73,81 @@ class Rotary:
                 "Rotary.rotate", "x", must="have an even number of channels", got=tuple(x.shape),
                 then="Choose an even head_dim.",
             )  # fmt: skip
-        position = torch.arange(first, first + length, dtype=torch.float64, device=x.device)
-        rate = self.base ** (-torch.arange(0, channels, 2, dtype=torch.float64, device=x.device) / channels)
-        angle = position[:, None] * rate
+        if are_plain(x) and takes(x) and x.numel() > 0:
+            return _turned(x, *self._table_from(first, length, channels))
         work = torch.float64 if x.dtype == torch.float64 else torch.float32
-        cosine, sine = angle.cos().to(work), angle.sin().to(work)
-        left, right = x.to(work).chunk(2, dim=-1)
-        turned = torch.cat([left * cosine - right * sine, right * cosine + left * sine], dim=-1)
-        return turned.to(x.dtype)
+        return _turned_by_torch(x, *(part.to(work) for part in self._angles(first, length, channels, x.device)))
+
+    def table(self, head_dim: int, positions: int) -> Float[Tensor, "_positions head_dim"]:
+        """Cosines and, behind them, sines of at least so many positions from 0 on, float32, kept for later calls.
+
+        Args:
+            head_dim: channels of what is turned, an even number.
+            positions: at most ``2**17``.
+        """
+        assert positions <= MOST_POSITIONS
+        known = _TABLES.get((self.base, head_dim))
+        if known is None or len(known) < positions:
+            count = max(_LEAST_POSITIONS, 1 << (positions - 1).bit_length())
+            _TABLES.put((self.base, head_dim), known := self._made(0, count, head_dim))
+        return known
+
+    def _table_from(self, first: int, length: int, channels: int) -> tuple[Tensor, int]:
+        """A table that has these positions, and where in it the first of them stands."""
+        if 0 <= first <= MOST_POSITIONS - length:
+            return self.table(channels, first + length), first
+        return self._made(first, length, channels), 0
+
+    def _made(self, first: int, length: int, channels: int) -> Float[Tensor, "length channels"]:
+        # What is made in inference mode could not be part of a gradient later.
+        with torch.inference_mode(False):
+            return torch.cat(self._angles(first, length, channels, torch.device("cpu")), dim=-1).float()
+
+    def _angles(self, first: int, length: int, channels: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines in float64, each ``[length, channels / 2]``."""
+        position = torch.arange(first, first + length, dtype=torch.float64, device=device)
+        rate = self.base ** (-torch.arange(0, channels, 2, dtype=torch.float64, device=device) / channels)
+        angle = position[:, None] * rate
+        return angle.cos(), angle.sin()
 
     def __repr__(self) -> str:
         return f"Rotary(base={self.base:g})"
+
+
+def _turned(x: Tensor, table: Tensor, first: int) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        output: Tensor = _Turned.apply(x, table, first)  # type: ignore[no-untyped-call]
+        return output
+    return _turned_by_kernels(x, table, first)
+
+
+def _turned_by_kernels(x: Tensor, table: Tensor, first: int, *, back: bool = False) -> Tensor:
+    heads = x[(None,) * (4 - x.ndim)] if x.ndim <= 4 else x.flatten(0, x.ndim - 4)
+    found = rotated(heads, table, first, back=back)
+    if x.ndim == 4:
+        return found
+    # Not a view: autograd would refuse to let it be changed in place.
+    shaped: Tensor = torch.ops.aten._unsafe_view(found.contiguous(), x.shape)
+    return shaped
+
+
+def _turned_by_torch(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    left, right = x.to(cosine.dtype).chunk(2, dim=-1)
+    return torch.cat([left * cosine - right * sine, right * cosine + left * sine], dim=-1).to(x.dtype)
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, table: Tensor, first: int) -> Tensor:
+        ctx.table, ctx.first = table, first
+        return _turned_by_kernels(x, table, first)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if recorded(grad):
+            cosine, sine = ctx.table[ctx.first : ctx.first + grad.shape[-2]].chunk(2, dim=-1)
+            return _turned_by_torch(grad, cosine, -sine), None, None
+        return _turned_by_kernels(grad, ctx.table, ctx.first, back=True), None, None
 
 
 def as_rotary(function: str, rotary: Rotary | bool | float | None) -> Rotary | None:

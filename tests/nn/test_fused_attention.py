@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import clearhead as ch
+from clearhead import positions
 from clearhead.backends import native_memory, native_prepared, native_projection, native_work
 from clearhead.nn import attention_step, fused_attention, step
 from clearhead.nn.linear import Linear
@@ -90,7 +91,17 @@ MASKS = [
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: type(mask).__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "options", [{}, {"bias": False}, {"num_kv_heads": 2}, {"dropout": 0.3}, {"scale": 0.5}], ids=str
+    "options",
+    [
+        {},
+        {"bias": False},
+        {"num_kv_heads": 2},
+        {"dropout": 0.3},
+        {"scale": 0.5},
+        {"rotary": True},
+        {"rotary": 50.0, "num_kv_heads": 2, "head_dim": 22},
+    ],
+    ids=str,
 )
 def test_bits_are_those_of_the_parts(
     options: dict[str, Any], dtype: torch.dtype, mask: ch.Mask | None, monkeypatch: pytest.MonkeyPatch
@@ -108,6 +119,34 @@ def test_of_any_length(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) 
 def test_of_tokens_that_lie_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     own, wide = module(), torch.randn(2, 48, 33).requires_grad_()
     same(monkeypatch, lambda: own(wide.transpose(1, 2)), [wide, *own.parameters()])
+
+
+@pytest.mark.parametrize("offset", [None, 0, 5, 1000])
+@pytest.mark.parametrize("mask", [None, ch.Causal()], ids=str)
+def test_rotary_positions_that_start_elsewhere(
+    mask: ch.Mask | None, offset: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, x = module(rotary=True), tokens()
+    same(monkeypatch, lambda: own(x, mask=mask, query_offset=offset), [x, *own.parameters()])
+
+
+@pytest.mark.parametrize("offset", [0, 3, 700])
+def test_rotary_positions_of_another_sequence(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, x, memory = module(rotary=True, num_kv_heads=2), tokens(), tokens(length=50)
+    options = {"mask": ch.Causal(), "query_offset": offset}
+    same(monkeypatch, lambda: own(x, memory, **options), [x, memory, *own.parameters()])
+    with pytest.raises(ch.MaskError, match="query_offset must be given"):
+        own(x, memory)
+
+
+@pytest.mark.parametrize("offset", [-1, positions.MOST_POSITIONS])
+def test_rotary_positions_that_no_table_has_go_in_parts(offset: int) -> None:
+    own, x = module(rotary=True), tokens()
+    output = own(x, query_offset=offset)
+    assert not is_step(output)
+    wide = copy.deepcopy(own).double()
+    wide.backend = "auto"
+    torch.testing.assert_close(output.double(), wide(x.double(), query_offset=offset), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("scores", [(ch.Alibi(4),), (ch.SoftCap(5.0),)], ids=["alibi", "softcap"])
@@ -416,9 +455,9 @@ def test_a_part_that_is_somebodys_own_is_called(
 
 @pytest.mark.parametrize(
     "options",
-    [{"rotary": True}, {"output_projection": False}, {"scores": [ch.RelativeBias(nn.Parameter(torch.zeros(4, 9)))]},
+    [{"output_projection": False}, {"scores": [ch.RelativeBias(nn.Parameter(torch.zeros(4, 9)))]},
      {"scores": [ch.Sink(nn.Parameter(torch.zeros(4)))]}],
-    ids=["rotary", "no output", "learned bias", "learned sink"],
+    ids=["no output", "learned bias", "learned sink"],
 )  # fmt: skip
 def test_what_it_cannot_do_goes_in_parts(options: dict[str, Any]) -> None:
     own, x = module(**options), tokens()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, ClassVar, Final, Self
 
 # Its OpenMP must be in the process before the kernels are: they bring none of their own.
 import torch as torch
@@ -25,13 +25,13 @@ __all__ = [
     "ABI", "DTYPES", "LEVELS", "LINEAR_PAD", "MAX_AXES", "MAX_BLOCK", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES",
     "MAX_RUNS", "MAX_TERMS", "MAX_THREADS", "TILE", "UNBOUNDED",
     "Activation", "AppendDescription", "Call", "Code", "Description", "DropoutDescription", "Dtype", "Feature", "Gate",
-    "LinearDescription", "NormDescription", "NormKind", "ProjectionDescription", "Rule", "RuleKind", "Statistics",
-    "Table", "TensorView", "Term", "Verb", "in_memory", "isa_index", "isa_name", "isa_names", "library", "message",
-    "quick", "reason", "run",
+    "LinearDescription", "NormDescription", "NormKind", "ProjectionDescription", "RotationDescription", "Rule",
+    "RuleKind", "Statistics", "Table", "TensorView", "Term", "Verb", "in_memory", "isa_index", "isa_name", "isa_names",
+    "library", "message", "quick", "reason", "run",
 ]  # fmt: skip
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
-ABI: Final = 13
+ABI: Final = 14
 MAX_HEAD_DIM: Final = 256
 MAX_RUNS: Final = 4
 MAX_RULES: Final = 8
@@ -131,6 +131,7 @@ class Verb(IntEnum):
     NORM = 5
     NORM_BACKWARD = 6
     APPEND = 7
+    ROTATE = 8
 
 
 _int32, _int64, _float, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -173,11 +174,23 @@ class Statistics(ctypes.Structure):
     )  # fmt: skip
 
 
-class Description(ctypes.Structure):
-    """``ch_attention``: one call. Every field starts at zero; ``Description.new()`` sets those that may not."""
+class _Described(ctypes.Structure):
+    """What every description begins with. Each field starts at zero."""
+
+    _fields_: ClassVar[Sequence[tuple[str, type[Any]]]] = (
+        ("size", ctypes.c_uint32), ("abi", ctypes.c_uint32), ("isa", _int32), ("threads", _int32)
+    )  # fmt: skip
+
+    @classmethod
+    def new(cls, **others: Any) -> Self:
+        """One thread and the instruction set that was chosen; sizes and tensors are the caller's."""
+        return cls(size=ctypes.sizeof(cls), abi=ABI, isa=isa_index(), threads=1, **others)
+
+
+class Description(_Described):
+    """``ch_attention``: one call."""
 
     _fields_ = (
-        ("size", ctypes.c_uint32), ("abi", ctypes.c_uint32), ("isa", _int32), ("threads", _int32),
         ("dtype", _int32), ("num_rules", _int32),
         ("batch", _int64), ("heads", _int64), ("kv_heads", _int64), ("q_len", _int64), ("k_len", _int64),
         ("head_dim", _int64), ("value_dim", _int64), ("query_offset", _int64),
@@ -195,18 +208,15 @@ class Description(ctypes.Structure):
     )  # fmt: skip
 
     @classmethod
-    def new(cls) -> Description:
-        """One thread, no mask, the instruction set that was chosen; sizes and tensors are the caller's."""
-        return cls(
-            size=ctypes.sizeof(cls), abi=ABI, isa=isa_index(), threads=1, before=UNBOUNDED, after=UNBOUNDED
-        )  # fmt: skip
+    def new(cls, **others: Any) -> Self:
+        """No mask either."""
+        return super().new(before=UNBOUNDED, after=UNBOUNDED, **others)
 
 
-class LinearDescription(ctypes.Structure):
-    """``ch_linear``: one call of the linear family. Every field starts at zero; see ``Description.new``."""
+class LinearDescription(_Described):
+    """``ch_linear``: one call of the linear family."""
 
     _fields_ = (
-        ("size", ctypes.c_uint32), ("abi", ctypes.c_uint32), ("isa", _int32), ("threads", _int32),
         ("feature_map", _int32), ("reserved", _int32),
         ("batch", _int64), ("heads", _int64), ("kv_heads", _int64), ("length", _int64), ("features", _int64),
         ("value_dim", _int64), ("chunk", _int64), ("gates", _int64), ("scale", ctypes.c_double),
@@ -220,11 +230,6 @@ class LinearDescription(ctypes.Structure):
         ("later", _pointer), ("later_sums", _pointer),
     )  # fmt: skip
 
-    @classmethod
-    def new(cls) -> LinearDescription:
-        """One thread and the instruction set that was chosen; sizes and tensors are the caller's."""
-        return cls(size=ctypes.sizeof(cls), abi=ABI, isa=isa_index(), threads=1)
-
 
 class Term(ctypes.Structure):
     """``ch_term``: one product of a sum, strides in elements from row to row as it lies."""
@@ -234,11 +239,10 @@ class Term(ctypes.Structure):
     )  # fmt: skip
 
 
-class ProjectionDescription(ctypes.Structure):
-    """``ch_projection``: one product of a linear layer. Every field starts at zero; see ``Description.new``."""
+class ProjectionDescription(_Described):
+    """``ch_projection``: one product of a linear layer."""
 
     _fields_ = (
-        ("size", ctypes.c_uint32), ("abi", ctypes.c_uint32), ("isa", _int32), ("threads", _int32),
         ("dtype", _int32), ("num_terms", _int32), ("left_turned", _int32), ("right_turned", _int32),
         ("activation", _int32), ("dropped", _int32), ("seed", ctypes.c_uint64), ("rows", _int64), ("columns", _int64),
         ("terms", Term * MAX_TERMS), ("bias", _pointer), ("output", _pointer), ("output_row", _int64),
@@ -246,32 +250,20 @@ class ProjectionDescription(ctypes.Structure):
         ("gate_kind", _int32), ("reserved", _int32), ("row_sums", _pointer),
     )  # fmt: skip
 
-    @classmethod
-    def new(cls) -> ProjectionDescription:
-        """One thread and the instruction set that was chosen; sizes and tensors are the caller's."""
-        return cls(size=ctypes.sizeof(cls), abi=ABI, isa=isa_index(), threads=1)
 
-
-class DropoutDescription(ctypes.Structure):
-    """``ch_dropout``: dropout of activations. Every field starts at zero; see ``Description.new``."""
+class DropoutDescription(_Described):
+    """``ch_dropout``: dropout of activations."""
 
     _fields_ = (
-        ("size", ctypes.c_uint32), ("abi", ctypes.c_uint32), ("isa", _int32), ("threads", _int32),
         ("dtype", _int32), ("dropped", _int32), ("seed", ctypes.c_uint64), ("rows", _int64), ("columns", _int64),
         ("input", _pointer), ("added", _pointer), ("output", _pointer),
     )  # fmt: skip
 
-    @classmethod
-    def new(cls) -> DropoutDescription:
-        """One thread and the instruction set that was chosen; sizes and tensors are the caller's."""
-        return cls(size=ctypes.sizeof(cls), abi=ABI, isa=isa_index(), threads=1)
 
-
-class NormDescription(ctypes.Structure):
-    """``ch_norm``: the norm of a sum, or its way back. Every field starts at zero; see ``Description.new``."""
+class NormDescription(_Described):
+    """``ch_norm``: the norm of a sum, or its way back."""
 
     _fields_ = (
-        ("size", ctypes.c_uint32), ("abi", ctypes.c_uint32), ("isa", _int32), ("threads", _int32),
         ("dtype", _int32), ("dropped", _int32), ("seed", ctypes.c_uint64), ("rows", _int64), ("columns", _int64),
         ("epsilon", ctypes.c_double), ("kind", _int32), ("reserved", _int32),
         ("input", _pointer), ("added", _pointer), ("weight", _pointer), ("bias", _pointer), ("sum", _pointer),
@@ -280,26 +272,37 @@ class NormDescription(ctypes.Structure):
         ("grad_input", _pointer), ("grad_weight", _pointer), ("grad_bias", _pointer),
     )  # fmt: skip
 
-    @classmethod
-    def new(cls) -> NormDescription:
-        """One thread and the instruction set that was chosen; sizes and tensors are the caller's."""
-        return cls(size=ctypes.sizeof(cls), abi=ABI, isa=isa_index(), threads=1)
 
-
-class AppendDescription(ctypes.Structure):
-    """``ch_append``: rows put behind those that a cache holds. Every field starts at zero; see ``Description.new``."""
+class AppendDescription(_Described):
+    """``ch_append``: rows put behind those that a cache holds."""
 
     _fields_ = (
-        ("size", ctypes.c_uint32), ("abi", ctypes.c_uint32), ("isa", _int32), ("threads", _int32),
         ("dtype", _int32), ("reserved", _int32),
         ("batch", _int64), ("heads", _int64), ("rows", _int64), ("columns", _int64), ("first", _int64),
         ("source", TensorView), ("target", TensorView),
     )  # fmt: skip
 
-    @classmethod
-    def new(cls) -> AppendDescription:
-        """One thread and the instruction set that was chosen; sizes and tensors are the caller's."""
-        return cls(size=ctypes.sizeof(cls), abi=ABI, isa=isa_index(), threads=1)
+
+class RotationDescription(_Described):
+    """``ch_rotation``: rotary positions of heads."""
+
+    _fields_ = (
+        ("dtype", _int32), ("back", _int32),
+        ("batch", _int64), ("heads", _int64), ("rows", _int64), ("columns", _int64), ("first", _int64),
+        ("positions", _int64), ("table", _pointer), ("source", TensorView), ("target", TensorView),
+    )  # fmt: skip
+
+
+#: The library's functions that say how large a description is, and what Python takes each to be.
+_SIZES: Final[dict[str, type[_Described]]] = {
+    "ch_description_size": Description,
+    "ch_linear_description_size": LinearDescription,
+    "ch_projection_description_size": ProjectionDescription,
+    "ch_dropout_description_size": DropoutDescription,
+    "ch_norm_description_size": NormDescription,
+    "ch_append_description_size": AppendDescription,
+    "ch_rotation_description_size": RotationDescription,
+}
 
 
 class Call(ctypes.Structure):
@@ -391,14 +394,8 @@ def _loaded() -> _Loaded:
         _declare(found)
     except (OSError, AttributeError) as problem:
         return _Loaded(None, f"was built for another machine or another torch ({' '.join(str(problem).split())})")
-    sizes = tuple(int(size()) for size in (
-        found.ch_description_size, found.ch_linear_description_size, found.ch_projection_description_size,
-        found.ch_dropout_description_size, found.ch_norm_description_size, found.ch_append_description_size,
-    ))  # fmt: skip
-    kinds = (
-        Description, LinearDescription, ProjectionDescription, DropoutDescription, NormDescription, AppendDescription,
-    )  # fmt: skip
-    if sizes != (expected := tuple(map(ctypes.sizeof, kinds))):
+    sizes = tuple(int(getattr(found, name)()) for name in _SIZES)
+    if sizes != (expected := tuple(map(ctypes.sizeof, _SIZES.values()))):
         return _Loaded(None, f"is of another version of clearhead ({sizes} instead of {expected}): install again")
     return _chosen(found, os.environ.get("CLEARHEAD_ISA", "").strip())
 
@@ -428,12 +425,8 @@ def _quick() -> ctypes.PyDLL:
 
 def _declare(found: ctypes.CDLL) -> None:
     """Give the functions the types of the header."""
-    found.ch_description_size.restype = ctypes.c_int64
-    found.ch_linear_description_size.restype = ctypes.c_int64
-    found.ch_projection_description_size.restype = ctypes.c_int64
-    found.ch_dropout_description_size.restype = ctypes.c_int64
-    found.ch_norm_description_size.restype = ctypes.c_int64
-    found.ch_append_description_size.restype = ctypes.c_int64
+    for name in _SIZES:
+        getattr(found, name).restype = _int64
     found.ch_isa_best.restype = ctypes.c_int
     found.ch_run.argtypes = [ctypes.POINTER(Call), _int32, ctypes.POINTER(_int32)]
     found.ch_kept_memory.restype = _int64
@@ -451,5 +444,6 @@ def _declare(found: ctypes.CDLL) -> None:
         (found.ch_norm_forward, ctypes.POINTER(NormDescription), ctypes.c_int),
         (found.ch_norm_backward, ctypes.POINTER(NormDescription), ctypes.c_int),
         (found.ch_append_rows, ctypes.POINTER(AppendDescription), ctypes.c_int),
+        (found.ch_rotate, ctypes.POINTER(RotationDescription), ctypes.c_int),
     ):
         function.argtypes, function.restype = [argument], result

@@ -25,9 +25,13 @@ _SIZES: Final = (
     (1, 32, 64, 4), (1, 64, 128, 4), (1, 256, 384, 6), (1, 512, 768, 12), (1, 2048, 768, 12), (8, 256, 384, 6),
     (16, 512, 512, 8),
 )  # fmt: skip
+#: Those with rotary positions besides.
+_TURNED: Final = ((1, 64, 128, 4), (1, 512, 768, 12), (8, 256, 384, 6))
 _LAYERS: Final = 4
 #: How many tokens are decoded one after the other.
 _TOKENS: Final = 16
+#: For which angles are there beforehand.
+_MOST_POSITIONS: Final = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,18 +42,21 @@ class DecodingRow:
         size: batch, tokens that are held, width and heads; the feedforward is four times as wide, with GELU.
         dtype: of weights and inputs.
         layers: how many there are.
+        rotary: whether queries and keys are turned by their positions.
     """
 
     size: tuple[int, int, int, int]
     dtype: torch.dtype
     layers: int = _LAYERS
+    rotary: bool = False
     memory: bool = False
 
     @property
     def title(self) -> str:
         """What the work is."""
         batch, held, width, heads = self.size
-        return f"decoding {batch}x{held}x{width}x{heads}, {self.layers} layers {self.group}"
+        kind = " with rotary positions" if self.rotary else ""
+        return f"decoding {batch}x{held}x{width}x{heads}, {self.layers} layers{kind} {self.group}"
 
     @property
     def group(self) -> str:
@@ -74,7 +81,7 @@ class DecodingRow:
         batch, held, width, heads = self.size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            ours = Decoder(width, heads, self.layers).to(self.dtype).eval()
+            ours = Decoder(width, heads, self.layers, rotary=self.rotary).to(self.dtype).eval()
             x = torch.randn(batch, held + _TOKENS, width).to(self.dtype)
         theirs = _PlainLayers(ours)
         builders: dict[str, Callable[[], Call]] = {
@@ -122,13 +129,21 @@ def _their_call(layers: _PlainLayers, x: Tensor) -> Call:
 
 
 class _PlainLayers(nn.Module):
-    """What one writes with torch alone: packed projections, SDPA, and keys and values written into memory that is
-    there beforehand."""
+    """What one writes with torch alone: packed projections, rotary positions from a table, SDPA, and keys and values
+    written into memory that is there beforehand."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
         self.layers = nn.ModuleList(_PlainLayer(block) for block in decoder.blocks if isinstance(block, DecoderBlock))
         self.norm = deepcopy(decoder.norm)
+        self.exact_angles = _angles(decoder)
+        weight, *_ = decoder.parameters()
+        self.angles = [part.to(weight.dtype) for part in self.exact_angles]
+
+    def double(self) -> Self:
+        """In float64, with angles that nothing has rounded."""
+        self.angles = [*self.exact_angles]
+        return super().double()
 
     def new_caches(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Room for the keys and values of as many tokens."""
@@ -137,8 +152,9 @@ class _PlainLayers(nn.Module):
         return [(x.new_empty(shape), x.new_empty(shape)) for shape in shapes]
 
     def forward(self, x: Tensor, caches: Sequence[tuple[Tensor, Tensor]], first: int) -> Tensor:
+        angles = [part[first : first + x.shape[1]] for part in self.angles]
         for layer, (keys, values) in zip(self.layers, caches, strict=True):
-            x = layer(x, keys, values, first)
+            x = layer(x, keys, values, first, angles)
         output: Tensor = self.norm(x)
         return output
 
@@ -149,6 +165,7 @@ class _PlainLayer(nn.Module):
     def __init__(self, block: DecoderBlock) -> None:
         super().__init__()
         attention, fed, self.heads = block.attention, block.feedforward, block.attention.num_heads
+        self.turned = attention.rotary is not None
         parts = (attention.query_projection, attention.key_projection, attention.value_projection)
         self.packed = nn.Linear(attention.embed_dim, 3 * attention.embed_dim)
         with torch.no_grad():
@@ -159,10 +176,12 @@ class _PlainLayer(nn.Module):
         self.mixed, self.expand, self.contract = (_plain(layer) for layer in (last, fed.expand, fed.contract))
         self.attention_norm, self.feedforward_norm = deepcopy(block.attention_norm), deepcopy(block.feedforward_norm)
 
-    def forward(self, x: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor, first: int, angles: Sequence[Tensor]) -> Tensor:
         batch, new, width = x.shape
         packed = self.packed(self.attention_norm(x)).view(batch, new, 3, self.heads, width // self.heads)
         query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        if self.turned:
+            query, key = _turned(query, *angles), _turned(key, *angles)
         last = first + new
         keys[:, :, first:last], values[:, :, first:last] = key, value
         # One token sees all that is there; a prompt has nothing before it.
@@ -170,6 +189,22 @@ class _PlainLayer(nn.Module):
         x = x + self.mixed(heads.transpose(1, 2).reshape(batch, new, width))
         output: Tensor = x + self.contract(F.gelu(self.expand(self.feedforward_norm(x))))
         return output
+
+
+def _angles(decoder: Decoder) -> tuple[Tensor, Tensor]:
+    """Cosines and sines ``[positions, head_dim]`` of rotary positions."""
+    (block, *_) = decoder.blocks
+    assert isinstance(block, DecoderBlock)
+    half, rotary = block.attention.head_dim // 2, block.attention.rotary
+    rates = (1.0 if rotary is None else rotary.base) ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.outer(torch.arange(_MOST_POSITIONS, dtype=torch.float64), rates).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def _turned(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Heads at their positions."""
+    x, y = heads.chunk(2, -1)
+    return heads * cosine + torch.cat([-y, x], -1) * sine
 
 
 def _plain(layer: nn.Module) -> nn.Linear:
@@ -181,5 +216,7 @@ def _plain(layer: nn.Module) -> nn.Linear:
 
 
 def decoding_rows() -> Sequence[DecodingRow]:
-    """Every size in both dtypes."""
-    return [DecodingRow(size=size, dtype=dtype) for dtype, size in product((torch.float32, torch.bfloat16), _SIZES)]
+    """Every size in both dtypes, and some with rotary positions."""
+    kinds = [(size, False) for size in _SIZES] + [(size, True) for size in _TURNED]
+    dtypes = (torch.float32, torch.bfloat16)
+    return [DecodingRow(size=size, dtype=dtype, rotary=turned) for dtype, (size, turned) in product(dtypes, kinds)]

@@ -205,13 +205,15 @@ class MultiHeadAttention(nn.Module):
         return again([query] if key is None or key is query else [query, key], own, mask, query_offset)
 
     def _projections(self) -> Projections | None:
-        """What the module is besides its rules, where all there is to its layers are their weights; no rotary."""
+        """What the module is besides its rules, where all there is to its layers are their weights."""
         layers = [self._modules.get(name) for name in _PROJECTIONS]
         plain: list[Layer] = [weights_of(layer) for layer in layers if type(layer) is Linear and not hooked(layer)]
-        if len(plain) < len(layers) or self.rotary is not None:
+        if len(plain) < len(layers):
             return None
         dropout = self.dropout if self.training else 0.0
-        return Projections(plain[:-1], plain[-1], self.num_heads, self.num_kv_heads, self.scale, dropout, self.backend)
+        return Projections(
+            plain[:-1], plain[-1], self.num_heads, self.num_kv_heads, self.scale, dropout, self.backend, self.rotary
+        )
 
     def projections(self) -> Projections | None:
         """What the module is as a part of one step, where it has no rules."""

@@ -15,11 +15,13 @@ from clearhead.backends.native_append import Append
 from clearhead.backends.native_library import Verb
 from clearhead.backends.native_memory import new_tensor
 from clearhead.backends.native_prepared import Written
-from clearhead.backends.native_projection import Product, WeightGradients, run_all
+from clearhead.backends.native_projection import Product, WeightGradients, run_all, run_calls
+from clearhead.backends.native_rotation import Rotation
 from clearhead.backends.native_work import BackwardWork, ForwardWork, Rows
 from clearhead.functional import attention
 from clearhead.nn.held import Held
 from clearhead.nn.step import LearningStep, WayBack, layers_of
+from clearhead.positions import Rotary
 from clearhead.problem import Problem
 from clearhead.projection import Layer, project
 from clearhead.shapes import Float
@@ -85,8 +87,22 @@ def _query_source(problem: Problem, layers: Sequence[Layer]) -> _Source:
     return _sources(problem, 2, layers)[0]
 
 
+def _turns(
+    rotary: Rotary | None, problem: Problem, heads: Sequence[Tensor], held: Held | None = None, *, back: bool = False
+) -> list[Rotation]:
+    """What turns queries, and keys where these are not there already, by their positions in place."""
+    if rotary is None:
+        return []
+    grows = held is not None and held.grows
+    # Behind those that a cache holds new tokens stand where they do as queries, up to where it must grow.
+    room, first_key = (held.key.shape[2], problem.query_offset) if held is not None and grows else (problem.k_len, 0)
+    table = rotary.table(problem.head_dim, max(problem.query_offset + problem.q_len, room))
+    places = (problem.query_offset, first_key)
+    return [Rotation(part, table, first, back=back) for part, first in zip(heads[:2], places, strict=False)]
+
+
 class AttentionForward:
-    """Projections, attention and the heads' mixing, written down.
+    """Projections, rotary positions, attention and the heads' mixing, written down.
 
     Args:
         problem: of hollow tensors.
@@ -95,18 +111,20 @@ class AttentionForward:
         seed: of the attention's dropout.
         training: whether ``kept`` holds what backward reads besides.
         held: keys and values that are read from a cache, not while training.
+        rotary: what turns queries and keys.
 
     Attributes:
         calls: in order.
         counters: of their fields, those that hold a position.
         output: ``[batch, len, out]``.
-        kept: what is projected; the heads; while training their rows' statistics, and exact output where it is kept.
+        kept: what is projected, queries and keys turned; the heads; while training their rows' statistics, and exact
+            output where it is kept.
         stays: tensors that the calls read and that stay where they are.
     """
 
     def __init__(
         self, problem: Problem, tokens: Sequence[Float[Tensor, "_rows _in"]], layers: Sequence[Layer], seed: int,
-        training: bool, held: Held | None = None,
+        training: bool, held: Held | None = None, rotary: Rotary | None = None,
     ) -> None:  # fmt: skip
         *first, (weight, bias) = layers
         rows = tokens[0]
@@ -114,10 +132,11 @@ class AttentionForward:
         sources = [_query_source(problem, first)] if alone else _sources(problem, len(tokens), first)
         products = [Product([(tokens[own.tokens], own.weight)], right_turned=True, bias=own.bias) for own in sources]
         projected = [product.output for product in products]
-        heads, appended = self._heads(problem, projected, held)
+        heads, turns, appended = self._heads(problem, projected, held, rotary)
         attended = ForwardWork(problem.with_tensors(*heads).with_seed(seed), _NOTHING, for_backward=training)
         self.counters = [append.counter for append in appended]
         if held is not None and held.grows:
+            self.counters += [turn.counter for turn in turns]
             self.counters += [(attended.description, "k_len", problem.q_len), (attended.description, "query_offset", 0)]
         elif held is not None:
             attended.description.k_len = held.length
@@ -131,24 +150,28 @@ class AttentionForward:
             statistics.append(attended.rows.output)
         self.kept = [*projected, attended.output, *statistics]
         self.calls: list[tuple[Verb, Structure]] = [
-            *(product.call for product in products), *(append.call for append in appended), attended.call, mixed.call,
+            *(product.call for product in products), *(turn.call for turn in turns),
+            *(append.call for append in appended), attended.call, mixed.call,
         ]  # fmt: skip
-        self.stays = attended.held
-        self._alive = (products, appended, attended, mixed)
+        self.stays = [*attended.held, *(turn.table for turn in turns[:1])]
+        self._alive = (products, turns, appended, attended, mixed)
 
     @staticmethod
     def _heads(
-        problem: Problem, projected: Sequence[Tensor], held: Held | None
-    ) -> tuple[tuple[Tensor, ...], list[Append]]:
-        """Queries, keys and values, and what puts new ones behind those that a cache holds."""
+        problem: Problem, projected: Sequence[Tensor], held: Held | None, rotary: Rotary | None
+    ) -> tuple[tuple[Tensor, ...], list[Rotation], list[Append]]:
+        """Queries, keys and values; what turns those that are new, and what puts them behind those that a cache
+        holds."""
+        if held is not None and not held.grows:
+            heads = tuple(_split(projected[0], problem.batch, [problem.num_heads]))
+        else:
+            heads = _by_head_of(problem, projected)
+        turns, (query, *new) = _turns(rotary, problem, heads, held), heads
         if held is None:
-            return _by_head_of(problem, projected), []
-        if not held.grows:
-            (query,) = _split(projected[0], problem.batch, [problem.num_heads])
-            return (query, held.key, held.value), []
-        query, *new = _by_head_of(problem, projected)
+            return heads, turns, []
         rooms = (held.key, held.value)
-        return (query, *rooms), [Append(part, room, held.length) for part, room in zip(new, rooms, strict=True)]
+        appended = [Append(part, room, held.length) for part, room in zip(new, rooms, strict=False)]
+        return (query, *rooms), turns, appended
 
 
 def taken(kept: deque[Tensor], layers: Sequence[Layer], tokens: int) -> list[Tensor]:
@@ -161,7 +184,8 @@ def taken(kept: deque[Tensor], layers: Sequence[Layer], tokens: int) -> list[Ten
 
 
 class AttentionBackward:
-    """The way back, written down: products before the attention's, and behind it.
+    """The way back, written down: products before the attention's, and behind it, where gradients of queries and keys
+    are turned back first.
 
     Args:
         problem: of hollow tensors.
@@ -171,11 +195,13 @@ class AttentionBackward:
         kept: what forward kept.
         seed: as forward had it.
         needs: of ``tokens``, each of them, and of each layer's weight and bias.
+        rotary: as forward had it.
     """
 
     def __init__(
         self, problem: Problem, arrived: Float[Tensor, "rows out"], tokens: Sequence[Float[Tensor, "_rows _in"]],
         layers: Sequence[Layer], kept: Sequence[Tensor], seed: int, needs: Sequence[bool],
+        rotary: Rotary | None = None,
     ) -> None:  # fmt: skip
         *first, (weight, _) = layers
         sources = _sources(problem, len(tokens), first)
@@ -187,7 +213,7 @@ class AttentionBackward:
         )
         self._mixed = WeightGradients([(arrived, _side_by_side(heads))], *needs[-2:])
         self._before, self._after = [*self._mixed.products], list[Product]()
-        self._own = list[WeightGradients]()
+        self._rotary, self._turns, self._own = rotary, list[Rotation](), list[WeightGradients]()
         #: Of each of ``tokens``, None where it is not needed.
         self.of_tokens: list[Tensor | None] = [None] * len(tokens)
         self._attended: BackwardWork | None = None
@@ -208,6 +234,7 @@ class AttentionBackward:
         self._of_heads = of_joined.output.view(problem.batch, problem.q_len, problem.num_heads, -1).transpose(1, 2)
         self._into = _by_head_of(problem, of_projected)
         self._attended = BackwardWork(problem, self.statistics, self._of_heads, into=self._into)
+        self._turns = _turns(self._rotary, problem, self._into, back=True)
         self.between = [of_joined.output, *of_projected, self._attended.delta]
         pairs = list(zip(sources, of_projected, strict=True))
         for place in range(sources[-1].place + 1):
@@ -225,12 +252,17 @@ class AttentionBackward:
     def calls(self) -> list[tuple[Verb, Structure]]:
         """In order."""
         attended = [] if self._attended is None else [self._attended.call]
-        return [*(product.call for product in self._before), *attended, *(product.call for product in self._after)]
+        return [*(product.call for product in self._before), *attended, *self._behind]
+
+    @property
+    def _behind(self) -> list[tuple[Verb, Structure]]:
+        """Those behind the attention's."""
+        return [*(turn.call for turn in self._turns), *(product.call for product in self._after)]
 
     @property
     def stays(self) -> list[Tensor]:
         """Tensors that the calls read and that stay where they are."""
-        return [] if self._attended is None else self._attended.held
+        return [] if self._attended is None else [*self._attended.held, *(turn.table for turn in self._turns[:1])]
 
     @property
     def of_layers(self) -> list[Tensor]:
@@ -252,18 +284,25 @@ class AttentionBackward:
         gradients = native.gradients(self.problem, self.statistics, native.Arrived(self._of_heads))
         for place, gradient in zip(self._into, gradients, strict=True):
             place.copy_(gradient)
-        run_all(self._after)
+        run_calls(self._behind)
 
 
 def attended_by_parts(
-    problem: Problem, tokens: Sequence[Float[Tensor, "*batch _len _in"]], layers: Sequence[Layer], seed: int
+    problem: Problem,
+    tokens: Sequence[Float[Tensor, "*batch _len _in"]],
+    layers: Sequence[Layer],
+    seed: int,
+    rotary: Rotary | None = None,
 ) -> Float[Tensor, "batch len out"]:
     """An attention with its projections by functions that autograd and watchers know."""
     *first, last = layers
     sources = _sources(problem, len(tokens), first)
     projected = [project(tokens[own.tokens], own.weight, own.bias).flatten(0, 1) for own in sources]
+    query, key, value = _by_head_of(problem, projected)
+    if rotary is not None:
+        query, key = rotary.rotate(query, problem.query_offset), rotary.rotate(key)
     output = attention(
-        *_by_head_of(problem, projected), mask=problem.mask, scores=problem.scores, scale=problem.scale,
+        query, key, value, mask=problem.mask, scores=problem.scores, scale=problem.scale,
         dropout=problem.dropout, seed=seed, query_offset=problem.query_offset, backend=native.BACKEND.name,
     )  # fmt: skip
     return project(output.transpose(1, 2).flatten(-2), *last)
@@ -273,15 +312,17 @@ class AttentionStep(LearningStep):
     """One attention with its projections: a weight and a bias for each of its layers, the last one behind the
     others."""
 
-    def __init__(self, problems: Sequence[Problem], training: bool, layout: Hashable | None) -> None:
+    def __init__(
+        self, problems: Sequence[Problem], training: bool, layout: Hashable | None, rotary: Rotary | None
+    ) -> None:
         super().__init__(problems, training, layout, [problem.dropout for problem in problems])
-        (self.problem,) = problems
+        (self.problem,), self.rotary = problems, rotary
 
     def write_forward(
         self, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int],
         held: Sequence[Held | None],
     ) -> Written:  # fmt: skip
-        own = AttentionForward(self.problem, tokens, layers_of(tensors), seeds[0], self.training, *held)
+        own = AttentionForward(self.problem, tokens, layers_of(tensors), seeds[0], self.training, held[0], self.rotary)
         return Written(own.calls, [*own.kept, own.output], own.stays, own, own.counters)
 
     def write_backward(
@@ -289,10 +330,12 @@ class AttentionStep(LearningStep):
         seeds: Sequence[int], needs: Sequence[bool],
     ) -> WayBack:  # fmt: skip
         layers = layers_of(tensors)
-        return _AttentionWayBack(AttentionBackward(self.problem, arrived, tokens, layers, kept, seeds[0], needs))
+        return _AttentionWayBack(
+            AttentionBackward(self.problem, arrived, tokens, layers, kept, seeds[0], needs, self.rotary)
+        )
 
     def by_parts(self, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int]) -> Tensor:
-        return attended_by_parts(self.problem, tokens, layers_of(tensors), seeds[0])
+        return attended_by_parts(self.problem, tokens, layers_of(tensors), seeds[0], self.rotary)
 
 
 class _AttentionWayBack(WayBack):

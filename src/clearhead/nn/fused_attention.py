@@ -15,6 +15,7 @@ from clearhead.nn import step
 from clearhead.nn.attention_step import AttentionStep, by_head
 from clearhead.nn.held import Held
 from clearhead.nn.step import kept_step, learns, may_be_step, play
+from clearhead.positions import MOST_POSITIONS, Rotary
 from clearhead.problem import Problem
 from clearhead.projection import KINDS, Layer, are_plain, kernels_take
 from clearhead.scores import ScoreRule
@@ -27,7 +28,7 @@ __all__ = ["Projections", "again", "fused_attention", "is_step", "problem_like"]
 _FUNCTION = "attention"
 _NOTHING = Want()
 #: What options of calls that may recur are; others are for ``Problem`` to look at each time.
-_SIMPLE: Final = (int, float, str, type(None))
+_SIMPLE: Final = (int, float, str, Rotary, type(None))
 
 
 class Projections(NamedTuple):
@@ -41,6 +42,7 @@ class Projections(NamedTuple):
         scale: as in ``attention``, and so are those that follow.
         dropout: see there.
         backend: see there.
+        rotary: what turns queries and keys by their positions, where something does.
     """
 
     sources: Sequence[Layer]
@@ -50,6 +52,7 @@ class Projections(NamedTuple):
     scale: float | None = None
     dropout: float = 0.0
     backend: str = "auto"
+    rotary: Rotary | None = None
 
     def tensors(self) -> list[Tensor | None]:
         """Weights and biases, the last layer's behind the others'."""
@@ -57,7 +60,7 @@ class Projections(NamedTuple):
 
     def options(self) -> tuple[Hashable, ...]:
         """What tells attentions apart besides their tensors."""
-        return self.num_heads, self.num_kv_heads, self.scale, self.dropout, self.backend
+        return self.num_heads, self.num_kv_heads, self.scale, self.dropout, self.backend, self.rotary
 
 
 def fused_attention(
@@ -109,7 +112,10 @@ def fused_attention(
         found = problem_like(tokens, own, training, mask=mask, scores=rules, query_offset=query_offset, held=held)
         return None if found is None else [found]
 
-    found = kept_step(tokens, tensors, [mask], options, attention_of, AttentionStep, caches, recurs=recurs)
+    def step_of(problems: Sequence[Problem], training: bool, layout: Hashable | None) -> AttentionStep:
+        return AttentionStep(problems, training, layout, own.rotary)
+
+    found = kept_step(tokens, tensors, [mask], options, attention_of, step_of, caches, recurs=recurs)
     return None if found is None else play(found, tokens, tensors, caches)
 
 
@@ -152,9 +158,21 @@ def problem_like(
         _FUNCTION, *_hollow(tokens, own, held), mask=mask, scores=scores, scale=own.scale, dropout=own.dropout, seed=0,
         query_offset=held.length if held is not None and held.grows else query_offset,
     )  # fmt: skip
+    if own.rotary is not None and not _has_positions(problem, query_offset, held):
+        return None
     if problem.rule_parameters or choose(_FUNCTION, problem, _NOTHING, own.backend) is not native.BACKEND:
         return None
     return problem
+
+
+def _has_positions(problem: Problem, query_offset: int | None, held: Held | None) -> bool:
+    """Whether it is plain where queries and keys stand, and a table has these places."""
+    grows = held is not None and held.grows
+    if query_offset is None and not grows and problem.q_len != problem.k_len:
+        return False
+    last = problem.query_offset + problem.q_len
+    room = problem.k_len if held is None else held.key.shape[2]
+    return problem.query_offset >= 0 and max(last, room) <= MOST_POSITIONS
 
 
 def _goes_on(held: Held, x: Tensor, training: bool, mask: Mask | None) -> bool:

@@ -74,9 +74,9 @@ class LayerParts(NamedTuple):
     def kind(self) -> LayerKind:
         """What is left of it without tensors and attentions."""
         after, hidden = (tuple(round(drop * LEVELS) for drop in drops) for drops in (self.after, [self.hidden]))
-        layers = tuple(len(own.sources) + 1 for own in self.attentions)
+        attentions = tuple((len(own.sources) + 1, own.rotary) for own in self.attentions)
         return LayerKind(
-            self.norm_first, tuple(kind for kind, _ in self.norms), self.activation, after, hidden[0], layers
+            self.norm_first, tuple(kind for kind, _ in self.norms), self.activation, after, hidden[0], attentions
         )
 
 

@@ -23,6 +23,7 @@ from clearhead.nn.attention_step import AttentionBackward, AttentionForward, att
 from clearhead.nn.held import Held
 from clearhead.nn.norm import normed_by_torch
 from clearhead.nn.step import LearningStep, WayBack, layers_of
+from clearhead.positions import Rotary
 from clearhead.problem import Problem
 from clearhead.projection import ACTIVATIONS, Activation, FeedForwardBackward, FeedForwardForward, Layer
 from clearhead.shapes import Float
@@ -42,7 +43,8 @@ class LayerKind:
         activation: of the feedforward, by name.
         after: of ``LEVELS`` numbers how many are dropped behind each sublayer.
         hidden: the same within the feedforward.
-        layers: how many layers each attention has: those of queries, keys and values, and the one that mixes heads.
+        attentions: of each how many layers it has, those of queries, keys and values and the one that mixes heads, and
+            what turns its queries and keys.
     """
 
     norm_first: bool
@@ -50,7 +52,7 @@ class LayerKind:
     activation: str
     after: tuple[int, ...]
     hidden: int
-    layers: tuple[int, ...]
+    attentions: tuple[tuple[int, Rotary | None], ...]
 
 
 #: Weights and biases of a feedforward's two layers, and of a norm.
@@ -75,7 +77,7 @@ class LayerStep(LearningStep):
         # What a sublayer gives is read by the sum with it alone.
         self.passing = self.count
         self.activation: Activation = ACTIVATIONS[kind.activation]
-        sizes = [*(2 * count for count in kind.layers), _OF_FEEDFORWARD, *[_OF_NORM] * self.count]
+        sizes = [*(2 * count for count, _ in kind.attentions), _OF_FEEDFORWARD, *[_OF_NORM] * self.count]
         #: Where the tensors of each sublayer lie, and behind them those of each norm.
         self.places = [slice(*ends) for ends in pairwise([0, *accumulate(sizes)])]
 
@@ -85,6 +87,10 @@ class LayerStep(LearningStep):
     def layers(self, tensors: Sequence[Tensor | None]) -> list[list[Layer]]:
         """Those of each sublayer."""
         return [layers_of(tensors[place]) for place in self.places[: self.count]]
+
+    def rotary(self, place: int) -> Rotary | None:
+        """What turns queries and keys of an attention."""
+        return self.kind.attentions[place][1]
 
     def norms(self, tensors: Sequence[Tensor | None]) -> list[Norm]:
         """Each sublayer's, with its weights."""
@@ -110,7 +116,8 @@ class LayerStep(LearningStep):
         def sublayer(place: int, x: Tensor) -> Tensor:
             if place < len(self.problems):
                 read = _read_by(place, x, tokens)
-                return attended_by_parts(self.problems[place], read, layers[place], seeds[2 * place])
+                rotary = self.rotary(place)
+                return attended_by_parts(self.problems[place], read, layers[place], seeds[2 * place], rotary)
             expand, contract = layers[place]
             hidden = _kept(self.activation.formula(F.linear(x, *expand)), kind.hidden, seeds[2 * place])
             return F.linear(hidden, *contract)
@@ -191,7 +198,7 @@ class _LayerForward:
         own: AttentionForward | FeedForwardForward
         if place < len(step.problems):
             read, held = _read_by(place, x, self._tokens), self._held[place]
-            own = AttentionForward(step.problems[place], read, layers, seed, step.training, held)
+            own = AttentionForward(step.problems[place], read, layers, seed, step.training, held, step.rotary(place))
             self.stays += own.stays
             self.counters += own.counters
         else:
@@ -330,8 +337,9 @@ class _LayerWayBack(WayBack):
         read = _read_by(place, rows, self._tokens)
         needs = (needs_rows, *self._of_tokens[1 : len(read)], *self._of_layers[place])
         own = AttentionBackward(
-            step.problems[place], arrived, read, self._layers[place], kept, self._seeds[2 * place], needs
-        )
+            step.problems[place], arrived, read, self._layers[place], kept, self._seeds[2 * place], needs,
+            step.rotary(place),
+        )  # fmt: skip
         self._parts[place] = own
         self._works.append(own)
         of_x = own.of_tokens[0]

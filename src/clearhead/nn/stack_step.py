@@ -34,7 +34,7 @@ class StackStep(Step):
         self._places = list[tuple[slice, slice]]()
         problem, tensor = 0, 0
         for kind in kinds:
-            own = slice(problem, problem + len(kind.layers))
+            own = slice(problem, problem + len(kind.attentions))
             layer = LayerStep(problems[own], False, None, kind)
             self._layers.append(layer)
             self._places.append((own, slice(tensor, tensor + layer.places[-1].stop)))

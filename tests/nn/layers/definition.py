@@ -77,6 +77,16 @@ def normed(y: Tensor, norm: nn.Module) -> Tensor:
     return F.layer_norm(y, y.shape[-1:], norm.weight, norm.bias, norm.eps)  # type: ignore[arg-type]
 
 
+def turned(heads: Tensor, base: float, first: int = 0) -> Tensor:
+    """Rotary positions by torch's operators, from ``first`` on."""
+    half = heads.shape[-1] // 2
+    places = torch.arange(first, first + heads.shape[-2], dtype=torch.float64)
+    angles = torch.outer(places, base ** (-torch.arange(half, dtype=torch.float64) / half))
+    cosine, sine = angles.cos().to(heads.dtype), angles.sin().to(heads.dtype)
+    x, y = heads[..., :half], heads[..., half:]
+    return torch.cat([x * cosine - y * sine, y * cosine + x * sine], -1)
+
+
 def attended(
     part: Any, y: Tensor, keys: Tensor, mask: ch.Mask | None, factor: Tensor | None = None, off: Sequence[int] = ()
 ) -> Tensor:
@@ -85,6 +95,8 @@ def attended(
     heads = [
         F.linear(read, one.weight, one.bias).unflatten(-1, (-1, part.head_dim)).transpose(1, 2) for one, read in layers
     ]
+    if part.rotary is not None:
+        heads[:2] = [turned(one, part.rotary.base) for one in heads[:2]]
     query, key, value = (one.repeat_interleave(part.num_heads // one.shape[1], 1) for one in heads)
     scale = part.head_dim**-0.5 if part.scale is None else part.scale
     scores = query @ key.transpose(-2, -1) * scale

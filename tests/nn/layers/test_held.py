@@ -61,7 +61,8 @@ def test_a_block(norm_first: bool, dtype: torch.dtype, calls: tuple[int, ...], t
 @pytest.mark.parametrize(
     ("width", "heads", "options"),
     [(20, 2, {}), (36, 3, {"num_kv_heads": 1}), (64, 4, {"num_kv_heads": 2, "bias": False}), (96, 1, {}),
-     (32, 8, {"feedforward_dim": 33, "activation": "relu"})],
+     (32, 8, {"feedforward_dim": 33, "activation": "relu"}), (96, 4, {"rotary": True}),
+     (60, 3, {"rotary": 50.0, "num_kv_heads": 1})],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("batch", [1, 3, 17])
@@ -286,8 +287,8 @@ def test_hooks_fire_once_for_each_call(name: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"rotary": True}, {"scores": ch.Alibi(4)}, {"scores": ch.RelativeBias(torch.randn(4, 17))}],
-    ids=["rotary", "alibi", "bias"],
+    [{"scores": ch.Alibi(4)}, {"scores": ch.RelativeBias(torch.randn(4, 17))}],
+    ids=["alibi", "bias"],
 )
 def test_what_a_step_cannot_say_goes_in_parts(options: dict[str, Any], taken: list[str]) -> None:
     own, x = block(DecoderBlock, **options), sequence()

@@ -46,7 +46,7 @@ def test_output_and_every_gradient(
     ("width", "heads", "options"),
     [(20, 2, {}), (36, 3, {"num_kv_heads": 1}), (32, 2, {"num_kv_heads": 1}),
      (64, 4, {"num_kv_heads": 2}), (96, 3, {}), (96, 6, {"feedforward_dim": 100}),
-     (64, 1, {"feedforward_dim": 33})],
+     (64, 1, {"feedforward_dim": 33}), (64, 4, {"num_kv_heads": 2, "rotary": True}), (36, 3, {"rotary": 100.0})],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (3, 17), (1, 300)], ids=str)

@@ -295,8 +295,7 @@ def test_a_forward_that_is_set_on_a_part_is_called(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"rotary": True}, {"scores": [ch.Alibi(4)]}, {"scores": [ch.Sink(nn.Parameter(torch.zeros(4)))]}],
-    ids=["rotary", "alibi", "sink"],
+    "options", [{"scores": [ch.Alibi(4)]}, {"scores": [ch.Sink(nn.Parameter(torch.zeros(4)))]}], ids=["alibi", "sink"],
 )  # fmt: skip
 def test_what_it_cannot_do_goes_in_parts(options: dict[str, Any]) -> None:
     assert not is_layer(block(**options)(tokens()))
