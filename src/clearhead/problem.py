@@ -173,6 +173,10 @@ class Problem:
         """The same work on other tensors of the same shapes."""
         return self._with(query=query, key=key, value=value)
 
+    def with_scores(self, scores: tuple[ScoreRule, ...]) -> Problem:
+        """The same work under rules of the same kinds."""
+        return self._with(scores=scores)
+
     def with_seed(self, seed: int) -> Problem:
         """The same work with another seed."""
         return self._with(seed=seed)

@@ -90,6 +90,7 @@ long long ch_projection_description_size(void) { return %d; }
 long long ch_dropout_description_size(void) { return %d; }
 long long ch_norm_description_size(void) { return %d; }
 long long ch_append_description_size(void) { return %d; }
+long long ch_rotation_description_size(void) { return %d; }
 const char* ch_isa_name(int index) { return index == 0 ? "modern" : index == 1 ? "plain" : 0; }
 int ch_isa_usable(int index) { return index == 1; }
 int ch_isa_best(void) { return 1; }
@@ -102,6 +103,7 @@ int ch_drop(void* work) { return 0; }
 int ch_norm_forward(void* work) { return 0; }
 int ch_norm_backward(void* work) { return 0; }
 int ch_append_rows(void* work) { return 0; }
+int ch_rotate(void* work) { return 0; }
 int ch_run(void* calls, int count, int* done) { return 0; }
 void* ch_new_tensor(int dtype, int axes, const long long* shape, const long long* strides) { return 0; }
 long long ch_kept_memory(void) { return 0; }
@@ -111,7 +113,7 @@ const char* ch_message(int code) { return "words"; }
 SIZE = ctypes.sizeof(native_library.Description)
 OTHERS = (
     native_library.LinearDescription, native_library.ProjectionDescription, native_library.DropoutDescription,
-    native_library.NormDescription, native_library.AppendDescription,
+    native_library.NormDescription, native_library.AppendDescription, native_library.RotationDescription,
 )  # fmt: skip
 SIZES = (SIZE, *map(ctypes.sizeof, OTHERS))
 GOOD = FAKE % (native_library.ABI, *SIZES)
@@ -150,11 +152,13 @@ class TestMirror:
             ("ch_dropout", native_library.DropoutDescription),
             ("ch_norm", native_library.NormDescription),
             ("ch_append", native_library.AppendDescription),
+            ("ch_rotation", native_library.RotationDescription),
             ("ch_call", native_library.Call),
         ],
     )
     def test_fields(self, struct: str, mirror: type[ctypes.Structure]) -> None:
-        assert list(mirror._fields_) == fields_of(struct)
+        kinds = [kind for kind in reversed(mirror.__mro__) if "_fields_" in vars(kind)]
+        assert [field for kind in kinds for field in vars(kind)["_fields_"]] == fields_of(struct)
 
     @pytest.mark.parametrize(
         ("prefix", "mirror"),

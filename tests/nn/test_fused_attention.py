@@ -149,10 +149,45 @@ def test_rotary_positions_that_no_table_has_go_in_parts(offset: int) -> None:
     torch.testing.assert_close(output.double(), wide(x.double(), query_offset=offset), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("scores", [(ch.Alibi(4),), (ch.SoftCap(5.0),)], ids=["alibi", "softcap"])
+def _alibi_by_hand(score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+    return score - 0.1 * (q_pos - k_pos).abs()
+
+
+def _of_batch(score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+    return score * (1.0 + 0.1 * batch)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [(ch.Alibi(4),), (ch.SoftCap(5.0),), (ch.Sink([0.0, 1.0, -1.0, 3.0]),), (ch.ScoreFunction(_alibi_by_hand),),
+     (ch.SoftCap(5.0), ch.ScoreFunction(_alibi_by_hand)),
+     (ch.DenseBias(torch.randn(37, 37, generator=torch.Generator().manual_seed(5))), ch.Alibi(4))],
+    ids=["alibi", "softcap", "sink", "by hand", "capped by hand", "dense"],
+)  # fmt: skip
 def test_with_rules_that_do_not_learn(scores: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     own, x = module(scores=scores), tokens()
     same(monkeypatch, lambda: own(x, mask=ch.Causal()), [x, *own.parameters()])
+
+
+@pytest.mark.parametrize("fn", [_alibi_by_hand, _of_batch], ids=["known", "unknown"])
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "no gradients"])
+@pytest.mark.parametrize("whole", [False, True], ids=["module", "block"])
+def test_a_function_of_the_users_in_a_module(whole: bool, grad: bool, fn: Any) -> None:
+    """As anybody makes one, products chosen by size."""
+    torch.manual_seed(0)
+    make = ch.nn.DecoderBlock if whole else ch.nn.MultiHeadAttention
+    own, x = make(48, 4, scores=ch.ScoreFunction(fn)).eval(), tokens().detach()
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            found = own(x, mask=ch.Causal())
+            exact = copy.deepcopy(own).double()(x.double(), mask=ch.Causal())
+            torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)
+            if grad:
+                found.sum().backward()
+    with torch.no_grad():
+        cache = ch.KVCache()
+        parts = [own(part, mask=ch.Causal(), cache=cache) for part in x.split([20, 1, 16], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1).double(), exact, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("needed", ["x", "weights", "last", "biases", "query", "one bias"])

@@ -104,8 +104,8 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         if not square and key is value and all(map(self._is_one_step, sequences)):
             meaning = mask_reader(_NAME, self, query, key).meaning(*masks)
             tokens = self.by_batch(*sequences)
-            options: dict[str, Any] = {"mask": meaning.mask, "scores": meaning.scores, "query_offset": 0}
-            own = self.projections()
+            options: dict[str, Any] = {"mask": meaning.mask, "query_offset": 0}
+            own = self.projections()._replace(rules=tuple(meaning.scores))
             fused = fused_attention(tokens, own, **options)
             if fused is not None:
                 return fused if self.batch_first else fused.transpose(0, 1).contiguous(), None

@@ -16,6 +16,7 @@ from clearhead.nn.checks import positive, sources_of
 from clearhead.nn.fused_attention import Projections, again, fused_attention, is_step
 from clearhead.nn.held import Held, held_by
 from clearhead.nn.linear import Linear, hooked, linear_each, weights_of
+from clearhead.nn.rule_tensors import are_known
 from clearhead.nn.rules import RuleList
 from clearhead.nn.weights import HeadWeight, copy_into, side_by_side, torch_projections, weight_and_bias
 from clearhead.positions import Rotary, as_rotary
@@ -145,7 +146,7 @@ class MultiHeadAttention(nn.Module):
             projections, tokens = self._projections() if key is value else None, (query,) if own else (query, key)
             path = None
             if projections is not None:
-                options: dict[str, Any] = {"mask": mask, "scores": self.scores.rules(), "query_offset": query_offset}
+                options: dict[str, Any] = {"mask": mask, "query_offset": query_offset}
                 fused = fused_attention(tokens, projections, **options)
                 if fused is not None:
                     return fused
@@ -205,19 +206,21 @@ class MultiHeadAttention(nn.Module):
         return again([query] if key is None or key is query else [query, key], own, mask, query_offset)
 
     def _projections(self) -> Projections | None:
-        """What the module is besides its rules, where all there is to its layers are their weights."""
+        """What the module is, where all there is to its layers are their weights."""
         layers = [self._modules.get(name) for name in _PROJECTIONS]
         plain: list[Layer] = [weights_of(layer) for layer in layers if type(layer) is Linear and not hooked(layer)]
         if len(plain) < len(layers):
             return None
         dropout = self.dropout if self.training else 0.0
         return Projections(
-            plain[:-1], plain[-1], self.num_heads, self.num_kv_heads, self.scale, dropout, self.backend, self.rotary
-        )
+            plain[:-1], plain[-1], self.num_heads, self.num_kv_heads, self.scale, dropout, self.backend, self.rotary,
+            self.scores.rules() if self._modules["scores"] else (),
+        )  # fmt: skip
 
     def projections(self) -> Projections | None:
-        """What the module is as a part of one step, where it has no rules."""
-        return None if self._modules["scores"] else self._projections()
+        """What the module is as a part of one step that may come again, where its rules are known."""
+        own = self._projections()
+        return None if own is None or not are_known(own.rules) else own
 
     def project(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, first: int = 0

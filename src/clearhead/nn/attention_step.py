@@ -20,6 +20,7 @@ from clearhead.backends.native_rotation import Rotation
 from clearhead.backends.native_work import BackwardWork, ForwardWork, Rows
 from clearhead.functional import attention
 from clearhead.nn.held import Held
+from clearhead.nn.rule_tensors import RuleTensors
 from clearhead.nn.step import LearningStep, WayBack, layers_of
 from clearhead.positions import Rotary
 from clearhead.problem import Problem
@@ -154,6 +155,8 @@ class AttentionForward:
             *(append.call for append in appended), attended.call, mixed.call,
         ]  # fmt: skip
         self.stays = [*attended.held, *(turn.table for turn in turns[:1])]
+        # Of a sink alone, and nobody reads it here.
+        self.stays += [] if attended.lse is None else [attended.lse]
         self._alive = (products, turns, appended, attended, mixed)
 
     @staticmethod
@@ -313,29 +316,33 @@ class AttentionStep(LearningStep):
     others."""
 
     def __init__(
-        self, problems: Sequence[Problem], training: bool, layout: Hashable | None, rotary: Rotary | None
-    ) -> None:
-        super().__init__(problems, training, layout, [problem.dropout for problem in problems])
-        (self.problem,), self.rotary = problems, rotary
+        self, problems: Sequence[Problem], training: bool, layout: Hashable | None, rotary: Rotary | None,
+        rules: RuleTensors,
+    ) -> None:  # fmt: skip
+        super().__init__(problems, training, layout, [problem.dropout for problem in problems], rules)
+        self.rotary = rotary
 
     def write_forward(
-        self, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int],
-        held: Sequence[Held | None],
+        self, problems: Sequence[Problem], tokens: Sequence[Tensor], tensors: Sequence[Tensor | None],
+        seeds: Sequence[int], held: Sequence[Held | None],
     ) -> Written:  # fmt: skip
-        own = AttentionForward(self.problem, tokens, layers_of(tensors), seeds[0], self.training, held[0], self.rotary)
+        own = AttentionForward(problems[0], tokens, layers_of(tensors), seeds[0], self.training, held[0], self.rotary)
         return Written(own.calls, [*own.kept, own.output], own.stays, own, own.counters)
 
     def write_backward(
-        self, arrived: Tensor, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], kept: Sequence[Tensor],
-        seeds: Sequence[int], needs: Sequence[bool],
+        self, problems: Sequence[Problem], arrived: Tensor, tokens: Sequence[Tensor],
+        tensors: Sequence[Tensor | None], kept: Sequence[Tensor], seeds: Sequence[int], needs: Sequence[bool],
     ) -> WayBack:  # fmt: skip
         layers = layers_of(tensors)
         return _AttentionWayBack(
-            AttentionBackward(self.problem, arrived, tokens, layers, kept, seeds[0], needs, self.rotary)
+            AttentionBackward(problems[0], arrived, tokens, layers, kept, seeds[0], needs, self.rotary)
         )
 
-    def by_parts(self, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int]) -> Tensor:
-        return attended_by_parts(self.problem, tokens, layers_of(tensors), seeds[0], self.rotary)
+    def by_parts(
+        self, problems: Sequence[Problem], tokens: Sequence[Tensor], tensors: Sequence[Tensor | None],
+        seeds: Sequence[int],
+    ) -> Tensor:  # fmt: skip
+        return attended_by_parts(problems[0], tokens, layers_of(tensors), seeds[0], self.rotary)
 
 
 class _AttentionWayBack(WayBack):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 
 from clearhead.backends import native
@@ -14,6 +15,7 @@ from clearhead.masks import Causal, Mask
 from clearhead.nn import step
 from clearhead.nn.attention_step import AttentionStep, by_head
 from clearhead.nn.held import Held
+from clearhead.nn.rule_tensors import RuleTensors, are_known, forms_of
 from clearhead.nn.step import kept_step, learns, may_be_step, play
 from clearhead.positions import MOST_POSITIONS, Rotary
 from clearhead.problem import Problem
@@ -32,7 +34,7 @@ _SIMPLE: Final = (int, float, str, Rotary, type(None))
 
 
 class Projections(NamedTuple):
-    """What an attention is besides its masks, rules and tokens.
+    """What an attention is besides its mask and tokens.
 
     Attributes:
         sources: the layers of queries, keys and values; or one that makes all three side by side.
@@ -43,6 +45,7 @@ class Projections(NamedTuple):
         dropout: see there.
         backend: see there.
         rotary: what turns queries and keys by their positions, where something does.
+        rules: as ``scores`` in ``attention``.
     """
 
     sources: Sequence[Layer]
@@ -53,14 +56,16 @@ class Projections(NamedTuple):
     dropout: float = 0.0
     backend: str = "auto"
     rotary: Rotary | None = None
+    rules: tuple[ScoreRule, ...] = ()
 
     def tensors(self) -> list[Tensor | None]:
-        """Weights and biases, the last layer's behind the others'."""
+        """Weights and biases, the last layer's behind the others'; not those of rules."""
         return [part for layer in (*self.sources, self.last) for part in layer]
 
     def options(self) -> tuple[Hashable, ...]:
         """What tells attentions apart besides their tensors."""
-        return self.num_heads, self.num_kv_heads, self.scale, self.dropout, self.backend, self.rotary
+        own = self.num_heads, self.num_kv_heads, self.scale, self.dropout, self.backend, self.rotary
+        return (*own, *forms_of(self.rules)) if self.rules else own
 
 
 def fused_attention(
@@ -68,7 +73,6 @@ def fused_attention(
     own: Projections,
     *,
     mask: Mask | None = None,
-    scores: ScoreRule | Iterable[ScoreRule] = (),
     query_offset: int | None = None,
     held: Held | None = None,
 ) -> Float[Tensor, "*batch _len _out"] | None:
@@ -78,9 +82,8 @@ def fused_attention(
 
     Args:
         tokens: ``[batch, len, in]`` of those that attend, and of the memory where it is not theirs.
-        own: the attention.
-        mask: as in ``attention``, and so are those that follow.
-        scores: none whose tensors learn.
+        own: the attention, without rules that learn.
+        mask: as in ``attention``.
         query_offset: see there.
         held: keys and values that are read from a cache; where it grows, those of ``tokens`` are written into it, and
             the first query stands at its length. ``tokens`` are those that attend alone.
@@ -97,26 +100,29 @@ def fused_attention(
     """
     if watched() or not may_be_step(*tokens):
         return None
-    tensors, rules = own.tensors(), (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
-    if not rules and (known := again(tokens, own, mask, query_offset, held)) is not None:
-        return known
+    known = are_known(own.rules)
+    rules = RuleTensors.of([own.rules if known else ()])
+    if rules.learn():
+        return None
+    tensors, options = [*own.tensors(), *rules.pairs()], _options(own, query_offset, rules)
     caches = () if held is None else (held,)
-    options = (query_offset, *own.options())
+    if known and (found := _again(tokens, tensors, mask, options, caches)) is not None:
+        return found
     recurs = (
-        not rules and are_plain(*tokens, *tensors) and all(lies_plainly(part) for part in tensors if part is not None)
-        and all(type(option) in _SIMPLE for option in options)
+        known and are_plain(*tokens, *tensors) and all(lies_plainly(part) for part in tensors if part is not None)
+        and all(type(option) in _SIMPLE for option in (query_offset, *own[2:-1]))
     )  # fmt: skip
 
     def attention_of() -> list[Problem] | None:
         training = learns(*tokens, *tensors)
-        found = problem_like(tokens, own, training, mask=mask, scores=rules, query_offset=query_offset, held=held)
+        found = problem_like(tokens, own, training, mask=mask, query_offset=query_offset, held=held)
         return None if found is None else [found]
 
     def step_of(problems: Sequence[Problem], training: bool, layout: Hashable | None) -> AttentionStep:
-        return AttentionStep(problems, training, layout, own.rotary)
+        return AttentionStep(problems, training, layout, own.rotary, rules)
 
-    found = kept_step(tokens, tensors, [mask], options, attention_of, step_of, caches, recurs=recurs)
-    return None if found is None else play(found, tokens, tensors, caches)
+    made = kept_step(tokens, tensors, [mask], options, attention_of, step_of, caches, recurs=recurs)
+    return None if made is None else play(made, tokens, tensors, caches)
 
 
 def is_step(tokens: Sequence[Tensor], own: Projections, **options: Any) -> bool:
@@ -129,17 +135,30 @@ def again(
     tokens: Sequence[Any], own: Projections, mask: Mask | None, query_offset: int | None, held: Held | None = None
 ) -> Tensor | None:
     """``fused_attention`` of a call like one that it has served before, or None; of tokens, a mask and an offset that
-    nobody has checked, without rules."""
+    nobody has checked, under known rules."""
+    rules = RuleTensors.of([own.rules])
+    tensors = [*own.tensors(), *rules.pairs()]
+    return _again(tokens, tensors, mask, _options(own, query_offset, rules), () if held is None else (held,))
+
+
+def _again(
+    tokens: Sequence[Any], tensors: Sequence[Tensor | None], mask: Mask | None, options: tuple[Hashable, ...],
+    held: Sequence[Held],
+) -> Tensor | None:  # fmt: skip
     # True is equal to 1, and so is its hash.
-    if type(query_offset) not in (int, type(None)):
+    if type(options[0]) not in (int, type(None)):
         return None
-    caches = () if held is None else (held,)
-    return step.again(tokens, own.tensors(), [mask], (query_offset, *own.options()), caches)
+    return step.again(tokens, tensors, [mask], options, held)
+
+
+def _options(own: Projections, query_offset: int | None, rules: RuleTensors) -> tuple[Hashable, ...]:
+    """What tells calls apart besides tensors and masks."""
+    return (query_offset, *own.options(), *rules.places)
 
 
 def problem_like(
     tokens: Sequence[Tensor], own: Projections, training: bool, *, mask: Mask | None = None,
-    scores: Iterable[ScoreRule] = (), query_offset: int | None = None, held: Held | None = None,
+    query_offset: int | None = None, held: Held | None = None,
 ) -> Problem | None:  # fmt: skip
     """The problem without numbers, where the CPU kernels are what every part would use."""
     kinds, x = KINDS if training else KINDS[:1], tokens[0]
@@ -155,14 +174,16 @@ def problem_like(
     if not kernels_take(kinds, x, *last, width=last[0].shape[-1]):
         return None
     problem = Problem.of(
-        _FUNCTION, *_hollow(tokens, own, held), mask=mask, scores=scores, scale=own.scale, dropout=own.dropout, seed=0,
-        query_offset=held.length if held is not None and held.grows else query_offset,
+        _FUNCTION, *_hollow(tokens, own, held), mask=mask, scores=own.rules, scale=own.scale, dropout=own.dropout,
+        seed=0, query_offset=held.length if held is not None and held.grows else query_offset,
     )  # fmt: skip
     if own.rotary is not None and not _has_positions(problem, query_offset, held):
         return None
-    if problem.rule_parameters or choose(_FUNCTION, problem, _NOTHING, own.backend) is not native.BACKEND:
+    learned = torch.is_grad_enabled() and problem.rule_parameters
+    if learned or choose(_FUNCTION, problem, _NOTHING, own.backend) is not native.BACKEND:
         return None
-    return problem
+    # Functions that the kernels take come to rules of theirs.
+    return problem.with_traced_rules
 
 
 def _has_positions(problem: Problem, query_offset: int | None, held: Held | None) -> bool:

@@ -23,6 +23,7 @@ from clearhead.nn.held import Held
 from clearhead.nn.layer_step import LayerKind, LayerStep
 from clearhead.nn.linear import hooked
 from clearhead.nn.norm import normed, normed_by_torch
+from clearhead.nn.rule_tensors import RuleTensors
 from clearhead.nn.stack_step import StackStep
 from clearhead.nn.step import Step, kept_step, learns, may_be_step, play
 from clearhead.problem import Problem
@@ -85,7 +86,8 @@ class Layers:
 
     Attributes:
         parts: of each.
-        tensors: one layer's behind the other's, in the order of ``StackStep``.
+        tensors: one layer's behind the other's, in the order of ``StackStep``, and those of rules.
+        rules: their tensors, each once.
         options: what tells them apart from others besides their tensors.
         looked_at: whether somebody looks at the calls of a part.
     """
@@ -97,6 +99,9 @@ class Layers:
         # Mostly they are alike: once hashed is enough.
         alike = all(own == options[0] for own in options)
         self.options: tuple[Hashable, ...] = (len(options), options[0]) if alike else tuple(options)
+        self.rules = RuleTensors.of([own.rules for layer in parts for own in layer.attentions])
+        self.tensors += self.rules.pairs()
+        self.options += self.rules.places
         self.looked_at = any(own.looked_at for own in parts)
 
 
@@ -146,7 +151,7 @@ def fused_layers(
 def _fused(
     tokens: Sequence[Tensor], layers: Layers, masks: Sequence[Mask | None], held: Sequence[Held | None]
 ) -> Tensor | None:
-    if layers.looked_at or watched() or not may_be_step(*tokens):
+    if layers.looked_at or watched() or not may_be_step(*tokens) or layers.rules.learn():
         return None
     tensors, options = layers.tensors, layers.options
     if (known := step.again(tokens, tensors, masks, options, held)) is not None:
@@ -171,8 +176,8 @@ def _fused(
     def step_of(problems: Sequence[Problem], training: bool, layout: Hashable | None) -> Step:
         kinds = [own.kind() for own in layers.parts]
         if len(kinds) == 1:
-            return LayerStep(problems, training, layout, kinds[0])
-        return StackStep(problems, training, layout, kinds)
+            return LayerStep(problems, training, layout, kinds[0], layers.rules)
+        return StackStep(problems, training, layout, kinds, layers.rules)
 
     found = kept_step(tokens, tensors, masks, options, attentions, step_of, held, recurs=recurs)
     return None if found is None else play(found, tokens, tensors, held)

@@ -22,6 +22,7 @@ from clearhead.backends.native_projection import Gate, run_calls
 from clearhead.nn.attention_step import AttentionBackward, AttentionForward, attended_by_parts, taken
 from clearhead.nn.held import Held
 from clearhead.nn.norm import normed_by_torch
+from clearhead.nn.rule_tensors import NO_RULES, RuleTensors
 from clearhead.nn.step import LearningStep, WayBack, layers_of
 from clearhead.positions import Rotary
 from clearhead.problem import Problem
@@ -66,12 +67,15 @@ class LayerStep(LearningStep):
     With d for dropout, one sublayer after the other: ``x + d(sublayer(norm(x)))``, or ``norm(x + d(sublayer(x)))``.
     """
 
-    def __init__(self, problems: Sequence[Problem], training: bool, layout: Hashable | None, kind: LayerKind) -> None:
+    def __init__(
+        self, problems: Sequence[Problem], training: bool, layout: Hashable | None, kind: LayerKind,
+        rules: RuleTensors = NO_RULES,
+    ) -> None:  # fmt: skip
         # Seeds come in pairs: within a sublayer, and behind it.
         within = [*(problem.dropout for problem in problems), kind.hidden / LEVELS]
         behind = [level / LEVELS for level in kind.after]
         super().__init__(
-            problems, training, layout, [drop for pair in zip(within, behind, strict=True) for drop in pair]
+            problems, training, layout, [drop for pair in zip(within, behind, strict=True) for drop in pair], rules
         )
         self.kind, self.count = kind, len(within)
         # What a sublayer gives is read by the sum with it alone.
@@ -98,26 +102,28 @@ class LayerStep(LearningStep):
         return [Norm(*kind, *tensors[place]) for kind, place in zip(self.kind.norms, places, strict=True)]
 
     def write_forward(
-        self, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int],
-        held: Sequence[Held | None],
+        self, problems: Sequence[Problem], tokens: Sequence[Tensor], tensors: Sequence[Tensor | None],
+        seeds: Sequence[int], held: Sequence[Held | None],
     ) -> Written:  # fmt: skip
-        own = _LayerForward(self, tokens, tensors, seeds, held)
+        own = _LayerForward(self, problems, tokens, tensors, seeds, held)
         return Written(own.calls, [*own.passing, *own.kept, own.output], own.stays, own, own.counters)
 
     def write_backward(
-        self, arrived: Tensor, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], kept: Sequence[Tensor],
-        seeds: Sequence[int], needs: Sequence[bool],
+        self, problems: Sequence[Problem], arrived: Tensor, tokens: Sequence[Tensor],
+        tensors: Sequence[Tensor | None], kept: Sequence[Tensor], seeds: Sequence[int], needs: Sequence[bool],
     ) -> WayBack:  # fmt: skip
-        return _LayerWayBack(self, arrived, tokens, tensors, kept, seeds, needs)
+        return _LayerWayBack(self, problems, arrived, tokens, tensors, kept, seeds, needs)
 
-    def by_parts(self, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int]) -> Tensor:
+    def by_parts(
+        self, problems: Sequence[Problem], tokens: Sequence[Tensor], tensors: Sequence[Tensor | None],
+        seeds: Sequence[int],
+    ) -> Tensor:  # fmt: skip
         kind, layers, x = self.kind, self.layers(tensors), tokens[0]
 
         def sublayer(place: int, x: Tensor) -> Tensor:
-            if place < len(self.problems):
-                read = _read_by(place, x, tokens)
-                rotary = self.rotary(place)
-                return attended_by_parts(self.problems[place], read, layers[place], seeds[2 * place], rotary)
+            if place < len(problems):
+                read, rotary = _read_by(place, x, tokens), self.rotary(place)
+                return attended_by_parts(problems[place], read, layers[place], seeds[2 * place], rotary)
             expand, contract = layers[place]
             hidden = _kept(self.activation.formula(F.linear(x, *expand)), kind.hidden, seeds[2 * place])
             return F.linear(hidden, *contract)
@@ -148,12 +154,13 @@ class _LayerForward:
     """
 
     def __init__(
-        self, step: LayerStep, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int],
-        held: Sequence[Held | None],
+        self, step: LayerStep, problems: Sequence[Problem], tokens: Sequence[Tensor],
+        tensors: Sequence[Tensor | None], seeds: Sequence[int], held: Sequence[Held | None],
     ) -> None:  # fmt: skip
+        self._problems = problems
         self._step, self._tokens, self._seeds, self._layers = step, tokens, seeds, step.layers(tensors)
         self._held, self.counters = held, list[Counter]()
-        rows, (first, *_) = tokens[0], step.problems
+        rows, (first, *_) = tokens[0], problems
         self.output = new_tensor(rows, (first.batch, first.q_len, rows.shape[1]))
         self.calls, self.passing, self.kept = list[tuple[Verb, Structure]](), list[Tensor](), list[Tensor]()
         self.stays, self._alive = list[Tensor](), list[object]()
@@ -196,9 +203,9 @@ class _LayerForward:
     def _sublayer(self, place: int, x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
         step, layers, seed = self._step, self._layers[place], self._seeds[2 * place]
         own: AttentionForward | FeedForwardForward
-        if place < len(step.problems):
+        if place < len(self._problems):
             read, held = _read_by(place, x, self._tokens), self._held[place]
-            own = AttentionForward(step.problems[place], read, layers, seed, step.training, held, step.rotary(place))
+            own = AttentionForward(self._problems[place], read, layers, seed, step.training, held, step.rotary(place))
             self.stays += own.stays
             self.counters += own.counters
         else:
@@ -228,9 +235,10 @@ class _LayerWayBack(WayBack):
     through."""
 
     def __init__(
-        self, step: LayerStep, arrived: Tensor, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None],
-        kept: Sequence[Tensor], seeds: Sequence[int], needs: Sequence[bool],
+        self, step: LayerStep, problems: Sequence[Problem], arrived: Tensor, tokens: Sequence[Tensor],
+        tensors: Sequence[Tensor | None], kept: Sequence[Tensor], seeds: Sequence[int], needs: Sequence[bool],
     ) -> None:  # fmt: skip
+        self._problems = problems
         self._step, self._tokens, self._seeds, self._needs = step, tokens, seeds, needs
         self._layers, self._norms = step.layers(tensors), step.norms(tensors)
         self._of_tokens, own = needs[: len(tokens)], needs[len(tokens) :]
@@ -251,7 +259,7 @@ class _LayerWayBack(WayBack):
     def _told_apart(self, kept: Sequence[Tensor]) -> list[_Kept]:
         step, left, found = self._step, deque(kept), list[_Kept]()
         for place, layers in enumerate(self._layers):
-            if place < len(step.problems):
+            if place < len(self._problems):
                 of_part = taken(left, layers, len(_read_by(place, self._tokens[0], self._tokens)))
             else:
                 of_part = [left.popleft() for _ in range(2 if step.activation.gate is Gate.SLOPE else 1)]
@@ -261,7 +269,7 @@ class _LayerWayBack(WayBack):
 
     def _wanted(self, sublayers: int, norms: int) -> bool:
         """Whether a gradient is needed of what comes before so many sublayers and norms, or of one of them."""
-        memory = sublayers >= len(self._step.problems) > 1 and self._of_tokens[-1]
+        memory = sublayers >= len(self._problems) > 1 and self._of_tokens[-1]
         parts = (*self._of_layers[:sublayers], *self._of_norms[:norms])
         return self._of_tokens[0] or memory or any(need for own in parts for need in own)
 
@@ -303,7 +311,7 @@ class _LayerWayBack(WayBack):
 
     def _of_rows(self) -> Float[Tensor, "rows width"]:
         """Room for the gradient of the layer's tokens."""
-        rows, (first, *_) = self._tokens[0], self._step.problems
+        rows, (first, *_) = self._tokens[0], self._problems
         self._of_x = new_tensor(rows, (first.batch, first.q_len, rows.shape[1]))
         return self._of_x.view(rows.shape)
 
@@ -325,7 +333,7 @@ class _LayerWayBack(WayBack):
     ) -> Float[Tensor, "rows width"] | None:
         """The gradient of what a sublayer read, where it is needed."""
         step, kept = self._step, self._kept[place].of_part
-        if place == len(step.problems):
+        if place == len(self._problems):
             needs = (needs_rows, *self._of_layers[place])
             fed = FeedForwardBackward(
                 arrived, rows, self._layers[place], kept, step.activation, step.kind.hidden, needs
@@ -337,7 +345,7 @@ class _LayerWayBack(WayBack):
         read = _read_by(place, rows, self._tokens)
         needs = (needs_rows, *self._of_tokens[1 : len(read)], *self._of_layers[place])
         own = AttentionBackward(
-            step.problems[place], arrived, read, self._layers[place], kept, self._seeds[2 * place], needs,
+            self._problems[place], arrived, read, self._layers[place], kept, self._seeds[2 * place], needs,
             step.rotary(place),
         )  # fmt: skip
         self._parts[place] = own
@@ -353,7 +361,7 @@ class _LayerWayBack(WayBack):
 
     def _of_memory(self) -> list[Tensor | None]:
         """The memory's gradient, of a layer that has one."""
-        attended = self._parts[len(self._step.problems) - 1] if len(self._tokens) > 1 else None
+        attended = self._parts[len(self._problems) - 1] if len(self._tokens) > 1 else None
         if isinstance(attended, AttentionBackward):
             return attended.of_tokens[1:]
         return [None] * (len(self._tokens) - 1)

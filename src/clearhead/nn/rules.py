@@ -47,7 +47,12 @@ class RuleHolder(nn.Module):
 
     def rule(self) -> ScoreRule:
         """The rule on the tensors that the module holds now."""
-        held = iter(getattr(self, name).reshape(shape) for name, shape in zip(self._names, self._shapes, strict=True))
+        own = [getattr(self, name) for name in self._names]
+        # Itself where it has its shape: whoever keeps a rule sees what becomes of the tensor.
+        held = iter([
+            tensor if tensor.shape == shape else tensor.reshape(shape)
+            for tensor, shape in zip(own, self._shapes, strict=True)
+        ])  # fmt: skip
         return self._form.mapped(lambda tensor: next(held))
 
     def extra_repr(self) -> str:

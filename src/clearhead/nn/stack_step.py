@@ -11,6 +11,7 @@ from clearhead.backends.native_library import Verb
 from clearhead.backends.native_prepared import Counter, Written, put_elsewhere
 from clearhead.nn.held import Held
 from clearhead.nn.layer_step import LayerKind, LayerStep
+from clearhead.nn.rule_tensors import RuleTensors
 from clearhead.nn.step import Step
 from clearhead.problem import Problem
 from clearhead.shapes import Float
@@ -26,8 +27,9 @@ class StackStep(Step):
     """
 
     def __init__(
-        self, problems: Sequence[Problem], training: bool, layout: Hashable | None, kinds: Sequence[LayerKind]
-    ) -> None:
+        self, problems: Sequence[Problem], training: bool, layout: Hashable | None, kinds: Sequence[LayerKind],
+        rules: RuleTensors,
+    ) -> None:  # fmt: skip
         assert not training
         self._layers = list[LayerStep]()
         #: Where each layer's attentions, and its tensors, lie.
@@ -39,21 +41,21 @@ class StackStep(Step):
             self._layers.append(layer)
             self._places.append((own, slice(tensor, tensor + layer.places[-1].stop)))
             problem, tensor = own.stop, tensor + layer.places[-1].stop
-        super().__init__(problems, False, layout, [drop for layer in self._layers for drop in layer.drops])
+        super().__init__(problems, False, layout, [drop for layer in self._layers for drop in layer.drops], rules)
 
     def rows(self, x: Float[Tensor, "batch len width"]) -> Float[Tensor, "rows width"]:
         return self._layers[0].rows(x)
 
     def write_forward(
-        self, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int],
-        held: Sequence[Held | None],
+        self, problems: Sequence[Problem], tokens: Sequence[Tensor], tensors: Sequence[Tensor | None],
+        seeds: Sequence[int], held: Sequence[Held | None],
     ) -> Written:  # fmt: skip
         calls, counters = list[tuple[Verb, Structure]](), list[Counter]()
         inner, outputs, stays, alive = list[Tensor](), list[Tensor](), list[Tensor](), list[object]()
         left = iter(seeds)
         for layer, (attentions, own) in zip(self._layers, self._places, strict=True):
             of_layer = [next(left) for _ in layer.drops]
-            written = layer.write_forward(tokens, tensors[own], of_layer, held[attentions])
+            written = layer.write_forward(problems[attentions], tokens, tensors[own], of_layer, held[attentions])
             *between, output = written.writes
             # What a layer has passed on within itself is free for the next one.
             if _are_like(between, inner):

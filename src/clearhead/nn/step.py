@@ -25,6 +25,7 @@ from clearhead.backends.native_work import check
 from clearhead.masks import Causal, Mask
 from clearhead.masks.parts import parts_of
 from clearhead.nn.held import Held, position_of, tensors_of
+from clearhead.nn.rule_tensors import NO_RULES, RuleTensors, as_read, with_rules_on
 from clearhead.problem import Problem, draw_seed
 from clearhead.projection import Layer, choices, recorded, unrecorded
 from clearhead.shapes import Float
@@ -66,14 +67,17 @@ class Step(ABC):
         training: whether forward keeps what backward needs.
         layout: of calls that may come again, so that the kernels' are kept; None of others.
         drops: probabilities with which numbers are dropped: a seed is drawn for each.
+        rules: tensors that the attentions' rules read, which stand behind the step's own in every call.
     """
 
     #: Tensors that forward writes in front of what backward reads, and that nobody reads later.
     passing: int = 0
 
     def __init__(
-        self, problems: Sequence[Problem], training: bool, layout: Hashable | None, drops: Sequence[float]
-    ) -> None:
+        self, problems: Sequence[Problem], training: bool, layout: Hashable | None, drops: Sequence[float],
+        rules: RuleTensors = NO_RULES,
+    ) -> None:  # fmt: skip
+        self._rule_places, self._of_rules = rules.places, 2 * len(rules.tensors)
         self.problems, self.training, self.drops = tuple(problems), training, tuple(drops)
         self._draws = any(drops)
         # Each batch of packed sequences has a mask of its own, which differs in where its runs begin and end alone.
@@ -93,11 +97,25 @@ class Step(ABC):
 
     @abstractmethod
     def write_forward(
-        self, tokens: Sequence[Float[Tensor, "_rows _width"]], tensors: Sequence[Tensor | None], seeds: Sequence[int],
-        held: Sequence[Held | None],
+        self, problems: Sequence[Problem], tokens: Sequence[Float[Tensor, "_rows _width"]],
+        tensors: Sequence[Tensor | None], seeds: Sequence[int], held: Sequence[Held | None],
     ) -> Written:  # fmt: skip
         """The calls of one forward: they write what is passing, what is kept for backward, and the output, in this
         order; of each attention that reads a cache they use what that holds."""
+
+    def _told_apart(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Tensor | None], list[Tensor]]:
+        """The step's own tensors, and those that rules read, as they are read."""
+        if self._of_rules == 0:
+            return tensors, []
+        own = len(tensors) - self._of_rules
+        return tensors[:own], as_read([part for part in tensors[own:] if part is not None])
+
+    def _under(self, rules: Sequence[Tensor]) -> Sequence[Problem]:
+        """The attentions, whose rules read these."""
+        if not rules:
+            return self.problems
+        places = zip(self.problems, self._rule_places, strict=True)
+        return [with_rules_on(problem, [rules[place] for place in own]) for problem, own in places]
 
     def rows(self, x: Float[Tensor, "batch len width"]) -> Float[Tensor, "rows width"]:
         """Tokens as the kernels read them."""
@@ -122,12 +140,13 @@ class Step(ABC):
         """What backward reads while training, and the output ``[batch, len, out]``; ``held`` of each attention, where
         one reads a cache, and what is ``known`` of a call like one before."""
         rows, position = [self.rows(each) for each in tokens], position_of(held)
-        reads = [*rows, *[part for part in tensors if part is not None], *tensors_of(held), *self.edges]
+        tensors, rules = self._told_apart(tensors)
+        reads = [*rows, *[part for part in tensors if part is not None], *rules, *tensors_of(held), *self.edges]
         if known is not None and known.strides is None:
             known.strides = strides_of(reads)
 
         def write_down() -> Written:
-            written = self.write_forward(rows, tensors, seeds, held or (None,) * len(self.problems))
+            written = self.write_forward(self._under(rules), rows, tensors, seeds, held or (None,) * len(self.problems))
             written.inner = self.passing if self.training else len(written.writes) - 1
             return written
 
@@ -143,14 +162,18 @@ class LearningStep(Step):
 
     @abstractmethod
     def write_backward(
-        self, arrived: Float[Tensor, "rows out"], tokens: Sequence[Float[Tensor, "_rows _width"]],
-        tensors: Sequence[Tensor | None], kept: Sequence[Tensor], seeds: Sequence[int], needs: Sequence[bool],
+        self, problems: Sequence[Problem], arrived: Float[Tensor, "rows out"],
+        tokens: Sequence[Float[Tensor, "_rows _width"]], tensors: Sequence[Tensor | None], kept: Sequence[Tensor],
+        seeds: Sequence[int], needs: Sequence[bool],
     ) -> WayBack:  # fmt: skip
         """The calls of one backward, from the output's gradient and what forward read and kept; ``needs`` of tokens,
         then of tensors."""
 
     @abstractmethod
-    def by_parts(self, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int]) -> Tensor:
+    def by_parts(
+        self, problems: Sequence[Problem], tokens: Sequence[Tensor], tensors: Sequence[Tensor | None],
+        seeds: Sequence[int],
+    ) -> Tensor:  # fmt: skip
         """The output by parts that autograd and watchers know."""
 
     def backward(
@@ -159,22 +182,28 @@ class LearningStep(Step):
     ) -> list[Tensor | None]:  # fmt: skip
         """Gradients of tokens, then of tensors; what is not needed is None."""
         arrived, rows = self.rows(grad), [self.rows(each) for each in tokens]
+        tensors, rules = self._told_apart(tensors)
+        nothing: list[Tensor | None] = [None] * self._of_rules
+        needs = needs[: len(needs) - self._of_rules]
         made: list[WayBack] = []
 
+        def way_back() -> WayBack:
+            return self.write_backward(self._under(rules), arrived, rows, tensors, kept, seeds, needs)
+
         def write_down() -> Written:
-            made.append(self.write_backward(arrived, rows, tensors, kept, seeds, needs))
+            made.append(way_back())
             return made[-1].written()
 
-        reads = [arrived, *rows, *[part for part in tensors if part is not None], *kept, *self.edges]
+        reads = [arrived, *rows, *[part for part in tensors if part is not None], *rules, *kept, *self.edges]
         writes, code, _ = self._calls.backward(needs, len(rows)).run(reads, write_down, seeds)
         if code == Code.NOT_FINITE:
             # Rare: NaN or inf behind a mask, which takes a look of its own.
-            return self.write_backward(arrived, rows, tensors, kept, seeds, needs).contained()
+            return way_back().contained() + nothing
         check_product(code)
         if made:
-            return made[-1].found()
+            return made[-1].found() + nothing
         found = iter(writes)
-        return [next(found) if needed else None for needed in needs]
+        return [next(found) if needed else None for needed in needs] + nothing
 
     def known_gradients(
         self, grad: Tensor, tokens: Sequence[Tensor], tensors: Sequence[Tensor | None], seeds: Sequence[int],
@@ -188,7 +217,8 @@ class LearningStep(Step):
                 for part, needed in zip((*tokens, *tensors), needs, strict=True)
             ]
             own = [part for part in parts[: len(tokens)] if part is not None]
-            output = self.by_parts(own, parts[len(tokens) :], seeds)
+            layers, rules = self._told_apart(parts[len(tokens) :])
+            output = self.by_parts(self._under(rules), own, layers, seeds)
             wanted = [part for part, needed in zip(parts, needs, strict=True) if part is not None and needed]
             found = iter(torch.autograd.grad(output, wanted, grad, create_graph=again, allow_unused=True))
         return [next(found) if part is not None and needed else None for part, needed in zip(parts, needs, strict=True)]

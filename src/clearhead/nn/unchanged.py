@@ -16,7 +16,7 @@ _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_ba
 
 
 class Unchanged:
-    """What modules and all within them are now: classes, attributes, parts and parameters, none of them hooked.
+    """What modules and all within them are now: classes, attributes, parts, parameters, buffers, none of them hooked.
 
     A parameter that is written into is the same one; one that stands in its place is another.
 
@@ -33,8 +33,10 @@ class Unchanged:
         self._modules = [part for module in modules for part in module.modules()]
         self._kinds = [*map(type, self._modules)]
         self._hooks = [vars(part)[name] for part in self._modules for name in _HOOKS]
-        # Attributes, parts and parameters: where there are none of these, some may come.
-        self._state = [own for part in self._modules for own in (vars(part), part._modules, part._parameters)]
+        # Attributes, parts, parameters and buffers: where there are none of these, some may come.
+        self._state = [
+            own for part in self._modules for own in (vars(part), part._modules, part._parameters, part._buffers)
+        ]  # fmt: skip
         self._versions, self._values = versions(self._state), self._values_now()
 
     def holds(self) -> bool:

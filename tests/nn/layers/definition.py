@@ -87,6 +87,25 @@ def turned(heads: Tensor, base: float, first: int = 0) -> Tensor:
     return torch.cat([x * cosine - y * sine, y * cosine + x * sine], -1)
 
 
+def ruled(scores: Tensor, rules: Sequence[ch.ScoreRule]) -> tuple[Tensor, list[Tensor]]:
+    """Scores as rules leave them, and logits that take part in the softmax."""
+    batch, heads, rows, columns = scores.shape
+    distance = torch.arange(rows)[:, None] - torch.arange(columns)
+    sinks = []
+    for rule in rules:
+        if isinstance(rule, ch.Alibi):
+            scores = scores - rule.slopes.to(scores.dtype)[:, None, None] * distance.abs()
+        elif isinstance(rule, ch.RelativeBias):
+            reach = rule.table.shape[1] // 2
+            scores = scores + rule.table.to(scores.dtype)[:, distance.clamp(-reach, reach) + reach]
+        elif isinstance(rule, ch.SoftCap):
+            scores = rule.cap * torch.tanh(scores / rule.cap)
+        else:
+            assert isinstance(rule, ch.Sink)
+            sinks.append(rule.logits.to(scores.dtype)[:, None, None].expand(batch, heads, rows, 1))
+    return scores, sinks
+
+
 def attended(
     part: Any, y: Tensor, keys: Tensor, mask: ch.Mask | None, factor: Tensor | None = None, off: Sequence[int] = ()
 ) -> Tensor:
@@ -100,12 +119,14 @@ def attended(
     query, key, value = (one.repeat_interleave(part.num_heads // one.shape[1], 1) for one in heads)
     scale = part.head_dim**-0.5 if part.scale is None else part.scale
     scores = query @ key.transpose(-2, -1) * scale
+    scores, sinks = ruled(scores, part.scores.rules())
     allowed = torch.ones((), dtype=torch.bool)
     if mask is not None:
         allowed = mask.dense(y.shape[1], keys.shape[1])
     allowed = allowed.expand(scores.shape)
     scores = scores.masked_fill(~allowed, -torch.inf).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
-    weights = times(torch.softmax(scores, -1).masked_fill(~allowed, 0.0), factor)
+    scores = torch.cat([scores, *sinks], -1)
+    weights = times(torch.softmax(scores, -1)[..., : keys.shape[1]].masked_fill(~allowed, 0.0), factor)
     on = torch.tensor([float(head not in off) for head in range(part.num_heads)], dtype=y.dtype)
     joined = (weights @ value * on[:, None, None]).transpose(1, 2).flatten(-2)
     return F.linear(joined, part.output_projection.weight, part.output_projection.bias)

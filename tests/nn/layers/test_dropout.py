@@ -69,7 +69,7 @@ class TestDropout:
         assert len({*seeds}) == 4
 
         def by_parts(_: Any, x: Tensor) -> Tensor:
-            return made.by_parts([x], tensors, seeds)
+            return made.by_parts(made.problems, [x], tensors, seeds)
 
         factors = factors_of(own, x, seeds)
         budget_of(own, x, ch.Causal(), numbers(own, x, call=by_parts, layer=False), factors)

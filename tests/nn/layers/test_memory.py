@@ -159,7 +159,7 @@ def test_the_step_by_its_parts(norm_first: bool) -> None:
     assert len({*seeds}) == 6
 
     def by_parts(_: Any, x: Tensor, memory: Tensor) -> Tensor:
-        return made.by_parts([x, memory], parts.tensors(), seeds)
+        return made.by_parts(made.problems, [x, memory], parts.tensors(), seeds)
 
     factors = factors_of(own, x, memory, seeds)
     budget_of(own, x, memory, numbers(own, x, memory, by_parts, layer=False), factors)

@@ -295,10 +295,15 @@ def test_a_forward_that_is_set_on_a_part_is_called(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"scores": [ch.Alibi(4)]}, {"scores": [ch.Sink(nn.Parameter(torch.zeros(4)))]}], ids=["alibi", "sink"],
+    "rule", [ch.DenseBias(torch.zeros(7, 7)), ch.Sink(nn.Parameter(torch.zeros(4))),
+             ch.RelativeBias(nn.Parameter(torch.zeros(4, 9)))],
+    ids=["dense bias", "learned sink", "learned bias"],
 )  # fmt: skip
-def test_what_it_cannot_do_goes_in_parts(options: dict[str, Any]) -> None:
-    assert not is_layer(block(**options)(tokens()))
+def test_what_it_cannot_do_goes_in_parts(rule: ch.ScoreRule) -> None:
+    own, x = block(scores=[rule]), tokens()
+    assert not is_layer(own(x))
+    own(x).sum().backward()
+    assert all(part.grad is not None for part in own.parameters())
 
 
 def test_a_cache_and_other_backends_go_in_parts() -> None:

@@ -313,7 +313,8 @@ def test_hooks_fire_once_for_each_call(name: str) -> None:
 
 
 def test_what_a_step_cannot_say_goes_block_by_block(taken: list[str]) -> None:
-    own, x = stack(Decoder, scores=ch.Alibi(4)), draw(2, LENGTH, 32)
+    scores = ch.ScoreFunction(lambda score, batch, head, q_pos, k_pos: score - 0.1 * (q_pos - k_pos).abs())
+    own, x = stack(Decoder, scores=scores), draw(2, LENGTH, 32)
     with torch.no_grad():
         whole = own(x)
     torch.testing.assert_close(decoded(own, x, [9, *[1] * 28], cache=own.new_cache()), whole, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,257 @@
+"""Score rules within a layer in one step: their tensors are read where they lie, and shared ones once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import clearhead as ch
+from clearhead.backends import native_prepared, native_projection
+from clearhead.nn import Decoder, DecoderBlock, Encoder, MultiHeadAttention, step
+from clearhead.nn.rule_tensors import RuleTensors
+from tests.budget import within_budget
+from tests.nn.layers.definition import (
+    DTYPES,
+    KINDS,
+    MASK_IDS,
+    MASKS,
+    Block,
+    attended,
+    block,
+    budget_of,
+    checked,
+    draw,
+    formula,
+    is_layer,
+    numbers,
+    same,
+    tokens,
+)
+
+pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
+
+LENGTH = 37
+
+
+def drawn(*shape: int) -> Tensor:
+    return draw(*shape, seed=11)
+
+
+RULES: dict[str, list[ch.ScoreRule]] = {
+    "alibi": [ch.Alibi(4)],
+    "relative bias": [ch.RelativeBias(drawn(4, 9))],
+    "soft cap": [ch.SoftCap(1.5)],
+    "sink": [ch.Sink(drawn(4))],
+    "all of them": [ch.SoftCap(2.0), ch.Alibi(4), ch.RelativeBias(drawn(4, 5)), ch.Sink(drawn(4))],
+}
+NAMES = pytest.mark.parametrize("name", RULES)
+
+
+def fresh(name: str) -> list[ch.ScoreRule]:
+    return [rule.mapped(torch.clone) for rule in RULES[name]]
+
+
+def decoded(own: Any, x: Tensor, calls: Sequence[int], **given: Any) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([own(part, **given) for part in x.split(list(calls), 1)], 1)
+
+
+def held_against(own: Any, found: Tensor, x: Tensor) -> None:
+    with torch.no_grad():
+        textbook, exact = formula(own, x), formula(copy.deepcopy(own).double(), x.double())
+    within_budget("output", found, textbook, exact, terms=x.shape[0] * x.shape[1], dtype=x.dtype)
+
+
+@pytest.mark.parametrize("mask", MASKS[:3], ids=MASK_IDS[:3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+@pytest.mark.parametrize("kind", KINDS)
+@NAMES
+def test_output_and_every_gradient(
+    name: str, kind: type[Block], norm_first: bool, dtype: torch.dtype, mask: ch.Mask | None
+) -> None:
+    checked(block(kind, dtype, norm_first=norm_first, scores=fresh(name)), tokens(dtype), mask)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@NAMES
+def test_with_a_cache(name: str, dtype: torch.dtype, taken: list[str]) -> None:
+    own, x = block(DecoderBlock, dtype, scores=fresh(name)), draw(2, LENGTH, 32, dtype=dtype)
+    for calls in ((9, *[1] * 28), (1,) * LENGTH, (3, 1, 5, 1, 1, 20, 2, 4)):
+        held_against(own, decoded(own, x, calls, cache=ch.KVCache()), x)
+    assert set(taken) == {"LayerStep"}
+
+
+@pytest.mark.parametrize("kind", [Decoder, Encoder])
+@NAMES
+def test_layers_that_share_their_rules(name: str, kind: Any, taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    own, x = kind(32, 4, 3, scores=fresh(name), dropout=0.0).eval(), draw(2, 9, 32)
+    with torch.no_grad():
+        right = x
+        for layer in own.blocks:
+            right = formula(layer, right)
+        right = own.norm(right)
+        for _ in range(3):
+            torch.testing.assert_close(own(x), right, rtol=1e-5, atol=1e-5)
+        # From now on nothing is written down.
+        monkeypatch.setattr(native_prepared, "run", None)
+        torch.testing.assert_close(own(x), right, rtol=1e-5, atol=1e-5)
+    assert taken == ["StackStep"] * 4
+
+
+@NAMES
+def test_a_stack_token_by_token(name: str, taken: list[str]) -> None:
+    torch.manual_seed(1)
+    own, x = Decoder(32, 4, 3, scores=fresh(name), rotary=True, dropout=0.0).eval(), draw(2, LENGTH, 32)
+    with torch.no_grad():
+        right = own(x)
+    found = decoded(own, x, [9, *[1] * 28], cache=own.new_cache())
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+    assert set(taken) == {"StackStep"}
+
+
+def _written_into(part: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in (*part.parameters(), *part.buffers()):
+            tensor.mul_(3.0)
+
+
+def _replaced(part: nn.Module) -> None:
+    for name, tensor in [*part.named_buffers()]:
+        setattr(part, name, tensor * 3.0)
+    for name, own in [*part.named_parameters()]:
+        setattr(part, name, nn.Parameter(own.detach() * 3.0))
+
+
+def _moved(part: nn.Module) -> None:
+    for tensor in (*part.parameters(), *part.buffers()):
+        tensor.data = tensor.data * 3.0
+
+
+def _loaded(part: nn.Module) -> None:
+    part.load_state_dict({name: 3.0 * tensor for name, tensor in part.state_dict().items()})
+
+
+@pytest.mark.parametrize("change", [_written_into, _replaced, _moved, _loaded])
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["attention", "block", "stack"])
+def test_tensors_that_change(kind: str, dtype: torch.dtype, learned: bool, change: Any, taken: list[str]) -> None:
+    torch.manual_seed(1)
+    table = drawn(4, 9)
+    scores = [ch.RelativeBias(nn.Parameter(table) if learned else table), ch.Alibi(4)]
+    x = draw(2, 9, 32, dtype=dtype)
+    own: Any = (
+        {
+            "attention": lambda: MultiHeadAttention(32, 4, scores=scores),
+            "block": lambda: block(scores=scores),
+            "stack": lambda: Encoder(32, 4, 2, scores=scores, dropout=0.0),
+        }[kind]()
+        .to(dtype)
+        .eval()
+    )
+    parts = [part for part in own.modules() if isinstance(part, MultiHeadAttention)]
+
+    def right(own: Any, x: Tensor) -> Tensor:
+        if kind == "attention":
+            return attended(own, x, x, None)
+        if kind == "block":
+            return formula(own, x)
+        for layer in own.blocks:
+            x = formula(layer, x)
+        output: Tensor = own.norm(x)
+        return output
+
+    with torch.no_grad():
+        for round_ in range(3):
+            if round_:
+                for holder in parts[0].scores:
+                    change(holder)
+            for _ in range(3):
+                exact = right(copy.deepcopy(own).double(), x.double())
+                within_budget("output", own(x), right(own, x), exact, terms=2 * 9, dtype=dtype)
+    assert len(taken) == 9
+
+
+@NAMES
+def test_who_watches_sees_the_same_bits(name: str) -> None:
+    own, x = block(DecoderBlock, scores=fresh(name)), tokens()
+    alone = [numbers(own, x) for _ in range(3)]
+    with ch.observe(own, ch.Want(entropy=True)) as seen:
+        watched = numbers(own, x, layer=False)
+    assert len(list(seen)) == 1
+    for found in alone:
+        same(found, watched)
+
+
+@pytest.mark.parametrize("rule", ["relative bias", "sink"])
+def test_rules_that_learn_go_in_parts_and_are_a_step_without_gradients(rule: str, taken: list[str]) -> None:
+    own, x = block(scores=[each.mapped(nn.Parameter) for each in fresh(rule)]), tokens()
+    for _ in range(3):
+        found = numbers(own, x, layer=False)
+        budget_of(own, x, None, found)
+        with torch.no_grad():
+            torch.testing.assert_close(own(x), found[0], rtol=1e-5, atol=1e-5)
+            for part in own.parameters():
+                part.add_(0.01)
+    assert taken == ["LayerStep"] * 3
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
+def test_a_hidden_token_that_is_not_finite(bad: float) -> None:
+    own, mask = block(scores=fresh("all of them")), ch.Padding(torch.tensor([7, 3]))
+    x, upstream = tokens(), draw(2, 7, 32, seed=3).index_fill(1, torch.tensor([5]), 0.0)
+    right = numbers(own, x, mask, upstream=upstream)
+    spoiled = x.detach().clone()
+    spoiled[1, 5] = bad
+    found = numbers(own, spoiled.requires_grad_(), mask, upstream=upstream)
+    rows = [place for place in range(7) if place != 5]
+    same([found[0][0], found[0][1, rows], found[1][0]], [right[0][0], right[0][1, rows], right[1][0]])
+
+
+def test_gradients_that_are_recorded() -> None:
+    own, x = block(scores=fresh("alibi")), tokens()
+    (plain,) = torch.autograd.grad(own(x).square().sum(), x)
+    (found,) = torch.autograd.grad(own(x).square().sum(), x, create_graph=True)
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_writing_into_a_rule_before_backward_is_told() -> None:
+    own, x = block(scores=fresh("alibi")), tokens()
+    output = own(x)
+    assert is_layer(output)
+    own.attention.scores[0].slopes.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_other_rules_of_the_same_sizes_in_turn() -> None:
+    """Caps, kinds and which layer reads which tensor tell calls apart."""
+    x, table = draw(2, 9, 32), drawn(4, 9)
+    found = [
+        [ch.SoftCap(1.0)], [ch.SoftCap(2.0)], [ch.Alibi(4)], [ch.Sink(ch.Alibi(4).slopes.clone())],
+        [ch.Alibi(4), ch.Sink(drawn(4))], [ch.Sink(drawn(4)), ch.Alibi(4)],
+        [ch.RelativeBias(table), ch.RelativeBias(table)], [ch.RelativeBias(table), ch.RelativeBias(table.flip(0))],
+    ]  # fmt: skip
+    owns = [block(scores=rules) for rules in found]
+    with torch.no_grad():
+        rights = [formula(own, x) for own in owns]
+        for _ in range(4):
+            for own, right in zip(owns, rights, strict=True):
+                torch.testing.assert_close(own(x), right, rtol=1e-5, atol=1e-5)
+    assert len(step._KEPT.steps) == len(found)
+
+
+def test_each_tensor_is_listed_once() -> None:
+    one, two = torch.zeros(4), torch.ones(4)
+    rules = [(ch.Sink(one), ch.SoftCap(1.0)), (), (ch.Sink(two), ch.Sink(one))]
+    found = RuleTensors.of(rules)
+    assert [tensor is own for tensor, own in zip(found.tensors, (one, two), strict=True)] == [True, True]
+    assert found.places == ((0,), (), (1, 0))
+    assert RuleTensors.of([(), ()]) == ((), ((), ()))
