@@ -8,11 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import clearhead as ch
 from clearhead.masks import parts
 from clearhead.masks.base import index_tensors
 from clearhead.masks.intervals import MAX_INTERVALS
+from clearhead.masks.parts import band_of
 from clearhead.masks.tile_map import tile_map
 from clearhead.record import decode
 from tests.problems import BATCH, HEADS, LEN, MASKS, NamedMask
@@ -253,3 +255,26 @@ class TestPartsOf:
         assert start.is_contiguous()
         assert int(start.min()) >= 0
         assert int(stop.max()) <= 7
+
+
+@pytest.mark.parametrize(
+    ("mask", "band"),
+    [
+        (ch.Causal(), (None, 0)), (ch.Window(3), (3, 0)), (ch.Window(3, 2), (3, 2)),
+        (ch.Causal() & ch.Window(3, 2), (3, 0)), (ch.Window(5, 1) & ch.Window(3, 2) & ch.Window(4, 0), (3, 0)),
+        (ch.Causal() | ch.Window(3), None), (~ch.Causal(), None), (ch.Causal() & ch.Prefix(3), None),
+        (ch.Padding([3]), None), (ch.Causal() & ch.Documents(lengths=[3, 4]), None),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_a_band(mask: ch.Mask, band: object) -> None:
+    assert band_of(mask) == band
+
+
+def test_a_class_of_ones_own_is_no_band() -> None:
+    class Other(ch.Window):
+        def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+            return k_pos == q_pos
+
+    assert band_of(Other(3)) is None
+    assert band_of(ch.Causal() & Other(3)) is None

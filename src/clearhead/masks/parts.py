@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -16,13 +17,14 @@ from clearhead.masks.positional import Causal, Window
 from clearhead.masks.tables import Blocks, Dense
 from clearhead.shapes import Bool, Int
 
-__all__ = ["Parts", "parts_of", "take_apart"]
+__all__ = ["Parts", "band_of", "parts_of", "take_apart"]
 
 #: Places of a mask that are asked at once.
 _STRIP: Final = 2**20
 #: Numbers of a mask that are compared sooner than worked on again.
 _FEW: Final = 2**16
 _CPU: Final = torch.device("cpu")
+_BANDS: Final = (Causal, Window)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,14 +116,33 @@ def take_apart(
                 rest.append(part)
             else:
                 runs = both
-    before = min((part.before for part in bands if isinstance(part, Window)), default=None)
-    after = min((part.after if isinstance(part, Window) else 0 for part in bands), default=None)
+    before, after = _reach_of(bands)
     dense, blocks = tables.get(Dense), tables.get(Blocks)
     assert dense is None or isinstance(dense, Dense)
     assert blocks is None or isinstance(blocks, Blocks)
     return Parts(
         before=before, after=after, runs=runs, dense=dense, blocks=blocks, rest=tuple(rest), k_len=size[3]
     )  # fmt: skip
+
+
+def _reach_of(bands: Sequence[Causal | Window]) -> tuple[int | None, int | None]:
+    """How far back and ahead all of these let a query see; None for as far as there are keys."""
+    before = min((part.before for part in bands if isinstance(part, Window)), default=None)
+    after = min((part.after if isinstance(part, Window) else 0 for part in bands), default=None)
+    return before, after
+
+
+def band_of(mask: Mask) -> tuple[int | None, int | None] | None:
+    """How far back and ahead a mask lets a query see that is a band and nothing else; None of any other.
+
+    Such a mask says the same wherever a call's first query stands, and two that reach as far are one.
+
+    >>> band_of(Causal() & Window(3, after=1)), band_of(Causal())
+    ((3, 0), (None, 0))
+    """
+    parts = (mask,) if type(mask) in _BANDS else (*conjuncts(mask),)
+    bands = [part for part in parts if isinstance(part, (Causal, Window)) and type(part) in _BANDS]
+    return _reach_of(bands) if len(bands) == len(parts) else None
 
 
 @dataclass(frozen=True)

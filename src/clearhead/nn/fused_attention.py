@@ -11,7 +11,8 @@ from torch import Tensor
 from clearhead.backends import native
 from clearhead.backends.native_projection import lies_plainly
 from clearhead.dispatch import choose
-from clearhead.masks import Causal, Mask
+from clearhead.masks import Mask
+from clearhead.masks.parts import band_of
 from clearhead.nn import step
 from clearhead.nn.attention_step import AttentionStep, by_head
 from clearhead.nn.held import Held
@@ -200,7 +201,7 @@ def _goes_on(held: Held, x: Tensor, training: bool, mask: Mask | None) -> bool:
     """Whether a step can read what a cache holds; whatever its length is, so that a mask may know of no place."""
     if training or not are_plain(x, held.key, held.value):
         return False
-    return mask is None or type(mask) is Causal or not held.grows
+    return mask is None or not held.grows or band_of(mask) is not None
 
 
 def _hollow(tokens: Sequence[Tensor], own: Projections, held: Held | None) -> tuple[Tensor, ...]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.cache import KVCache, count_appended
-from clearhead.masks import Causal, Mask
+from clearhead.masks import Mask
+from clearhead.masks.parts import band_of
 from clearhead.nn.attention import MultiHeadAttention
 from clearhead.nn.blocks import SUBLAYERS, Block, DecoderBlock, EncoderBlock
 from clearhead.nn.fused_layer import Layers, fused_layers
@@ -54,7 +55,7 @@ def fused_blocks(
 ) -> Float[Tensor, "*batch _len _width"] | None:  # fmt: skip
     """The output of the last of blocks, each of which reads what the one before it gives: the bits that they give one
     by one. None where something is learned, somebody looks at a part, or nothing is saved: in a large call, and under
-    a mask that may be another's, as that of each padded batch is.
+    a mask that is no band and may be another's, as that of each padded batch is.
 
     Args:
         blocks: encoder's or decoder's.
@@ -65,7 +66,7 @@ def fused_blocks(
     x = tokens[0]
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.numel() > _MOST or len(blocks) < 2:
         return None
-    if any(mask is not None and type(mask) is not Causal for mask in masks):
+    if any(mask is not None and band_of(mask) is None for mask in masks):
         return None
     apart = _taken_apart(blocks, tokens)
     held = None if apart is None else _held(tokens, caches, apart.heads)

@@ -22,8 +22,8 @@ from clearhead.backends.native_prepared import Kept, Stretches, Strides, Written
 from clearhead.backends.native_projection import check as check_product
 from clearhead.backends.native_projection import rows_of
 from clearhead.backends.native_work import check
-from clearhead.masks import Causal, Mask
-from clearhead.masks.parts import parts_of
+from clearhead.masks import Mask
+from clearhead.masks.parts import band_of, parts_of
 from clearhead.nn.held import Held, position_of, tensors_of
 from clearhead.nn.rule_tensors import NO_RULES, RuleTensors, as_read, with_rules_on
 from clearhead.problem import Problem, draw_seed
@@ -354,7 +354,7 @@ def kept_step(
         *(each.shape for each in tokens), dtype, *shapes, *options, training, torch.get_num_threads(),
         *(choices(dtype) if recurs else ()), *_marks_of(held),
     )  # fmt: skip
-    marks = tuple(map(_mark, masks))
+    marks = tuple(_marks(masks))
     step = _KEPT.get((marks, layout)) if recurs else None
     if step is None or not step.is_current():
         problems = problems_of()
@@ -379,7 +379,7 @@ def _asked(
 ) -> Hashable:  # fmt: skip
     """What tells calls apart besides their tensors."""
     shapes, missing = [each.shape for each in tokens], tuple([part is None for part in tensors])
-    marks, around = [_mark(mask) for mask in masks], (torch.is_grad_enabled(), torch.get_num_threads())
+    marks, around = _marks(masks), (torch.is_grad_enabled(), torch.get_num_threads())
     # A first layer may read what was made before inference mode, those behind it never do.
     made = [each.is_inference() for each in tokens]
     return *shapes, missing, *marks, *options, *_marks_of(held), *made, *around
@@ -389,9 +389,14 @@ def _marks_of(held: Sequence[Held | None]) -> list[Hashable]:
     return [None if own is None else own.marks() for own in held]
 
 
-def _mark(mask: Mask | None) -> Hashable:
-    """A mask's name: its class where that says all, or its id, which is its own as long as a step holds the mask."""
-    return Causal if type(mask) is Causal else id(mask)
+def _marks(masks: Sequence[Mask | None]) -> list[Hashable]:
+    """Names of masks: how far a band reaches; of others an id, which is its own as long as a step holds the mask."""
+    found: dict[int, Hashable] = {}
+    for mask in masks:
+        if id(mask) not in found:
+            band = None if mask is None else band_of(mask)
+            found[id(mask)] = id(mask) if band is None else band
+    return [found[id(mask)] for mask in masks]
 
 
 def _is_said_by_runs(problem: Problem) -> bool:

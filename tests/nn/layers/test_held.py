@@ -295,12 +295,70 @@ def test_what_a_step_cannot_say_goes_in_parts(taken: list[str]) -> None:
     assert "LayerStep" not in taken[-29:]
 
 
-def test_a_window_goes_in_parts() -> None:
-    own, x, cache, mask = block(DecoderBlock), sequence(), ch.KVCache(), ch.Window(4)
+BANDS = pytest.mark.parametrize(
+    "band", [ch.Window(4), ch.Window(0), ch.Causal() & ch.Window(9, after=3), ch.Window(50)], ids=repr
+)
+
+
+@pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
+@BANDS
+def test_a_band_is_a_step(band: ch.Mask, calls: tuple[int, ...], taken: list[str]) -> None:
+    own, x = block(DecoderBlock), sequence()
+    with torch.no_grad():
+        right = formula(own, x, band)
+    for _ in range(2):
+        found = decoded(own, x, calls, cache=ch.KVCache(), mask=copy.deepcopy(band))
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+    assert taken == ["LayerStep"] * 2 * len(calls)
+
+
+@BANDS
+def test_a_stack_under_a_band(band: ch.Mask, taken: list[str]) -> None:
+    torch.manual_seed(1)
+    own, x = Decoder(32, 4, 3, dropout=0.0).eval(), sequence()
+    with torch.no_grad():
+        right = x
+        for layer in own.blocks:
+            right = formula(layer, right, band)
+        right = own.norm(right)
+        torch.testing.assert_close(own(x, mask=band), right, rtol=1e-5, atol=1e-5)
+    found = decoded(own, x, (9, *[1] * 28), cache=own.new_cache(), mask=band)
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+    assert set(taken) == {"StackStep"}
+
+
+def test_bands_that_are_made_anew_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, x, cache = block(DecoderBlock), sequence(), ch.KVCache()
+    found = [decoded(own, x[:, :3], [1] * 3, cache=cache, mask=ch.Window(4))]
+    with monkeypatch.context() as nothing_written:
+        nothing_written.setattr(native_prepared, "run", None)
+        found += [decoded(own, x[:, place : place + 1], [1], cache=cache, mask=ch.Window(4)) for place in range(3, 16)]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(found, 1), formula(own, x[:, :16], ch.Window(4)), rtol=1e-5, atol=1e-5)
+
+
+def test_bands_in_turn_that_reach_otherwise() -> None:
+    own, x, band = block(DecoderBlock), sequence(), ch.Window(6)
+    caches = [ch.KVCache() for _ in range(4)]
+    with torch.no_grad():
+        rights = [formula(own, x, ch.Window(reach)) for reach in (1, 2, 3, 6)]
+        for place in range(20):
+            token = x[:, place : place + 1]
+            for reach, cache, right in zip((1, 2, 3, 6), caches, rights, strict=True):
+                # One mask whose reach is set anew.
+                band.before = reach
+                found = own(token, cache=cache, mask=band)
+                torch.testing.assert_close(found, right[:, place : place + 1], rtol=1e-5, atol=1e-5)
+
+
+def test_another_mask_goes_in_parts(taken: list[str]) -> None:
+    own, x, cache, mask = block(DecoderBlock), sequence(), ch.KVCache(), ch.Window(4) | ch.Prefix(2)
     with torch.no_grad():
         whole = own(x, mask=mask)
+    taken.clear()
     found = decoded(own, x, [9, *[1] * 28], cache=cache, mask=mask)
     torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
+    assert taken == []
 
 
 def test_autocast_and_another_backend_go_in_parts(taken: list[str]) -> None:
