@@ -13,7 +13,7 @@ from torch import Tensor
 
 import clearhead as ch
 from clearhead import positions
-from clearhead.positions import MOST_POSITIONS, Rotary, as_rotary, sinusoidal
+from clearhead.positions import MOST_POSITIONS, Rotary, as_rotary, sinusoidal, table_of
 from tests.agreement import needs_native
 
 
@@ -147,18 +147,18 @@ def test_the_bits_of_rotary_do_not_depend_on_threads_or_company() -> None:
 def test_tables_are_kept_and_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(positions._TABLES, "steps", {})
     rotary, other = Rotary(), Rotary(100.0)
-    table = rotary.table(8, 3)
-    assert table is rotary.table(8, 512)
-    assert table is Rotary(10000).table(8, 1)
-    assert table is not other.table(8, 3)
-    assert rotary.table(6, 3).shape == (512, 6)
-    grown = rotary.table(8, 513)
+    table = table_of(rotary, 8, 3)
+    assert table is table_of(rotary, 8, 512)
+    assert table is table_of(Rotary(10000), 8, 1)
+    assert table is not table_of(other, 8, 3)
+    assert table_of(rotary, 6, 3).shape == (512, 6)
+    grown = table_of(rotary, 8, 513)
     assert grown.shape == (1024, 8)
     assert torch.equal(grown[:512], table)
     angles = torch.outer(torch.arange(1024.0, dtype=torch.float64), 10000.0 ** (-torch.arange(0, 8, 2).double() / 8))
     assert torch.equal(grown, torch.cat([angles.cos(), angles.sin()], -1).float())
     for base in range(2, 60):
-        Rotary(base).table(8, 3)
+        table_of(Rotary(base), 8, 3)
     assert len(positions._TABLES.steps) == positions._TABLES.most
 
 

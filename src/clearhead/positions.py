@@ -15,13 +15,13 @@ from clearhead.errors import ShapeError
 from clearhead.projection import are_plain, recorded
 from clearhead.shapes import Float, Int
 
-__all__ = ["MOST_POSITIONS", "Rotary", "as_rotary", "sinusoidal"]
+__all__ = ["MOST_POSITIONS", "Rotary", "as_rotary", "sinusoidal", "table_of"]
 
 #: Positions that tables are kept for: 64 channels of so many are 32 MiB.
 MOST_POSITIONS: Final = 2**17
 #: Those of the smallest table.
 _LEAST_POSITIONS: Final = 512
-#: By base and channels.
+#: By rotary and channels.
 _TABLES: Final = Kept[Tensor](8)
 
 
@@ -74,44 +74,49 @@ class Rotary:
                 then="Choose an even head_dim.",
             )  # fmt: skip
         if are_plain(x) and takes(x) and x.numel() > 0:
-            return _turned(x, *self._table_from(first, length, channels))
+            return _turned(x, *_table_from(self, first, length, channels))
         work = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return _turned_by_torch(x, *(part.to(work) for part in self._angles(first, length, channels, x.device)))
-
-    def table(self, head_dim: int, positions: int) -> Float[Tensor, "_positions head_dim"]:
-        """Cosines and, behind them, sines of at least so many positions from 0 on, float32, kept for later calls.
-
-        Args:
-            head_dim: channels of what is turned, an even number.
-            positions: at most ``2**17``.
-        """
-        assert positions <= MOST_POSITIONS
-        known = _TABLES.get((self.base, head_dim))
-        if known is None or len(known) < positions:
-            count = max(_LEAST_POSITIONS, 1 << (positions - 1).bit_length())
-            _TABLES.put((self.base, head_dim), known := self._made(0, count, head_dim))
-        return known
-
-    def _table_from(self, first: int, length: int, channels: int) -> tuple[Tensor, int]:
-        """A table that has these positions, and where in it the first of them stands."""
-        if 0 <= first <= MOST_POSITIONS - length:
-            return self.table(channels, first + length), first
-        return self._made(first, length, channels), 0
-
-    def _made(self, first: int, length: int, channels: int) -> Float[Tensor, "length channels"]:
-        # What is made in inference mode could not be part of a gradient later.
-        with torch.inference_mode(False):
-            return torch.cat(self._angles(first, length, channels, torch.device("cpu")), dim=-1).float()
-
-    def _angles(self, first: int, length: int, channels: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines in float64, each ``[length, channels / 2]``."""
-        position = torch.arange(first, first + length, dtype=torch.float64, device=device)
-        rate = self.base ** (-torch.arange(0, channels, 2, dtype=torch.float64, device=device) / channels)
-        angle = position[:, None] * rate
-        return angle.cos(), angle.sin()
+        return _turned_by_torch(x, *(part.to(work) for part in _angles(self, first, length, channels, x.device)))
 
     def __repr__(self) -> str:
         return f"Rotary(base={self.base:g})"
+
+
+def table_of(rotary: Rotary, head_dim: int, positions: int) -> Float[Tensor, "_positions head_dim"]:
+    """Cosines and, behind them, sines of at least so many positions from 0 on, float32, kept for later calls.
+
+    Args:
+        rotary: what they are angles of.
+        head_dim: channels of what is turned, an even number.
+        positions: at most ``MOST_POSITIONS``.
+    """
+    assert positions <= MOST_POSITIONS
+    known = _TABLES.get((rotary, head_dim))
+    if known is None or len(known) < positions:
+        count = max(_LEAST_POSITIONS, 1 << (positions - 1).bit_length())
+        _TABLES.put((rotary, head_dim), known := _table(rotary, 0, count, head_dim))
+    return known
+
+
+def _table_from(rotary: Rotary, first: int, length: int, channels: int) -> tuple[Tensor, int]:
+    """A table that has these positions, and where in it the first of them stands."""
+    if 0 <= first <= MOST_POSITIONS - length:
+        return table_of(rotary, channels, first + length), first
+    return _table(rotary, first, length, channels), 0
+
+
+def _table(rotary: Rotary, first: int, length: int, channels: int) -> Float[Tensor, "length channels"]:
+    # What is made in inference mode could not be part of a gradient later.
+    with torch.inference_mode(False):
+        return torch.cat(_angles(rotary, first, length, channels, torch.device("cpu")), dim=-1).float()
+
+
+def _angles(rotary: Rotary, first: int, length: int, channels: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines in float64, each ``[length, channels / 2]``."""
+    position = torch.arange(first, first + length, dtype=torch.float64, device=device)
+    rate = rotary.base ** (-torch.arange(0, channels, 2, dtype=torch.float64, device=device) / channels)
+    angle = position[:, None] * rate
+    return angle.cos(), angle.sin()
 
 
 def _turned(x: Tensor, table: Tensor, first: int) -> Tensor:

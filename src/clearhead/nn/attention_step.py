@@ -22,7 +22,7 @@ from clearhead.functional import attention
 from clearhead.nn.held import Held
 from clearhead.nn.rule_tensors import RuleTensors
 from clearhead.nn.step import LearningStep, WayBack, layers_of
-from clearhead.positions import Rotary
+from clearhead.positions import Rotary, table_of
 from clearhead.problem import Problem
 from clearhead.projection import Layer, project
 from clearhead.shapes import Float
@@ -97,7 +97,7 @@ def _turns(
     grows = held is not None and held.grows
     # Behind those that a cache holds new tokens stand where they do as queries, up to where it must grow.
     room, first_key = (held.key.shape[2], problem.query_offset) if held is not None and grows else (problem.k_len, 0)
-    table = rotary.table(problem.head_dim, max(problem.query_offset + problem.q_len, room))
+    table = table_of(rotary, problem.head_dim, max(problem.query_offset + problem.q_len, room))
     places = (problem.query_offset, first_key)
     return [Rotation(part, table, first, back=back) for part, first in zip(heads[:2], places, strict=False)]
 

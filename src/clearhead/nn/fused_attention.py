@@ -31,7 +31,7 @@ __all__ = ["Projections", "again", "fused_attention", "is_step", "problem_like"]
 _FUNCTION = "attention"
 _NOTHING = Want()
 #: What options of calls that may recur are; others are for ``Problem`` to look at each time.
-_SIMPLE: Final = (int, float, str, Rotary, type(None))
+_SIMPLE: Final = (int, float, str, type(None))
 
 
 class Projections(NamedTuple):
@@ -102,16 +102,16 @@ def fused_attention(
     if watched() or not may_be_step(*tokens):
         return None
     known = are_known(own.rules)
+    if known and (found := again(tokens, own, mask, query_offset, held)) is not None:
+        return found
     rules = RuleTensors.of([own.rules if known else ()])
     if rules.learn():
         return None
     tensors, options = [*own.tensors(), *rules.pairs()], _options(own, query_offset, rules)
     caches = () if held is None else (held,)
-    if known and (found := _again(tokens, tensors, mask, options, caches)) is not None:
-        return found
     recurs = (
         known and are_plain(*tokens, *tensors) and all(lies_plainly(part) for part in tensors if part is not None)
-        and all(type(option) in _SIMPLE for option in (query_offset, *own[2:-1]))
+        and all(type(option) in _SIMPLE for option in (query_offset, own.scale, own.dropout, own.backend))
     )  # fmt: skip
 
     def attention_of() -> list[Problem] | None:
@@ -137,19 +137,12 @@ def again(
 ) -> Tensor | None:
     """``fused_attention`` of a call like one that it has served before, or None; of tokens, a mask and an offset that
     nobody has checked, under known rules."""
-    rules = RuleTensors.of([own.rules])
-    tensors = [*own.tensors(), *rules.pairs()]
-    return _again(tokens, tensors, mask, _options(own, query_offset, rules), () if held is None else (held,))
-
-
-def _again(
-    tokens: Sequence[Any], tensors: Sequence[Tensor | None], mask: Mask | None, options: tuple[Hashable, ...],
-    held: Sequence[Held],
-) -> Tensor | None:  # fmt: skip
     # True is equal to 1, and so is its hash.
-    if type(options[0]) not in (int, type(None)):
+    if type(query_offset) not in (int, type(None)):
         return None
-    return step.again(tokens, tensors, [mask], options, held)
+    rules, caches = RuleTensors.of([own.rules]), () if held is None else (held,)
+    tensors = [*own.tensors(), *rules.pairs()]
+    return step.again(tokens, tensors, [mask], _options(own, query_offset, rules), caches)
 
 
 def _options(own: Projections, query_offset: int | None, rules: RuleTensors) -> tuple[Hashable, ...]:

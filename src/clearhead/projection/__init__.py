@@ -1,7 +1,7 @@
 """Products of linear layers, forward and backward, by whichever path was measured to be faster."""
 
 from clearhead.projection.activations import ACTIVATIONS, Activation
-from clearhead.projection.chosen import DTYPES, Choice, check_variable, choice, choices, measured
+from clearhead.projection.chosen import DTYPES, Choice, check_variable, choice, choices, hold, measured, told
 from clearhead.projection.feedforward import project_activate, project_activate_project
 from clearhead.projection.feedforward_calls import FeedForwardBackward, FeedForwardForward
 from clearhead.projection.paths import KINDS, NATIVE, Layer, Path
@@ -32,6 +32,7 @@ __all__ = [
     "choice",
     "choices",
     "has_choice",
+    "hold",
     "kernels_take",
     "measured",
     "project",
@@ -39,6 +40,7 @@ __all__ = [
     "project_activate_project",
     "project_each",
     "recorded",
+    "told",
     "unlooked",
     "unrecorded",
 ]

@@ -19,7 +19,7 @@ from torch import Tensor
 from clearhead.errors import UnsupportedError
 from clearhead.projection.paths import KINDS, NATIVE, ONEDNN, PATHS, TORCH, Path
 
-__all__ = ["DTYPES", "Choice", "check_variable", "choice", "choices", "measured"]
+__all__ = ["DTYPES", "Choice", "check_variable", "choice", "choices", "hold", "measured", "told"]
 
 _VARIABLE: Final = "CLEARHEAD_PROJECTION"
 #: What the measurement multiplies, and how often: some 20 milliseconds for each kind.
@@ -89,6 +89,40 @@ def choice(kind: str, dtype: torch.dtype = torch.float32) -> Choice:
 def choices(dtype: torch.dtype) -> tuple[tuple[str, str | None], ...]:
     """The path of every kind of product, and that of narrow ones: what is kept of calls holds while these do."""
     return tuple((found.path, found.narrow) for found in (choice(kind, dtype) for kind in KINDS))
+
+
+def told(dtype: torch.dtype = torch.float32) -> dict[str, list[str | None]]:
+    """What ``choices`` says, by kind of product, to be written down for another process.
+
+    >>> sorted(told())
+    ['forward', 'input gradient', 'weight gradient']
+    """
+    return {kind: [*pair] for kind, pair in zip(KINDS, choices(dtype), strict=True)}
+
+
+def hold(paths: object, dtype: torch.dtype = torch.float32) -> str | None:
+    """Take the paths that another process was ``told``, whatever is faster here; or, in words, why not.
+
+    What was measured a second time may be another path where two are close, and its last digits are others.
+    """
+    found: dict[str, Choice] = {}
+    try:
+        forced = check_variable(dtype)
+        if isinstance(paths, dict):
+            for kind in KINDS:
+                path, narrow = paths[kind]
+                found[kind] = Choice(kind, str(dtype)[6:], path, "as it was before", narrow=narrow)
+        named = {name for own in found.values() for name in (own.path, own.narrow) if name is not None}
+        absent = [f"{name} {why}" for name in sorted(named) if (why := PATHS[name].absent(dtype)) is not None]
+    except (KeyError, TypeError, ValueError, UnsupportedError):
+        found, absent, forced = {}, [], None
+    if forced is not None and any(own.path != forced for own in found.values()):
+        return f"{_VARIABLE}={forced}"
+    if not found or absent:
+        return "; ".join(absent) or "the paths are not told"
+    with _LOCK:
+        _CHOICES.update({(kind, dtype): own for kind, own in found.items()})
+    return None
 
 
 def measured(kind: str, dtype: torch.dtype = torch.float32) -> Choice:

@@ -15,7 +15,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from clearhead.backends.native_library import isa_name
 from clearhead.errors import DataError
+from clearhead.projection import hold, told
 from clearhead.train.checkpoint import Place, load_state, load_weights, save_state, weights_of
 from clearhead.train.files import (
     check_writable,
@@ -36,7 +38,7 @@ def versions() -> dict[str, str]:
     """What this run was made with."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    found = {"python": platform.python_version(), "torch": torch.__version__, "kernels": isa_name() or "none"}
     for package in ("clearhead", "tokenizers", "safetensors", "numpy"):
         try:
             found[package] = version(package)
@@ -101,11 +103,14 @@ class RunFolder:
             return False, None
         kept = self._same_config(config, function=function)
         done = self._finished(function=function)
-        changed = [name for name in ("versions", "threads") if kept.get(name) != config[name]]
         if done is not None:
             watcher.said("this run is finished already")
             watcher.closed()
-        elif changed:
+            return True, done
+        changed = [name for name in ("versions", "threads") if kept.get(name) != config[name]]
+        if (why := hold(kept.get("products"))) is not None:
+            changed.append(f"products ({why})")
+        if changed:
             watcher.said(f"{' and '.join(changed)} differ from the run's beginning: its last digits may too")
         return True, done
 
@@ -132,8 +137,9 @@ class RunFolder:
         return [item for item in self.path.iterdir() if item != self.tokenizer and item.name[0] != "."]
 
     def begin(self, config: dict[str, Any]) -> None:
-        """Write ``config.json``, last of the files that make a folder a run."""
-        write_json(self.config, config)
+        """Write ``config.json``, last of the files that make a folder a run; with which products were chosen, so that
+        a run goes on with the same."""
+        write_json(self.config, {**config, "products": told()})
 
     def _same_config(self, config: dict[str, Any], *, function: str) -> dict[str, Any]:
         """The kept configuration; raises ``DataError`` naming the first thing that this call would change."""
