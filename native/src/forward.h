@@ -10,6 +10,10 @@
 
 namespace CH_NS {
 
+// Bytes of keys and values that are taken to lie in a cache still. In a model weights pass before a layer's are read again,
+// so that more of them lie in memory than a call that is made over and over would have it; with short rows, which the
+// processor reads ahead of by itself, a call that finds them in a cache is the one that can tell (measured).
+constexpr int64_t NEAR = 4 << 20, NEAR_SHORT = 24 << 20;
 constexpr int ROWS = 96;  // rows of a block: how often a tile of keys is used while it is near
 
 // What a run of forward is for: both, or one of the two where they take different ways.
@@ -28,6 +32,7 @@ template <class M, class IO> struct Forward {
   bool whole;                           // units take all rows of a key head, and pack its keys themselves
   bool masked, plain;
   bool direct;  // keys and values are read where they lie
+  bool far;     // in memory: no cache holds all of them
   float base2;
   Dropout dropout;
   int64_t diagonal_floats;
@@ -104,6 +109,8 @@ template <class M, class IO> struct Forward {
     diagonal_floats = count_diagonal(w) * diagonal_length(w) * group;
     plan();
     direct = (splits > 1 || rows <= ROWS) && reads_directly();
+    const int64_t dims = w.head_dim + w.value_dim;
+    far = w.batch * w.kv_heads * w.k_len * dims * (int64_t)sizeof(element) > (dims > 128 ? NEAR : NEAR_SHORT);
   }
 
   // Few rows use each key only once, and whole vectors fit its rows. Backward finds a row's largest score by its bits,
@@ -316,9 +323,9 @@ template <class M, class IO> struct Forward {
       const int keys = c1 - c0, vectors = steps / VL;
       float* scores = sheet.at + c0;
       if constexpr (M::PAIR == 2 || __is_same(element, float))
-        return dots<M>(count, a, numbers, (const number*)key, w.key.row / M::PAIR, keys, vectors, scores, sheet.ld);
+        return dots<M>(count, a, numbers, (const number*)key, w.key.row / M::PAIR, keys, vectors, scores, sheet.ld, far);
       else
-        return dots<Widened<IO>>(count, a, numbers, key, w.key.row, keys, vectors, scores, sheet.ld);
+        return dots<Widened<IO>>(count, a, numbers, key, w.key.row, keys, vectors, scores, sheet.ld, far);
     }
     for (int p = c0 / PW; p * PW < c1; p++) {
       int from = most(c0, p * PW), to = least((int)round_up(c1, VL), (p + 1) * PW);
@@ -342,22 +349,26 @@ template <class M, class IO> struct Forward {
     }
   }
 
-  // A few keys at a time, all columns of them, which asks for the next ones. Floats are twice as long, and where a panel
-  // is as wide as with AVX-512 the processor's own guesses do better (measured: 19 against 17 GB/s on one core); with
-  // narrow panels, that come back to each row more often, they do not.
+  // A few keys at a time, all columns of them.
   void multiply_values_directly(int64_t b, int64_t kh, int64_t t0, int count, int c0, int c1, const Sheet& sheet,
                                 const float* factor, float* o) const {
-    constexpr int STEP = __is_same(element, float) && NV == 4 ? 1 << 20 : 32;
+    constexpr int STEP = NV == 4 ? 8 : 16;
     const float ones[MR] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
+    const int64_t size = (int64_t)sizeof(element), bytes = w.value_dim * size, ahead = rows_ahead(bytes, STEP);
     for (int c = c0; c < c1; c += STEP) {
       const element* value = at<IO>(w.value, b, kh, t0 + c);
-      for (int k = STEP; k < least(2 * STEP, c1 - c); k++)
-        for (int64_t x = 0; x < w.value_dim * (int64_t)sizeof(element); x += 64)
-          __builtin_prefetch((const char*)(value + k * w.value.row) + x);
+      const int64_t behind = least((int64_t)STEP, c1 - c - ahead);
+      if (far) ask_for_rows(value + ahead * w.value.row, behind, w.value.row * size, bytes, far);
       for (int p = 0; p < values.count; p++)
         product_direct(count, values.vectors(p, out), least(STEP, c1 - c), Sheet{sheet.at + c, sheet.ld},
                        value + p * PW, o + p * PW, c == c0 ? factor : ones);
     }
+  }
+
+  // The first of `count` keys' values, while scores become weights.
+  void ask_for_values(int64_t b, int64_t kh, int64_t key, int64_t count) const {
+    const int64_t size = (int64_t)sizeof(element), bytes = w.value_dim * size;
+    ask_for_rows(at<IO>(w.value, b, kh, key), least(rows_ahead(bytes, 1), count), w.value.row * size, bytes, far);
   }
 
   CH_INLINE void product_direct(int count, int vecs, int keys, Sheet weights, const element* value, float* o,
@@ -387,6 +398,7 @@ template <class M, class IO> struct Forward {
     int c0 = (span.low - (int)t0) / VL * VL, c1 = span.high - (int)t0, c1r = (int)round_up(c1, VL);
     Sheet sheet = observed.strip ? Sheet{d.gather.strip + r0 * observed.ld + t0, observed.ld} : Sheet{d.scores, tile};
     multiply_keys(b, kh, t0, r0, count, c0, c1, here, sheet, d);
+    if (here.direct && far) ask_for_values(b, kh, t0 + c0, c1 - c0);
     if (!plain) rule_rows(b, kh, r0, count, t0, c0, c1, sheet, d);
     for (int r = 0; r < count; r++) {
       if (!masked) end_scores(sheet.at + r * sheet.ld, c1);

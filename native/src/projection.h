@@ -390,9 +390,9 @@ template <class M, class IO> class Projection {
     const number* left = direct ? (const number*)((const type*)term.left + row * term.left_row) : laid;
     const int64_t apart = direct ? term.left_row / M::PAIR : left_row(group);
     if constexpr (M::PAIR == 2 || __is_same(IO, Float32))
-      dots<M>((int)rows, left, apart, (const number*)right, term.right_row / M::PAIR, columns, vectors, tile, PW);
+      dots<M>((int)rows, left, apart, (const number*)right, term.right_row / M::PAIR, columns, vectors, tile, PW, false);
     else
-      dots<Widened<IO>>((int)rows, left, apart, right, term.right_row, columns, vectors, tile, PW);
+      dots<Widened<IO>>((int)rows, left, apart, right, term.right_row, columns, vectors, tile, PW, false);
     finish(group, Way{row, column, columns, w.bias != nullptr ? bias : nullptr, kept}, 0, rows, tile);
   }
 
