@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from clearhead.arguments import FARTHEST, number, real_number, seen, tensor_of, whole, whole_number
+from clearhead.backends.native_library import library
 from clearhead.backends.native_prepared import Kept
-from clearhead.backends.native_rotation import rotated, takes
+from clearhead.backends.native_rotation import rotated
 from clearhead.errors import ShapeError
 from clearhead.projection import are_plain, recorded
 from clearhead.shapes import Float, Int
@@ -73,7 +74,7 @@ class Rotary:
                 "Rotary.rotate", "x", must="have an even number of channels", got=tuple(x.shape),
                 then="Choose an even head_dim.",
             )  # fmt: skip
-        if are_plain(x) and takes(x) and x.numel() > 0:
+        if are_plain(x) and library() is not None and x.numel() > 0:
             return _turned(x, *_table_from(self, first, length, channels))
         work = torch.float64 if x.dtype == torch.float64 else torch.float32
         return _turned_by_torch(x, *(part.to(work) for part in _angles(self, first, length, channels, x.device)))

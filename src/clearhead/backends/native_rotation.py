@@ -21,12 +21,7 @@ from clearhead.backends.native_memory import room_like
 from clearhead.backends.native_prepared import Counter
 from clearhead.shapes import Float
 
-__all__ = ["Rotation", "rotated", "takes"]
-
-
-def takes(x: Tensor) -> bool:
-    """Whether there are kernels, for numbers such as these."""
-    return x.dtype in DTYPES and x.is_cpu and library() is not None
+__all__ = ["Rotation", "rotated"]
 
 
 def rotated(

@@ -28,7 +28,15 @@ from clearhead.projection import Layer, project
 from clearhead.shapes import Float
 from clearhead.statistics import Want
 
-__all__ = ["AttentionBackward", "AttentionForward", "AttentionStep", "attended_by_parts", "by_head", "taken"]
+__all__ = [
+    "AttentionBackward",
+    "AttentionForward",
+    "AttentionStep",
+    "attended_by_parts",
+    "by_head",
+    "positions_of",
+    "taken",
+]
 
 _NOTHING = Want()
 
@@ -88,17 +96,21 @@ def _query_source(problem: Problem, layers: Sequence[Layer]) -> _Source:
     return _sources(problem, 2, layers)[0]
 
 
+def positions_of(problem: Problem, held: Held | None) -> int:
+    """How many positions a call's queries and keys stand at, from 0 on, up to where a cache of its own must grow."""
+    room = held.key.shape[2] if held is not None and held.grows else problem.k_len
+    return max(problem.query_offset + problem.q_len, room)
+
+
 def _turns(
     rotary: Rotary | None, problem: Problem, heads: Sequence[Tensor], held: Held | None = None, *, back: bool = False
 ) -> list[Rotation]:
     """What turns queries, and keys where these are not there already, by their positions in place."""
     if rotary is None:
         return []
-    grows = held is not None and held.grows
-    # Behind those that a cache holds new tokens stand where they do as queries, up to where it must grow.
-    room, first_key = (held.key.shape[2], problem.query_offset) if held is not None and grows else (problem.k_len, 0)
-    table = table_of(rotary, problem.head_dim, max(problem.query_offset + problem.q_len, room))
-    places = (problem.query_offset, first_key)
+    # Behind those that a cache holds new keys stand where their tokens do as queries.
+    places = (problem.query_offset, problem.query_offset if held is not None and held.grows else 0)
+    table = table_of(rotary, problem.head_dim, positions_of(problem, held))
     return [Rotation(part, table, first, back=back) for part, first in zip(heads[:2], places, strict=False)]
 
 

@@ -14,7 +14,7 @@ from clearhead.dispatch import choose
 from clearhead.masks import Mask
 from clearhead.masks.parts import band_of
 from clearhead.nn import step
-from clearhead.nn.attention_step import AttentionStep, by_head
+from clearhead.nn.attention_step import AttentionStep, by_head, positions_of
 from clearhead.nn.held import Held
 from clearhead.nn.rule_tensors import RuleTensors, are_known, forms_of
 from clearhead.nn.step import kept_step, learns, may_be_step, play
@@ -185,9 +185,7 @@ def _has_positions(problem: Problem, query_offset: int | None, held: Held | None
     grows = held is not None and held.grows
     if query_offset is None and not grows and problem.q_len != problem.k_len:
         return False
-    last = problem.query_offset + problem.q_len
-    room = problem.k_len if held is None else held.key.shape[2]
-    return problem.query_offset >= 0 and max(last, room) <= MOST_POSITIONS
+    return problem.query_offset >= 0 and positions_of(problem, held) <= MOST_POSITIONS
 
 
 def _goes_on(held: Held, x: Tensor, training: bool, mask: Mask | None) -> bool:

@@ -260,6 +260,12 @@ def budget_of(
         within_budget(name, *three, terms=terms, dtype=x.dtype)
 
 
+def decoded(call: Callable[..., Tensor], x: Tensor, calls: Sequence[int], **given: Any) -> Tensor:
+    """Token by token, or some at a time, without gradients."""
+    with torch.no_grad():
+        return torch.cat([call(part, **given) for part in x.split(list(calls), 1)], 1)
+
+
 def same(found: Sequence[Tensor], other: Sequence[Tensor]) -> None:
     for one, two in zip(found, other, strict=True):
         torch.testing.assert_close(one, two, rtol=0.0, atol=0.0, equal_nan=True)

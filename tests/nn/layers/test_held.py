@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import clearhead as ch
 from clearhead.backends import native_prepared, native_projection
 from clearhead.nn import Decoder, DecoderBlock, MultiHeadAttention, step
 from tests.budget import within_budget
-from tests.nn.layers.definition import DTYPES, attended, block, draw, formula
+from tests.nn.layers.definition import DTYPES, attended, block, decoded, draw, formula
 from tests.nn.layers.with_memory import decoder
 from tests.nn.layers.with_memory import formula as with_memory
 
@@ -24,12 +23,6 @@ NORMS = pytest.mark.parametrize("norm_first", [True, False], ids=["norms first",
 #: How many tokens each call brings: a prompt and single ones, past the first room of 16 and the second of 32.
 CALLS = {"a prompt": (9, *[1] * 28), "single tokens": (1,) * 37, "several at a time": (3, 1, 5, 1, 1, 20, 2, 4)}
 LENGTH = 37
-
-
-def decoded(own: Any, x: Tensor, calls: Sequence[int], **options: Any) -> Tensor:
-    """Token by token, or some at a time, without gradients."""
-    with torch.no_grad():
-        return torch.cat([own(part, **options) for part in x.split(list(calls), 1)], 1)
 
 
 def sequence(dtype: torch.dtype = torch.float32, batch: int = 2, width: int = 32) -> Tensor:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import clearhead as ch
 from clearhead import positions
@@ -27,6 +24,7 @@ from tests.nn.layers.definition import (
     budget_of,
     by_modules,
     checked,
+    decoded,
     draw,
     formula,
     is_layer,
@@ -52,11 +50,6 @@ def few_positions(monkeypatch: pytest.MonkeyPatch) -> int:
     for place in (positions, fused_attention):
         monkeypatch.setattr(place, "MOST_POSITIONS", 32)
     return 32
-
-
-def decoded(own: Any, x: Tensor, calls: Sequence[int], **given: Any) -> Tensor:
-    with torch.no_grad():
-        return torch.cat([own(part, **given) for part in x.split(list(calls), 1)], 1)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=MASK_IDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from tests.nn.layers.definition import (
     block,
     budget_of,
     checked,
+    decoded,
     draw,
     formula,
     is_layer,
@@ -54,11 +54,6 @@ NAMES = pytest.mark.parametrize("name", RULES)
 
 def fresh(name: str) -> list[ch.ScoreRule]:
     return [rule.mapped(torch.clone) for rule in RULES[name]]
-
-
-def decoded(own: Any, x: Tensor, calls: Sequence[int], **given: Any) -> Tensor:
-    with torch.no_grad():
-        return torch.cat([own(part, **given) for part in x.split(list(calls), 1)], 1)
 
 
 def held_against(own: Any, found: Tensor, x: Tensor) -> None:

@@ -21,7 +21,7 @@ from clearhead.nn.linear import Linear
 from clearhead.nn.stacks import DecoderCache
 from clearhead.nn.unchanged import Unchanged
 from tests.budget import within_budget
-from tests.nn.layers.definition import DTYPES, draw, formula
+from tests.nn.layers.definition import DTYPES, decoded, draw, formula
 
 pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
 
@@ -58,11 +58,6 @@ def block_by_block(own: Any, x: Tensor, cache: DecoderCache | None = None, **giv
         x = block(x, **given)
     output: Tensor = own.norm(x)
     return output
-
-
-def decoded(call: Callable[..., Tensor], x: Tensor, calls: Sequence[int], **given: Any) -> Tensor:
-    with torch.no_grad():
-        return torch.cat([call(part, **given) for part in x.split(list(calls), 1)], 1)
 
 
 def joined(taken: Sequence[str]) -> int:
