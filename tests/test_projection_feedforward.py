@@ -127,6 +127,89 @@ def test_activations_and_dropout(
     torch.testing.assert_close(fused(*parts), _with_gradients(fused, parts)[0], rtol=0, atol=0)
 
 
+def _gated(*parts: Tensor | None, factor: Tensor | None = None, activation: str = "silu") -> Tensor:
+    """One step after the other, of ``x``, gate, what expands and what contracts."""
+    x, gate, gate_bias, expand, expand_bias, contract, contract_bias = parts
+    assert x is not None
+    assert gate is not None
+    assert expand is not None
+    assert contract is not None
+    hidden = FORMULAS[activation](F.linear(x, gate, gate_bias)) * F.linear(x, expand, expand_bias)
+    return F.linear(hidden if factor is None else hidden * factor.to(hidden.dtype), contract, contract_bias)
+
+
+def _fused_gated(*parts: Tensor | None, **options: Any) -> Tensor:
+    x, gate, gate_bias, *layers = parts
+    return _fused(x, *layers, gate=(gate, gate_bias), **options)
+
+
+def _gated_parts(
+    size: tuple[tuple[int, ...], int, int, int], *, bias: bool = True, dtype: torch.dtype = torch.float32
+) -> list[Tensor | None]:
+    x, *layers = _parts(*size, bias=bias, dtype=dtype)
+    generator = torch.Generator().manual_seed(5)
+    gate, gate_bias = (torch.randn(axes, generator=generator).to(dtype) for axes in ((size[2], size[1]), size[2]))
+    return [x, gate, gate_bias if bias else None, *layers]
+
+
+GATED_NAMES = ("output", "dx", "dgate", "dgate_bias", *NAMES[2:])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("activation", FORMULAS)
+@pytest.mark.parametrize(("bias", "dtype"), [(True, torch.float32), (False, torch.float32), (True, torch.bfloat16)])
+@pytest.mark.parametrize("size", [((3, 5), 40, 24, 40), ((150,), 24, 129, 8), ((1,), 64, 70, 17)], ids=str)
+def test_gates(
+    size: tuple[tuple[int, ...], int, int, int], bias: bool, dtype: torch.dtype, activation: str, dropout: float
+) -> None:
+    parts = _gated_parts(size, bias=bias, dtype=dtype)
+    torch.manual_seed(7)
+    seed, levels, rows = draw_seed(dropout), round(dropout * LEVELS), math.prod(size[0])
+    factor = LEVELS / (LEVELS - levels) * kept(rows, size[2], levels, seed).double().view(*size[0], size[2])
+    steps = partial(_gated, activation=activation, factor=factor if dropout else None)
+
+    def fused(*leaves: Tensor | None) -> Tensor:
+        torch.manual_seed(7)
+        return _fused_gated(*leaves, activation=activation, dropout=dropout)
+
+    own, exact = _with_gradients(steps, parts), _with_gradients(steps, parts, torch.float64)
+    names, terms = [name for name in GATED_NAMES if bias or "bias" not in name], max(*size[1:3], rows)
+    if activation == "relu" and dtype is torch.bfloat16:
+        # Its gradient jumps at 0, where the textbook's own rounding decides.
+        names = names[:1]
+    for again in (False, True, False):  # the third call is made again from the one that was written down
+        for name, *three in zip(names, _with_gradients(fused, parts, again=again), own, exact, strict=False):
+            within_budget(f"{name}, create_graph={again}", *three, terms=terms, dtype=dtype)
+    torch.testing.assert_close(fused(*parts), _with_gradients(fused, parts)[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wanted", range(7))
+def test_each_gradient_of_a_gated_one_alone(wanted: int) -> None:
+    parts = _gated_parts(((6,), 8, 12, 4))
+    leaves = [part.requires_grad_(place == wanted) for place, part in enumerate(parts) if part is not None]
+    (own,) = torch.autograd.grad(_gated(*leaves).square().sum(), leaves[wanted])
+    for _ in range(3):
+        (found,) = torch.autograd.grad(_fused_gated(*leaves, activation="silu").square().sum(), leaves[wanted])
+        torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-4)
+
+
+def test_gradients_of_a_gated_one_twice_over() -> None:
+    """Backward reads what forward kept, and leaves it as it is."""
+    leaves = [part.requires_grad_() for part in _gated_parts(((6,), 8, 12, 4)) if part is not None]
+    output = _fused_gated(*leaves, activation="silu")
+    first = torch.autograd.grad(output.sum(), leaves, retain_graph=True)
+    for one, two in zip(first, torch.autograd.grad(output.sum(), leaves), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_gate_that_does_not_fit_is_left_to_the_steps() -> None:
+    x, gate, _, expand, _, contract, _ = _gated_parts(((5,), 4, 9, 3))
+    assert gate is not None
+    for other in (gate[:8], gate[:, :3], gate.double()):
+        assert project_activate_project(x, expand, None, contract, None, gate=(other, None)) is None  # type: ignore[arg-type]
+    assert project_activate_project(x, expand, None, contract, None, gate=(gate, torch.zeros(8))) is None  # type: ignore[arg-type]
+
+
 def test_dropout_that_drops_all_or_nothing() -> None:
     parts = _parts((5,), 4, 9, 3)
     assert project_activate_project(*parts, dropout=1.0) is None  # type: ignore[arg-type]
@@ -288,6 +371,23 @@ class TestFeedForward:
         module.activation = nn.Tanh()
         module(x)
         assert len(calls) == 1
+
+    def test_a_gate_is_part_of_the_step(self, calls: list[Tensor]) -> None:
+        module, x = FeedForward(4, activation="silu", gated=True, dropout=0.5), torch.randn(2, 3, 4)
+        assert module.gate is not None
+        module.eval()
+        own = module.contract(F.silu(module.gate(x)) * module.expand(x))
+        torch.testing.assert_close(module(x), own)
+        assert len(calls) == 1
+        handle = module.gate.register_forward_hook(lambda *given: given[2] * 0.0)
+        torch.testing.assert_close(module(x), module.contract(torch.zeros(2, 3, 16)))
+        assert len(calls) == 1
+        handle.remove()
+        assert module.train()(x).shape == x.shape
+        assert len(calls) == 2
+        module.gate = nn.Linear(4, 16)  # type: ignore[assignment]
+        module(x)
+        assert len(calls) == 2
 
     def test_dropout_is_one_step_with_it(self, calls: list[Tensor]) -> None:
         module, x = FeedForward(4, activation="relu", dropout=0.5), torch.randn(2, 3, 4)

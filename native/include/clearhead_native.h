@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 14
+#define CH_ABI 15
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_RUNS 4
 #define CH_MAX_RULES 8
@@ -247,15 +247,19 @@ typedef struct ch_projection {
   const void* bias;     /* [columns] contiguous; null for none                                              */
   void* output;         /* [rows, columns], written                                                         */
   int64_t output_row;
-  void* slope;          /* [rows, columns], written: how much the output grows with the sum; null for none  */
+  void* slope;          /* [rows, columns], written: how much the output grows with the sum, or the sum times
+                           `slope_gate`; null for none                                                      */
   int64_t slope_row;
   const void* gate;     /* [rows, columns], what forward left for the way back; null for none. CH_GATE_OUTPUT: the output
                            of a relu; the sum is 0 where it is not above 0, and what it is where it is NaN; `dropped`
                            says what dropped it, so that no seed is asked. CH_GATE_SLOPE: slopes, by which sums are
-                           multiplied. Neither goes with an activation or a slope, slopes not with `dropped`   */
+                           multiplied. Neither goes with an activation, slopes not with `dropped`           */
   int64_t gate_row;
   int32_t gate_kind;    /* ch_gate                                                                          */
   int32_t reserved;
+  const void* slope_gate; /* [rows, columns], by which sums are multiplied for `slope`, where that is written beside a
+                           CH_GATE_SLOPE; null for none                                                     */
+  int64_t slope_gate_row;
   void* row_sums;       /* [rows] contiguous, written: sums of left along its steps; null for none. Only where left
                            is turned: the gradient of a bias, beside that of its weight                     */
 } ch_projection;

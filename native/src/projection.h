@@ -463,11 +463,13 @@ template <class M, class IO> class Projection {
       ask((const type*)w.output + r * w.output_row + way.column, 1);
       if (w.slope != nullptr) ask((const type*)w.slope + r * w.slope_row + way.column, 1);
       if (w.gate != nullptr) ask((const type*)w.gate + r * w.gate_row + way.column, 0);
+      if (w.slope_gate != nullptr) ask((const type*)w.slope_gate + r * w.slope_gate_row + way.column, 0);
     }
   }
 
-  // A sum on its way out: through the gate, or through activation and dropout.
-  CH_INLINE vf through_gate(vf sum, vf gate) const {
+  // A sum on its way out: through the gates, or through activation and dropout.
+  CH_INLINE vf through_gate(vf sum, vf gate, vf slope_gate, vf& slope) const {
+    slope = sum * slope_gate;
     if (w.gate_kind == CH_GATE_SLOPE) return sum * gate;
     // NaN in the gate hides nothing.
     const vf open = w.dropped > 0 ? sum * all(dropout_factor(w.dropped)) : sum;
@@ -490,6 +492,8 @@ template <class M, class IO> class Projection {
       type* output = (type*)w.output + row * w.output_row + way.column;
       type* slope = w.slope == nullptr ? nullptr : (type*)w.slope + row * w.slope_row + way.column;
       const type* gate = w.gate == nullptr ? nullptr : (const type*)w.gate + row * w.gate_row + way.column;
+      const type* slope_gate =
+          w.slope_gate == nullptr ? nullptr : (const type*)w.slope_gate + row * w.slope_gate_row + way.column;
       for (int c = 0; c < way.columns; c += VL) {
         vf number = load(own + c), grows;
         if (!group.first) number += load(sum + c);
@@ -501,14 +505,14 @@ template <class M, class IO> class Projection {
         const int columns = way.columns - c;
         const bool whole = columns >= VL;
         float edge[VL];
-        if (gate == nullptr) {
-          number = activated(way, r, c, number, grows);
-        } else if (whole) {
-          number = through_gate(number, get_vector<IO>(gate + c));
-        } else {
-          get_row<IO>(gate + c, columns, edge, VL);
-          number = through_gate(number, load(edge));
-        }
+        const auto read = [&](const type* from) CH_INLINED {
+          if (from == nullptr) return (vf){};
+          if (whole) return get_vector<IO>(from + c);
+          get_row<IO>(from + c, columns, edge, VL);
+          return load(edge);
+        };
+        if (gate == nullptr) number = activated(way, r, c, number, grows);
+        else number = through_gate(number, read(gate), read(slope_gate), grows);
         if (whole) {
           put_vector<IO>(output + c, number);
           if (slope != nullptr) put_vector<IO>(slope + c, grows);

@@ -20,9 +20,10 @@ int check_vector(const ch_projection& work, const void* data, int64_t count) {
 // Activation, dropout and gate: each is known, and they go together.
 int check_way_out(const ch_projection& work) {
   if (work.activation < CH_PLAIN || work.activation > CH_SILU || !is_share(work.dropped)) return CH_BAD_OPTION;
-  if (work.gate == nullptr) return CH_OK;
+  if (work.gate == nullptr) return work.slope_gate == nullptr ? CH_OK : CH_BAD_OPTION;
   if (work.gate_kind != CH_GATE_OUTPUT && work.gate_kind != CH_GATE_SLOPE) return CH_BAD_OPTION;
-  if (work.activation != CH_PLAIN || work.slope != nullptr) return CH_BAD_OPTION;
+  if (work.activation != CH_PLAIN || (work.slope == nullptr) != (work.slope_gate == nullptr)) return CH_BAD_OPTION;
+  if (work.slope != nullptr && work.gate_kind != CH_GATE_SLOPE) return CH_BAD_OPTION;
   return work.gate_kind == CH_GATE_SLOPE && work.dropped != 0 ? CH_BAD_OPTION : CH_OK;
 }
 
@@ -57,6 +58,8 @@ int check(const ch_projection& work) {
   CH_TRY(check_vector(work, work.bias, work.columns));
   if (work.gate != nullptr)
     CH_TRY(check_matrix(work, work.gate, work.rows, work.columns, work.gate_row, false, Access::read));
+  if (work.slope_gate != nullptr)
+    CH_TRY(check_matrix(work, work.slope_gate, work.rows, work.columns, work.slope_gate_row, false, Access::read));
   if (work.slope != nullptr)
     CH_TRY(check_matrix(work, work.slope, work.rows, work.columns, work.slope_row, false, Access::write));
   CH_TRY(check_vector(work, work.row_sums, work.rows));

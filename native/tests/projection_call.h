@@ -21,7 +21,7 @@ struct ProjectionCase {
   std::vector<int64_t> steps;         // of every term
   std::vector<Numbers> left, right;   // [rows, steps] and [steps, columns], contiguous, never turned
   Numbers bias;                       // [columns], or empty
-  Numbers gate;                       // [rows, columns], or empty
+  Numbers gate, slope_gate;           // [rows, columns], or empty: the second where gated slopes are written
 
   int64_t all_steps() const {
     int64_t sum = 0;
@@ -51,6 +51,7 @@ inline void draw_numbers(Random& random, ProjectionCase& c) {
   }
   if (c.biased) fill(c.bias, c.columns);
   if (c.gated) fill(c.gate, c.rows * c.columns);
+  if (c.gated && c.sloped) fill(c.slope_gate, c.rows * c.columns);
 }
 
 // To the nearest number of a dtype, to an even one from the middle. Not for numbers too small or too large for it.
@@ -90,11 +91,14 @@ struct Outgoing {
 inline Outgoing outgoing(const ProjectionCase& c, size_t row, size_t column, double sum, double error) {
   const double factor = c.dropped > 0 ? 65536.0 / (65536 - c.dropped) : 1;
   if (c.gated) {
-    const double gate = c.gate[row * static_cast<size_t>(c.columns) + column];
+    const size_t place = row * static_cast<size_t>(c.columns) + column;
+    const double gate = c.gate[place];
     // Of a slope the product is rounded, and so is a factor that is not a power of two.
-    const double times = c.gate_kind == CH_GATE_SLOPE ? gate : gate <= 0 ? 0 : factor;
-    const double off = c.whole ? 0 : std::fabs(times) * error + std::ldexp(std::fabs(times * sum), -22);
-    return {{times * sum, off}, {0, 0}};
+    const auto through = [&](double times) {
+      return Activated{times * sum, c.whole ? 0 : std::fabs(times) * error + std::ldexp(std::fabs(times * sum), -22)};
+    };
+    const Activated slope = c.sloped ? through(c.slope_gate[place]) : Activated{0, 0};
+    return {through(c.gate_kind == CH_GATE_SLOPE ? gate : gate <= 0 ? 0 : factor), slope};
   }
   Outgoing found = {activated(c.activation, sum, error), slope_of(c.activation, sum, error)};
   if (c.dropped == 0) return found;
@@ -156,6 +160,7 @@ class ProjectionCall {
     if (c.counted) row_sums = room(random, 1, c.rows, false);
     if (c.gated) gate = room(random, c.rows, c.columns, false), put(gate, c.gate, false);
     if (c.sloped) slope = room(random, c.rows, c.columns, false);
+    if (c.gated && c.sloped) slope_gate = room(random, c.rows, c.columns, false), put(slope_gate, c.slope_gate, false);
     output = room(random, c.rows, c.columns, false);
     describe();
     for (Guarded* one : inputs()) one->keep();
@@ -201,7 +206,7 @@ class ProjectionCall {
   const ProjectionCase& c;
   ch_projection work{};
   std::vector<Guarded> left, right;
-  Guarded bias, gate, slope, output, row_sums;
+  Guarded bias, gate, slope, slope_gate, output, row_sums;
 
  private:
   Guarded room(Random& random, int64_t rows, int64_t columns, bool turned) const {
@@ -225,6 +230,7 @@ class ProjectionCall {
     work.activation = c.activation, work.dropped = c.dropped, work.seed = c.seed, work.gate_kind = c.gate_kind;
     work.gate = gate.data(), work.gate_row = c.gated ? gate.stride[2] : 0;
     work.slope = slope.data(), work.slope_row = c.sloped ? slope.stride[2] : 0;
+    work.slope_gate = slope_gate.data(), work.slope_gate_row = c.gated && c.sloped ? slope_gate.stride[2] : 0;
     work.bias = bias.data(), work.row_sums = row_sums.data();
     work.output = output.data(), work.output_row = output.stride[2];
   }
@@ -235,6 +241,7 @@ class ProjectionCall {
     for (Guarded& one : right) all.push_back(&one);
     if (c.biased) all.push_back(&bias);
     if (c.gated) all.push_back(&gate);
+    if (c.gated && c.sloped) all.push_back(&slope_gate);
     return all;
   }
 };
@@ -274,7 +281,8 @@ inline ProjectionCase draw_projection(uint64_t number) {
   const int64_t terms = random.between(shape.least_terms, shape.most_terms);
   for (int64_t t = 0; t < terms; ++t) c.steps.push_back(random.pick(shape.steps));
   c.gated = random.one_in(3), c.gate_kind = random.one_in(2) ? CH_GATE_SLOPE : CH_GATE_OUTPUT;
-  if (!c.gated) c.activation = static_cast<int>(random.between(CH_PLAIN, CH_SILU)), c.sloped = random.one_in(2);
+  if (!c.gated) c.activation = static_cast<int>(random.between(CH_PLAIN, CH_SILU));
+  c.sloped = random.one_in(2) && (!c.gated || c.gate_kind == CH_GATE_SLOPE);
   const bool may_drop = !c.gated || c.gate_kind == CH_GATE_OUTPUT;
   // Half of it doubles the rest, which rounds nothing.
   if (may_drop && random.one_in(2)) c.dropped = c.whole ? 32768 : static_cast<int>(random.between(1, 65535));

@@ -97,6 +97,11 @@ const std::vector<Bad>& with_terms() {
   return all;
 }
 
+void slopes_of(ch_projection& w, int32_t kind) {
+  w.gate_kind = kind, w.slope = w.output, w.slope_row = w.output_row;
+  w.slope_gate = w.gate, w.slope_gate_row = w.gate_row;
+}
+
 // Of one with a gate.
 const std::vector<Bad>& with_gate() {
   using W = ch_projection;
@@ -104,7 +109,14 @@ const std::vector<Bad>& with_gate() {
       {"a gate past the last", CH_BAD_OPTION, [](W& w) { w.gate_kind = CH_GATE_SLOPE + 1; }},
       {"a negative gate", CH_BAD_OPTION, [](W& w) { w.gate_kind = -1; }},
       {"a gate and a relu", CH_BAD_OPTION, [](W& w) { w.activation = CH_RELU; }},
-      {"a gate and slopes", CH_BAD_OPTION, [](W& w) { w.slope = w.output, w.slope_row = w.output_row; }},
+      {"a gate and slopes of nothing", CH_BAD_OPTION, [](W& w) { w.slope = w.output, w.slope_row = w.output_row; }},
+      {"what slopes are of, and none", CH_BAD_OPTION, [](W& w) { w.gate_kind = CH_GATE_SLOPE, w.slope_gate = w.gate; }},
+      {"slopes of a relu's gate", CH_BAD_OPTION, [](W& w) { slopes_of(w, CH_GATE_OUTPUT); }},
+      {"what slopes are of, without a gate", CH_BAD_OPTION, [](W& w) { slopes_of(w, CH_GATE_SLOPE), w.gate = nullptr; }},
+      {"what slopes are of, at an odd place", CH_BAD_POINTER,
+       [](W& w) { slopes_of(w, CH_GATE_SLOPE), make_odd(w.slope_gate); }},
+      {"what slopes are of, with a huge stride", CH_BAD_STRIDE,
+       [](W& w) { slopes_of(w, CH_GATE_SLOPE), w.slope_gate_row = huge; }},
       {"slopes and dropout", CH_BAD_OPTION, [](W& w) { w.gate_kind = CH_GATE_SLOPE, w.dropped = 1; }},
   };
   return all;

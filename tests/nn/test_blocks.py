@@ -416,6 +416,17 @@ def test_padding_and_a_cache_do_not_mix() -> None:
         decoder(torch.zeros(2, 3, 8), lengths=[3, 2], cache=decoder.new_cache())
 
 
+@pytest.mark.parametrize("kind", [EncoderBlock, DecoderBlock, Encoder, Decoder])
+def test_norms_by_name(kind: type) -> None:
+    depth = (2,) if kind in (Encoder, Decoder) else ()
+    for norm, other in (("layer", nn.LayerNorm), ("rms", nn.RMSNorm)):
+        own = kind(8, 2, *depth, norm=norm, bias=False)
+        found = [part for part in own.modules() if isinstance(part, nn.LayerNorm | nn.RMSNorm)]
+        assert {type(part) for part in found} == {other}
+        assert len(found) == (5 if depth else 2)
+        assert [name for name, _ in own.named_parameters() if "bias" in name] == []
+
+
 def test_feedforward_and_its_errors() -> None:
     layer = FeedForward(4, 6, activation="silu")
     x = torch.randn(2, 3, 4)

@@ -14,6 +14,7 @@ from clearhead.nn.pooling import POOLINGS, pool
 
 EXACT = {"atol": 1e-10, "rtol": 1e-10}
 POSITIONS = ("learned", "sinusoidal", "rotary", "none")
+LLAMA = {"gated": True, "norm": "rms", "activation": "silu", "positions": "rotary", "bias": False, "num_kv_heads": 1}
 
 
 def _ids(*shape: int, vocab: int = 20, seed: int = 0) -> Tensor:
@@ -121,9 +122,9 @@ def test_ties_embeddings_where_asked() -> None:
     assert sum(p.numel() for p in free.parameters()) - sum(p.numel() for p in tied.parameters()) == 160
 
 
-@pytest.mark.parametrize("positions", POSITIONS)
-def test_decoding_step_by_step_equals_the_full_pass(positions: str) -> None:
-    model = _language_model(positions=positions, num_kv_heads=1)
+@pytest.mark.parametrize("options", [*({"positions": one, "num_kv_heads": 1} for one in POSITIONS), LLAMA], ids=str)
+def test_decoding_step_by_step_equals_the_full_pass(options: dict[str, object]) -> None:
+    model = _language_model(**options)
     ids, cache = _ids(2, 12), model.new_cache()
     with torch.no_grad():
         steps = torch.cat([model(part, cache=cache) for part in ids.split([4, 1, 1, 6], dim=1)], dim=1)
@@ -154,6 +155,36 @@ def test_generate_is_greedy_at_zero_and_reproducible_from_a_seed() -> None:
     assert not torch.equal(
         model.generate(ids, 8, temperature=3.0, seed=3), model.generate(ids, 8, temperature=3.0, seed=4)
     )
+
+
+def test_blocks_like_llamas_are_transformers_own() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, rms_norm_eps=1e-5, rope_theta=10000.0,
+        attn_implementation="eager", tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = _spread(transformers.LlamaForCausalLM(config).double())
+    own = LanguageModel(20, 16, 4, 2, max_len=16, feedforward_dim=24, **{**LLAMA, "num_kv_heads": 2}).double().eval()  # type: ignore[arg-type]
+    names = {
+        "embedding.token.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight",
+        "decoder.norm.weight": "model.norm.weight", "decoder.blocks": "model.layers",
+        "attention_norm": "input_layernorm", "feedforward_norm": "post_attention_layernorm",
+        "feedforward.gate": "mlp.gate_proj", "feedforward.expand": "mlp.up_proj",
+        "feedforward.contract": "mlp.down_proj",
+        "attention.query_projection": "self_attn.q_proj", "attention.key_projection": "self_attn.k_proj",
+        "attention.value_projection": "self_attn.v_proj", "attention.output_projection": "self_attn.o_proj",
+    }  # fmt: skip
+    state, known = theirs.state_dict(), own.state_dict()
+    for name, tensor in known.items():
+        called = name
+        for ours, other in names.items():
+            called = called.replace(ours, other)
+        tensor.copy_(state[called])
+    ids = _ids(3, 11)
+    with torch.no_grad():
+        torch.testing.assert_close(own(ids), theirs(ids).logits, atol=1e-4, rtol=1e-5)  # their angles are float32's
 
 
 def test_top_k_draws_among_the_k_likeliest() -> None:
@@ -219,7 +250,11 @@ def test_encoder_decoder_generates_the_same_cached(temperature: float) -> None:
         assert torch.equal(results[0][1:], alone)
 
 
-@pytest.mark.parametrize("build", [_classifier, _language_model, _encoder_decoder])
+def _llama() -> LanguageModel:
+    return _language_model(**LLAMA)
+
+
+@pytest.mark.parametrize("build", [_classifier, _language_model, _llama, _encoder_decoder])
 def test_every_parameter_gets_a_gradient_and_a_state_goes_round(build: object) -> None:
     model, other = build(), build()  # type: ignore[operator]
     arguments = (_ids(2, 7), _ids(2, 7, vocab=15)) if isinstance(model, EncoderDecoder) else (_ids(2, 7),)
@@ -319,6 +354,9 @@ LONG = torch.zeros(2, 17, dtype=torch.int64)
         (lambda: _classifier(positions="up"), r"positions must be one of learned, .*, none; got 'up'\."),
         (lambda: SequenceClassifier(20, 8, 2, 2, 0), r"num_classes must be a whole number of at least 1; got 0\."),
         (lambda: _language_model()(LONG), r"^LanguageModel: ids must be at most 16"),
+        (lambda: _language_model(norm="batch"), r"^DecoderBlock: norm must be one of layer, rms; got 'batch'\."),
+        (lambda: _language_model(norm=None), r"^DecoderBlock: norm must be one of layer, rms; got None\."),
+        (lambda: _language_model(gated="yes"), r"^FeedForward: gated must be .*; got 'yes'\."),
         (lambda: _language_model().generate(IDS[:, :0], 3), r"generate: ids must hold at least one token"),
         (lambda: _language_model().generate(IDS, -1), r"max_new_tokens must be a whole number of at least 0; got -1\."),
         (lambda: _language_model().generate(IDS, 3, temperature=-1), r"temperature must be a number .*; got -1\."),

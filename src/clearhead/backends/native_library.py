@@ -31,7 +31,7 @@ __all__ = [
 ]  # fmt: skip
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
-ABI: Final = 14
+ABI: Final = 15
 MAX_HEAD_DIM: Final = 256
 MAX_RUNS: Final = 4
 MAX_RULES: Final = 8
@@ -247,7 +247,8 @@ class ProjectionDescription(_Described):
         ("activation", _int32), ("dropped", _int32), ("seed", ctypes.c_uint64), ("rows", _int64), ("columns", _int64),
         ("terms", Term * MAX_TERMS), ("bias", _pointer), ("output", _pointer), ("output_row", _int64),
         ("slope", _pointer), ("slope_row", _int64), ("gate", _pointer), ("gate_row", _int64),
-        ("gate_kind", _int32), ("reserved", _int32), ("row_sums", _pointer),
+        ("gate_kind", _int32), ("reserved", _int32), ("slope_gate", _pointer), ("slope_gate_row", _int64),
+        ("row_sums", _pointer),
     )  # fmt: skip
 
 

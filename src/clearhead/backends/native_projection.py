@@ -66,6 +66,7 @@ class Product:
         gate: ``[rows, columns]``, on the way back: slopes, by which each sum is multiplied, or a relu's output; where
             that is not above 0 the result is 0, and ``dropped`` says how many it dropped.
         gate_kind: which of them.
+        slope_gate: ``[rows, columns]``, beside slopes as a gate: ``slope`` is written, each sum multiplied by this.
         row_sums: ``[rows]``, contiguous, is written: the sums of the one left along its steps. Only where left is
             turned.
         output: ``[rows, columns]`` to write; a new one when left out.
@@ -87,6 +88,7 @@ class Product:
         sloped: bool = False,
         gate: Float[Tensor, "rows columns"] | None = None,
         gate_kind: Gate = Gate.OUTPUT,
+        slope_gate: Float[Tensor, "rows columns"] | None = None,
         row_sums: Float[Tensor, " rows"] | None = None,
         output: Float[Tensor, "rows columns"] | None = None,
     ) -> None:
@@ -113,7 +115,7 @@ class Product:
             assert dense.shape == (columns,)
             own.bias = dense.data_ptr()
         own.activation, own.dropped, own.seed = activation, dropped, seed
-        self.slope = new_tensor(left, (rows, columns)) if sloped else None
+        self.slope = new_tensor(left, (rows, columns)) if sloped or slope_gate is not None else None
         if self.slope is not None:
             own.slope, own.slope_row = self.slope.data_ptr(), self.slope.stride(0)
         if gate is not None:
@@ -121,10 +123,14 @@ class Product:
             assert gate.shape == (rows, columns)
             assert gate.dtype is left.dtype
             own.gate, own.gate_row, own.gate_kind = gate.data_ptr(), gate.stride(0), gate_kind
+        if slope_gate is not None:
+            assert slope_gate.shape == (rows, columns)
+            assert slope_gate.dtype is left.dtype
+            own.slope_gate, own.slope_gate_row = slope_gate.data_ptr(), slope_gate.stride(0)
         if row_sums is not None:
             own.row_sums = row_sums.data_ptr()
         self.description = own
-        self._held = (laid, dense, gate, row_sums)
+        self._held = (laid, dense, gate, slope_gate, row_sums)
 
     @property
     def call(self) -> tuple[Verb, ProjectionDescription]:

@@ -21,10 +21,10 @@ from clearhead.backends.native_work import BackwardWork, ForwardWork, Rows
 from clearhead.functional import attention
 from clearhead.nn.held import Held
 from clearhead.nn.rule_tensors import RuleTensors
-from clearhead.nn.step import LearningStep, WayBack, layers_of
+from clearhead.nn.step import LearningStep, WayBack
 from clearhead.positions import Rotary, table_of
 from clearhead.problem import Problem
-from clearhead.projection import Layer, project
+from clearhead.projection import Layer, layers_of, project
 from clearhead.shapes import Float
 from clearhead.statistics import Want
 

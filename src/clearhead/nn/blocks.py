@@ -22,6 +22,7 @@ from clearhead.nn.from_torch import block_like
 from clearhead.nn.fused_layer import LayerParts, fused_layer, norm_of, of_parts
 from clearhead.nn.held import Held
 from clearhead.nn.linear import hooked
+from clearhead.nn.norm import new_norm
 from clearhead.positions import Rotary
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
@@ -44,9 +45,9 @@ class Block(nn.Module):
     checkpoint_activations: bool
     residual_dropout: Dropout
     attention: MultiHeadAttention
-    attention_norm: nn.LayerNorm
+    attention_norm: nn.LayerNorm | nn.RMSNorm
     feedforward: FeedForward
-    feedforward_norm: nn.LayerNorm
+    feedforward_norm: nn.LayerNorm | nn.RMSNorm
 
     def _attending(
         self, tokens: Sequence[Tensor], masks: Sequence[Mask | None], caches: Sequence[KVCache | None] = ()
@@ -101,10 +102,10 @@ class Block(nn.Module):
         fed, after = feedforward.plain_layers(), None if hooked(dropout) else drop_of(dropout)
         if len(projections) < len(attentions) or len(norms) < len(names) or fed is None or after is None:
             return None
-        pair, activation, hidden = fed
+        layers, activation, hidden = fed
         looked_at = any(hooked(each) for each in attentions) or hooked(feedforward)
         return LayerParts(
-            projections, pair, norms, self.norm_first, activation, (after,) * len(names), hidden, looked_at
+            projections, layers, norms, self.norm_first, activation, (after,) * len(names), hidden, looked_at
         )
 
     def _around(self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
@@ -139,6 +140,8 @@ class EncoderBlock(Block):
         num_kv_heads: number of key and value heads; by default ``num_heads``.
         scores: score rules of the attention.
         rotary: as in ``MultiHeadAttention``.
+        gated: whether the feedforward has a gate, as in ``FeedForward``.
+        norm: ``"layer"``, or ``"rms"``, which divides by the root of the mean square and has no bias.
         checkpoint_activations: while training keep only the block's input, and compute it again in the backward
             pass: less memory for a third more work.
 
@@ -153,7 +156,8 @@ class EncoderBlock(Block):
         self, embed_dim: int, num_heads: int, *, feedforward_dim: int | None = None, dropout: float = 0.1,
         attention_dropout: float | None = None, norm_first: bool = True, activation: str = "gelu", bias: bool = True,
         num_kv_heads: int | None = None, scores: ScoreRule | Iterable[ScoreRule] = (),
-        rotary: Rotary | bool | float | None = None, checkpoint_activations: bool = False,
+        rotary: Rotary | bool | float | None = None, gated: bool = False, norm: str = "layer",
+        checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         name = "EncoderBlock"
@@ -163,9 +167,11 @@ class EncoderBlock(Block):
             embed_dim, num_heads, num_kv_heads=num_kv_heads, bias=bias, scores=scores, rotary=rotary,
             dropout=dropout if attention_dropout is None else attention_dropout,
         )  # fmt: skip
-        self.attention_norm = nn.LayerNorm(self.attention.embed_dim, bias=bias)
-        self.feedforward = FeedForward(embed_dim, feedforward_dim, activation=activation, dropout=dropout, bias=bias)
-        self.feedforward_norm = nn.LayerNorm(self.attention.embed_dim, bias=bias)
+        self.attention_norm = new_norm(name, norm, self.attention.embed_dim, bias=bias)
+        self.feedforward = FeedForward(
+            embed_dim, feedforward_dim, activation=activation, dropout=dropout, bias=bias, gated=gated
+        )
+        self.feedforward_norm = new_norm(name, norm, self.attention.embed_dim, bias=bias)
         self.residual_dropout = Dropout(probability(name, "dropout", dropout))
 
     def forward(
@@ -205,6 +211,8 @@ class DecoderBlock(Block):
         num_kv_heads: number of key and value heads; by default ``num_heads``.
         scores: score rules of the self-attention.
         rotary: rotary positions in the self-attention.
+        gated: as in ``EncoderBlock``.
+        norm: as in ``EncoderBlock``.
         cross_attention: whether tokens also attend to a memory, an encoder's output.
         memory_dim: width of the memory; by default ``embed_dim``.
         checkpoint_activations: as in ``EncoderBlock``; a call with a cache keeps everything.
@@ -220,8 +228,8 @@ class DecoderBlock(Block):
         self, embed_dim: int, num_heads: int, *, feedforward_dim: int | None = None, dropout: float = 0.1,
         attention_dropout: float | None = None, norm_first: bool = True, activation: str = "gelu", bias: bool = True,
         num_kv_heads: int | None = None, scores: ScoreRule | Iterable[ScoreRule] = (),
-        rotary: Rotary | bool | float | None = None, cross_attention: bool = False, memory_dim: int | None = None,
-        checkpoint_activations: bool = False,
+        rotary: Rotary | bool | float | None = None, gated: bool = False, norm: str = "layer",
+        cross_attention: bool = False, memory_dim: int | None = None, checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         name = "DecoderBlock"
@@ -233,16 +241,18 @@ class DecoderBlock(Block):
             embed_dim, num_heads, num_kv_heads=num_kv_heads, bias=bias, scores=scores, rotary=rotary,
             dropout=weight_dropout,
         )  # fmt: skip
-        self.attention_norm = nn.LayerNorm(self.attention.embed_dim, bias=bias)
+        self.attention_norm = new_norm(name, norm, self.attention.embed_dim, bias=bias)
         self.cross_attention = self.cross_norm = None
         if cross_attention or memory_dim is not None:
             self.cross_attention = MultiHeadAttention(
                 embed_dim, num_heads, num_kv_heads=num_kv_heads, key_dim=memory_dim, value_dim=memory_dim, bias=bias,
                 dropout=weight_dropout,
             )  # fmt: skip
-            self.cross_norm = nn.LayerNorm(self.attention.embed_dim, bias=bias)
-        self.feedforward = FeedForward(embed_dim, feedforward_dim, activation=activation, dropout=dropout, bias=bias)
-        self.feedforward_norm = nn.LayerNorm(self.attention.embed_dim, bias=bias)
+            self.cross_norm = new_norm(name, norm, self.attention.embed_dim, bias=bias)
+        self.feedforward = FeedForward(
+            embed_dim, feedforward_dim, activation=activation, dropout=dropout, bias=bias, gated=gated
+        )
+        self.feedforward_norm = new_norm(name, norm, self.attention.embed_dim, bias=bias)
         self.residual_dropout = Dropout(probability(name, "dropout", dropout))
 
     def forward(

@@ -42,7 +42,7 @@ class LayerParts(NamedTuple):
 
     Attributes:
         attentions: the one to the layer's own tokens and, where there is one, the one to a memory.
-        feedforward: weight and bias of both its layers.
+        feedforward: weight and bias of its layers, the gate's in front where it has one.
         norms: kind and epsilon, weight and bias of each sublayer's.
         norm_first: whether each sublayer reads what is normed, and not the sum with it.
         activation: of the feedforward, by name.
@@ -52,7 +52,7 @@ class LayerParts(NamedTuple):
     """
 
     attentions: Sequence[Projections]
-    feedforward: tuple[Layer, Layer]
+    feedforward: Sequence[Layer]
     norms: Sequence[NormLike]
     norm_first: bool
     activation: str
@@ -68,8 +68,8 @@ class LayerParts(NamedTuple):
     def options(self) -> tuple[Hashable, ...]:
         """What tells layers apart besides their tensors."""
         return (
-            "layer", self.norm_first, self.activation, self.after, self.hidden, *[kind for kind, _ in self.norms],
-            *[own.options() for own in self.attentions],
+            "layer", self.norm_first, self.activation, self.after, self.hidden, len(self.feedforward),
+            *[kind for kind, _ in self.norms], *[own.options() for own in self.attentions],
         )  # fmt: skip
 
     def kind(self) -> LayerKind:
@@ -77,8 +77,9 @@ class LayerParts(NamedTuple):
         after, hidden = (tuple(round(drop * LEVELS) for drop in drops) for drops in (self.after, [self.hidden]))
         attentions = tuple((len(own.sources) + 1, own.rotary) for own in self.attentions)
         return LayerKind(
-            self.norm_first, tuple(kind for kind, _ in self.norms), self.activation, after, hidden[0], attentions
-        )
+            self.norm_first, tuple(kind for kind, _ in self.norms), self.activation, after, hidden[0], attentions,
+            gated=len(self.feedforward) > 2,
+        )  # fmt: skip
 
 
 class Layers:
@@ -230,11 +231,13 @@ def _attentions_of(
 ) -> list[Problem] | None:  # fmt: skip
     """The attentions without numbers, where the CPU kernels are what every part of the layer would use."""
     kinds, x, own = KINDS if training else KINDS[:1], tokens[0], parts.kind()
-    expand, contract = parts.feedforward
-    width, hidden = x.shape[-1], expand[0].shape[0]
+    *first, contract = parts.feedforward
+    width, hidden = x.shape[-1], first[0][0].shape[0]
     if not are_plain(*tokens, *parts.tensors()) or max(*own.after, own.hidden) >= LEVELS:
         return None
-    if not kernels_take(kinds, x, *expand) or not kernels_take(kinds, x, *contract, width=hidden):
+    if not all(kernels_take(kinds, x, *each) and len(each[0]) == hidden for each in first):
+        return None
+    if not kernels_take(kinds, x, *contract, width=hidden):
         return None
     given = [part for _, pair in parts.norms for part in pair if part is not None]
     if any(last.shape[0] != width for last, _ in (contract, *(each.last for each in parts.attentions))) or any(

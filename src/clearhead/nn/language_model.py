@@ -38,6 +38,10 @@ class LanguageModel(nn.Module):
         bias: whether linear layers and norms add a bias.
         num_kv_heads: number of key and value heads; by default ``num_heads``.
         scores: score rules of every block's attention.
+        activation: of the feedforwards.
+        gated: whether these have a gate, as in ``FeedForward``. With ``activation="silu"``, ``norm="rms"``,
+            ``positions="rotary"`` and ``bias=False`` the blocks are those of Llama.
+        norm: as in ``EncoderBlock``.
         checkpoint_activations: as in ``EncoderBlock``.
 
     Embeddings start from a truncated normal distribution of deviation 0.02, linear layers of the blocks from a normal
@@ -57,14 +61,15 @@ class LanguageModel(nn.Module):
         dropout: float = 0.0, attention_dropout: float | None = None, feedforward_dim: int | None = None,
         norm_first: bool = True, tie_embeddings: bool = True, positions: str = "learned", bias: bool = True,
         num_kv_heads: int | None = None, scores: ScoreRule | Iterable[ScoreRule] = (),
-        checkpoint_activations: bool = False,
+        activation: str = "gelu", gated: bool = False, norm: str = "layer", checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.embedding = TokenEmbedding(vocab_size, embed_dim, max_len=max_len, positions=positions, dropout=dropout)
         self.decoder = Decoder(
             embed_dim, num_heads, num_layers, feedforward_dim=feedforward_dim, dropout=dropout,
             attention_dropout=attention_dropout, norm_first=norm_first, bias=bias, num_kv_heads=num_kv_heads,
-            scores=scores, rotary=self.embedding.positions == "rotary", checkpoint_activations=checkpoint_activations,
+            scores=scores, rotary=self.embedding.positions == "rotary", activation=activation, gated=gated, norm=norm,
+            checkpoint_activations=checkpoint_activations,
         )  # fmt: skip
         self.head = Linear(self.decoder.embed_dim, self.embedding.vocab_size, bias=False)
         start_embeddings(self)

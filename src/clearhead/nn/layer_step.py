@@ -18,15 +18,23 @@ from clearhead.backends.native_library import Verb
 from clearhead.backends.native_memory import new_tensor
 from clearhead.backends.native_norm import Norm, NormBackward, NormForward, NormKind
 from clearhead.backends.native_prepared import Counter, Written
-from clearhead.backends.native_projection import Gate, run_calls
+from clearhead.backends.native_projection import run_calls
 from clearhead.nn.attention_step import AttentionBackward, AttentionForward, attended_by_parts, taken
 from clearhead.nn.held import Held
 from clearhead.nn.norm import normed_by_torch
 from clearhead.nn.rule_tensors import NO_RULES, RuleTensors
-from clearhead.nn.step import LearningStep, WayBack, layers_of
+from clearhead.nn.step import LearningStep, WayBack
 from clearhead.positions import Rotary
 from clearhead.problem import Problem
-from clearhead.projection import ACTIVATIONS, Activation, FeedForwardBackward, FeedForwardForward, Layer
+from clearhead.projection import (
+    ACTIVATIONS,
+    Activation,
+    FeedForwardBackward,
+    FeedForwardForward,
+    Layer,
+    count_kept,
+    layers_of,
+)
 from clearhead.shapes import Float
 
 __all__ = ["LayerKind", "LayerStep"]
@@ -46,6 +54,7 @@ class LayerKind:
         hidden: the same within the feedforward.
         attentions: of each how many layers it has, those of queries, keys and values and the one that mixes heads, and
             what turns its queries and keys.
+        gated: whether the feedforward has a gate, whose numbers are activated in place of those that it multiplies.
     """
 
     norm_first: bool
@@ -54,15 +63,15 @@ class LayerKind:
     after: tuple[int, ...]
     hidden: int
     attentions: tuple[tuple[int, Rotary | None], ...]
+    gated: bool = False
 
 
-#: Weights and biases of a feedforward's two layers, and of a norm.
-_OF_FEEDFORWARD: Final = 4
-_OF_NORM: Final = 2
+#: A weight and a bias.
+_PAIR: Final = 2
 
 
 class LayerStep(LearningStep):
-    """A layer: a weight and a bias for each of its attentions' layers, the feedforward's two, and each norm.
+    """A layer: a weight and a bias for each of its attentions' layers, the feedforward's, and each norm.
 
     With d for dropout, one sublayer after the other: ``x + d(sublayer(norm(x)))``, or ``norm(x + d(sublayer(x)))``.
     """
@@ -78,10 +87,11 @@ class LayerStep(LearningStep):
             problems, training, layout, [drop for pair in zip(within, behind, strict=True) for drop in pair], rules
         )
         self.kind, self.count = kind, len(within)
-        # What a sublayer gives is read by the sum with it alone.
-        self.passing = self.count
+        # What a sublayer gives is read by the sum with it alone, and slopes of a gate in front of its way out.
+        self.passing = self.count + (1 if kind.gated and training else 0)
         self.activation: Activation = ACTIVATIONS[kind.activation]
-        sizes = [*(2 * count for count, _ in kind.attentions), _OF_FEEDFORWARD, *[_OF_NORM] * self.count]
+        counts = [*(count for count, _ in kind.attentions), 3 if kind.gated else 2, *[1] * self.count]
+        sizes = [_PAIR * count for count in counts]
         #: Where the tensors of each sublayer lie, and behind them those of each norm.
         self.places = [slice(*ends) for ends in pairwise([0, *accumulate(sizes)])]
 
@@ -124,8 +134,10 @@ class LayerStep(LearningStep):
             if place < len(problems):
                 read, rotary = _read_by(place, x, tokens), self.rotary(place)
                 return attended_by_parts(problems[place], read, layers[place], seeds[2 * place], rotary)
-            expand, contract = layers[place]
-            hidden = _kept(self.activation.formula(F.linear(x, *expand)), kind.hidden, seeds[2 * place])
+            first, *between, contract = layers[place]
+            hidden = _kept(self.activation.formula(F.linear(x, *first)), kind.hidden, seeds[2 * place])
+            for expand in between:
+                hidden = hidden * F.linear(x, *expand)
             return F.linear(hidden, *contract)
 
         for place, (norm, levels) in enumerate(zip(self.norms(tensors), kind.after, strict=True)):
@@ -210,6 +222,7 @@ class _LayerForward:
             self.counters += own.counters
         else:
             own = FeedForwardForward(x, layers, step.activation, step.kind.hidden, seed, step.training)
+            self.passing += own.passing
         self.calls += own.calls
         self.kept += own.kept
         self.passing.append(own.output)
@@ -262,7 +275,7 @@ class _LayerWayBack(WayBack):
             if place < len(self._problems):
                 of_part = taken(left, layers, len(_read_by(place, self._tokens[0], self._tokens)))
             else:
-                of_part = [left.popleft() for _ in range(2 if step.activation.gate is Gate.SLOPE else 1)]
+                of_part = [left.popleft() for _ in range(count_kept(step.activation, step.kind.gated))]
             summed = self._tokens[0] if step.kind.norm_first and place == 0 else left.popleft()
             found.append(_Kept(of_part, summed, left.popleft(), left.popleft() if left else None))
         return found

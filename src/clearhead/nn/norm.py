@@ -1,19 +1,41 @@
-"""The norm by the CPU kernels, as a function that autograd knows: what a layer in one step does, for its parts."""
+"""Norms of a block by name, and by the CPU kernels, as a function that autograd knows: what a layer in one step does,
+for its parts."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from clearhead.arguments import one_of
 from clearhead.backends.native_norm import Norm, NormBackward, NormForward, NormKind
 from clearhead.backends.native_projection import rows_of, run_all
 from clearhead.projection import recorded
 from clearhead.shapes import Float
 
-__all__ = ["normed", "normed_by_torch"]
+__all__ = ["new_norm", "normed", "normed_by_torch"]
+
+#: Norms by name.
+_NORMS: Final = ("layer", "rms")
+_EPSILON: Final = 1e-5
+
+
+def new_norm(function: str, norm: str, width: int, *, bias: bool) -> nn.LayerNorm | nn.RMSNorm:
+    """The norm that blocks call ``"layer"`` or ``"rms"``; the latter, which moves no mean, has no bias.
+
+    Papers: Ba et al. 2016, section 3; Zhang and Sennrich 2019, section 4.
+
+    Raises:
+        UnsupportedError: another name.
+
+    >>> new_norm("EncoderBlock", "rms", 8, bias=True)
+    RMSNorm((8,), eps=1e-05, elementwise_affine=True)
+    """
+    if one_of(function, "norm", norm, _NORMS, "The usual one is 'layer'.") == "rms":
+        return nn.RMSNorm(width, eps=_EPSILON)
+    return nn.LayerNorm(width, eps=_EPSILON, bias=bias)
 
 
 def normed(x: Float[Tensor, "*batch width"], norm: Norm) -> Float[Tensor, "*batch width"]:

@@ -17,6 +17,7 @@ from clearhead.nn.blocks import DecoderBlock, EncoderBlock, causal
 from clearhead.nn.checks import check_tokens, compile_each, depth, positive
 from clearhead.nn.edge import Edge, Lengths
 from clearhead.nn.fused_blocks import fused_blocks
+from clearhead.nn.norm import new_norm
 from clearhead.positions import Rotary
 from clearhead.scores import ScoreRule, as_rules
 from clearhead.shapes import Float, Int
@@ -40,6 +41,8 @@ class Encoder(nn.Module):
         num_kv_heads: number of key and value heads; by default ``num_heads``.
         scores: score rules of every block's attention; learned tensors are shared between the blocks.
         rotary: as in ``MultiHeadAttention``.
+        gated: as in ``EncoderBlock``.
+        norm: of the blocks, and the one at the end.
         checkpoint_activations: as in ``EncoderBlock``.
 
     >>> import torch
@@ -52,7 +55,7 @@ class Encoder(nn.Module):
         dropout: float = 0.0, attention_dropout: float | None = None, norm_first: bool = True,
         activation: str = "gelu", bias: bool = True, num_kv_heads: int | None = None,
         scores: ScoreRule | Iterable[ScoreRule] = (), rotary: Rotary | bool | float | None = None,
-        checkpoint_activations: bool = False,
+        gated: bool = False, norm: str = "layer", checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         rules = as_rules("Encoder", scores)
@@ -61,12 +64,12 @@ class Encoder(nn.Module):
             EncoderBlock(
                 embed_dim, num_heads, feedforward_dim=feedforward_dim, dropout=dropout,
                 attention_dropout=attention_dropout, norm_first=norm_first, activation=activation, bias=bias,
-                num_kv_heads=num_kv_heads, scores=rules, rotary=rotary,
+                num_kv_heads=num_kv_heads, scores=rules, rotary=rotary, gated=gated, norm=norm,
                 checkpoint_activations=checkpoint_activations,
             )
             for _ in range(depth("Encoder", "num_layers", num_layers))
         )  # fmt: skip
-        self.norm = _last_norm(self.blocks)
+        self.norm = _last_norm(self.blocks, norm)
 
     def forward(
         self, x: Float[Tensor, "*batch len embed_dim"], *, lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
@@ -118,12 +121,13 @@ def _packable(blocks: nn.ModuleList) -> bool:
     return all(cast(EncoderBlock | DecoderBlock, block).attention.scores.relative for block in blocks)
 
 
-def _last_norm(blocks: nn.ModuleList) -> nn.Module:
-    """The norm behind blocks that norm what they read; its bias is as theirs."""
+def _last_norm(blocks: nn.ModuleList, norm: str) -> nn.Module:
+    """The norm behind blocks that norm what they read, like theirs."""
     first = _first(blocks)
     if not first.norm_first:
         return nn.Identity()
-    return nn.LayerNorm(first.attention.embed_dim, bias=first.attention_norm.bias is not None)
+    biased = isinstance(first.attention_norm, nn.LayerNorm) and first.attention_norm.bias is not None
+    return new_norm(type(first).__name__, norm, first.attention.embed_dim, bias=biased)
 
 
 def _first(blocks: nn.ModuleList) -> EncoderBlock | DecoderBlock:
@@ -193,6 +197,8 @@ class Decoder(nn.Module):
         num_kv_heads: as in ``Encoder``.
         scores: as in ``Encoder``, for the self-attentions.
         rotary: as in ``Encoder``, for the self-attentions.
+        gated: as in ``Encoder``.
+        norm: as in ``Encoder``.
         checkpoint_activations: as in ``Encoder``.
 
     >>> import torch
@@ -209,7 +215,8 @@ class Decoder(nn.Module):
         memory_dim: int | None = None, feedforward_dim: int | None = None, dropout: float = 0.0,
         attention_dropout: float | None = None, norm_first: bool = True, activation: str = "gelu", bias: bool = True,
         num_kv_heads: int | None = None, scores: ScoreRule | Iterable[ScoreRule] = (),
-        rotary: Rotary | bool | float | None = None, checkpoint_activations: bool = False,
+        rotary: Rotary | bool | float | None = None, gated: bool = False, norm: str = "layer",
+        checkpoint_activations: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         rules = as_rules("Decoder", scores)
@@ -219,12 +226,12 @@ class Decoder(nn.Module):
             DecoderBlock(
                 embed_dim, num_heads, feedforward_dim=feedforward_dim, dropout=dropout,
                 attention_dropout=attention_dropout, norm_first=norm_first, activation=activation, bias=bias,
-                num_kv_heads=num_kv_heads, scores=rules, rotary=rotary, cross_attention=cross_attention,
-                memory_dim=memory_dim, checkpoint_activations=checkpoint_activations,
+                num_kv_heads=num_kv_heads, scores=rules, rotary=rotary, gated=gated, norm=norm,
+                cross_attention=cross_attention, memory_dim=memory_dim, checkpoint_activations=checkpoint_activations,
             )
             for _ in range(depth("Decoder", "num_layers", num_layers))
         )  # fmt: skip
-        self.norm = _last_norm(self.blocks)
+        self.norm = _last_norm(self.blocks, norm)
 
     def seen(self, function: str, cache: DecoderCache | None) -> int:
         """How many tokens the cache holds, once it is known to be one for this decoder."""

@@ -27,17 +27,11 @@ from clearhead.masks.parts import band_of, parts_of
 from clearhead.nn.held import Held, position_of, tensors_of
 from clearhead.nn.rule_tensors import NO_RULES, RuleTensors, as_read, with_rules_on
 from clearhead.problem import Problem, draw_seed
-from clearhead.projection import Layer, choices, recorded, unrecorded
+from clearhead.projection import choices, recorded, unrecorded
 from clearhead.shapes import Float
 from clearhead.watch import watched
 
-__all__ = ["LearningStep", "Step", "WayBack", "again", "kept_step", "layers_of", "learns", "may_be_step", "play"]
-
-
-def layers_of(tensors: Sequence[Tensor | None]) -> list[Layer]:
-    """Weights with their biases, of tensors that come in pairs."""
-    pairs = zip(tensors[::2], tensors[1::2], strict=True)
-    return [(weight, bias) for weight, bias in pairs if weight is not None]
+__all__ = ["LearningStep", "Step", "WayBack", "again", "kept_step", "learns", "may_be_step", "play"]
 
 
 class WayBack(ABC):

@@ -3,8 +3,8 @@
 from clearhead.projection.activations import ACTIVATIONS, Activation
 from clearhead.projection.chosen import DTYPES, Choice, check_variable, choice, choices, hold, measured, told
 from clearhead.projection.feedforward import project_activate, project_activate_project
-from clearhead.projection.feedforward_calls import FeedForwardBackward, FeedForwardForward
-from clearhead.projection.paths import KINDS, NATIVE, Layer, Path
+from clearhead.projection.feedforward_calls import FeedForwardBackward, FeedForwardForward, count_kept
+from clearhead.projection.paths import KINDS, NATIVE, Layer, Path, layers_of
 from clearhead.projection.products import (
     are_plain,
     has_choice,
@@ -31,9 +31,11 @@ __all__ = [
     "check_variable",
     "choice",
     "choices",
+    "count_kept",
     "has_choice",
     "hold",
     "kernels_take",
+    "layers_of",
     "measured",
     "project",
     "project_activate",

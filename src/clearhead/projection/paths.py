@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from clearhead.backends import native_projection as kernels
 
-__all__ = ["KINDS", "NATIVE", "ONEDNN", "PATHS", "TORCH", "Layer", "Path", "Term", "flat"]
+__all__ = ["KINDS", "NATIVE", "ONEDNN", "PATHS", "TORCH", "Layer", "Path", "Term", "flat", "layers_of"]
 
 #: The kinds of product that are chosen apart.
 KINDS: Final = ("forward", "input gradient", "weight gradient")
@@ -108,6 +108,12 @@ def _onednn_weight_gradient(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor
 def flat(x: Tensor) -> Tensor:
     """``[rows, width]``, also where there are none."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def layers_of(tensors: Sequence[Tensor | None]) -> list[Layer]:
+    """Weights with their biases, of tensors that come in pairs."""
+    pairs = zip(tensors[::2], tensors[1::2], strict=True)
+    return [(weight, bias) for weight, bias in pairs if weight is not None]
 
 
 def _kernel_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -42,9 +42,10 @@ def block(
                 part.add_(0.3 * torch.randn_like(part))
         if options.get("activation") == "relu" and dtype is torch.bfloat16:
             # A ReLU's gradient jumps at 0, where roundings would decide: each hidden number is well on one side.
-            made.feedforward.expand.weight.mul_(0.3)
-            if made.feedforward.expand.bias is not None:
-                made.feedforward.expand.bias.copy_(torch.randn_like(made.feedforward.expand.bias).sign() * 2.0)
+            before = made.feedforward.gate or made.feedforward.expand
+            before.weight.mul_(0.3)
+            if before.bias is not None:
+                before.bias.copy_(torch.randn_like(before.bias).sign() * 2.0)
     return made.to(dtype)
 
 
@@ -134,7 +135,10 @@ def attended(
 
 def fed(part: Any, y: Tensor, factor: Tensor | None = None) -> Tensor:
     """A feedforward by torch's operators."""
-    hidden = times(part.activation(F.linear(y, part.expand.weight, part.expand.bias)), factor)
+    first, *second = [one for one in (part.gate, part.expand) if one is not None]
+    hidden = times(part.activation(F.linear(y, first.weight, first.bias)), factor)
+    for one in second:
+        hidden = hidden * F.linear(y, one.weight, one.bias)
     return F.linear(hidden, part.contract.weight, part.contract.bias)
 
 
@@ -279,6 +283,10 @@ def checked(own: Any, x: Tensor, mask: ch.Mask | None = None) -> None:
         same(numbers(own, x, mask), first)
 
 
+#: A block like Llama's.
+LLAMA: dict[str, Any] = {
+    "gated": True, "norm": "rms", "activation": "silu", "rotary": 100.0, "bias": False, "num_kv_heads": 2,
+}  # fmt: skip
 MASKS: list[ch.Mask | None] = [
     None, ch.Causal(), ch.Padding(torch.tensor([7, 3])), ch.Window(2) & ch.Causal(), ch.Padding(torch.tensor([0, 7])),
     ch.Dense(torch.rand(7, 7, generator=torch.Generator().manual_seed(4)) < 0.3),

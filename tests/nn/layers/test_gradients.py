@@ -50,14 +50,19 @@ FROZEN: dict[str, Callable[[str], bool]] = {
     "weights": lambda name: name.endswith("weight"),
     "biases": lambda name: name.endswith("bias"),
     "biases and x": lambda name: name.endswith("bias") or name == "x",
+    "gate": lambda name: "gate" in name,
+    "what a gate multiplies": lambda name: "expand" in name,
 }
 
 
 @pytest.mark.parametrize("needed", FROZEN)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
-def test_only_the_gradients_that_are_needed(norm_first: bool, dropout: float, needed: str) -> None:
-    own, x = block(norm_first=norm_first, dropout=dropout), tokens()
+def test_only_the_gradients_that_are_needed(norm_first: bool, gated: bool, dropout: float, needed: str) -> None:
+    own, x = block(norm_first=norm_first, dropout=dropout, gated=gated), tokens()
+    if needed == "gate" and not gated:
+        pytest.skip("there is none")
     mask = ch.Causal()
     inputs = {"x": x, **dict(own.named_parameters())}
     whole = dict(zip(inputs, numbers(own, x, mask)[1:], strict=True))
@@ -102,9 +107,10 @@ def test_where_nothing_learns() -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
-def test_gradients_that_are_recorded(norm_first: bool, dropout: float) -> None:
-    own, x = block(norm_first=norm_first, dropout=dropout), tokens()
+def test_gradients_that_are_recorded(norm_first: bool, gated: bool, dropout: float) -> None:
+    own, x = block(norm_first=norm_first, dropout=dropout, gated=gated), tokens()
     for _ in range(4):
         torch.manual_seed(7)
         output = own(x)

@@ -14,6 +14,7 @@ from clearhead.nn import DecoderBlock
 from tests.nn.layers.definition import (
     DTYPES,
     KINDS,
+    LLAMA,
     MASK_IDS,
     MASKS,
     WITHIN,
@@ -42,11 +43,20 @@ def test_output_and_every_gradient(
     checked(own, tokens(dtype), MASKS[MASK_IDS.index(mask)])
 
 
+@pytest.mark.parametrize(("activation", "bias", "dtype"), WITHIN, ids=str)
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+def test_gates(norm_first: bool, activation: str, bias: bool, dtype: torch.dtype) -> None:
+    norm = "rms" if norm_first else "layer"
+    own = block(dtype=dtype, norm_first=norm_first, activation=activation, bias=bias, gated=True, norm=norm)
+    checked(own, tokens(dtype), ch.Causal())
+
+
 @pytest.mark.parametrize(
     ("width", "heads", "options"),
     [(20, 2, {}), (36, 3, {"num_kv_heads": 1}), (32, 2, {"num_kv_heads": 1}),
      (64, 4, {"num_kv_heads": 2}), (96, 3, {}), (96, 6, {"feedforward_dim": 100}),
-     (64, 1, {"feedforward_dim": 33}), (64, 4, {"num_kv_heads": 2, "rotary": True}), (36, 3, {"rotary": 100.0})],
+     (64, 1, {"feedforward_dim": 33}), (64, 4, {"num_kv_heads": 2, "rotary": True}), (36, 3, {"rotary": 100.0}),
+     (32, 4, {**LLAMA, "feedforward_dim": 100}), (20, 2, {"gated": True, "feedforward_dim": 33})],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (3, 17), (1, 300)], ids=str)

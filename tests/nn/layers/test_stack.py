@@ -21,7 +21,7 @@ from clearhead.nn.linear import Linear
 from clearhead.nn.stacks import DecoderCache
 from clearhead.nn.unchanged import Unchanged
 from tests.budget import within_budget
-from tests.nn.layers.definition import DTYPES, decoded, draw, formula
+from tests.nn.layers.definition import DTYPES, LLAMA, decoded, draw, formula
 
 pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
 
@@ -32,6 +32,7 @@ STACKS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "norms last": (32, 4, 4, {"norm_first": False}),
     "two blocks of grouped heads": (36, 6, 2, {"num_kv_heads": 2, "bias": False}),
     "rotary positions": (48, 4, 3, {"num_kv_heads": 2, "rotary": 100.0}),
+    "as Llama's": (48, 4, 3, {**LLAMA, "feedforward_dim": 70}),
     "five blocks of one head": (20, 1, 5, {"feedforward_dim": 33, "activation": "relu"}),
 }
 
