@@ -16,7 +16,7 @@ from clearhead.errors import ShapeError
 from clearhead.projection import are_plain, recorded
 from clearhead.shapes import Float, Int
 
-__all__ = ["MOST_POSITIONS", "Rotary", "as_rotary", "sinusoidal", "table_of"]
+__all__ = ["MOST_POSITIONS", "Rotary", "as_rotary", "sinusoidal", "table_of", "turned"]
 
 #: Positions that tables are kept for: 64 channels of so many are 32 MiB.
 MOST_POSITIONS: Final = 2**17
@@ -75,7 +75,7 @@ class Rotary:
                 then="Choose an even head_dim.",
             )  # fmt: skip
         if are_plain(x) and library() is not None and x.numel() > 0:
-            return _turned(x, *_table_from(self, first, length, channels))
+            return turned(x, *_table_from(self, first, length, channels))
         work = torch.float64 if x.dtype == torch.float64 else torch.float32
         return _turned_by_torch(x, *(part.to(work) for part in _angles(self, first, length, channels, x.device)))
 
@@ -120,7 +120,16 @@ def _angles(rotary: Rotary, first: int, length: int, channels: int, device: torc
     return angle.cos(), angle.sin()
 
 
-def _turned(x: Tensor, table: Tensor, first: int) -> Tensor:
+def turned(
+    x: Float[Tensor, "*leading len head_dim"], table: Float[Tensor, "_positions head_dim"], first: int = 0
+) -> Float[Tensor, "*leading len head_dim"]:
+    """Tokens turned by the angles that a table has for positions ``first, first + 1, ...``, by the CPU kernels.
+
+    Args:
+        x: what these take, not empty.
+        table: float32, contiguous: cosines and, behind them, sines of each position.
+        first: position of the first token.
+    """
     if torch.is_grad_enabled() and x.requires_grad:
         output: Tensor = _Turned.apply(x, table, first)  # type: ignore[no-untyped-call]
         return output

@@ -20,9 +20,9 @@ from clearhead.backends.native_rotation import Rotation
 from clearhead.backends.native_work import BackwardWork, ForwardWork, Rows
 from clearhead.functional import attention
 from clearhead.nn.held import Held
-from clearhead.nn.rule_tensors import RuleTensors
+from clearhead.nn.rule_tensors import RuleTensors, Turning, turning
 from clearhead.nn.step import LearningStep, WayBack
-from clearhead.positions import Rotary, table_of
+from clearhead.positions import Rotary, table_of, turned
 from clearhead.problem import Problem
 from clearhead.projection import Layer, layers_of, project
 from clearhead.shapes import Float
@@ -103,11 +103,14 @@ def positions_of(problem: Problem, held: Held | None) -> int:
 
 
 def _turns(
-    rotary: Rotary | None, problem: Problem, heads: Sequence[Tensor], held: Held | None = None, *, back: bool = False
-) -> list[Rotation]:
+    rotary: Rotary | Tensor | None, problem: Problem, heads: Sequence[Tensor], held: Held | None = None, *,
+    back: bool = False,
+) -> list[Rotation]:  # fmt: skip
     """What turns queries, and keys where these are not there already, by their positions in place."""
     if rotary is None:
         return []
+    if isinstance(rotary, Tensor):
+        return [Rotation(part, rotary, 0, back=back) for part in heads[:2]]
     # Behind those that a cache holds new keys stand where their tokens do as queries.
     places = (problem.query_offset, problem.query_offset if held is not None and held.grows else 0)
     table = table_of(rotary, problem.head_dim, positions_of(problem, held))
@@ -124,7 +127,7 @@ class AttentionForward:
         seed: of the attention's dropout.
         training: whether ``kept`` holds what backward reads besides.
         held: keys and values that are read from a cache, not while training.
-        rotary: what turns queries and keys.
+        rotary: what turns queries and keys, or the angles of the call's tokens, of all of them.
 
     Attributes:
         calls: in order.
@@ -137,7 +140,7 @@ class AttentionForward:
 
     def __init__(
         self, problem: Problem, tokens: Sequence[Float[Tensor, "_rows _in"]], layers: Sequence[Layer], seed: int,
-        training: bool, held: Held | None = None, rotary: Rotary | None = None,
+        training: bool, held: Held | None = None, rotary: Rotary | Tensor | None = None,
     ) -> None:  # fmt: skip
         *first, (weight, bias) = layers
         rows = tokens[0]
@@ -149,7 +152,7 @@ class AttentionForward:
         attended = ForwardWork(problem.with_tensors(*heads).with_seed(seed), _NOTHING, for_backward=training)
         self.counters = [append.counter for append in appended]
         if held is not None and held.grows:
-            self.counters += [turn.counter for turn in turns]
+            self.counters += [turn.counter for turn in turns if isinstance(rotary, Rotary)]
             self.counters += [(attended.description, "k_len", problem.q_len), (attended.description, "query_offset", 0)]
         elif held is not None:
             attended.description.k_len = held.length
@@ -166,14 +169,14 @@ class AttentionForward:
             *(product.call for product in products), *(turn.call for turn in turns),
             *(append.call for append in appended), attended.call, mixed.call,
         ]  # fmt: skip
-        self.stays = [*attended.held, *(turn.table for turn in turns[:1])]
+        self.stays = [*attended.held, *_tables(rotary, turns)]
         # Of a sink alone, and nobody reads it here.
         self.stays += [] if attended.lse is None else [attended.lse]
         self._alive = (products, turns, appended, attended, mixed)
 
     @staticmethod
     def _heads(
-        problem: Problem, projected: Sequence[Tensor], held: Held | None, rotary: Rotary | None
+        problem: Problem, projected: Sequence[Tensor], held: Held | None, rotary: Rotary | Tensor | None
     ) -> tuple[tuple[Tensor, ...], list[Rotation], list[Append]]:
         """Queries, keys and values; what turns those that are new, and what puts them behind those that a cache
         holds."""
@@ -187,6 +190,11 @@ class AttentionForward:
         rooms = (held.key, held.value)
         appended = [Append(part, room, held.length) for part, room in zip(new, rooms, strict=False)]
         return (query, *rooms), turns, appended
+
+
+def _tables(rotary: Rotary | Tensor | None, turns: Sequence[Rotation]) -> list[Tensor]:
+    """What the turns read that stays where it is: a table for all calls."""
+    return [turn.table for turn in turns[:1] if isinstance(rotary, Rotary)]
 
 
 def taken(kept: deque[Tensor], layers: Sequence[Layer], tokens: int) -> list[Tensor]:
@@ -216,7 +224,7 @@ class AttentionBackward:
     def __init__(
         self, problem: Problem, arrived: Float[Tensor, "rows out"], tokens: Sequence[Float[Tensor, "_rows _in"]],
         layers: Sequence[Layer], kept: Sequence[Tensor], seed: int, needs: Sequence[bool],
-        rotary: Rotary | None = None,
+        rotary: Rotary | Tensor | None = None,
     ) -> None:  # fmt: skip
         *first, (weight, _) = layers
         sources = _sources(problem, len(tokens), first)
@@ -277,7 +285,7 @@ class AttentionBackward:
     @property
     def stays(self) -> list[Tensor]:
         """Tensors that the calls read and that stay where they are."""
-        return [] if self._attended is None else [*self._attended.held, *(turn.table for turn in self._turns[:1])]
+        return [] if self._attended is None else [*self._attended.held, *_tables(self._rotary, self._turns)]
 
     @property
     def of_layers(self) -> list[Tensor]:
@@ -307,14 +315,16 @@ def attended_by_parts(
     tokens: Sequence[Float[Tensor, "*batch _len _in"]],
     layers: Sequence[Layer],
     seed: int,
-    rotary: Rotary | None = None,
+    rotary: Rotary | Tensor | None = None,
 ) -> Float[Tensor, "batch len out"]:
     """An attention with its projections by functions that autograd and watchers know."""
     *first, last = layers
     sources = _sources(problem, len(tokens), first)
     projected = [project(tokens[own.tokens], own.weight, own.bias).flatten(0, 1) for own in sources]
     query, key, value = _by_head_of(problem, projected)
-    if rotary is not None:
+    if isinstance(rotary, Tensor):
+        query, key = turned(query, rotary), turned(key, rotary)
+    elif rotary is not None:
         query, key = rotary.rotate(query, problem.query_offset), rotary.rotate(key)
     output = attention(
         query, key, value, mask=problem.mask, scores=problem.scores, scale=problem.scale,
@@ -328,7 +338,7 @@ class AttentionStep(LearningStep):
     others."""
 
     def __init__(
-        self, problems: Sequence[Problem], training: bool, layout: Hashable | None, rotary: Rotary | None,
+        self, problems: Sequence[Problem], training: bool, layout: Hashable | None, rotary: Turning,
         rules: RuleTensors,
     ) -> None:  # fmt: skip
         super().__init__(problems, training, layout, [problem.dropout for problem in problems], rules)
@@ -336,25 +346,26 @@ class AttentionStep(LearningStep):
 
     def write_forward(
         self, problems: Sequence[Problem], tokens: Sequence[Tensor], tensors: Sequence[Tensor | None],
-        seeds: Sequence[int], held: Sequence[Held | None],
+        seeds: Sequence[int], held: Sequence[Held | None], angles: Tensor | None,
     ) -> Written:  # fmt: skip
-        own = AttentionForward(problems[0], tokens, layers_of(tensors), seeds[0], self.training, held[0], self.rotary)
+        own = AttentionForward(
+            problems[0], tokens, layers_of(tensors), seeds[0], self.training, held[0], turning(self.rotary, angles)
+        )
         return Written(own.calls, [*own.kept, own.output], own.stays, own, own.counters)
 
     def write_backward(
         self, problems: Sequence[Problem], arrived: Tensor, tokens: Sequence[Tensor],
         tensors: Sequence[Tensor | None], kept: Sequence[Tensor], seeds: Sequence[int], needs: Sequence[bool],
+        angles: Tensor | None,
     ) -> WayBack:  # fmt: skip
-        layers = layers_of(tensors)
-        return _AttentionWayBack(
-            AttentionBackward(problems[0], arrived, tokens, layers, kept, seeds[0], needs, self.rotary)
-        )
+        layers, rotary = layers_of(tensors), turning(self.rotary, angles)
+        return _AttentionWayBack(AttentionBackward(problems[0], arrived, tokens, layers, kept, seeds[0], needs, rotary))
 
     def by_parts(
         self, problems: Sequence[Problem], tokens: Sequence[Tensor], tensors: Sequence[Tensor | None],
-        seeds: Sequence[int],
+        seeds: Sequence[int], angles: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        return attended_by_parts(problems[0], tokens, layers_of(tensors), seeds[0], self.rotary)
+        return attended_by_parts(problems[0], tokens, layers_of(tensors), seeds[0], turning(self.rotary, angles))
 
 
 class _AttentionWayBack(WayBack):

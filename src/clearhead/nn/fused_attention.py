@@ -16,7 +16,7 @@ from clearhead.masks.parts import band_of
 from clearhead.nn import step
 from clearhead.nn.attention_step import AttentionStep, by_head, positions_of
 from clearhead.nn.held import Held
-from clearhead.nn.rule_tensors import RuleTensors, are_known, forms_of
+from clearhead.nn.rule_tensors import RuleTensors, Turning, are_known, forms_of
 from clearhead.nn.step import kept_step, learns, may_be_step, play
 from clearhead.positions import MOST_POSITIONS, Rotary
 from clearhead.problem import Problem
@@ -45,7 +45,7 @@ class Projections(NamedTuple):
         scale: as in ``attention``, and so are those that follow.
         dropout: see there.
         backend: see there.
-        rotary: what turns queries and keys by their positions, where something does.
+        rotary: what turns queries and keys by their positions, where something does; ``"angles"`` come with a call.
         rules: as ``scores`` in ``attention``.
     """
 
@@ -56,7 +56,7 @@ class Projections(NamedTuple):
     scale: float | None = None
     dropout: float = 0.0
     backend: str = "auto"
-    rotary: Rotary | None = None
+    rotary: Turning = None
     rules: tuple[ScoreRule, ...] = ()
 
     def tensors(self) -> list[Tensor | None]:
@@ -110,7 +110,8 @@ def fused_attention(
     tensors, options = [*own.tensors(), *rules.pairs()], _options(own, query_offset, rules)
     caches = () if held is None else (held,)
     recurs = (
-        known and are_plain(*tokens, *tensors) and all(lies_plainly(part) for part in tensors if part is not None)
+        known and are_plain(*tokens, *own.tensors()) and rules.are_plain()
+        and all(lies_plainly(part) for part in own.tensors() if part is not None)
         and all(type(option) in _SIMPLE for option in (query_offset, own.scale, own.dropout, own.backend))
     )  # fmt: skip
 
@@ -171,7 +172,7 @@ def problem_like(
         _FUNCTION, *_hollow(tokens, own, held), mask=mask, scores=own.rules, scale=own.scale, dropout=own.dropout,
         seed=0, query_offset=held.length if held is not None and held.grows else query_offset,
     )  # fmt: skip
-    if own.rotary is not None and not _has_positions(problem, query_offset, held):
+    if isinstance(own.rotary, Rotary) and not _has_positions(problem, query_offset, held):
         return None
     learned = torch.is_grad_enabled() and problem.rule_parameters
     if learned or choose(_FUNCTION, problem, _NOTHING, own.backend) is not native.BACKEND:

@@ -6,7 +6,8 @@ One layer is a step of autograd; layers one after the other are one where nothin
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Final, NamedTuple
+from copy import copy
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,9 @@ class LayerParts(NamedTuple):
         )  # fmt: skip
 
 
+_SCALES: Final = (int, float, type(None))
+
+
 class Layers:
     """Layers one after the other, of one step.
 
@@ -95,15 +99,30 @@ class Layers:
 
     def __init__(self, parts: Sequence[LayerParts]) -> None:
         self.parts = tuple(parts)
-        self.tensors = [part for own in parts for part in own.tensors()]
+        self._own = [part for own in parts for part in own.tensors()]
         options = [own.options() for own in parts]
         # Mostly they are alike: once hashed is enough.
         alike = all(own == options[0] for own in options)
         self.options: tuple[Hashable, ...] = (len(options), options[0]) if alike else tuple(options)
         self.rules = RuleTensors.of([own.rules for layer in parts for own in layer.attentions])
-        self.tensors += self.rules.pairs()
+        self.tensors = self._own + self.rules.pairs()
         self.options += self.rules.places
         self.looked_at = any(own.looked_at for own in parts)
+
+    def turned_by(self, angles: Float[Tensor, "len head_dim"]) -> Self:
+        """The same layers, for a call that brings the angles of its tokens."""
+        found = copy(self)
+        found.rules = self.rules.with_angles(angles)
+        found.tensors = self._own + found.rules.pairs()
+        return found
+
+    def may_recur(self, tokens: Sequence[Tensor]) -> bool:
+        """Whether a call like one on these tokens may come again."""
+        # A scale that is a tensor may be another number at the next call.
+        scales = [own.scale for layer in self.parts for own in layer.attentions]
+        if not are_plain(*tokens, *self._own) or not all(type(scale) in _SCALES for scale in scales):
+            return False
+        return self.rules.are_plain() and all(lies_plainly(part) for part in self._own if part is not None)
 
 
 def fused_layer(
@@ -158,11 +177,6 @@ def _fused(
     if (known := step.again(tokens, tensors, masks, options, held)) is not None:
         return known
     training = learns(*tokens, *tensors)
-    # A scale that is a tensor may be another number at the next call.
-    recurs = (
-        are_plain(*tokens, *tensors) and all(lies_plainly(part) for part in tensors if part is not None)
-        and all(type(own.scale) in (int, float, type(None)) for layer in layers.parts for own in layer.attentions)
-    )  # fmt: skip
 
     def attentions() -> list[Problem] | None:
         found: list[Problem] = []
@@ -180,7 +194,7 @@ def _fused(
             return LayerStep(problems, training, layout, kinds[0], layers.rules)
         return StackStep(problems, training, layout, kinds, layers.rules)
 
-    found = kept_step(tokens, tensors, masks, options, attentions, step_of, held, recurs=recurs)
+    found = kept_step(tokens, tensors, masks, options, attentions, step_of, held, recurs=layers.may_recur(tokens))
     return None if found is None else play(found, tokens, tensors, held)
 
 

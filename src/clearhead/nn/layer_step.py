@@ -22,7 +22,7 @@ from clearhead.backends.native_projection import run_calls
 from clearhead.nn.attention_step import AttentionBackward, AttentionForward, attended_by_parts, taken
 from clearhead.nn.held import Held
 from clearhead.nn.norm import normed_by_torch
-from clearhead.nn.rule_tensors import NO_RULES, RuleTensors
+from clearhead.nn.rule_tensors import NO_RULES, RuleTensors, Turning, turning
 from clearhead.nn.step import LearningStep, WayBack
 from clearhead.positions import Rotary
 from clearhead.problem import Problem
@@ -62,7 +62,7 @@ class LayerKind:
     activation: str
     after: tuple[int, ...]
     hidden: int
-    attentions: tuple[tuple[int, Rotary | None], ...]
+    attentions: tuple[tuple[int, Turning], ...]
     gated: bool = False
 
 
@@ -102,9 +102,9 @@ class LayerStep(LearningStep):
         """Those of each sublayer."""
         return [layers_of(tensors[place]) for place in self.places[: self.count]]
 
-    def rotary(self, place: int) -> Rotary | None:
-        """What turns queries and keys of an attention."""
-        return self.kind.attentions[place][1]
+    def rotary(self, place: int, angles: Tensor | None) -> Rotary | Tensor | None:
+        """What turns queries and keys of an attention in a call."""
+        return turning(self.kind.attentions[place][1], angles)
 
     def norms(self, tensors: Sequence[Tensor | None]) -> list[Norm]:
         """Each sublayer's, with its weights."""
@@ -113,26 +113,27 @@ class LayerStep(LearningStep):
 
     def write_forward(
         self, problems: Sequence[Problem], tokens: Sequence[Tensor], tensors: Sequence[Tensor | None],
-        seeds: Sequence[int], held: Sequence[Held | None],
+        seeds: Sequence[int], held: Sequence[Held | None], angles: Tensor | None,
     ) -> Written:  # fmt: skip
-        own = _LayerForward(self, problems, tokens, tensors, seeds, held)
+        own = _LayerForward(self, problems, tokens, tensors, seeds, held, angles)
         return Written(own.calls, [*own.passing, *own.kept, own.output], own.stays, own, own.counters)
 
     def write_backward(
         self, problems: Sequence[Problem], arrived: Tensor, tokens: Sequence[Tensor],
         tensors: Sequence[Tensor | None], kept: Sequence[Tensor], seeds: Sequence[int], needs: Sequence[bool],
+        angles: Tensor | None,
     ) -> WayBack:  # fmt: skip
-        return _LayerWayBack(self, problems, arrived, tokens, tensors, kept, seeds, needs)
+        return _LayerWayBack(self, problems, arrived, tokens, tensors, kept, seeds, needs, angles)
 
     def by_parts(
         self, problems: Sequence[Problem], tokens: Sequence[Tensor], tensors: Sequence[Tensor | None],
-        seeds: Sequence[int],
+        seeds: Sequence[int], angles: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         kind, layers, x = self.kind, self.layers(tensors), tokens[0]
 
         def sublayer(place: int, x: Tensor) -> Tensor:
             if place < len(problems):
-                read, rotary = _read_by(place, x, tokens), self.rotary(place)
+                read, rotary = _read_by(place, x, tokens), self.rotary(place, angles)
                 return attended_by_parts(problems[place], read, layers[place], seeds[2 * place], rotary)
             first, *between, contract = layers[place]
             hidden = _kept(self.activation.formula(F.linear(x, *first)), kind.hidden, seeds[2 * place])
@@ -167,9 +168,9 @@ class _LayerForward:
 
     def __init__(
         self, step: LayerStep, problems: Sequence[Problem], tokens: Sequence[Tensor],
-        tensors: Sequence[Tensor | None], seeds: Sequence[int], held: Sequence[Held | None],
+        tensors: Sequence[Tensor | None], seeds: Sequence[int], held: Sequence[Held | None], angles: Tensor | None,
     ) -> None:  # fmt: skip
-        self._problems = problems
+        self._problems, self._angles = problems, angles
         self._step, self._tokens, self._seeds, self._layers = step, tokens, seeds, step.layers(tensors)
         self._held, self.counters = held, list[Counter]()
         rows, (first, *_) = tokens[0], problems
@@ -217,7 +218,8 @@ class _LayerForward:
         own: AttentionForward | FeedForwardForward
         if place < len(self._problems):
             read, held = _read_by(place, x, self._tokens), self._held[place]
-            own = AttentionForward(self._problems[place], read, layers, seed, step.training, held, step.rotary(place))
+            rotary = step.rotary(place, self._angles)
+            own = AttentionForward(self._problems[place], read, layers, seed, step.training, held, rotary)
             self.stays += own.stays
             self.counters += own.counters
         else:
@@ -250,8 +252,9 @@ class _LayerWayBack(WayBack):
     def __init__(
         self, step: LayerStep, problems: Sequence[Problem], arrived: Tensor, tokens: Sequence[Tensor],
         tensors: Sequence[Tensor | None], kept: Sequence[Tensor], seeds: Sequence[int], needs: Sequence[bool],
+        angles: Tensor | None,
     ) -> None:  # fmt: skip
-        self._problems = problems
+        self._problems, self._angles = problems, angles
         self._step, self._tokens, self._seeds, self._needs = step, tokens, seeds, needs
         self._layers, self._norms = step.layers(tensors), step.norms(tensors)
         self._of_tokens, own = needs[: len(tokens)], needs[len(tokens) :]
@@ -359,7 +362,7 @@ class _LayerWayBack(WayBack):
         needs = (needs_rows, *self._of_tokens[1 : len(read)], *self._of_layers[place])
         own = AttentionBackward(
             self._problems[place], arrived, read, self._layers[place], kept, self._seeds[2 * place], needs,
-            step.rotary(place),
+            step.rotary(place, self._angles),
         )  # fmt: skip
         self._parts[place] = own
         self._works.append(own)

@@ -48,14 +48,16 @@ class StackStep(Step):
 
     def write_forward(
         self, problems: Sequence[Problem], tokens: Sequence[Tensor], tensors: Sequence[Tensor | None],
-        seeds: Sequence[int], held: Sequence[Held | None],
+        seeds: Sequence[int], held: Sequence[Held | None], angles: Tensor | None,
     ) -> Written:  # fmt: skip
         calls, counters = list[tuple[Verb, Structure]](), list[Counter]()
         inner, outputs, stays, alive = list[Tensor](), list[Tensor](), list[Tensor](), list[object]()
         left = iter(seeds)
         for layer, (attentions, own) in zip(self._layers, self._places, strict=True):
             of_layer = [next(left) for _ in layer.drops]
-            written = layer.write_forward(problems[attentions], tokens, tensors[own], of_layer, held[attentions])
+            written = layer.write_forward(
+                problems[attentions], tokens, tensors[own], of_layer, held[attentions], angles
+            )
             *between, output = written.writes
             # What a layer has passed on within itself is free for the next one.
             if _are_like(between, inner):

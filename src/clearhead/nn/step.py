@@ -61,7 +61,8 @@ class Step(ABC):
         training: whether forward keeps what backward needs.
         layout: of calls that may come again, so that the kernels' are kept; None of others.
         drops: probabilities with which numbers are dropped: a seed is drawn for each.
-        rules: tensors that the attentions' rules read, which stand behind the step's own in every call.
+        rules: tensors that the attentions' rules read, and a call's angles, which stand behind the step's own in every
+            call.
     """
 
     #: Tensors that forward writes in front of what backward reads, and that nobody reads later.
@@ -71,7 +72,7 @@ class Step(ABC):
         self, problems: Sequence[Problem], training: bool, layout: Hashable | None, drops: Sequence[float],
         rules: RuleTensors = NO_RULES,
     ) -> None:  # fmt: skip
-        self._rule_places, self._of_rules = rules.places, 2 * len(rules.tensors)
+        self._rule_places, self._of_rules, self._turned = rules.places, 2 * len(rules.tensors), rules.turned
         self.problems, self.training, self.drops = tuple(problems), training, tuple(drops)
         self._draws = any(drops)
         # Each batch of packed sequences has a mask of its own, which differs in where its runs begin and end alone.
@@ -93,16 +94,21 @@ class Step(ABC):
     def write_forward(
         self, problems: Sequence[Problem], tokens: Sequence[Float[Tensor, "_rows _width"]],
         tensors: Sequence[Tensor | None], seeds: Sequence[int], held: Sequence[Held | None],
+        angles: Float[Tensor, "len head_dim"] | None,
     ) -> Written:  # fmt: skip
         """The calls of one forward: they write what is passing, what is kept for backward, and the output, in this
         order; of each attention that reads a cache they use what that holds."""
 
     def _told_apart(self, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Tensor | None], list[Tensor]]:
-        """The step's own tensors, and those that rules read, as they are read."""
+        """The step's own tensors, and those that rules read and a call's angles, as they are read."""
         if self._of_rules == 0:
             return tensors, []
         own = len(tensors) - self._of_rules
         return tensors[:own], as_read([part for part in tensors[own:] if part is not None])
+
+    def _angles(self, rules: Sequence[Tensor]) -> Tensor | None:
+        """A call's own, where it has some."""
+        return rules[-1] if self._turned else None
 
     def _under(self, rules: Sequence[Tensor]) -> Sequence[Problem]:
         """The attentions, whose rules read these."""
@@ -140,7 +146,8 @@ class Step(ABC):
             known.strides = strides_of(reads)
 
         def write_down() -> Written:
-            written = self.write_forward(self._under(rules), rows, tensors, seeds, held or (None,) * len(self.problems))
+            caches = held or (None,) * len(self.problems)
+            written = self.write_forward(self._under(rules), rows, tensors, seeds, caches, self._angles(rules))
             written.inner = self.passing if self.training else len(written.writes) - 1
             return written
 
@@ -158,7 +165,7 @@ class LearningStep(Step):
     def write_backward(
         self, problems: Sequence[Problem], arrived: Float[Tensor, "rows out"],
         tokens: Sequence[Float[Tensor, "_rows _width"]], tensors: Sequence[Tensor | None], kept: Sequence[Tensor],
-        seeds: Sequence[int], needs: Sequence[bool],
+        seeds: Sequence[int], needs: Sequence[bool], angles: Float[Tensor, "len head_dim"] | None,
     ) -> WayBack:  # fmt: skip
         """The calls of one backward, from the output's gradient and what forward read and kept; ``needs`` of tokens,
         then of tensors."""
@@ -166,7 +173,7 @@ class LearningStep(Step):
     @abstractmethod
     def by_parts(
         self, problems: Sequence[Problem], tokens: Sequence[Tensor], tensors: Sequence[Tensor | None],
-        seeds: Sequence[int],
+        seeds: Sequence[int], angles: Float[Tensor, "len head_dim"] | None = None,
     ) -> Tensor:  # fmt: skip
         """The output by parts that autograd and watchers know."""
 
@@ -182,7 +189,8 @@ class LearningStep(Step):
         made: list[WayBack] = []
 
         def way_back() -> WayBack:
-            return self.write_backward(self._under(rules), arrived, rows, tensors, kept, seeds, needs)
+            under = self._under(rules)
+            return self.write_backward(under, arrived, rows, tensors, kept, seeds, needs, self._angles(rules))
 
         def write_down() -> Written:
             made.append(way_back())
@@ -212,7 +220,7 @@ class LearningStep(Step):
             ]
             own = [part for part in parts[: len(tokens)] if part is not None]
             layers, rules = self._told_apart(parts[len(tokens) :])
-            output = self.by_parts(self._under(rules), own, layers, seeds)
+            output = self.by_parts(self._under(rules), own, layers, seeds, self._angles(rules))
             wanted = [part for part, needed in zip(parts, needs, strict=True) if part is not None and needed]
             found = iter(torch.autograd.grad(output, wanted, grad, create_graph=again, allow_unused=True))
         return [next(found) if part is not None and needed else None for part, needed in zip(parts, needs, strict=True)]

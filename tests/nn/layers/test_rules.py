@@ -249,4 +249,4 @@ def test_each_tensor_is_listed_once() -> None:
     found = RuleTensors.of(rules)
     assert [tensor is own for tensor, own in zip(found.tensors, (one, two), strict=True)] == [True, True]
     assert found.places == ((0,), (), (1, 0))
-    assert RuleTensors.of([(), ()]) == ((), ((), ()))
+    assert RuleTensors.of([(), ()]) == ((), ((), ()), False)
