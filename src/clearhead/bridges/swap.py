@@ -202,9 +202,9 @@ def _hf_parts() -> ModuleType | None:
     """What the bridge knows of the parts of such models."""
     if _hf() is None:
         return None
-    from clearhead.bridges import transformers_parts
+    from clearhead.bridges import transformers_layers
 
-    return transformers_parts
+    return transformers_layers
 
 
 def _original(kind: type[nn.Module]) -> type[nn.Module] | None:

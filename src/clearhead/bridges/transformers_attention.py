@@ -17,7 +17,7 @@ from clearhead.scores import DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
 from clearhead.shapes import Float
 from clearhead.watch import attend, watched
 
-__all__ = ["attend_for"]
+__all__ = ["attend_for", "scale_of", "weights_wanted"]
 
 #: What some models hand over in place of a mask, for kernels made for them.
 _OWN_KERNELS: Final = ("indices", "block_indices", "sinks", "cache")
@@ -64,7 +64,7 @@ def attend_for(
     Raises:
         UnsupportedError: weights are asked for, or something that needs a kernel of the model's own.
     """
-    if output_attentions or _weights_wanted():
+    if output_attentions or weights_wanted():
         raise UnsupportedError.about(
             "clearhead attention", "output_attentions", must="be False, as no square of weights is made here",
             got="True", then="Use `with clearhead.observe(model, want)` for statistics and rows of weights.",
@@ -92,13 +92,14 @@ def attend_for(
     aligned = offset == 0 and query.shape[2] == key.shape[2]
     positioned = mask is not None or any(rule.position_dependent for rule in rules)
     output = attend(
-        module, query, key, value, mask=mask, scores=tuple(rules), scale=_scale(scaling, query), dropout=dropout,
+        module, query, key, value, mask=mask, scores=tuple(rules), scale=scale_of(scaling, query.shape[-1]),
+        dropout=dropout,
         query_offset=offset if watched() or (positioned and not aligned) else None,
     )  # fmt: skip
     return output.transpose(1, 2).contiguous(), None
 
 
-def _weights_wanted() -> bool:
+def weights_wanted() -> bool:
     """Whether transformers collects weights around this call; not every model says so to its attention."""
     collector = getattr(output_capturing, "_active_collector", None)
     collected = None if collector is None else collector.get()
@@ -116,9 +117,9 @@ def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, T
     return query, key, value
 
 
-def _scale(scaling: float | None, query: Tensor) -> float | None:
+def scale_of(scaling: float | None, head_dim: int) -> float | None:
     """None where it is the default, which plain calls are recognised by."""
-    return None if scaling is None or scaling == query.shape[-1] ** -0.5 else float(scaling)
+    return None if scaling is None or scaling == head_dim**-0.5 else float(scaling)
 
 
 def _meaning(attention_mask: Tensor) -> tuple[Mask | None, int | None, list[ScoreRule]]:

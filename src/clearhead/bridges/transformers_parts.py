@@ -1,24 +1,26 @@
-"""Parts of transformers' models beside attention: linear layers and dropout by class; feedforwards, in one step, by the
-code of their ``forward``, which many classes share."""
+"""Parts of transformers' models beside attention: linear layers and dropout by class; norms, and feedforwards in one
+step, by the source of their ``forward``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
+from clearhead.backends.native_norm import Norm, NormKind
 from clearhead.bridges.torch_parts import SwappedDropout, SwappedLinear, is_plain
+from clearhead.bridges.transformers_source import Way, by_source, known_by_source, made_of, way_of
 from clearhead.nn.feedforward import in_one_step, layer_of, name_of
 from clearhead.nn.linear import looked_at
+from clearhead.nn.norm import normed, takes_norm
 from clearhead.projection import Layer, project, project_activate
 
-__all__ = ["faster", "original"]
+__all__ = ["Fed", "faster", "feedforward_of", "norm_of", "original", "plain_layer"]
 
 
 class SwappedConv1D(Conv1D):  # type: ignore[misc]
@@ -43,93 +45,31 @@ _PARTS: Final[Mapping[type[nn.Module], type[nn.Module]]] = {
 }  # fmt: skip
 
 
-# What the classes' own forwards look like. Only their compiled code is read.
-
-
-def _intermediate(self: Any, hidden_states: Any) -> Any:
-    hidden_states = self.dense(hidden_states)
-    hidden_states = self.intermediate_act_fn(hidden_states)
-    return hidden_states
-
-
-def _fc(self: Any, hidden_states: Any) -> Any:
-    hidden_states = self.fc1(hidden_states)
-    hidden_states = self.activation_fn(hidden_states)
-    hidden_states = self.fc2(hidden_states)
-    return hidden_states
-
-
-def _gpt2(self: Any, hidden_states: Any) -> Any:
-    hidden_states = self.c_fc(hidden_states)
-    hidden_states = self.act(hidden_states)
-    hidden_states = self.c_proj(hidden_states)
-    hidden_states = self.dropout(hidden_states)
-    return hidden_states
-
-
 @dataclass(frozen=True)
 class _Parts:
-    """What a forward's parts are called; ``contract`` and ``last`` may be none."""
+    """What a forward's parts are called; ``contract``, ``last`` and ``gate`` may be none."""
 
     expand: str
     activation: str
     contract: str | None = None
     last: str | None = None
+    gate: str | None = None
 
 
-_KNOWN: Final[tuple[tuple[Callable[..., Any], _Parts], ...]] = (
-    (_intermediate, _Parts("dense", "intermediate_act_fn")),
-    (_fc, _Parts("fc1", "activation_fn", "fc2")),
-    (_gpt2, _Parts("c_fc", "act", "c_proj", "dropout")),
-)
+#: Feedforwards by their source: BertIntermediate's, CLIPMLP's, GPT2MLP's and LlamaMLP's, and of all that repeat them.
+_FEEDFORWARDS: Final[Mapping[str, _Parts]] = {
+    "cf65bc74f562bf96": _Parts("dense", "intermediate_act_fn"),
+    "10797a3e625952cf": _Parts("fc1", "activation_fn", "fc2"),
+    "5e4ac81e54593719": _Parts("c_fc", "act", "c_proj", "dropout"),
+    "02b47e1a82c9253e": _Parts("up_proj", "act_fn", "down_proj", gate="gate_proj"),
+}
+#: LlamaRMSNorm's, and Olmo2RMSNorm's, which multiplies before it rounds.
+_RMS_NORMS: Final = ("d410d971c2edc3da", "2ba825c845aca2cf")
 _HOLDERS: Final = (GELUActivation, GELUTanh)
 _NAMES: Final[dict[type, str]] = {
     NewGELUActivation: "gelu_tanh", SwappedNewGELU: "gelu_tanh", SiLUActivation: "silu",
 }  # fmt: skip
 _NOTHING: Final = nn.Identity()
-
-
-def _code(function: object) -> tuple[object, ...] | None:
-    own = function.__code__ if isinstance(function, FunctionType) else None
-    return None if own is None else (own.co_code, own.co_names, own.co_varnames)
-
-
-_CODES: Final = {_code(function): parts for function, parts in _KNOWN}
-_CLASSES: Final[dict[type[nn.Module], type[nn.Module]]] = {}
-
-
-def _one_step(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """A class like ``kind`` that takes its products and what stands between in one step, if its code is known."""
-    own = vars(kind).get("forward")
-    parts = _CODES.get(_code(own))
-    if parts is None or own is None:
-        return None
-    if kind not in _CLASSES:
-
-        def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-            found = _taken(self, parts, hidden_states)
-            output: Tensor = own(self, hidden_states) if found is None else found
-            return output
-
-        def reduce(self: nn.Module, _protocol: object) -> tuple[object, ...]:
-            # Nobody could import this class.
-            return _made_again, (kind,), self.__dict__
-
-        body = {"forward": forward, "__reduce_ex__": reduce, "__module__": __name__}
-        _CLASSES[kind] = type(f"Swapped{kind.__name__}", (kind,), body)
-    return _CLASSES[kind]
-
-
-def _made_again(kind: type[nn.Module]) -> nn.Module:
-    """An empty module, for pickle and deepcopy."""
-    ours = _one_step(kind) or kind
-    made: nn.Module = ours.__new__(ours)
-    return made
-
-
-def _in_steps(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """The class that ``_one_step`` made ``kind`` of."""
-    return next((theirs for theirs, ours in _CLASSES.items() if ours is kind), None)
 
 
 def _taken(module: nn.Module, parts: _Parts, x: Tensor) -> Tensor | None:
@@ -138,19 +78,20 @@ def _taken(module: nn.Module, parts: _Parts, x: Tensor) -> Tensor | None:
         return None
     expand, activation = getattr(module, parts.expand), getattr(module, parts.activation)
     if parts.contract is None:
-        layer, name = _layer_of(expand), _name_of(activation)
+        layer, name = plain_layer(expand), _name_of(activation)
         if layer is None or name is None or looked_at(expand, activation):
             return None
         return project_activate(x, *layer, activation=name)
     contract = getattr(module, parts.contract)
-    found = in_one_step(x, expand, activation, _NOTHING, contract, layer=_layer_of, name=_name_of)
+    gate = None if parts.gate is None else getattr(module, parts.gate)
+    found = in_one_step(x, expand, activation, _NOTHING, contract, gate=gate, layer=plain_layer, name=_name_of)
     if found is None or parts.last is None:
         return found
     output: Tensor = getattr(module, parts.last)(found)
     return output
 
 
-def _layer_of(module: nn.Module) -> Layer | None:
+def plain_layer(module: nn.Module) -> Layer | None:
     """Weight ``[out, in]``, which GPT-2's layers hold the other way round, and bias of what ``swap`` puts in place."""
     if type(module) is SwappedConv1D:
         return module.weight.t(), module.bias
@@ -168,11 +109,60 @@ def _name_of(activation: object) -> str | None:
     return _NAMES.get(type(activation)) or name_of(activation)
 
 
+class Fed(NamedTuple):
+    """A feedforward that is its layers, the gate's in front where it has one, and an activation, by name."""
+
+    layers: list[Layer]
+    activation: str
+
+
+def feedforward_of(module: nn.Module) -> Fed | None:
+    """What one of ours by source is, where it is nothing else."""
+    parts = _FED.get(way_of(type(module)))
+    if parts is None or parts.contract is None or parts.last is not None:
+        return None
+    names = [name for name in (parts.gate, parts.expand, parts.contract) if name is not None]
+    layers = [layer for name in names if (layer := plain_layer(getattr(module, name))) is not None]
+    activation = _name_of(getattr(module, parts.activation))
+    return None if activation is None or len(layers) < len(names) else Fed(layers, activation)
+
+
+def norm_of(module: nn.Module) -> Norm | None:
+    """What one of ours by source is, where its code is that of an RMSNorm."""
+    return _norm(module) if way_of(type(module)) is _normed else None
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(NormKind.RMS, module.variance_epsilon, module.weight, None)
+
+
+def _normed(module: nn.Module, hidden_states: Tensor) -> Tensor | None:
+    norm = _norm(module)
+    return normed(hidden_states, norm) if is_plain(hidden_states) and takes_norm(hidden_states, norm) else None
+
+
+def _way_through(parts: _Parts) -> Way:
+    def fed(module: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor | None:
+        # What it reads is called x by some.
+        (x,) = (*args, *kwargs.values())
+        return _taken(module, parts, x)
+
+    return fed
+
+
+_FED: Final[dict[Way | None, _Parts]] = {}
+for _digest, _own in _FEEDFORWARDS.items():
+    _FED[_way := _way_through(_own)] = _own
+    known_by_source(_digest, _way)
+for _digest in _RMS_NORMS:
+    known_by_source(_digest, _normed)
+
+
 def faster(kind: type[nn.Module]) -> type[nn.Module] | None:
     """The class that a part of a model handed over becomes, if there is one."""
-    return _PARTS.get(kind) or _one_step(kind)
+    return _PARTS.get(kind) or by_source(kind)
 
 
 def original(kind: type[nn.Module]) -> type[nn.Module] | None:
     """The class that ``faster`` is for."""
-    return next((theirs for theirs, ours in _PARTS.items() if ours is kind), None) or _in_steps(kind)
+    return next((theirs for theirs, ours in _PARTS.items() if ours is kind), None) or made_of(kind)

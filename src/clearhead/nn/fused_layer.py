@@ -154,7 +154,7 @@ def fused_layers(
     """What ``fused_layer`` makes of one layer's output after the other's, in one step: its bits. None as there.
 
     Args:
-        tokens: as in ``fused_layer``, of no call that learns; all layers have one memory.
+        tokens: as in ``fused_layer``, of no call that learns where there are several layers; all have one memory.
         layers: each as ``fused_layer`` takes it.
         masks: of each attention of each layer.
         held: as in ``fused_layer``, of each attention of each layer; all that grow hold as many tokens.
@@ -164,7 +164,7 @@ def fused_layers(
 
     Cost: that of the layers; memory for what one of them passes on, and for two outputs.
     """
-    assert not torch.is_grad_enabled()
+    assert len(layers.parts) == 1 or not torch.is_grad_enabled()
     return _fused(tokens, layers, masks, held)
 
 

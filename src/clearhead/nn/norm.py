@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clearhead.arguments import one_of
+from clearhead.backends.native_library import library
 from clearhead.backends.native_norm import Norm, NormBackward, NormForward, NormKind
 from clearhead.backends.native_projection import rows_of, run_all
-from clearhead.projection import recorded
+from clearhead.projection import are_plain, recorded
 from clearhead.shapes import Float
 
-__all__ = ["new_norm", "normed", "normed_by_torch"]
+__all__ = ["new_norm", "normed", "normed_by_torch", "takes_norm"]
 
 #: Norms by name.
 _NORMS: Final = ("layer", "rms")
@@ -47,8 +48,21 @@ def normed(x: Float[Tensor, "*batch width"], norm: Norm) -> Float[Tensor, "*batc
     >>> library() is None or normed(torch.tensor([[1.0, 3.0]]), one).tolist()
     [[-1.0, 1.0]]
     """
-    output: Tensor = _Normed.apply(norm.kind, norm.epsilon, x, norm.weight, norm.bias)  # type: ignore[no-untyped-call]
-    return output
+    parts = (x, norm.weight, norm.bias)
+    if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts):
+        output: Tensor = _Normed.apply(norm.kind, norm.epsilon, *parts)  # type: ignore[no-untyped-call]
+        return output
+    own = NormForward(_rows(x), norm)
+    run_all([own])
+    return own.output.view(x.shape)
+
+
+def takes_norm(x: Float[Tensor, "*batch width"], norm: Norm) -> bool:
+    """Whether the kernels take the norm of ``x``, which may be anything."""
+    given = [part for part in (norm.weight, norm.bias) if part is not None]
+    if library() is None or x.dim() == 0 or x.numel() == 0 or not are_plain(x, *given):
+        return False
+    return all(part.shape == x.shape[-1:] and part.stride() == (1,) and not part.is_neg() for part in given)
 
 
 def normed_by_torch(x: Float[Tensor, "*batch width"], norm: Norm) -> Float[Tensor, "*batch width"]:

@@ -1,0 +1,76 @@
+"""What the caches of transformers hold, with room behind it for the kernels to write new tokens to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from clearhead.cache import KVCache, count_appended
+from clearhead.nn.held import Held, held_by
+
+__all__ = ["Layer", "layer_of"]
+
+
+@dataclass
+class _Room:
+    """A layer's keys and values as they were set last, which lie in the memory of ``cache``."""
+
+    keys: Tensor
+    values: Tensor
+    cache: KVCache
+
+
+_ROOMS: Final[WeakKeyDictionary[DynamicLayer, _Room]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a model's cache.
+
+    Attributes:
+        own: transformers' layer.
+        cache: ours, which holds the same.
+    """
+
+    own: DynamicLayer
+    cache: KVCache
+
+    def held(self, x: Tensor, num_kv_heads: int, head_dim: int) -> Held | None:
+        """As ``held_by``."""
+        return held_by(self.cache, x, None, num_kv_heads, head_dim)
+
+    def appended(self, x: Tensor) -> None:
+        """Say that keys and values of ``x`` were written behind those that were held."""
+        count_appended([self.cache], x.shape[1])
+        key, value = self.cache.key, self.cache.value
+        assert key is not None
+        assert value is not None
+        if not self.own.is_initialized:
+            self.own.lazy_initialization(key, value)
+        self.own.keys, self.own.values = key, value
+        _ROOMS[self.own] = _Room(key, value, self.cache)
+
+
+def layer_of(past: Any, place: int) -> Layer | None:
+    """The layer of an attention's cache, where it is one that grows and that we can write behind; None elsewhere.
+
+    Keys and values that are not what was set here last, for somebody has reordered them, cut them short or joined them
+    with others, are copied to memory of our own.
+    """
+    if torch.is_grad_enabled() or type(past) is not DynamicCache or past.offloading or place >= len(past.layers):
+        return None
+    own = past.layers[place]
+    if type(own) is not DynamicLayer:
+        return None
+    room = _ROOMS.get(own)
+    if room is not None and own.keys is room.keys and own.values is room.values:
+        return Layer(own, room.cache)
+    cache = KVCache()
+    if own.is_initialized and own.keys is not None and own.values is not None and own.keys.numel() > 0:
+        cache.append(own.keys, own.values)
+    return Layer(own, cache)
