@@ -46,7 +46,7 @@ def angles_of(given: Any, dtype: torch.dtype) -> Float[Tensor, "len head_dim"] |
     cosine, sine = given
     if not isinstance(cosine, Tensor) or not isinstance(sine, Tensor) or not is_plain(cosine, sine):
         return None
-    if cosine.dtype is not dtype or torch.compiler.is_compiling():
+    if cosine.dtype is not dtype:
         return None
     seen, versions = getattr(_LAST, "seen", None), (_version(cosine), _version(sine))
     if seen is not None and seen.cosine() is cosine and seen.sine() is sine and seen.versions == versions:

@@ -99,17 +99,21 @@ class _Apart:
     """A layer taken apart, for tokens of one width and dtype.
 
     Attributes:
-        unchanged: whether its parts are that still.
+        parts: of the layer and of its attention.
+        unchanged: whether these are what they were, all but the attention.
         like: width and dtype of the tokens, and what the attention is besides its layers.
         layers: as a step takes it.
     """
 
+    parts: list[nn.Module | None]
     unchanged: Unchanged
     like: tuple[object, ...]
     layers: Layers
 
 
 _APART: Final[WeakKeyDictionary[nn.Module, _Apart]] = WeakKeyDictionary()
+#: Options that ask for what is collected around a layer.
+_COLLECTED: Final = ("output_hidden_states",)
 #: Of an attention, those of its parts that a step knows.
 _PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -120,9 +124,9 @@ def _layer(
 ) -> Tensor | None:  # fmt: skip
     """Llama's layer in one step."""
     x = hidden_states
-    if not is_plain(x) or x.dim() != 3 or watched() or torch.compiler.is_compiling() or weights_wanted():
+    if not is_plain(x) or x.dim() != 3 or watched() or weights_wanted():
         return None
-    if any(option is not None and option is not False for option in kwargs.values()):
+    if any(option is not None and option is not False and name not in _COLLECTED for name, option in kwargs.items()):
         return None
     # Gradients do not go through what a cache holds.
     if past_key_values is not None and torch.is_grad_enabled():
@@ -159,19 +163,18 @@ def _taken_apart(layer: Any, x: Float[Tensor, "batch len width"]) -> _Apart | No
     """What a layer is as a step, where all there is to it is that."""
     attention = layer.self_attn
     dropout = attention.attention_dropout if attention.training else 0.0
-    # Asked of the attention each time, as only its parts are watched: it may have hooks that do nothing now.
     like = (
         x.shape[-1], x.dtype, attention.scaling, attention.head_dim, dropout, type(attention), _hooks_of(attention),
     )  # fmt: skip
-    known = _APART.get(layer)
-    if known is not None and known.like == like and known.unchanged.holds():
+    known, parts = _APART.get(layer), [*layer._modules.values(), *attention._modules.values()]
+    if known is not None and known.like == like and known.parts == parts and known.unchanged.holds():
         return known
     found = _parts_of(layer, x, dropout)
     if found is None:
         return None
-    projections = [getattr(attention, name) for name in _PROJECTIONS]
-    watched_ones = (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp, *projections)
-    apart = _Apart(Unchanged(*watched_ones), like, Layers([found]))
+    # Asked of the attention each time, which may have hooks that do nothing now.
+    others = [part for part in parts if part is not None and part is not attention]
+    apart = _Apart(parts, Unchanged(*others), like, Layers([found]))
     if not apart.unchanged.holds():
         return None
     _APART[layer] = apart

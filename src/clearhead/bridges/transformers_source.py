@@ -15,6 +15,7 @@ from hashlib import sha256
 from types import FunctionType
 from typing import Any, Final, TypeAlias
 
+import torch
 from torch import nn
 
 __all__ = ["Way", "by_source", "digest_of", "known_by_source", "made_of", "way_of"]
@@ -75,7 +76,8 @@ def by_source(kind: type[nn.Module]) -> type[nn.Module] | None:
 
         @functools.wraps(own)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            found = way(self, *args, **kwargs)
+            # A compiler knows theirs.
+            found = None if torch.compiler.is_compiling() else way(self, *args, **kwargs)
             return own(self, *args, **kwargs) if found is None else found
 
         def reduce(self: nn.Module, _protocol: object) -> tuple[object, ...]:

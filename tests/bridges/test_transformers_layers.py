@@ -1,0 +1,568 @@
+"""Layers of Llama's kind after swap: one step with its cache, the numbers of transformers, and who sees the parts."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason="needs the extra 'hf'")
+
+import transformers
+from transformers import DynamicCache, StaticCache
+from transformers.models.llama import modeling_llama as theirs
+
+import clearhead as ch
+from clearhead.backends import native_projection
+from clearhead.bridges import transformers_layers as room
+from clearhead.bridges.transformers_source import digest_of
+from clearhead.nn import step
+from tests.budget import within_budget
+
+pytestmark = [
+    pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}"),
+    pytest.mark.usefixtures("_kernels"),
+]
+
+SIZES = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": None,
+    "pad_token_id": 0,
+}  # fmt: skip
+KINDS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "llama, biased, scaled positions": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            **SIZES, attention_bias=True, mlp_bias=True, head_dim=16, hidden_act="gelu",
+            rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+                             "original_max_position_embeddings": 32},
+        )
+    ),
+    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=None)),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES)),
+}  # fmt: skip
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of the steps that calls are."""
+    found: list[str] = []
+    forward = step.Step.forward
+
+    def noting(self: step.Step, *given: Any) -> list[Tensor]:
+        found.append(type(self).__name__)
+        return forward(self, *given)
+
+    monkeypatch.setattr(step.Step, "forward", noting)
+    return found
+
+
+def _model(name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    model = KINDS[name]()
+    with torch.no_grad():
+        for part in model.parameters():
+            # Ones and zeros would hide one norm's weights, or a bias, behind another's; and small weights attention.
+            part.add_(torch.randn(part.shape) * (0.3 if part.dim() == 1 else 0.1))
+    return model.to(dtype).eval()
+
+
+def _ids(batch: int = 2, length: int = 9, seed: int = 0) -> Tensor:
+    return torch.randint(1, 50, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def _decoded(model: Any, ids: Tensor, calls: tuple[int, ...] | None = None, cache: Any = None) -> Tensor:
+    """Logits of calls of so many tokens each: by default some at once and the rest one by one, or of nine all at once."""
+    calls = calls or {9: (9,), 16: (9, 1, 1, 3, 1, 1)}[ids.shape[1]]
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    with torch.no_grad():
+        return torch.cat([model(part, past_key_values=cache).logits for part in ids.split(list(calls), 1)], 1)
+
+
+# ---- numbers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_prefill_and_tokens_one_by_one(name: str, dtype: torch.dtype, taken: list[str]) -> None:
+    model, ids = _model(name, dtype), _ids(length=16)
+    exact, own = _decoded(copy.deepcopy(model).double(), ids), _decoded(model, ids)
+    ch.swap(model)
+    cache = DynamicCache(config=model.config)
+    found = _decoded(model, ids, cache=cache)
+    within_budget("logits", found, own, exact, terms=3 * 72, dtype=dtype)
+    assert taken == ["LayerStep"] * 3 * 6
+    assert cache.get_seq_length() == 16
+    theirs, exactly = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    ch.unswap(model)
+    _decoded(model, ids, cache=theirs)
+    _decoded(copy.deepcopy(model).double(), ids, cache=exactly)
+    for layer, other, right in zip(cache.layers, theirs.layers, exactly.layers, strict=True):
+        within_budget("keys", layer.keys, other.keys, right.keys, terms=3 * 72, dtype=dtype)
+        within_budget("values", layer.values, other.values, right.values, terms=3 * 72, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_same_bits_whoever_watches_and_however_long_the_calls_are(dtype: torch.dtype, taken: list[str]) -> None:
+    model, ids = _model(dtype=dtype), _ids(length=16)
+    ch.swap(model)
+    found = _decoded(model, ids)
+    assert torch.equal(_decoded(model, ids), found)
+    count = len(taken)
+    with ch.observe(model, ch.Want(entropy=True)):
+        watched = _decoded(model, ids)
+    assert len(taken) == count
+    assert torch.equal(watched, found)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, use_cache=False).logits, found, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_trains_in_one_step(name: str, taken: list[str]) -> None:
+    model, ids = _model(name), _ids()
+    upstream = torch.randn(2, 9, 50, generator=torch.Generator().manual_seed(3))
+
+    def gradients(of: Any) -> dict[str, Tensor]:
+        output = of(ids, use_cache=False).logits
+        found = torch.autograd.grad(output, list(of.parameters()), upstream.to(output.dtype))
+        return dict(zip(dict(of.named_parameters()), found, strict=True))
+
+    exact, textbook = gradients(copy.deepcopy(model).double()), gradients(model)
+    ch.swap(model)
+    for _ in range(4):
+        found = gradients(model)
+        for key, truth in exact.items():
+            within_budget(key, found[key], textbook[key], truth, terms=18 * 72)
+    assert taken == ["LayerStep"] * 3 * 4
+    # With a cache gradients take the parts.
+    model(ids).logits.sum().backward()
+    assert len(taken) == 12
+
+
+def test_gradients_that_are_recorded() -> None:
+    model, ids = _model(), _ids()
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+
+    def twice(of: Any) -> Tensor:
+        (first,) = torch.autograd.grad(
+            of(inputs_embeds=embedded, use_cache=False).logits.square().sum(), embedded, create_graph=True
+        )
+        # As in attention itself.
+        with pytest.raises(ch.UnsupportedError, match="create_graph must be False"):
+            torch.autograd.grad(first.sum(), embedded)
+        return first.detach()
+
+    own = torch.autograd.grad(model(inputs_embeds=embedded, use_cache=False).logits.square().sum(), embedded)[0]
+    ch.swap(model)
+    torch.testing.assert_close(twice(model), own, rtol=1e-3, atol=1e-3)
+
+
+def test_dropout_of_weights_while_training(taken: list[str]) -> None:
+    model = _model()
+    ch.swap(model)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    ids = _ids()
+    plain = model(ids, use_cache=False).logits
+    model.train()
+    torch.manual_seed(5)
+    one, two = (model(ids, use_cache=False).logits for _ in range(2))
+    torch.manual_seed(5)
+    assert torch.equal(model(ids, use_cache=False).logits, one)
+    assert not torch.allclose(one, two)
+    assert not torch.allclose(one, plain)
+    assert taken == ["LayerStep"] * 12
+
+
+def test_positions_of_ones_own(taken: list[str]) -> None:
+    model, ids = _model(), _ids()
+    given = {"position_ids": torch.arange(9)[None] * 3 + 5, "use_cache": False}
+    with torch.no_grad():
+        own = model(ids, **given).logits
+        ch.swap(model)
+        torch.testing.assert_close(model(ids, **given).logits, own, rtol=1e-4, atol=1e-4)
+    assert taken == ["LayerStep"] * 3
+
+
+def test_angles_are_looked_at_anew_where_they_are_written_into() -> None:
+    model, ids = _model(), _ids()
+    ch.swap(model)
+    angles = [part.clone() for part in model.model.rotary_emb(torch.zeros(1), torch.arange(9)[None])]
+    layer, x = model.model.layers[0], torch.randn(2, 9, 32)
+    with torch.no_grad():
+        first = layer(x, position_embeddings=tuple(angles))
+        angles[0].mul_(0.5)
+        second = layer(x, position_embeddings=tuple(angles))
+        ch.unswap(model)
+        own = layer(x, position_embeddings=tuple(angles))
+    assert not torch.allclose(first, second, atol=1e-3)
+    del ids
+    # Called by itself without a mask, transformers' own implementation is causal too.
+    torch.testing.assert_close(second, own, rtol=1e-4, atol=1e-4)
+
+
+# ---- masks --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(side: str, taken: list[str]) -> None:
+    model, ids = _model(), _ids()
+    real = torch.ones_like(ids)
+    real[0, slice(None, 3) if side == "left" else slice(-3, None)] = 0
+    with torch.no_grad():
+        own = model(ids, attention_mask=real, use_cache=False).logits
+        ch.swap(model)
+        for _ in range(3):
+            found = model(ids, attention_mask=real, use_cache=False).logits
+            torch.testing.assert_close(found[real.bool()], own[real.bool()], rtol=1e-4, atol=1e-4)
+    assert taken == ["LayerStep"] * 9
+
+
+def test_generating_behind_padding_goes_by_parts(taken: list[str]) -> None:
+    model, ids = _model(), _ids()
+    real = torch.ones_like(ids)
+    real[0, :3] = 0
+    own = model.generate(ids, attention_mask=real, max_new_tokens=6, do_sample=False)
+    ch.swap(model)
+    assert torch.equal(model.generate(ids, attention_mask=real, max_new_tokens=6, do_sample=False), own)
+    # Positions of the two differ.
+    assert taken == []
+
+
+def test_a_window_goes_by_parts_in_transformers_own_cache() -> None:
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=5)).eval()
+    own = _decoded(model, _ids(length=16))
+    ch.swap(model)
+    torch.testing.assert_close(_decoded(model, _ids(length=16)), own, rtol=1e-4, atol=1e-4)
+
+
+# ---- caches -------------------------------------------------------------------------------------------------
+
+
+def test_generate_gives_the_same_tokens_with_beams_too(taken: list[str]) -> None:
+    model, ids = _model(), _ids()
+    options = [
+        {"do_sample": False}, {"num_beams": 3, "do_sample": False},
+        {"do_sample": False, "num_return_sequences": 2, "num_beams": 2},
+    ]  # fmt: skip
+    own = [model.generate(ids, max_new_tokens=8, **option) for option in options]
+    ch.swap(model)
+    for option, right in zip(options, own, strict=True):
+        assert torch.equal(model.generate(ids, max_new_tokens=8, **option), right)
+    assert taken == ["LayerStep"] * 3 * 8 * 3
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "cut short": lambda cache: cache.crop(-4),
+    "reordered": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "selected": lambda cache: cache.batch_select_indices(torch.tensor([1, 1])),
+    "forgotten": lambda cache: cache.reset(),
+    "scaled": lambda cache: [setattr(layer, "keys", layer.keys * 0.5) for layer in cache.layers],
+    "written into": lambda cache: [layer.values.mul_(0.5) for layer in cache.layers],
+    "joined": lambda cache: [
+        layer.update(torch.ones(2, 2, 1, 8), torch.ones(2, 2, 1, 8)) for layer in cache.layers
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_cache_that_somebody_changed(change: str, taken: list[str]) -> None:
+    model, ids, more = _model(), _ids(), _ids(length=4, seed=1)
+
+    def run() -> tuple[Tensor, Any]:
+        cache = DynamicCache(config=model.config)
+        _decoded(model, ids, (5, 1, 1, 1, 1), cache)
+        with torch.no_grad():
+            CHANGES[change](cache)
+        return _decoded(model, more, (1, 1, 2), cache), cache
+
+    own, _ = run()
+    ch.swap(model)
+    found, cache = run()
+    torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-4)
+    assert taken == ["LayerStep"] * 3 * 8
+    ch.unswap(model)
+    # transformers goes on with what was left.
+    again = _decoded(model, more, (1, 3), cache)
+    assert bool(again.isfinite().all())
+
+
+def test_a_copy_of_a_cache_is_another() -> None:
+    model, ids = _model(), _ids()
+    ch.swap(model)
+    cache = DynamicCache(config=model.config)
+    _decoded(model, ids, (7, 1, 1), cache)
+    other = copy.deepcopy(cache)
+    one, two = _ids(length=3, seed=1), _ids(length=3, seed=2)
+    right = [_decoded(model, torch.cat([ids, more], 1), (7, 1, 1, 1, 1, 1))[:, -3:] for more in (one, two)]
+    found = [_decoded(model, more, (1, 1, 1), own) for more, own in ((one, cache), (two, other))]
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+
+
+def test_keys_that_were_read_stay_what_they_are() -> None:
+    model, ids = _model(), _ids()
+    ch.swap(model)
+    cache = DynamicCache(config=model.config)
+    _decoded(model, ids, (8, 1), cache)
+    seen = cache.layers[0].keys
+    before = seen.clone()
+    _decoded(model, _ids(length=12, seed=1), (1,) * 12, cache)
+    assert torch.equal(seen, before)
+    assert torch.equal(cache.layers[0].keys[:, :, :9], before)
+
+
+def test_a_cache_that_transformers_began_and_one_that_grows_by_itself(taken: list[str]) -> None:
+    model, ids = _model(), _ids(length=16)
+    own = _decoded(model, ids)
+    cache = DynamicCache()
+    _decoded(model, ids[:, :9], (9,), cache)
+    ch.swap(model)
+    torch.testing.assert_close(_decoded(model, ids[:, 9:], (1,) * 7, cache), own[:, 9:], rtol=1e-4, atol=1e-4)
+    assert taken == ["LayerStep"] * 21
+    # A cache that has no layers yet makes them when it is first written to.
+    torch.testing.assert_close(_decoded(model, ids, cache=DynamicCache()), own, rtol=1e-4, atol=1e-4)
+
+
+def test_other_caches_go_by_parts(taken: list[str]) -> None:
+    model, ids = _model(), _ids(length=16)
+    own = _decoded(model, ids)
+    ch.swap(model)
+    found = _decoded(model, ids, cache=StaticCache(config=model.config, max_cache_len=16))
+    torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-4)
+    assert taken == []
+
+
+def test_a_call_with_gradients_does_not_go_through_the_cache(taken: list[str]) -> None:
+    model, ids = _model(), _ids()
+    ch.swap(model)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :8], past_key_values=cache)
+    model(ids[:, 8:], past_key_values=cache).logits.sum().backward()
+    assert taken == []
+    with torch.no_grad():
+        assert bool(model(ids[:, :1], past_key_values=cache).logits.isfinite().all())
+
+
+def test_inference_mode_and_none_by_turns() -> None:
+    model, ids = _model(), _ids(length=16)
+    own = _decoded(model, ids)
+    ch.swap(model)
+    cache, found = DynamicCache(config=model.config), []
+    for place, part in enumerate(ids.split([9, 1, 1, 3, 1, 1], 1)):
+        with torch.inference_mode() if place % 2 == 0 else torch.no_grad():
+            found.append(model(part, past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(found, 1), own, rtol=1e-4, atol=1e-4)
+
+
+# ---- who sees the parts -------------------------------------------------------------------------------------
+
+PARTS = (
+    "self_attn", "self_attn.q_proj", "self_attn.o_proj", "mlp", "mlp.gate_proj", "mlp.act_fn", "input_layernorm",
+    "post_attention_layernorm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_whoever_looks_at_a_part_sees_it(part: str, taken: list[str]) -> None:
+    model, seen = _model(), list[object]()
+    own = _decoded(model, _ids())
+    ch.swap(model)
+    _decoded(model, _ids())
+    taken.clear()
+    handle = model.model.layers[1].get_submodule(part).register_forward_hook(lambda *given: seen.append(given[2]))
+    torch.testing.assert_close(_decoded(model, _ids(), (9,)), own, rtol=1e-4, atol=1e-4)
+    assert len(seen) == 1
+    assert taken == ["LayerStep"] * 2
+    handle.remove()
+    _decoded(model, _ids(), (9,))
+    assert taken == ["LayerStep"] * 5
+
+
+def test_hooks_on_a_layer_leave_it_one_step(taken: list[str]) -> None:
+    model, seen = _model(), list[object]()
+    ch.swap(model)
+    model.model.layers[1].register_forward_hook(lambda *given: seen.append(given[2]))
+    _decoded(model, _ids(), (9,))
+    assert len(seen) == 1
+    assert taken == ["LayerStep"] * 3
+
+
+def test_hidden_states_are_collected_and_steps_taken_after_that(taken: list[str]) -> None:
+    model, ids = _model(), _ids()
+    with torch.no_grad():
+        own = model(ids, output_hidden_states=True).hidden_states
+        ch.swap(model)
+        found = model(ids, output_hidden_states=True).hidden_states
+        for one, other in zip(found, own, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        model(ids)
+    assert taken == ["LayerStep"] * 6
+
+
+def test_weights_are_refused_as_elsewhere() -> None:
+    model = _model()
+    ch.swap(model)
+    with torch.no_grad(), pytest.raises(ch.UnsupportedError, match="output_attentions must be False"):
+        model(_ids(), output_attentions=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: setattr(layer, "mlp", nn.Identity()),
+        lambda layer: setattr(layer.mlp, "up_proj", nn.Linear(32, 72, bias=False)),
+        lambda layer: setattr(layer, "input_layernorm", nn.LayerNorm(32)),
+        lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 1.0),
+        lambda layer: setattr(layer.self_attn, "scaling", 0.1),
+        lambda layer: setattr(layer.self_attn.o_proj, "weight", nn.Parameter(torch.randn(32, 32))),
+        lambda layer: layer.self_attn.v_proj.weight.data.mul_(2.0),
+        lambda layer: setattr(layer.mlp, "act_fn", nn.Tanh()),
+    ],
+)
+def test_a_layer_that_was_changed_is_called_as_it_is_now(change: Callable[[Any], object]) -> None:
+    model = _model()
+    ch.swap(model)
+    _decoded(model, _ids(), (8, 1))
+    torch.manual_seed(4)
+    change(model.model.layers[1])
+    found = _decoded(model, _ids(), (8, 1))
+    ch.unswap(model)
+    torch.testing.assert_close(found, _decoded(model, _ids(), (8, 1)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_forward_that_was_replaced_is_called(taken: list[str]) -> None:
+    model = _model()
+    ch.swap(model)
+    attention = model.model.layers[0].self_attn
+    attention.forward = lambda hidden_states, **_: (hidden_states * 0.0, None)
+    _decoded(model, _ids(), (9,))
+    assert taken == ["LayerStep"] * 2
+
+
+def test_under_autocast_it_stays_near() -> None:
+    model, ids = _model(), _ids(length=16)
+    own = _decoded(model, ids)
+    ch.swap(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = _decoded(model, ids)
+    torch.testing.assert_close(found.float(), own, rtol=0.1, atol=0.1)
+
+
+def test_in_float64_it_is_transformers_own() -> None:
+    model, ids = _model().double(), _ids(length=16)
+    own = _decoded(model, ids)
+    ch.swap(model)
+    torch.testing.assert_close(_decoded(model, ids), own, rtol=1e-6, atol=1e-6)
+
+
+def test_another_way_of_turning_is_left_alone(monkeypatch: pytest.MonkeyPatch, taken: list[str]) -> None:
+    model = _model()
+    monkeypatch.setattr(theirs, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
+    monkeypatch.setattr(room, "_TURNS", {})
+    own = _decoded(model, _ids())
+    ch.swap(model)
+    torch.testing.assert_close(_decoded(model, _ids()), own, rtol=1e-4, atol=1e-4)
+    assert taken == []
+
+
+# ---- classes ------------------------------------------------------------------------------------------------
+
+
+def test_unswapped_it_is_transformers_own() -> None:
+    model, ids = _model(), _ids(length=16)
+    own, kinds = _decoded(model, ids), [type(part) for part in model.modules()]
+    ch.swap(model)
+    assert [type(part) for part in model.modules()] != kinds
+    assert all(isinstance(part, kind) for part, kind in zip(model.modules(), kinds, strict=True))
+    ch.unswap(model)
+    assert [type(part) for part in model.modules()] == kinds
+    assert torch.equal(_decoded(model, ids), own)
+
+
+def test_a_swapped_model_is_copied_and_pickled(taken: list[str]) -> None:
+    model = _model()
+    ch.swap(model)
+    own = _decoded(model, _ids())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for again in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        taken.clear()
+        assert torch.equal(_decoded(again, _ids()), own)
+        assert taken == ["LayerStep"] * 3
+        ch.unswap(again)
+        assert type(again.model.layers[0]) is theirs.LlamaDecoderLayer
+
+
+def test_checkpointed_layers_train(taken: list[str]) -> None:
+    model, ids = _model(), _ids()
+    ch.swap(model)
+    upstream = torch.randn(2, 9, 50)
+    model.train()
+    plain = torch.autograd.grad(model(ids, use_cache=False).logits, list(model.parameters()), upstream)
+    model.gradient_checkpointing_enable()
+    taken.clear()
+    found = torch.autograd.grad(model(ids, use_cache=False).logits, list(model.parameters()), upstream)
+    assert taken == ["LayerStep"] * 6
+    for one, other in zip(found, plain, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_compiled_it_is_transformers_own() -> None:
+    model, ids = _model(), _ids()
+    ch.swap(model)
+    layer, x = model.model.layers[0], torch.randn(2, 9, 32)
+    angles = model.model.rotary_emb(x, torch.arange(9)[None])
+    with torch.no_grad():
+        own = layer(x, position_embeddings=angles)
+        compiled = torch.compile(layer, backend="eager")
+        torch.testing.assert_close(compiled(x, position_embeddings=angles), own, rtol=1e-4, atol=1e-4)
+    del ids
+
+
+def test_what_is_known_is_what_this_transformers_says() -> None:
+    """Where this fails, transformers has changed: read what its classes do now before their digests are taken over."""
+    from transformers.models.bert.modeling_bert import BertIntermediate
+    from transformers.models.clip.modeling_clip import CLIPMLP
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+    from transformers.models.mistral.modeling_mistral import MistralAttention
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+
+    from clearhead.bridges import transformers_parts as parts
+
+    assert tuple(
+        digest_of(kind.forward) for kind in (theirs.LlamaAttention, MistralAttention, Qwen2Attention)
+    ) == room._ATTENTIONS
+    assert (digest_of(theirs.LlamaDecoderLayer.forward),) == room._LAYERS
+    assert {name: digest_of(getattr(theirs, name)) for name in room._TURNING} == room._TURNING
+    assert tuple(digest_of(kind.forward) for kind in (theirs.LlamaRMSNorm, Olmo2RMSNorm)) == parts._RMS_NORMS
+    assert tuple(parts._FEEDFORWARDS) == tuple(
+        digest_of(kind.forward) for kind in (BertIntermediate, CLIPMLP, GPT2MLP, theirs.LlamaMLP)
+    )
+
+
+def test_a_text_that_differs_is_another() -> None:
+    def one(x: Tensor) -> Tensor:
+        """What it does."""
+        return x + 1  # a comment
+
+    def two(x):  # type: ignore[no-untyped-def]
+        return x + 1
+
+    def three(x: Tensor) -> Tensor:
+        return x + 2
+
+    def four(x: Tensor, y: int = 1) -> Tensor:
+        return x + 1
+
+    assert digest_of(one) == digest_of(two) is not None
+    assert len({digest_of(own) for own in (one, three, four)}) == 3
+    assert digest_of(len) is digest_of(None) is None
