@@ -234,7 +234,8 @@ def test_an_implementation_of_ours_can_be_asked_for_by_name() -> None:
     model.set_attn_implementation("clearhead")
     batch = inputs("llama", padding="left")
     with torch.no_grad():
-        assert torch.equal(real_logits(model, batch), real_logits(ours("llama"), batch))
+        # Norms and positions of a swapped one are ours too.
+        torch.testing.assert_close(real_logits(model, batch), real_logits(ours("llama"), batch), rtol=1e-4, atol=1e-4)
     config = transformers.LlamaConfig(**MODELS["llama"].settings)
     made = transformers.LlamaForCausalLM._from_config(config, attn_implementation="clearhead")
     assert made.config._attn_implementation == "clearhead"

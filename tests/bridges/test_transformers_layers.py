@@ -78,7 +78,7 @@ def _ids(batch: int = 2, length: int = 9, seed: int = 0) -> Tensor:
 
 
 def _decoded(model: Any, ids: Tensor, calls: tuple[int, ...] | None = None, cache: Any = None) -> Tensor:
-    """Logits of calls of so many tokens each: by default some at once and the rest one by one, or of nine all at once."""
+    """Logits of calls of so many tokens each: by default some at once and the rest one by one; of nine, all at once."""
     calls = calls or {9: (9,), 16: (9, 1, 1, 3, 1, 1)}[ids.shape[1]]
     cache = DynamicCache(config=model.config) if cache is None else cache
     with torch.no_grad():
@@ -538,9 +538,10 @@ def test_what_is_known_is_what_this_transformers_says() -> None:
 
     from clearhead.bridges import transformers_parts as parts
 
-    assert tuple(
-        digest_of(kind.forward) for kind in (theirs.LlamaAttention, MistralAttention, Qwen2Attention)
-    ) == room._ATTENTIONS
+    assert (
+        tuple(digest_of(kind.forward) for kind in (theirs.LlamaAttention, MistralAttention, Qwen2Attention))
+        == room._ATTENTIONS
+    )
     assert (digest_of(theirs.LlamaDecoderLayer.forward),) == room._LAYERS
     assert {name: digest_of(getattr(theirs, name)) for name in room._TURNING} == room._TURNING
     assert tuple(digest_of(kind.forward) for kind in (theirs.LlamaRMSNorm, Olmo2RMSNorm)) == parts._RMS_NORMS

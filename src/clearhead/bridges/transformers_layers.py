@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -24,10 +25,10 @@ from clearhead.bridges.transformers_parts import faster, feedforward_of, norm_of
 from clearhead.bridges.transformers_source import digest_of, known_by_source, made_of, way_of
 from clearhead.masks import Causal, Mask
 from clearhead.nn.fused_attention import Projections
-from clearhead.nn.fused_layer import LayerParts, Layers, fused_layers
+from clearhead.nn.fused_layer import LayerParts, Layers, fused_layers, of_parts
 from clearhead.nn.unchanged import Unchanged
 from clearhead.positions import turned
-from clearhead.projection import are_plain
+from clearhead.projection import NATIVE, Path, are_plain, project
 from clearhead.shapes import Float
 from clearhead.watch import watched
 
@@ -56,17 +57,31 @@ def _attended(
     if not is_plain(hidden_states) or not _may_turn(module) or not are_plain(hidden_states):
         return None
     angles = angles_of(position_embeddings, hidden_states.dtype)
-    if angles is None or len(angles) != hidden_states.shape[-2] or angles.shape[-1] != module.head_dim:
+    if angles is None or angles.shape != (hidden_states.shape[-2], module.head_dim):
         return None
-    shape = (*hidden_states.shape[:-1], -1, module.head_dim)
-    heads = [layer(hidden_states).view(shape).transpose(1, 2) for layer in (module.q_proj, module.k_proj)]
-    query, key = (turned(part, angles) for part in heads)
-    value = module.v_proj(hidden_states).view(shape).transpose(1, 2)
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, module.layer_idx)
+    return _attended_by(module, hidden_states, angles, attention_mask, past_key_values, **kwargs), None
+
+
+def _attended_by(
+    module: Any, x: Float[Tensor, "batch len width"], angles: Float[Tensor, "len head_dim"], mask: Any, past: Any,
+    path: Path | None = None, **options: Any,
+) -> Float[Tensor, "batch len width"]:  # fmt: skip
+    """The attention of tokens with these angles, its products by ``path`` where one is given."""
+
+    def product(layer: Any, y: Tensor) -> Tensor:
+        found: Tensor = layer(y) if path is None else project(y, layer.weight, layer.bias, path=path)
+        return found
+
+    shape = (*x.shape[:-1], -1, module.head_dim)
+    query, key, value = (
+        product(layer, x).view(shape).transpose(1, 2) for layer in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    query, key = turned(query, angles), turned(key, angles)
+    if past is not None:
+        key, value = past.update(key, value, module.layer_idx)
     dropout = module.attention_dropout if module.training else 0.0
-    output, _ = attend_for(module, query, key, value, attention_mask, dropout, module.scaling, **kwargs)
-    return module.o_proj(output.flatten(-2)), None
+    output, _ = attend_for(module, query, key, value, mask, dropout, module.scaling, **options)
+    return product(module.o_proj, output.flatten(-2))
 
 
 def _may_turn(attention: Any) -> bool:
@@ -124,7 +139,7 @@ def _layer(
 ) -> Tensor | None:  # fmt: skip
     """Llama's layer in one step."""
     x = hidden_states
-    if not is_plain(x) or x.dim() != 3 or watched() or weights_wanted():
+    if not is_plain(x) or x.dim() != 3 or weights_wanted():
         return None
     if any(option is not None and option is not False and name not in _COLLECTED for name, option in kwargs.items()):
         return None
@@ -143,6 +158,9 @@ def _layer(
     held = None if cached is None else cached.held(x, own.num_kv_heads, attention.head_dim)
     if not known or (held is None and cached is not None):
         return None
+    if watched():
+        attend = partial(_attended_by, attention, angles=angles, mask=attention_mask, past=past_key_values, path=NATIVE)
+        return of_parts((x,), apart.layers.parts[0], [mask], [attend, module.mlp], [held])
     output = fused_layers((x,), apart.layers.turned_by(angles), [mask], [held])
     if output is not None and cached is not None:
         cached.appended(x)
@@ -194,8 +212,6 @@ def _parts_of(layer: Any, x: Tensor, dropout: float) -> LayerParts | None:
     num_heads, num_kv_heads = (len(weight) // attention.head_dim for weight, _ in sources[:2])
     scale = scale_of(attention.scaling, attention.head_dim)
     own = Projections(sources, last, num_heads, num_kv_heads, scale=scale, dropout=dropout, rotary="angles")
-    if not all(float(norm.epsilon) >= 0.0 for norm in found):
-        return None
     return LayerParts(
         [own], fed.layers, [((norm.kind, float(norm.epsilon)), (norm.weight, norm.bias)) for norm in found],
         norm_first=True, activation=fed.activation, after=(0.0, 0.0), hidden=0.0,

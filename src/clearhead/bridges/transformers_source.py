@@ -70,7 +70,7 @@ def _said(node: object) -> str:
 def by_source(kind: type[nn.Module]) -> type[nn.Module] | None:
     """A class like ``kind`` that takes the way that is known for its own forward, if one is."""
     way, own = _way(kind), vars(kind).get("forward")
-    if way is None or own is None:
+    if way is None or own is None or made_of(kind) is not None:
         return None
     if kind not in _CLASSES:
 
