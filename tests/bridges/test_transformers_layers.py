@@ -1,4 +1,4 @@
-"""Layers of Llama's kind after swap: one step with its cache, the numbers of transformers, and who sees the parts."""
+"""Layers of Llama's kind and GPT-2's after swap: one step with its cache, transformers' numbers, who sees the parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers.models.llama import modeling_llama as theirs
 
 import clearhead as ch
 from clearhead.backends import native_projection
-from clearhead.bridges import transformers_layers as room
+from clearhead.bridges import transformers_llama as room
 from clearhead.bridges.transformers_source import digest_of
 from clearhead.nn import step
 from tests.budget import within_budget
@@ -44,6 +44,12 @@ KINDS: dict[str, Callable[[], Any]] = {
         )
     ),
     "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=None)),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=50, n_embd=32, n_layer=3, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=None,
+            pad_token_id=0, n_inner=72, scale_attn_by_inverse_layer_idx=True,
+        )
+    ),
     "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES)),
 }  # fmt: skip
 DTYPES = [torch.float32, torch.bfloat16]
@@ -178,6 +184,48 @@ def test_dropout_of_weights_while_training(taken: list[str]) -> None:
     assert not torch.allclose(one, two)
     assert not torch.allclose(one, plain)
     assert taken == ["LayerStep"] * 12
+
+
+def test_every_dropout_of_gpt2_and_the_same_bits_where_somebody_watches(taken: list[str]) -> None:
+    model, ids = _model("gpt2").train(), _ids()
+    ch.swap(model)
+
+    def gradients() -> tuple[Tensor, ...]:
+        torch.manual_seed(5)
+        output = model(ids, use_cache=False).logits
+        return output.detach(), *torch.autograd.grad(output.square().sum(), list(model.parameters()))
+
+    first = gradients()
+    assert taken == ["LayerStep"] * 3
+    with ch.observe(model, ch.Want(entropy=True)):
+        watched = gradients()
+    assert len(taken) == 3
+    assert torch.equal(watched[0], first[0])
+    for one, other in zip(watched, first, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    plain = gradients()
+    assert not torch.allclose(plain[0], first[0])
+    model.eval()
+    assert torch.equal(gradients()[0], plain[0])
+
+
+def test_gpt2_with_a_memory_goes_by_parts(taken: list[str]) -> None:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=50, n_embd=32, n_layer=2, n_head=4, add_cross_attention=True, bos_token_id=1, eos_token_id=None
+    )
+    model, memory = transformers.GPT2LMHeadModel(config).eval(), torch.randn(2, 5, 32)
+    given = {"encoder_hidden_states": memory, "use_cache": False}
+    with torch.no_grad():
+        own, alone = model(_ids(), **given).logits, model(_ids(), use_cache=False).logits
+        ch.swap(model)
+        torch.testing.assert_close(model(_ids(), **given).logits, own, rtol=1e-4, atol=1e-4)
+        assert taken == []
+        torch.testing.assert_close(model(_ids(), use_cache=False).logits, alone, rtol=1e-4, atol=1e-4)
+    assert taken == ["LayerStep"] * 2
 
 
 def test_positions_of_ones_own(taken: list[str]) -> None:
@@ -540,10 +588,10 @@ def test_what_is_known_is_what_this_transformers_says() -> None:
 
     assert (
         tuple(digest_of(kind.forward) for kind in (theirs.LlamaAttention, MistralAttention, Qwen2Attention))
-        == room._ATTENTIONS
+        == room.ATTENTIONS
     )
-    assert (digest_of(theirs.LlamaDecoderLayer.forward),) == room._LAYERS
-    assert {name: digest_of(getattr(theirs, name)) for name in room._TURNING} == room._TURNING
+    assert (digest_of(theirs.LlamaDecoderLayer.forward),) == room.LAYERS
+    assert {name: digest_of(getattr(theirs, name)) for name in room.TURNING} == room.TURNING
     assert tuple(digest_of(kind.forward) for kind in (theirs.LlamaRMSNorm, Olmo2RMSNorm)) == parts._RMS_NORMS
     assert tuple(parts._FEEDFORWARDS) == tuple(
         digest_of(kind.forward) for kind in (BertIntermediate, CLIPMLP, GPT2MLP, theirs.LlamaMLP)

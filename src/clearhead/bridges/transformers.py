@@ -21,15 +21,13 @@ from torch import nn
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
-from clearhead.bridges.transformers_attention import attend_for
+from clearhead.bridges.transformers_attention import NAME, attend_for
 from clearhead.bridges.transformers_masks import make_mask
 from clearhead.errors import UnsupportedError
 from clearhead.watch import recognise
 
 __all__ = ["NAME", "attentions", "check", "enable", "hand_over", "models", "take_back"]
 
-#: What transformers knows this implementation by.
-NAME: Final = "clearhead"
 #: Where a model remembers what it computed with before, by the path of each config within its own.
 _BEFORE: Final = "_implementations_before_clearhead"
 _SHOWN: Final = 4

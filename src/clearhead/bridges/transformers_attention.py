@@ -17,8 +17,10 @@ from clearhead.scores import DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
 from clearhead.shapes import Float
 from clearhead.watch import attend, watched
 
-__all__ = ["attend_for", "scale_of", "weights_wanted"]
+__all__ = ["NAME", "attend_for", "scale_of", "weights_wanted"]
 
+#: What transformers knows this implementation by.
+NAME: Final = "clearhead"
 #: What some models hand over in place of a mask, for kernels made for them.
 _OWN_KERNELS: Final = ("indices", "block_indices", "sinks", "cache")
 #: Attention whose ``position_bias`` is one number for each distance and head.

@@ -15,7 +15,9 @@ from transformers.pytorch_utils import Conv1D
 from clearhead.backends.native_norm import Norm, NormKind
 from clearhead.bridges.torch_parts import SwappedDropout, SwappedLinear, is_plain
 from clearhead.bridges.transformers_source import Way, by_source, known_by_source, made_of, way_of
-from clearhead.nn.feedforward import in_one_step, layer_of, name_of
+from clearhead.nn.feedforward import drop_of, in_one_step, layer_of, name_of
+from clearhead.nn.fused_layer import NormLike
+from clearhead.nn.fused_layer import norm_of as torchs_norm_of
 from clearhead.nn.linear import looked_at
 from clearhead.nn.norm import normed, takes_norm
 from clearhead.projection import Layer, project, project_activate
@@ -110,26 +112,32 @@ def _name_of(activation: object) -> str | None:
 
 
 class Fed(NamedTuple):
-    """A feedforward that is its layers, the gate's in front where it has one, and an activation, by name."""
+    """A feedforward that is its layers, the gate's in front where it has one, an activation, by name, and a dropout of
+    what it gives."""
 
     layers: list[Layer]
     activation: str
+    after: float
 
 
 def feedforward_of(module: nn.Module) -> Fed | None:
     """What one of ours by source is, where it is nothing else."""
     parts = _FED.get(way_of(type(module)))
-    if parts is None or parts.contract is None or parts.last is not None:
+    if parts is None or parts.contract is None:
         return None
     names = [name for name in (parts.gate, parts.expand, parts.contract) if name is not None]
     layers = [layer for name in names if (layer := plain_layer(getattr(module, name))) is not None]
     activation = _name_of(getattr(module, parts.activation))
-    return None if activation is None or len(layers) < len(names) else Fed(layers, activation)
+    after = 0.0 if parts.last is None else drop_of(getattr(module, parts.last))
+    return None if activation is None or after is None or len(layers) < len(names) else Fed(layers, activation, after)
 
 
-def norm_of(module: nn.Module) -> Norm | None:
-    """What one of ours by source is, where its code is that of an RMSNorm."""
-    return _norm(module) if way_of(type(module)) is _normed else None
+def norm_of(module: nn.Module, x: Tensor) -> NormLike | None:
+    """What a norm of ``x`` is, where it is one of torch's, or of ours by source."""
+    if way_of(type(module)) is not _normed:
+        return torchs_norm_of(module, x)
+    norm = _norm(module)
+    return (norm.kind, float(norm.epsilon)), (norm.weight, norm.bias)
 
 
 def _norm(module: Any) -> Norm:

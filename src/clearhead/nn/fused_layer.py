@@ -32,7 +32,7 @@ from clearhead.projection import KINDS, Layer, are_plain, kernels_take
 from clearhead.shapes import Float
 from clearhead.watch import watched
 
-__all__ = ["LayerParts", "Layers", "fused_layer", "fused_layers", "norm_of", "of_parts"]
+__all__ = ["LayerParts", "Layers", "NormLike", "fused_layer", "fused_layers", "norm_of", "of_parts"]
 
 #: A norm's kind and epsilon, its weight and bias.
 NormLike = tuple[tuple[NormKind, float], tuple[Tensor | None, Tensor | None]]

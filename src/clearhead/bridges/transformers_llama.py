@@ -1,0 +1,126 @@
+"""Decoder layers of Llama's kind, and their attention: known by the source of their ``forward``, as parts are.
+
+What Llama's layer does, some sixty classes do, Mistral's and Qwen2's among them: an RMSNorm before each sublayer,
+rotary positions, grouped heads, a feedforward with a gate. Such a layer is one step, cache and all, where all its parts
+are what they are known to be and nobody looks on. Elsewhere its parts are taken one by one, by the same kernels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from clearhead.bridges.torch_parts import is_plain
+from clearhead.bridges.transformers_angles import angles_of
+from clearhead.bridges.transformers_attention import NAME, attend_for, scale_of
+from clearhead.bridges.transformers_parts import feedforward_of, norm_of, plain_layer
+from clearhead.bridges.transformers_source import digest_of, known_by_source, made_of, way_of
+from clearhead.bridges.transformers_step import Kind, hooked_now, in_one_step
+from clearhead.nn.fused_attention import Projections
+from clearhead.nn.fused_layer import LayerParts
+from clearhead.positions import turned
+from clearhead.projection import are_plain
+
+__all__ = ["ATTENTIONS", "LAYERS", "TURNING"]
+
+#: LlamaAttention's source, and MistralAttention's and Qwen2Attention's, which tell other kernels of a window besides.
+ATTENTIONS: Final = ("8f75c00a401a6427", "09e6200078ce8582", "458fecce9ca1b771")
+#: LlamaDecoderLayer's.
+LAYERS: Final = ("41790554596bb832",)
+#: Of the functions by which Llama's attention turns queries and keys: channels c and c + head_dim / 2 are a pair.
+TURNING: Final = {"apply_rotary_pos_emb": "55a62abecf4c2250", "rotate_half": "b024671b0dcb8274"}
+#: Of an attention, those of its parts that a step knows.
+_PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+# ---- attention, by the kernels part by part -----------------------------------------------------------------
+
+
+def _attended(
+    module: Any, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None,
+    past_key_values: Any = None, **kwargs: Any,
+) -> tuple[Tensor, None] | None:  # fmt: skip
+    """Llama's attention, its queries and keys turned by the kernels."""
+    x = hidden_states
+    if not is_plain(x) or not _may_turn(module) or not are_plain(x):
+        return None
+    angles = angles_of(position_embeddings, x.dtype)
+    if angles is None or angles.shape != (x.shape[-2], module.head_dim):
+        return None
+    shape = (*x.shape[:-1], -1, module.head_dim)
+    query, key, value = (
+        layer(x).view(shape).transpose(1, 2) for layer in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    query, key = turned(query, angles), turned(key, angles)
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, module.layer_idx)
+    output, _ = attend_for(module, query, key, value, attention_mask, _dropout(module), module.scaling, **kwargs)
+    return module.o_proj(output.flatten(-2)), None
+
+
+def _dropout(attention: Any) -> float:
+    return attention.attention_dropout if attention.training else 0.0
+
+
+def _may_turn(attention: Any) -> bool:
+    """Whether a model's attention is ours, and its positions are turned as is known."""
+    return attention.config._attn_implementation == NAME and _turns_as_known(made_of(type(attention)))
+
+
+def _turns_as_known(kind: type[nn.Module] | None) -> bool:
+    if kind not in _TURNS:
+        turn = None if kind is None else _names_in(kind.forward).get("apply_rotary_pos_emb")
+        found = {"apply_rotary_pos_emb": turn, "rotate_half": _names_in(turn).get("rotate_half")}
+        _TURNS[kind] = {name: digest_of(own) for name, own in found.items()} == TURNING
+    return _TURNS[kind]
+
+
+def _names_in(function: object) -> dict[str, object]:
+    """What a function's global names are."""
+    plain = inspect.unwrap(function) if callable(function) else None
+    return getattr(plain, "__globals__", {})
+
+
+_TURNS: Final[dict[type[nn.Module] | None, bool]] = {}
+
+
+# ---- a whole layer ------------------------------------------------------------------------------------------
+
+
+def _layer(
+    module: Any, hidden_states: Tensor, attention_mask: Any = None, position_ids: Any = None,
+    past_key_values: Any = None, use_cache: Any = False, position_embeddings: Any = None, **kwargs: Any,
+) -> Tensor | None:  # fmt: skip
+    """Llama's layer in one step."""
+    return in_one_step(_KIND, module, hidden_states, attention_mask, past_key_values, kwargs, position_embeddings)
+
+
+def _marks_of(attention: Any) -> tuple[object, ...]:
+    return attention.scaling, attention.head_dim, _dropout(attention)
+
+
+def _parts_of(module: Any, x: Tensor) -> LayerParts | None:
+    attention, names = module.self_attn, ("input_layernorm", "post_attention_layernorm")
+    if way_of(type(attention)) is not _attended or not _may_turn(attention) or hooked_now(attention):
+        return None
+    norms = [norm for name in names if (norm := norm_of(getattr(module, name), x)) is not None]
+    layers = [layer for name in _PROJECTIONS if (layer := plain_layer(getattr(attention, name))) is not None]
+    fed = feedforward_of(module.mlp)
+    if fed is None or len(norms) < len(names) or len(layers) < len(_PROJECTIONS):
+        return None
+    *sources, last = layers
+    num_heads, num_kv_heads = (len(weight) // attention.head_dim for weight, _ in sources[:2])
+    scale = scale_of(attention.scaling, attention.head_dim)
+    own = Projections(sources, last, num_heads, num_kv_heads, scale=scale, dropout=_dropout(attention), rotary="angles")
+    return LayerParts(
+        [own], fed.layers, norms, norm_first=True, activation=fed.activation, after=(0.0, fed.after), hidden=0.0
+    )
+
+
+_KIND: Final = Kind("self_attn", _marks_of, _parts_of)
+for _digest in ATTENTIONS:
+    known_by_source(_digest, _attended)
+for _digest in LAYERS:
+    known_by_source(_digest, _layer)

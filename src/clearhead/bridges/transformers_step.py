@@ -1,0 +1,187 @@
+"""A layer of a model of transformers as one step, its cache and all, for those who know what the layer is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.bridges.torch_parts import is_plain
+from clearhead.bridges.transformers_angles import angles_of
+from clearhead.bridges.transformers_attention import attend_for, weights_wanted
+from clearhead.bridges.transformers_cache import layer_of
+from clearhead.bridges.transformers_masks import MaskTensor
+from clearhead.masks import Causal, Mask
+from clearhead.nn.attention_step import by_head
+from clearhead.nn.fused_attention import Projections
+from clearhead.nn.fused_layer import LayerParts, Layers, fused_layers, of_parts
+from clearhead.nn.unchanged import Unchanged
+from clearhead.positions import turned
+from clearhead.projection import NATIVE, project, project_activate_project
+from clearhead.shapes import Float
+from clearhead.watch import watched
+
+__all__ = ["Kind", "hooked_now", "in_one_step"]
+
+#: Options that ask for what is collected around a layer.
+_COLLECTED: Final = ("output_hidden_states",)
+#: Where transformers' own hooks come from, which collect only where it is asked for.
+_COLLECTS: Final = "transformers.utils.output_capturing"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What somebody knows of a kind of layers.
+
+    Attributes:
+        attention: the name of a layer's attention.
+        marks: what that is besides its parts: its scale, its head size, its dropout now.
+        parts: what a layer is as a step, where all there is to it is that.
+    """
+
+    attention: str
+    marks: Callable[[Any], tuple[object, ...]]
+    parts: Callable[[Any, Tensor], LayerParts | None]
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """A layer taken apart, for tokens of one width and dtype.
+
+    Attributes:
+        parts: of the layer and of its attention.
+        unchanged: whether these are what they were, all but the attention.
+        like: width and dtype of the tokens, and what the attention is besides its parts.
+        layers: as a step takes it.
+    """
+
+    parts: list[nn.Module | None]
+    unchanged: Unchanged
+    like: tuple[object, ...]
+    layers: Layers
+
+
+_APART: Final[WeakKeyDictionary[nn.Module, _Apart]] = WeakKeyDictionary()
+
+
+def in_one_step(
+    kind: Kind, layer: Any, x: Float[Tensor, "batch len width"], mask: Any, past: Any, options: Mapping[str, Any],
+    positions: Any = None,
+) -> Float[Tensor, "batch len width"] | None:  # fmt: skip
+    """What a layer gives, and its cache the keys and values behind those that it held; None where it is for
+    transformers' own code to find out.
+
+    Args:
+        kind: what the layer is.
+        layer: it.
+        x: tokens, which may be anything.
+        mask: as in ``attend_for``.
+        past: transformers' cache, or None.
+        options: others that the layer was called with.
+        positions: as in ``angles_of``, of an attention that turns queries and keys.
+    """
+    if not is_plain(x) or x.dim() != 3 or weights_wanted():
+        return None
+    if any(option is not None and option is not False and name not in _COLLECTED for name, option in options.items()):
+        return None
+    # Gradients do not go through what a cache holds.
+    if past is not None and torch.is_grad_enabled():
+        return None
+    attention, apart = getattr(layer, kind.attention), _taken_apart(kind, layer, x)
+    if apart is None:
+        return None
+    own, angles = apart.layers.parts[0].attentions[0], None
+    if own.rotary is not None:
+        angles = angles_of(positions, x.dtype)
+        if angles is None or angles.shape != (x.shape[1], attention.head_dim):
+            return None
+    cached = None if past is None else layer_of(past, attention.layer_idx)
+    if cached is None and past is not None:
+        return None
+    known, meaning = _meaning(attention, mask, x.shape[1], 0 if cached is None else cached.cache.length)
+    held = None if cached is None else cached.held(x, own.num_kv_heads, attention.head_dim)
+    if not known or (held is None and cached is not None):
+        return None
+    if watched():
+        attend = partial(_attended, attention, own, angles=angles, mask=mask, past=past)
+        feed = partial(_fed, apart.layers.parts[0])
+        return of_parts((x,), apart.layers.parts[0], [meaning], [attend, feed], [held])
+    layers = apart.layers if angles is None else apart.layers.turned_by(angles)
+    output = fused_layers((x,), layers, [meaning], [held])
+    if output is not None and cached is not None:
+        cached.appended(x)
+    return output
+
+
+def _meaning(attention: Any, given: Any, length: int, before: int) -> tuple[bool, Mask | None]:
+    """Whether it is known what a call of so many tokens behind others may attend to, and that."""
+    if given is None:
+        causal = getattr(attention, "is_causal", True) and length > 1
+        return not causal or before == 0, Causal() if causal else None
+    if type(given) is not MaskTensor or given.query_offset != before or given.shape[-1] != before + length:
+        return False, None
+    return True, given.meaning()
+
+
+def _taken_apart(kind: Kind, layer: Any, x: Float[Tensor, "batch len width"]) -> _Apart | None:
+    """What a layer is as a step, where all there is to it is that."""
+    attention = getattr(layer, kind.attention)
+    like = (
+        x.shape[-1], x.dtype, type(attention), attention.config._attn_implementation, hooked_now(attention),
+        *kind.marks(attention),
+    )  # fmt: skip
+    known, parts = _APART.get(layer), [*layer._modules.values(), *attention._modules.values()]
+    if known is not None and known.like == like and known.parts == parts and known.unchanged.holds():
+        return known
+    found = kind.parts(layer, x)
+    if found is None:
+        return None
+    # The attention is asked each time, for it may have hooks that do nothing now.
+    others = [part for part in parts if part is not None and part is not attention]
+    apart = _Apart(parts, Unchanged(*others), like, Layers([found]))
+    if not apart.unchanged.holds():
+        return None
+    _APART[layer] = apart
+    return apart
+
+
+def hooked_now(module: nn.Module) -> bool:
+    """Whether somebody looks at a module's calls, or set a ``forward`` of its own on it; transformers, where nothing is
+    to be collected, does not."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
+    hooks += module._backward_pre_hooks.values()
+    return "forward" in vars(module) or any(getattr(own, "__module__", "") != _COLLECTS for own in hooks)
+
+
+# ---- the same part by part, for those who watch --------------------------------------------------------------
+
+
+def _attended(
+    attention: Any, own: Projections, x: Float[Tensor, "batch len width"], *,
+    angles: Float[Tensor, "len head_dim"] | None, mask: Any, past: Any,
+) -> Float[Tensor, "batch len width"]:  # fmt: skip
+    """What an attention gives, for those who watch it."""
+    projected = [project(x, *layer, path=NATIVE).flatten(0, 1) for layer in own.sources]
+    counts = (own.num_heads, own.num_kv_heads, own.num_kv_heads)
+    query, key, value = by_head(projected, len(x), counts)
+    if angles is not None:
+        query, key = turned(query, angles), turned(key, angles)
+    if past is not None:
+        key, value = past.update(key, value, attention.layer_idx)
+    output, _ = attend_for(attention, query, key, value, mask, own.dropout, attention.scaling)
+    return project(output.flatten(-2), *own.last, path=NATIVE)
+
+
+def _fed(parts: LayerParts, x: Float[Tensor, "batch len width"]) -> Float[Tensor, "batch len width"]:
+    """What a feedforward gives that a step knows."""
+    *gate, expand, contract = parts.feedforward
+    found = project_activate_project(
+        x, *expand, *contract, gate=gate[0] if gate else None, activation=parts.activation, dropout=parts.hidden
+    )
+    assert found is not None
+    return found
