@@ -47,6 +47,7 @@ MODEL_ROWS: dict[str, Row] = {
     "encoder model": EncoderModelRow(model="MiniLM 6x384", batch=2, length=8).small(),
     "prefill": CausalRow(decode=False).small(),
     "decode": CausalRow(decode=True).small(),
+    "decode, Llama's kind": CausalRow(decode=True, model="Qwen2.5 0.5B", dtype=torch.bfloat16).small(),
 }
 
 

@@ -150,17 +150,40 @@ def _onnx_call(model: nn.Module, ids: Tensor) -> tuple[dict[str, Call], dict[str
     return {ONNX_MODEL: call}, {}
 
 
+def _gpt2(layers: int, positions: int) -> Any:
+    """The smallest of Radford et al. 2019, of 12 layers."""
+    from transformers import GPT2Config, GPT2Model
+
+    return GPT2Model(GPT2Config(n_layer=layers, n_positions=positions, attn_implementation="sdpa"))
+
+
+def _qwen2(layers: int, positions: int) -> Any:
+    """Of the sizes of Qwen2.5 0.5B (Qwen team 2024, table 1), which has 24 layers; of few words, for none are written."""
+    from transformers import Qwen2Config, Qwen2Model
+
+    config = Qwen2Config(
+        vocab_size=32768, hidden_size=896, intermediate_size=4864, num_hidden_layers=layers, num_attention_heads=14,
+        num_key_value_heads=2, max_position_embeddings=max(positions, 128), attn_implementation="sdpa",
+    )  # fmt: skip
+    return Qwen2Model(config)
+
+
+_CAUSAL: Final[dict[str, Callable[[int, int], Any]]] = {"GPT-2": _gpt2, "Qwen2.5 0.5B": _qwen2}
+
+
 @dataclass(frozen=True, kw_only=True)
 class CausalRow:
-    """GPT-2 (Radford et al. 2019; the smallest, 12 layers of 768), float32: a long prompt, or tokens behind one.
+    """A long prompt through a model that writes, or tokens behind one.
 
     Args:
         decode: time the tokens that follow the prompt, one by one with a cache, in place of the prompt.
+        model: ``"GPT-2"`` or ``"Qwen2.5 0.5B"``.
         length: tokens of the prompt.
         layers: layers.
     """
 
     decode: bool
+    model: str = "GPT-2"
     length: int = 1024
     layers: int = 12
     dtype: torch.dtype = torch.float32
@@ -170,12 +193,15 @@ class CausalRow:
     def title(self) -> str:
         """What the work is."""
         what = f"{_DECODED} tokens decoded behind {self.length}" if self.decode else f"prefill of {self.length} tokens"
-        return f"GPT-2 size, {what}"
+        size = f"{self.model} size" if self.model == "GPT-2" else f"{self.model} size, {self.layers} layers"
+        return f"{size}, {what}" + ("" if self.dtype is torch.float32 else f", {str(self.dtype).split('.')[1]}")
 
     @property
     def group(self) -> str:
-        """Prefill or decode."""
-        return "decode" if self.decode else "prefill"
+        """Prefill or decode, of which model, in which dtype where it is not float32."""
+        what = "decode" if self.decode else "prefill"
+        named = what if self.model == "GPT-2" else f"{what}, Llama's kind"
+        return named if self.dtype is torch.float32 else f"{named}, {str(self.dtype).split('.')[1]}"
 
     @property
     def operations(self) -> None:
@@ -187,12 +213,10 @@ class CausalRow:
 
     def case(self) -> Case:
         """The contenders."""
-        from transformers import GPT2Config, GPT2Model
-
-        config = GPT2Config(n_layer=self.layers, n_positions=self.length + _DECODED, attn_implementation="sdpa")
-        theirs = _seeded(lambda: GPT2Model(config))
-        shape = (1, self.length + _DECODED)
-        ids = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+        positions = self.length + _DECODED
+        theirs = _seeded(lambda: _CAUSAL[self.model](self.layers, positions)).to(self.dtype)
+        words = theirs.config.vocab_size
+        ids = torch.randint(0, words, (1, positions), generator=torch.Generator().manual_seed(1))
         eager = deepcopy(theirs)
         eager.set_attn_implementation("eager")
         build = partial(_decoding if self.decode else _prefill, ids=ids)

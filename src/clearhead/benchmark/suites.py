@@ -160,7 +160,11 @@ def _models() -> list[Row]:
         EncoderModelRow(model=model, batch=batch, length=length)
         for model, (batch, length) in product(("BERT base", "MiniLM 6x384"), sizes)
     ]
-    return [*encoders, CausalRow(decode=False), CausalRow(decode=True)]
+    dtypes = (torch.float32, torch.bfloat16)
+    qwen2 = (
+        CausalRow(decode=one, model="Qwen2.5 0.5B", layers=8, dtype=dtype) for dtype in dtypes for one in (False, True)
+    )
+    return [*encoders, CausalRow(decode=False), CausalRow(decode=True), *qwen2]
 
 
 #: How many times attention without statistics those of each row may take.
@@ -231,6 +235,11 @@ _RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | 
         ("encoder", OURS, (ONNX_MODEL,), 1.0, None),
         ("prefill", OURS, (SDPA_MODEL,), 2.0, None),
         ("decode", OURS, (SDPA_MODEL,), 1.0, None),
+        *(
+            (f"{what}, Llama's kind{dtype}", OURS, (SDPA_MODEL,), 1.0, None)
+            for what in ("prefill", "decode")
+            for dtype in ("", ", bfloat16")
+        ),
     ),
     "linear": (("linear, training, from 1024 tokens", OURS, (FULL,), 1.0, None),),
     "function": ((ALIBI, OURS, (DENSE,), round(1 / 3, 3), None), (LEARNED, OURS, (MADE,), round(1 / 3, 3), None)),
