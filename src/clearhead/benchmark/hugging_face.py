@@ -158,7 +158,7 @@ def _gpt2(layers: int, positions: int) -> Any:
 
 
 def _qwen2(layers: int, positions: int) -> Any:
-    """Of the sizes of Qwen2.5 0.5B (Qwen team 2024, table 1), which has 24 layers; of few words, for none are written."""
+    """Of the sizes of Qwen2.5 0.5B (Qwen team 2024, table 1), which has 24 layers; of few words, as none is written."""
     from transformers import Qwen2Config, Qwen2Model
 
     config = Qwen2Config(

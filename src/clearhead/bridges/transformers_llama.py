@@ -20,13 +20,16 @@ from clearhead.bridges.transformers_source import digest_of, known_by_source, ma
 from clearhead.bridges.transformers_step import Kind, hooked_now, in_one_step
 from clearhead.nn.fused_attention import Projections
 from clearhead.nn.fused_layer import LayerParts
+from clearhead.nn.norm import NormLike
 from clearhead.positions import turned
 from clearhead.projection import are_plain
 
-__all__ = ["ATTENTIONS", "LAYERS", "TURNING"]
+__all__ = ["ATTENTIONS", "LAYERS", "NORMED_ATTENTIONS", "TURNING"]
 
 #: LlamaAttention's source, and MistralAttention's and Qwen2Attention's, which tell other kernels of a window besides.
 ATTENTIONS: Final = ("8f75c00a401a6427", "09e6200078ce8582", "458fecce9ca1b771")
+#: Qwen3Attention's, which norms each head's queries and keys first.
+NORMED_ATTENTIONS: Final = ("bfd9f32a12e9e8fa",)
 #: LlamaDecoderLayer's.
 LAYERS: Final = ("41790554596bb832",)
 #: Of the functions by which Llama's attention turns queries and keys: channels c and c + head_dim / 2 are a pair.
@@ -42,7 +45,7 @@ def _attended(
     module: Any, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None,
     past_key_values: Any = None, **kwargs: Any,
 ) -> tuple[Tensor, None] | None:  # fmt: skip
-    """Llama's attention, its queries and keys turned by the kernels."""
+    """Llama's attention, its queries and keys turned by the kernels, and normed before that where there are norms."""
     x = hidden_states
     if not is_plain(x) or not _may_turn(module) or not are_plain(x):
         return None
@@ -50,14 +53,19 @@ def _attended(
     if angles is None or angles.shape != (x.shape[-2], module.head_dim):
         return None
     shape = (*x.shape[:-1], -1, module.head_dim)
-    query, key, value = (
-        layer(x).view(shape).transpose(1, 2) for layer in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    heads = [layer(x).view(shape) for layer in (module.q_proj, module.k_proj, module.v_proj)]
+    if _norms_heads(module):
+        heads[:2] = module.q_norm(heads[0]), module.k_norm(heads[1])
+    query, key, value = (part.transpose(1, 2) for part in heads)
     query, key = turned(query, angles), turned(key, angles)
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, module.layer_idx)
     output, _ = attend_for(module, query, key, value, attention_mask, _dropout(module), module.scaling, **kwargs)
     return module.o_proj(output.flatten(-2)), None
+
+
+def _norms_heads(attention: Any) -> bool:
+    return digest_of(type(attention).forward) in NORMED_ATTENTIONS
 
 
 def _dropout(attention: Any) -> float:
@@ -111,16 +119,25 @@ def _parts_of(module: Any, x: Tensor) -> LayerParts | None:
     if fed is None or len(norms) < len(names) or len(layers) < len(_PROJECTIONS):
         return None
     *sources, last = layers
+    head_norms: tuple[NormLike, ...] = ()
+    if _norms_heads(attention):
+        found = [norm_of(own, x[..., : attention.head_dim]) for own in (attention.q_norm, attention.k_norm)]
+        head_norms = tuple(norm for norm in found if norm is not None)
+        if len(head_norms) < len(found):
+            return None
     num_heads, num_kv_heads = (len(weight) // attention.head_dim for weight, _ in sources[:2])
     scale = scale_of(attention.scaling, attention.head_dim)
-    own = Projections(sources, last, num_heads, num_kv_heads, scale=scale, dropout=_dropout(attention), rotary="angles")
+    own = Projections(
+        sources, last, num_heads, num_kv_heads, scale=scale, dropout=_dropout(attention), rotary="angles",
+        head_norms=head_norms,
+    )  # fmt: skip
     return LayerParts(
         [own], fed.layers, norms, norm_first=True, activation=fed.activation, after=(0.0, fed.after), hidden=0.0
     )
 
 
 _KIND: Final = Kind("self_attn", _marks_of, _parts_of)
-for _digest in ATTENTIONS:
+for _digest in (*ATTENTIONS, *NORMED_ATTENTIONS):
     known_by_source(_digest, _attended)
 for _digest in LAYERS:
     known_by_source(_digest, _layer)

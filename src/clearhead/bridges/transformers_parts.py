@@ -16,10 +16,9 @@ from clearhead.backends.native_norm import Norm, NormKind
 from clearhead.bridges.torch_parts import SwappedDropout, SwappedLinear, is_plain
 from clearhead.bridges.transformers_source import Way, by_source, known_by_source, made_of, way_of
 from clearhead.nn.feedforward import drop_of, in_one_step, layer_of, name_of
-from clearhead.nn.fused_layer import NormLike
 from clearhead.nn.fused_layer import norm_of as torchs_norm_of
 from clearhead.nn.linear import looked_at
-from clearhead.nn.norm import normed, takes_norm
+from clearhead.nn.norm import NormLike, normed, takes_norm
 from clearhead.projection import Layer, project, project_activate
 
 __all__ = ["Fed", "faster", "feedforward_of", "norm_of", "original", "plain_layer"]

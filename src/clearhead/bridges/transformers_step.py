@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from clearhead.backends.native_norm import Norm
 from clearhead.bridges.torch_parts import is_plain
 from clearhead.bridges.transformers_angles import angles_of
 from clearhead.bridges.transformers_attention import attend_for, weights_wanted
@@ -20,6 +21,7 @@ from clearhead.masks import Causal, Mask
 from clearhead.nn.attention_step import by_head
 from clearhead.nn.fused_attention import Projections
 from clearhead.nn.fused_layer import LayerParts, Layers, fused_layers, of_parts
+from clearhead.nn.norm import normed
 from clearhead.nn.unchanged import Unchanged
 from clearhead.positions import turned
 from clearhead.projection import NATIVE, project, project_activate_project
@@ -167,6 +169,9 @@ def _attended(
 ) -> Float[Tensor, "batch len width"]:  # fmt: skip
     """What an attention gives, for those who watch it."""
     projected = [project(x, *layer, path=NATIVE).flatten(0, 1) for layer in own.sources]
+    for place, (kind, pair) in enumerate(own.head_norms):
+        heads = projected[place].unflatten(-1, (-1, attention.head_dim))
+        projected[place] = normed(heads, Norm(*kind, *pair)).flatten(-2)
     counts = (own.num_heads, own.num_kv_heads, own.num_kv_heads)
     query, key, value = by_head(projected, len(x), counts)
     if angles is not None:

@@ -14,6 +14,7 @@ from clearhead.backends import native
 from clearhead.backends.native_append import Append
 from clearhead.backends.native_library import Verb
 from clearhead.backends.native_memory import new_tensor
+from clearhead.backends.native_norm import Norm, NormForward, NormKind
 from clearhead.backends.native_prepared import Written
 from clearhead.backends.native_projection import Product, WeightGradients, run_all, run_calls
 from clearhead.backends.native_rotation import Rotation
@@ -31,6 +32,7 @@ from clearhead.statistics import Want
 __all__ = [
     "AttentionBackward",
     "AttentionForward",
+    "AttentionKind",
     "AttentionStep",
     "attended_by_parts",
     "by_head",
@@ -67,6 +69,32 @@ def _by_head_of(problem: Problem, projected: Sequence[Tensor]) -> tuple[Tensor, 
 
 def _side_by_side(heads: Tensor) -> Float[Tensor, "rows width"]:
     return heads.transpose(1, 2).reshape(heads.shape[0] * heads.shape[2], -1)
+
+
+class AttentionKind(NamedTuple):
+    """What an attention is besides its problem and its tensors.
+
+    Attributes:
+        layers: how many it has: those of queries, keys and values, and the one that mixes heads.
+        rotary: what turns its queries and keys.
+        head_norms: kind and epsilon of the norms of heads, of queries and of keys, where there are some: their weights
+            and biases stand behind the layers'.
+    """
+
+    layers: int
+    rotary: Turning = None
+    head_norms: tuple[tuple[NormKind, float], ...] = ()
+
+    @property
+    def pairs(self) -> int:
+        """How many weights with their biases it has."""
+        return self.layers + len(self.head_norms)
+
+    def told_apart(self, tensors: Sequence[Tensor | None]) -> tuple[list[Layer], list[Norm]]:
+        """Layers and norms of its tensors."""
+        layers, others = tensors[: 2 * self.layers], tensors[2 * self.layers :]
+        norms = [Norm(*kind, *others[2 * place : 2 * place + 2]) for place, kind in enumerate(self.head_norms)]
+        return layers_of(layers), norms
 
 
 class _Source(NamedTuple):
@@ -128,6 +156,7 @@ class AttentionForward:
         training: whether ``kept`` holds what backward reads besides.
         held: keys and values that are read from a cache, not while training.
         rotary: what turns queries and keys, or the angles of the call's tokens, of all of them.
+        norms: of each head's queries and of its keys, not while training.
 
     Attributes:
         calls: in order.
@@ -140,14 +169,19 @@ class AttentionForward:
 
     def __init__(
         self, problem: Problem, tokens: Sequence[Float[Tensor, "_rows _in"]], layers: Sequence[Layer], seed: int,
-        training: bool, held: Held | None = None, rotary: Rotary | Tensor | None = None,
+        training: bool, held: Held | None = None, rotary: Rotary | Tensor | None = None, norms: Sequence[Norm] = (),
     ) -> None:  # fmt: skip
         *first, (weight, bias) = layers
         rows = tokens[0]
         alone = held is not None and not held.grows
         sources = [_query_source(problem, first)] if alone else _sources(problem, len(tokens), first)
         products = [Product([(tokens[own.tokens], own.weight)], right_turned=True, bias=own.bias) for own in sources]
-        projected = [product.output for product in products]
+        projected, normed = [product.output for product in products], list[NormForward]()
+        self.kept = [*projected]
+        for place, norm in enumerate(norms):
+            normed.append(NormForward(projected[place].view(-1, problem.head_dim), norm))
+            projected[place] = normed[-1].output.view(projected[place].shape)
+            self.kept.append(projected[place])
         heads, turns, appended = self._heads(problem, projected, held, rotary)
         attended = ForwardWork(problem.with_tensors(*heads).with_seed(seed), _NOTHING, for_backward=training)
         self.counters = [append.counter for append in appended]
@@ -164,15 +198,15 @@ class AttentionForward:
         statistics = [] if attended.rows is None else [attended.rows.softmax]
         if attended.rows is not None and attended.rows.output is not None and rows.dtype != torch.float32:
             statistics.append(attended.rows.output)
-        self.kept = [*projected, attended.output, *statistics]
+        self.kept += [attended.output, *statistics]
         self.calls: list[tuple[Verb, Structure]] = [
-            *(product.call for product in products), *(turn.call for turn in turns),
+            *(product.call for product in products), *(own.call for own in normed), *(turn.call for turn in turns),
             *(append.call for append in appended), attended.call, mixed.call,
         ]  # fmt: skip
         self.stays = [*attended.held, *_tables(rotary, turns)]
         # Of a sink alone, and nobody reads it here.
         self.stays += [] if attended.lse is None else [attended.lse]
-        self._alive = (products, turns, appended, attended, mixed)
+        self._alive = (products, normed, turns, appended, attended, mixed)
 
     @staticmethod
     def _heads(
@@ -338,19 +372,18 @@ class AttentionStep(LearningStep):
     others."""
 
     def __init__(
-        self, problems: Sequence[Problem], training: bool, layout: Hashable | None, rotary: Turning,
+        self, problems: Sequence[Problem], training: bool, layout: Hashable | None, kind: AttentionKind,
         rules: RuleTensors,
     ) -> None:  # fmt: skip
         super().__init__(problems, training, layout, [problem.dropout for problem in problems], rules)
-        self.rotary = rotary
+        self.kind = kind
 
     def write_forward(
         self, problems: Sequence[Problem], tokens: Sequence[Tensor], tensors: Sequence[Tensor | None],
         seeds: Sequence[int], held: Sequence[Held | None], angles: Tensor | None,
     ) -> Written:  # fmt: skip
-        own = AttentionForward(
-            problems[0], tokens, layers_of(tensors), seeds[0], self.training, held[0], turning(self.rotary, angles)
-        )
+        (layers, norms), rotary = self.kind.told_apart(tensors), turning(self.kind.rotary, angles)
+        own = AttentionForward(problems[0], tokens, layers, seeds[0], self.training, held[0], rotary, norms)
         return Written(own.calls, [*own.kept, own.output], own.stays, own, own.counters)
 
     def write_backward(
@@ -358,14 +391,14 @@ class AttentionStep(LearningStep):
         tensors: Sequence[Tensor | None], kept: Sequence[Tensor], seeds: Sequence[int], needs: Sequence[bool],
         angles: Tensor | None,
     ) -> WayBack:  # fmt: skip
-        layers, rotary = layers_of(tensors), turning(self.rotary, angles)
+        layers, rotary = layers_of(tensors), turning(self.kind.rotary, angles)
         return _AttentionWayBack(AttentionBackward(problems[0], arrived, tokens, layers, kept, seeds[0], needs, rotary))
 
     def by_parts(
         self, problems: Sequence[Problem], tokens: Sequence[Tensor], tensors: Sequence[Tensor | None],
         seeds: Sequence[int], angles: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        return attended_by_parts(problems[0], tokens, layers_of(tensors), seeds[0], turning(self.rotary, angles))
+        return attended_by_parts(problems[0], tokens, layers_of(tensors), seeds[0], turning(self.kind.rotary, angles))
 
 
 class _AttentionWayBack(WayBack):

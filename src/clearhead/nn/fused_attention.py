@@ -14,8 +14,9 @@ from clearhead.dispatch import choose
 from clearhead.masks import Mask
 from clearhead.masks.parts import band_of
 from clearhead.nn import step
-from clearhead.nn.attention_step import AttentionStep, by_head, positions_of
+from clearhead.nn.attention_step import AttentionKind, AttentionStep, by_head, positions_of
 from clearhead.nn.held import Held
+from clearhead.nn.norm import NormLike
 from clearhead.nn.rule_tensors import RuleTensors, Turning, are_known, forms_of
 from clearhead.nn.step import kept_step, learns, may_be_step, play
 from clearhead.positions import MOST_POSITIONS, Rotary
@@ -47,6 +48,8 @@ class Projections(NamedTuple):
         backend: see there.
         rotary: what turns queries and keys by their positions, where something does; ``"angles"`` come with a call.
         rules: as ``scores`` in ``attention``.
+        head_norms: norms of each head's queries and of its keys, before they are turned, where there are some; a step
+            has them without gradients alone.
     """
 
     sources: Sequence[Layer]
@@ -58,15 +61,23 @@ class Projections(NamedTuple):
     backend: str = "auto"
     rotary: Turning = None
     rules: tuple[ScoreRule, ...] = ()
+    head_norms: tuple[NormLike, ...] = ()
 
     def tensors(self) -> list[Tensor | None]:
-        """Weights and biases, the last layer's behind the others'; not those of rules."""
-        return [part for layer in (*self.sources, self.last) for part in layer]
+        """Weights and biases, the last layer's behind the others', those of norms behind these; not those of rules."""
+        pairs = (*self.sources, self.last, *[pair for _, pair in self.head_norms])
+        return [part for pair in pairs for part in pair]
+
+    def kind(self) -> AttentionKind:
+        """What is left of it without tensors and problem."""
+        return AttentionKind(len(self.sources) + 1, self.rotary, tuple(kind for kind, _ in self.head_norms))
 
     def options(self) -> tuple[Hashable, ...]:
         """What tells attentions apart besides their tensors."""
         own = self.num_heads, self.num_kv_heads, self.scale, self.dropout, self.backend, self.rotary
-        return (*own, *forms_of(self.rules)) if self.rules else own
+        if not self.rules and not self.head_norms:
+            return own
+        return (*own, *forms_of(self.rules), *[kind for kind, _ in self.head_norms])
 
 
 def fused_attention(
@@ -121,7 +132,7 @@ def fused_attention(
         return None if found is None else [found]
 
     def step_of(problems: Sequence[Problem], training: bool, layout: Hashable | None) -> AttentionStep:
-        return AttentionStep(problems, training, layout, own.rotary, rules)
+        return AttentionStep(problems, training, layout, own.kind(), rules)
 
     made = kept_step(tokens, tensors, [mask], options, attention_of, step_of, caches, recurs=recurs)
     return None if made is None else play(made, tokens, tensors, caches)
@@ -159,6 +170,8 @@ def problem_like(
     kinds, x = KINDS if training else KINDS[:1], tokens[0]
     if not are_plain(*tokens, *own.tensors()) or (held is not None and not _goes_on(held, x, training, mask)):
         return None
+    if own.head_norms and (training or not _takes_norms(own)):
+        return None
     apart, last = len(own.sources) > 1, own.last
     for place, layer in enumerate(own.sources):
         if place and held is not None and not held.grows:
@@ -179,6 +192,14 @@ def problem_like(
         return None
     # Functions that the kernels take come to rules of theirs.
     return problem.with_traced_rules
+
+
+def _takes_norms(own: Projections) -> bool:
+    """Whether the norms are of heads whose layers stand apart."""
+    size = own.sources[0][0].shape[0] // own.num_heads
+    given = [part for _, pair in own.head_norms for part in pair if part is not None]
+    plain = all(part.shape == (size,) and part.stride() == (1,) and not part.is_neg() for part in given)
+    return len(own.sources) == 3 and len(own.head_norms) == 2 and plain
 
 
 def _has_positions(problem: Problem, query_offset: int | None, held: Held | None) -> bool:

@@ -23,7 +23,7 @@ from clearhead.nn.fused_attention import Projections, problem_like
 from clearhead.nn.held import Held
 from clearhead.nn.layer_step import LayerKind, LayerStep
 from clearhead.nn.linear import hooked
-from clearhead.nn.norm import normed, normed_by_torch
+from clearhead.nn.norm import NormLike, normed, normed_by_torch
 from clearhead.nn.rule_tensors import RuleTensors
 from clearhead.nn.stack_step import StackStep
 from clearhead.nn.step import Step, kept_step, learns, may_be_step, play
@@ -32,10 +32,7 @@ from clearhead.projection import KINDS, Layer, are_plain, kernels_take
 from clearhead.shapes import Float
 from clearhead.watch import watched
 
-__all__ = ["LayerParts", "Layers", "NormLike", "fused_layer", "fused_layers", "norm_of", "of_parts"]
-
-#: A norm's kind and epsilon, its weight and bias.
-NormLike = tuple[tuple[NormKind, float], tuple[Tensor | None, Tensor | None]]
+__all__ = ["LayerParts", "Layers", "fused_layer", "fused_layers", "norm_of", "of_parts"]
 
 
 class LayerParts(NamedTuple):
@@ -76,7 +73,7 @@ class LayerParts(NamedTuple):
     def kind(self) -> LayerKind:
         """What is left of it without tensors and attentions."""
         after, hidden = (tuple(round(drop * LEVELS) for drop in drops) for drops in (self.after, [self.hidden]))
-        attentions = tuple((len(own.sources) + 1, own.rotary) for own in self.attentions)
+        attentions = tuple(own.kind() for own in self.attentions)
         return LayerKind(
             self.norm_first, tuple(kind for kind, _ in self.norms), self.activation, after, hidden[0], attentions,
             gated=len(self.feedforward) > 2,

@@ -19,10 +19,10 @@ from clearhead.backends.native_memory import new_tensor
 from clearhead.backends.native_norm import Norm, NormBackward, NormForward, NormKind
 from clearhead.backends.native_prepared import Counter, Written
 from clearhead.backends.native_projection import run_calls
-from clearhead.nn.attention_step import AttentionBackward, AttentionForward, attended_by_parts, taken
+from clearhead.nn.attention_step import AttentionBackward, AttentionForward, AttentionKind, attended_by_parts, taken
 from clearhead.nn.held import Held
 from clearhead.nn.norm import normed_by_torch
-from clearhead.nn.rule_tensors import NO_RULES, RuleTensors, Turning, turning
+from clearhead.nn.rule_tensors import NO_RULES, RuleTensors, turning
 from clearhead.nn.step import LearningStep, WayBack
 from clearhead.positions import Rotary
 from clearhead.problem import Problem
@@ -52,8 +52,7 @@ class LayerKind:
         activation: of the feedforward, by name.
         after: of ``LEVELS`` numbers how many are dropped behind each sublayer.
         hidden: the same within the feedforward.
-        attentions: of each how many layers it has, those of queries, keys and values and the one that mixes heads, and
-            what turns its queries and keys.
+        attentions: of each what it is besides its problem and its tensors.
         gated: whether the feedforward has a gate, whose numbers are activated in place of those that it multiplies.
     """
 
@@ -62,7 +61,7 @@ class LayerKind:
     activation: str
     after: tuple[int, ...]
     hidden: int
-    attentions: tuple[tuple[int, Turning], ...]
+    attentions: tuple[AttentionKind, ...]
     gated: bool = False
 
 
@@ -90,7 +89,7 @@ class LayerStep(LearningStep):
         # What a sublayer gives is read by the sum with it alone, and slopes of a gate in front of its way out.
         self.passing = self.count + (1 if kind.gated and training else 0)
         self.activation: Activation = ACTIVATIONS[kind.activation]
-        counts = [*(count for count, _ in kind.attentions), 3 if kind.gated else 2, *[1] * self.count]
+        counts = [*(own.pairs for own in kind.attentions), 3 if kind.gated else 2, *[1] * self.count]
         sizes = [_PAIR * count for count in counts]
         #: Where the tensors of each sublayer lie, and behind them those of each norm.
         self.places = [slice(*ends) for ends in pairwise([0, *accumulate(sizes)])]
@@ -100,11 +99,17 @@ class LayerStep(LearningStep):
 
     def layers(self, tensors: Sequence[Tensor | None]) -> list[list[Layer]]:
         """Those of each sublayer."""
-        return [layers_of(tensors[place]) for place in self.places[: self.count]]
+        *attentions, feedforward = self.places[: self.count]
+        kinds = zip(self.kind.attentions, attentions, strict=True)
+        return [*(own.told_apart(tensors[place])[0] for own, place in kinds), layers_of(tensors[feedforward])]
+
+    def head_norms(self, place: int, tensors: Sequence[Tensor | None]) -> list[Norm]:
+        """Those of an attention."""
+        return self.kind.attentions[place].told_apart(tensors[self.places[place]])[1]
 
     def rotary(self, place: int, angles: Tensor | None) -> Rotary | Tensor | None:
         """What turns queries and keys of an attention in a call."""
-        return turning(self.kind.attentions[place][1], angles)
+        return turning(self.kind.attentions[place].rotary, angles)
 
     def norms(self, tensors: Sequence[Tensor | None]) -> list[Norm]:
         """Each sublayer's, with its weights."""
@@ -170,7 +175,7 @@ class _LayerForward:
         self, step: LayerStep, problems: Sequence[Problem], tokens: Sequence[Tensor],
         tensors: Sequence[Tensor | None], seeds: Sequence[int], held: Sequence[Held | None], angles: Tensor | None,
     ) -> None:  # fmt: skip
-        self._problems, self._angles = problems, angles
+        self._problems, self._angles, self._tensors = problems, angles, tensors
         self._step, self._tokens, self._seeds, self._layers = step, tokens, seeds, step.layers(tensors)
         self._held, self.counters = held, list[Counter]()
         rows, (first, *_) = tokens[0], problems
@@ -219,7 +224,8 @@ class _LayerForward:
         if place < len(self._problems):
             read, held = _read_by(place, x, self._tokens), self._held[place]
             rotary = step.rotary(place, self._angles)
-            own = AttentionForward(self._problems[place], read, layers, seed, step.training, held, rotary)
+            norms = step.head_norms(place, self._tensors)
+            own = AttentionForward(self._problems[place], read, layers, seed, step.training, held, rotary, norms)
             self.stays += own.stays
             self.counters += own.counters
         else:

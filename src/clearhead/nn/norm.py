@@ -3,7 +3,7 @@ for its parts."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,10 @@ from clearhead.backends.native_projection import rows_of, run_all
 from clearhead.projection import are_plain, recorded
 from clearhead.shapes import Float
 
-__all__ = ["new_norm", "normed", "normed_by_torch", "takes_norm"]
+__all__ = ["NormLike", "new_norm", "normed", "normed_by_torch", "takes_norm"]
 
+#: A norm's kind and epsilon, its weight and bias.
+NormLike: TypeAlias = tuple[tuple[NormKind, float], tuple[Tensor | None, Tensor | None]]
 #: Norms by name.
 _NORMS: Final = ("layer", "rms")
 _EPSILON: Final = 1e-5
