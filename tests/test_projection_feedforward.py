@@ -100,6 +100,16 @@ def test_numbers_and_gradients(
         within_budget(name, *three, terms=terms)
 
 
+def _factor(size: tuple[tuple[int, ...], int, int, int], dropout: float) -> Tensor | None:
+    """What dropout multiplies hidden numbers by in a call after ``torch.manual_seed(7)``."""
+    if dropout == 0.0:
+        return None
+    torch.manual_seed(7)
+    seed, levels = draw_seed(dropout), round(dropout * LEVELS)
+    mask = kept(math.prod(size[0]), size[2], levels, seed).double().view(*size[0], size[2])
+    return mask * (LEVELS / (LEVELS - levels))
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("activation", FORMULAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -109,11 +119,7 @@ def test_activations_and_dropout(
 ) -> None:
     """Forward, backward, and gradients that can be differentiated again, each from the definition."""
     parts = _parts(*size, dtype=dtype)
-    torch.manual_seed(7)
-    seed = draw_seed(dropout)
-    levels, rows = round(dropout * LEVELS), math.prod(size[0])
-    factor = LEVELS / (LEVELS - levels) * kept(rows, size[2], levels, seed).double().view(*size[0], size[2])
-    steps = partial(_steps, activation=activation, factor=factor if dropout else None)
+    steps, rows = partial(_steps, activation=activation, factor=_factor(size, dropout)), math.prod(size[0])
 
     def fused(*leaves: Tensor | None) -> Tensor:
         torch.manual_seed(7)
@@ -163,10 +169,7 @@ def test_gates(
     size: tuple[tuple[int, ...], int, int, int], bias: bool, dtype: torch.dtype, activation: str, dropout: float
 ) -> None:
     parts = _gated_parts(size, bias=bias, dtype=dtype)
-    torch.manual_seed(7)
-    seed, levels, rows = draw_seed(dropout), round(dropout * LEVELS), math.prod(size[0])
-    factor = LEVELS / (LEVELS - levels) * kept(rows, size[2], levels, seed).double().view(*size[0], size[2])
-    steps = partial(_gated, activation=activation, factor=factor if dropout else None)
+    steps, rows = partial(_gated, activation=activation, factor=_factor(size, dropout)), math.prod(size[0])
 
     def fused(*leaves: Tensor | None) -> Tensor:
         torch.manual_seed(7)

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from clearhead.cache import KVCache, count_appended
 from clearhead.nn.held import Held, held_by
 
-__all__ = ["Layer", "layer_of"]
+__all__ = ["CacheLayer", "cache_layer_of"]
 
 
 @dataclass
@@ -29,7 +28,7 @@ _ROOMS: Final[WeakKeyDictionary[DynamicLayer, _Room]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Layer:
+class CacheLayer:
     """One layer of a model's cache.
 
     Attributes:
@@ -56,21 +55,22 @@ class Layer:
         _ROOMS[self.own] = _Room(key, value, self.cache)
 
 
-def layer_of(past: Any, place: int) -> Layer | None:
-    """The layer of an attention's cache, where it is one that grows and that we can write behind; None elsewhere.
+def cache_layer_of(past: Any, place: int) -> CacheLayer | None:
+    """The layer of an attention's cache, where it is one that grows and that we can write behind; None elsewhere. For
+    calls without gradients.
 
     Keys and values that are not what was set here last, for somebody has reordered them, cut them short or joined them
     with others, are copied to memory of our own.
     """
-    if torch.is_grad_enabled() or type(past) is not DynamicCache or past.offloading or place >= len(past.layers):
+    if type(past) is not DynamicCache or past.offloading or place >= len(past.layers):
         return None
     own = past.layers[place]
     if type(own) is not DynamicLayer:
         return None
     room = _ROOMS.get(own)
     if room is not None and own.keys is room.keys and own.values is room.values:
-        return Layer(own, room.cache)
+        return CacheLayer(own, room.cache)
     cache = KVCache()
     if own.is_initialized and own.keys is not None and own.values is not None and own.keys.numel() > 0:
         cache.append(own.keys, own.values)
-    return Layer(own, cache)
+    return CacheLayer(own, cache)

@@ -12,7 +12,7 @@ from torch import Tensor
 from clearhead.bridges.transformers_attention import NAME, scale_of
 from clearhead.bridges.transformers_parts import feedforward_of, norm_of, plain_layer
 from clearhead.bridges.transformers_source import digest_of, known_by_source
-from clearhead.bridges.transformers_step import Kind, hooked_now, in_one_step
+from clearhead.bridges.transformers_step import Kind, hooked_now, layer_in_one_step
 from clearhead.nn.feedforward import drop_of
 from clearhead.nn.fused_attention import Projections
 from clearhead.nn.fused_layer import LayerParts
@@ -33,7 +33,7 @@ def _block(
     if encoder_hidden_states is not None:
         return None
     options = {name: option for name, option in kwargs.items() if name not in _UNREAD}
-    return in_one_step(_KIND, module, hidden_states, attention_mask, past_key_values, options)
+    return layer_in_one_step(_KIND, module, hidden_states, attention_mask, past_key_values, options)
 
 
 def _dropout(attention: Any) -> float:

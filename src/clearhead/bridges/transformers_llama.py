@@ -1,8 +1,8 @@
 """Decoder layers of Llama's kind, and their attention: known by the source of their ``forward``, as parts are.
 
-What Llama's layer does, some sixty classes do, Mistral's and Qwen2's among them: an RMSNorm before each sublayer,
-rotary positions, grouped heads, a feedforward with a gate. Such a layer is one step, cache and all, where all its parts
-are what they are known to be and nobody looks on. Elsewhere its parts are taken one by one, by the same kernels.
+An RMSNorm before each sublayer, rotary positions, grouped heads, a feedforward with a gate: some seventy classes say
+what Llama's layer says, and some fifty what its attention says, or Mistral's, Qwen2's or Qwen3's. A layer whose parts
+are all known is one step, cache and all, where nobody looks on. Elsewhere its parts are taken one by one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from clearhead.bridges.transformers_angles import angles_of
 from clearhead.bridges.transformers_attention import NAME, attend_for, scale_of
 from clearhead.bridges.transformers_parts import feedforward_of, norm_of, plain_layer
 from clearhead.bridges.transformers_source import digest_of, known_by_source, made_of, way_of
-from clearhead.bridges.transformers_step import Kind, hooked_now, in_one_step
+from clearhead.bridges.transformers_step import Kind, hooked_now, layer_in_one_step
 from clearhead.nn.fused_attention import Projections
 from clearhead.nn.fused_layer import LayerParts
 from clearhead.nn.norm import NormLike
@@ -33,7 +33,10 @@ NORMED_ATTENTIONS: Final = ("bfd9f32a12e9e8fa",)
 #: LlamaDecoderLayer's.
 LAYERS: Final = ("41790554596bb832",)
 #: Of the functions by which Llama's attention turns queries and keys: channels c and c + head_dim / 2 are a pair.
-TURNING: Final = {"apply_rotary_pos_emb": "55a62abecf4c2250", "rotate_half": "b024671b0dcb8274"}
+#: The first may stand there to be replaced by the same from elsewhere.
+TURNING: Final = {
+    "apply_rotary_pos_emb": ("a9a8d75048e6b99e", "55a62abecf4c2250"), "rotate_half": ("b024671b0dcb8274",),
+}  # fmt: skip
 #: Of an attention, those of its parts that a step knows.
 _PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -81,7 +84,7 @@ def _turns_as_known(kind: type[nn.Module] | None) -> bool:
     if kind not in _TURNS:
         turn = None if kind is None else _names_in(kind.forward).get("apply_rotary_pos_emb")
         found = {"apply_rotary_pos_emb": turn, "rotate_half": _names_in(turn).get("rotate_half")}
-        _TURNS[kind] = {name: digest_of(own) for name, own in found.items()} == TURNING
+        _TURNS[kind] = all(digest_of(own) in TURNING[name] for name, own in found.items())
     return _TURNS[kind]
 
 
@@ -102,7 +105,7 @@ def _layer(
     past_key_values: Any = None, use_cache: Any = False, position_embeddings: Any = None, **kwargs: Any,
 ) -> Tensor | None:  # fmt: skip
     """Llama's layer in one step."""
-    return in_one_step(_KIND, module, hidden_states, attention_mask, past_key_values, kwargs, position_embeddings)
+    return layer_in_one_step(_KIND, module, hidden_states, attention_mask, past_key_values, kwargs, position_embeddings)
 
 
 def _marks_of(attention: Any) -> tuple[object, ...]:

@@ -24,9 +24,11 @@ __all__ = ["Way", "by_source", "digest_of", "known_by_source", "made_of", "way_o
 Way: TypeAlias = Callable[..., Any]
 
 _WAYS: Final[dict[str, Way]] = {}
+#: Ours by theirs, and theirs by ours.
 _CLASSES: Final[dict[type[nn.Module], type[nn.Module]]] = {}
+_MADE_OF: Final[dict[type[nn.Module], type[nn.Module]]] = {}
 #: What says nothing of what is computed, or differs between versions of Python.
-_LEFT_OUT: Final = frozenset(("annotation", "ctx", "decorator_list", "kind", "returns", "type_comment", "type_params"))
+_LEFT_OUT: Final = frozenset(("annotation", "ctx", "kind", "returns", "type_comment", "type_params"))
 _LENGTH: Final = 16
 
 
@@ -37,7 +39,8 @@ def known_by_source(digest: str, way: Way) -> None:
 
 @functools.cache
 def digest_of(function: object) -> str | None:
-    """Of what a function's source says, whatever it is called, and whatever is wrapped around it; None without one.
+    """Of what a function's source says, its decorators among it, whatever it is called, and whatever else is wrapped
+    around it; None without one.
 
     >>> digest_of(nn.Linear.forward) == digest_of(nn.Bilinear.forward), digest_of(len)
     (False, None)
@@ -52,7 +55,7 @@ def digest_of(function: object) -> str | None:
     if not isinstance(found, ast.FunctionDef):
         return None
     body = found.body[1:] if ast.get_docstring(found, clean=False) is not None else found.body
-    return sha256(_said((found.args, body)).encode()).hexdigest()[:_LENGTH]
+    return sha256(_said((found.args, body, *found.decorator_list)).encode()).hexdigest()[:_LENGTH]
 
 
 def _said(node: object) -> str:
@@ -83,13 +86,14 @@ def by_source(kind: type[nn.Module]) -> type[nn.Module] | None:
             return _made_again, (kind,), self.__dict__
 
         body = {"forward": forward, "__reduce_ex__": reduce, "__module__": __name__}
-        _CLASSES[kind] = type(f"Swapped{kind.__name__}", (kind,), body)
+        _CLASSES[kind] = ours = type(f"Swapped{kind.__name__}", (kind,), body)
+        _MADE_OF[ours] = kind
     return _CLASSES[kind]
 
 
 def made_of(kind: type[nn.Module]) -> type[nn.Module] | None:
     """The class that ``by_source`` made ``kind`` of."""
-    return next((theirs for theirs, ours in _CLASSES.items() if ours is kind), None)
+    return _MADE_OF.get(kind)
 
 
 def way_of(kind: type[nn.Module]) -> Way | None:

@@ -15,7 +15,7 @@ from clearhead.backends.native_norm import Norm
 from clearhead.bridges.torch_parts import is_plain
 from clearhead.bridges.transformers_angles import angles_of
 from clearhead.bridges.transformers_attention import attend_for, weights_wanted
-from clearhead.bridges.transformers_cache import layer_of
+from clearhead.bridges.transformers_cache import cache_layer_of
 from clearhead.bridges.transformers_masks import MaskTensor
 from clearhead.masks import Causal, Mask
 from clearhead.nn.attention_step import by_head
@@ -28,7 +28,7 @@ from clearhead.projection import NATIVE, project, project_activate_project
 from clearhead.shapes import Float
 from clearhead.watch import watched
 
-__all__ = ["Kind", "hooked_now", "in_one_step"]
+__all__ = ["Kind", "hooked_now", "layer_in_one_step"]
 
 #: Options that ask for what is collected around a layer.
 _COLLECTED: Final = ("output_hidden_states",)
@@ -71,7 +71,7 @@ class _Apart:
 _APART: Final[WeakKeyDictionary[nn.Module, _Apart]] = WeakKeyDictionary()
 
 
-def in_one_step(
+def layer_in_one_step(
     kind: Kind, layer: Any, x: Float[Tensor, "batch len width"], mask: Any, past: Any, options: Mapping[str, Any],
     positions: Any = None,
 ) -> Float[Tensor, "batch len width"] | None:  # fmt: skip
@@ -102,7 +102,7 @@ def in_one_step(
         angles = angles_of(positions, x.dtype)
         if angles is None or angles.shape != (x.shape[1], attention.head_dim):
             return None
-    cached = None if past is None else layer_of(past, attention.layer_idx)
+    cached = None if past is None else cache_layer_of(past, attention.layer_idx)
     if cached is None and past is not None:
         return None
     known, meaning = _meaning(attention, mask, x.shape[1], 0 if cached is None else cached.cache.length)

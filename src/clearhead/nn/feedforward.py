@@ -65,7 +65,7 @@ class FeedForward(nn.Module):
         self.contract = Linear(width, self.embed_dim, bias=bias)
 
     def forward(self, x: Float[Tensor, "*batch len embed_dim"]) -> Float[Tensor, "*batch len embed_dim"]:
-        """Each token through both layers."""
+        """Each token through the layers."""
         check_tokens("FeedForward", "x", x, self.embed_dim, self.expand.weight)
         found = in_one_step(x, self.expand, self.activation, self.dropout, self.contract, gate=self.gate, layer=_LAYER)
         if found is None:
@@ -131,7 +131,7 @@ def in_one_step(
 
     Args:
         x: ``[*batch, in]``.
-        expand: the first layer.
+        expand: the layer that expands.
         activation: a module or a function.
         dropout: a module.
         contract: the last layer.

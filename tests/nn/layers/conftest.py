@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from torch import Tensor
 
-from clearhead.nn import step
 from clearhead.projection import chosen
 from tests.nn.layers.definition import forget
+from tests.steps import steps_taken
 
 
 @pytest.fixture(autouse=True)
@@ -26,13 +23,5 @@ def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of the steps that calls are from here on."""
-    found: list[str] = []
-    forward = step.Step.forward
-
-    def noting(self: step.Step, *given: Any) -> list[Tensor]:
-        found.append(type(self).__name__)
-        return forward(self, *given)
-
-    monkeypatch.setattr(step.Step, "forward", noting)
-    return found
+    """The kinds of the steps that calls are."""
+    return steps_taken(monkeypatch)
