@@ -456,6 +456,11 @@ def test_weights_are_refused_as_elsewhere() -> None:
         model(_ids(), output_attentions=True)
 
 
+class _Same(nn.Module):
+    def forward(self, hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
+        return hidden_states, None
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -467,6 +472,7 @@ def test_weights_are_refused_as_elsewhere() -> None:
         lambda layer: setattr(layer.self_attn.o_proj, "weight", nn.Parameter(torch.randn(32, 32))),
         lambda layer: layer.self_attn.v_proj.weight.data.mul_(2.0),
         lambda layer: setattr(layer.mlp, "act_fn", nn.Tanh()),
+        lambda layer: setattr(layer, "self_attn", _Same()),
     ],
 )
 def test_a_layer_that_was_changed_is_called_as_it_is_now(change: Callable[[Any], object]) -> None:

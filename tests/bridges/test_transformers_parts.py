@@ -34,13 +34,15 @@ IDS = torch.arange(12).view(2, 6)
 
 
 def _bert(activation: str = "gelu") -> Any:
-    return transformers.BertModel(transformers.BertConfig(vocab_size=20, hidden_act=activation, **SIZES))
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=20, hidden_act=activation, **SIZES))
+    # Nobody looking, the whole layer is one step.
+    model.encoder.layer[0].output.LayerNorm.register_forward_hook(_look)
+    return model
 
 
 def _gpt2() -> Any:
     config = transformers.GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
     model = transformers.GPT2Model(config)
-    # Nobody looking, the whole block is one step.
     model.h[0].ln_1.register_forward_hook(_look)
     return model
 
@@ -51,7 +53,10 @@ def _look(*_: object) -> None:
 
 def _clip() -> Any:
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    return transformers.CLIPTextModel(transformers.CLIPTextConfig(vocab_size=20, hidden_act="gelu", **SIZES, **tokens))
+    config = transformers.CLIPTextConfig(vocab_size=20, hidden_act="gelu", **SIZES, **tokens)
+    model = transformers.CLIPTextModel(config)
+    model.encoder.layers[0].layer_norm1.register_forward_hook(_look)
+    return model
 
 
 #: A model, the class of its feedforward or of that one's first half, and the parts of that.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import output_capturing
 
 from clearhead.bridges.torch_masks import may_look
@@ -17,7 +20,7 @@ from clearhead.scores import DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
 from clearhead.shapes import Float
 from clearhead.watch import attend, watched
 
-__all__ = ["NAME", "attend_for", "scale_of", "weights_wanted"]
+__all__ = ["NAME", "attend_for", "is_causal_alone", "scale_of", "weights_wanted"]
 
 #: What transformers knows this implementation by.
 NAME: Final = "clearhead"
@@ -79,7 +82,7 @@ def attend_for(
             )  # fmt: skip
     query, key, value = _alike(query, key, value)
     if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = is_causal_alone(module) if is_causal is None else is_causal
         mask: Mask | None = Causal() if causal and query.shape[2] > 1 else None
         offset: int | None = 0
         biases: list[ScoreRule] = []
@@ -99,6 +102,24 @@ def attend_for(
         query_offset=offset if watched() or (positioned and not aligned) else None,
     )  # fmt: skip
     return output.transpose(1, 2).contiguous(), None
+
+
+def is_causal_alone(module: nn.Module) -> bool:
+    """Whether an attention that is given no mask is causal: what it says, and without a word what transformers takes
+    it for, whose sdpa is causal then and whose eager attention, the only one of some models, never."""
+    said = getattr(module, "is_causal", None)
+    return _has_sdpa(type(module)) if said is None else bool(said)
+
+
+@functools.cache
+def _has_sdpa(kind: type) -> bool:
+    """Whether the models that stand in the file of an attention may use sdpa."""
+    files = [sys.modules[base.__module__] for base in kind.__mro__ if base.__module__.startswith("transformers.models.")]
+    models = [
+        own for file in files[:1] for own in vars(file).values()
+        if isinstance(own, type) and issubclass(own, PreTrainedModel) and own.__module__ == file.__name__
+    ]  # fmt: skip
+    return not models or any(own._supports_sdpa for own in models)
 
 
 def weights_wanted() -> bool:

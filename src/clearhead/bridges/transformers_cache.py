@@ -55,14 +55,14 @@ class CacheLayer:
         _ROOMS[self.own] = _Room(key, value, self.cache)
 
 
-def cache_layer_of(past: Any, place: int) -> CacheLayer | None:
+def cache_layer_of(past: Any, place: Any) -> CacheLayer | None:
     """The layer of an attention's cache, where it is one that grows and that we can write behind; None elsewhere. For
     calls without gradients.
 
     Keys and values that are not what was set here last, for somebody has reordered them, cut them short or joined them
     with others, are copied to memory of our own.
     """
-    if type(past) is not DynamicCache or past.offloading or place >= len(past.layers):
+    if type(past) is not DynamicCache or past.offloading or not isinstance(place, int) or place >= len(past.layers):
         return None
     own = past.layers[place]
     if type(own) is not DynamicLayer:

@@ -8,6 +8,7 @@ are all known is one step, cache and all, where nobody looks on. Elsewhere its p
 from __future__ import annotations
 
 import inspect
+from operator import attrgetter
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -108,7 +109,8 @@ def _layer(
     return layer_in_one_step(_KIND, module, hidden_states, attention_mask, past_key_values, kwargs, position_embeddings)
 
 
-def _marks_of(attention: Any) -> tuple[object, ...]:
+def _marks_of(module: Any) -> tuple[object, ...]:
+    attention = module.self_attn
     return attention.scaling, attention.head_dim, _dropout(attention)
 
 
@@ -139,7 +141,7 @@ def _parts_of(module: Any, x: Tensor) -> LayerParts | None:
     )
 
 
-_KIND: Final = Kind("self_attn", _marks_of, _parts_of)
+_KIND: Final = Kind(attrgetter("self_attn"), _marks_of, _parts_of)
 for _digest in (*ATTENTIONS, *NORMED_ATTENTIONS):
     known_by_source(_digest, _attended)
 for _digest in LAYERS:

@@ -21,7 +21,7 @@ from clearhead.nn.linear import looked_at
 from clearhead.nn.norm import NormLike, normed, takes_norm
 from clearhead.projection import Layer, project, project_activate
 
-__all__ = ["Fed", "faster", "feedforward_of", "norm_of", "original", "plain_layer"]
+__all__ = ["Fed", "activation_of", "faster", "feedforward_of", "norm_of", "original", "plain_layer"]
 
 
 class SwappedConv1D(Conv1D):  # type: ignore[misc]
@@ -79,13 +79,13 @@ def _taken(module: nn.Module, parts: _Parts, x: Tensor) -> Tensor | None:
         return None
     expand, activation = getattr(module, parts.expand), getattr(module, parts.activation)
     if parts.contract is None:
-        layer, name = plain_layer(expand), _name_of(activation)
+        layer, name = plain_layer(expand), activation_of(activation)
         if layer is None or name is None or looked_at(expand, activation):
             return None
         return project_activate(x, *layer, activation=name)
     contract = getattr(module, parts.contract)
     gate = None if parts.gate is None else getattr(module, parts.gate)
-    found = in_one_step(x, expand, activation, _NOTHING, contract, gate=gate, layer=plain_layer, name=_name_of)
+    found = in_one_step(x, expand, activation, _NOTHING, contract, gate=gate, layer=plain_layer, name=activation_of)
     if found is None or parts.last is None:
         return found
     output: Tensor = getattr(module, parts.last)(found)
@@ -99,7 +99,7 @@ def plain_layer(module: nn.Module) -> Layer | None:
     return layer_of(module, SwappedLinear)
 
 
-def _name_of(activation: object) -> str | None:
+def activation_of(activation: object) -> str | None:
     """As ``name_of``, with the classes of transformers."""
     if type(activation) in _HOLDERS:
         # They hold torch's own function, unless they were asked for one in Python.
@@ -126,7 +126,7 @@ def feedforward_of(module: nn.Module) -> Fed | None:
         return None
     names = [name for name in (parts.gate, parts.expand, parts.contract) if name is not None]
     layers = [layer for name in names if (layer := plain_layer(getattr(module, name))) is not None]
-    activation = _name_of(getattr(module, parts.activation))
+    activation = activation_of(getattr(module, parts.activation))
     after = 0.0 if parts.last is None else drop_of(getattr(module, parts.last))
     return None if activation is None or after is None or len(layers) < len(names) else Fed(layers, activation, after)
 

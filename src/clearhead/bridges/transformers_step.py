@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from clearhead.backends.native_norm import Norm
 from clearhead.bridges.torch_parts import is_plain
 from clearhead.bridges.transformers_angles import angles_of
-from clearhead.bridges.transformers_attention import attend_for, weights_wanted
+from clearhead.bridges.transformers_attention import attend_for, is_causal_alone, weights_wanted
 from clearhead.bridges.transformers_cache import cache_layer_of
 from clearhead.bridges.transformers_masks import MaskTensor
 from clearhead.masks import Causal, Mask
@@ -30,8 +30,8 @@ from clearhead.watch import watched
 
 __all__ = ["Kind", "hooked_now", "layer_in_one_step"]
 
-#: Options that ask for what is collected around a layer.
-_COLLECTED: Final = ("output_hidden_states",)
+#: Options that are known, or ask for what is collected around a layer.
+_READ: Final = ("is_causal", "output_hidden_states")
 #: Where transformers' own hooks come from, which collect only where it is asked for.
 _COLLECTS: Final = "transformers.utils.output_capturing"
 
@@ -41,12 +41,12 @@ class Kind:
     """What somebody knows of a kind of layers.
 
     Attributes:
-        attention: the name of a layer's attention.
-        marks: what that is besides its parts: its scale, its head size, its dropout now.
+        attention: a layer's, which watchers know.
+        marks: what a layer and its attention are besides their parts: scale, heads, dropout now.
         parts: what a layer is as a step, where all there is to it is that.
     """
 
-    attention: str
+    attention: Callable[[Any], Any]
     marks: Callable[[Any], tuple[object, ...]]
     parts: Callable[[Any, Tensor], LayerParts | None]
 
@@ -89,24 +89,31 @@ def layer_in_one_step(
     """
     if not is_plain(x) or x.dim() != 3 or weights_wanted():
         return None
-    if any(option is not None and option is not False and name not in _COLLECTED for name, option in options.items()):
+    if any(option is not None and option is not False and name not in _READ for name, option in options.items()):
         return None
     # Gradients do not go through what a cache holds.
     if past is not None and torch.is_grad_enabled():
         return None
-    attention, apart = getattr(layer, kind.attention), _taken_apart(kind, layer, x)
+    try:
+        attention, apart = kind.attention(layer), _taken_apart(kind, layer, x)
+    except AttributeError:
+        # Something stands there that is not what the kind says.
+        return None
     if apart is None:
         return None
     own, angles = apart.layers.parts[0].attentions[0], None
     if own.rotary is not None:
         angles = angles_of(positions, x.dtype)
-        if angles is None or angles.shape != (x.shape[1], attention.head_dim):
+        if angles is None or angles.shape != (x.shape[1], _head_dim(own)):
             return None
-    cached = None if past is None else cache_layer_of(past, attention.layer_idx)
+    cached = None if past is None else cache_layer_of(past, getattr(attention, "layer_idx", None))
     if cached is None and past is not None:
         return None
-    known, meaning = _meaning(attention, mask, x.shape[1], 0 if cached is None else cached.cache.length)
-    held = None if cached is None else cached.held(x, own.num_kv_heads, attention.head_dim)
+    causal = options.get("is_causal")
+    if causal is None:
+        causal = is_causal_alone(attention)
+    known, meaning = _meaning(mask, bool(causal), x.shape[1], 0 if cached is None else cached.cache.length)
+    held = None if cached is None else cached.held(x, own.num_kv_heads, _head_dim(own))
     if not known or (held is None and cached is not None):
         return None
     if watched():
@@ -120,10 +127,14 @@ def layer_in_one_step(
     return output
 
 
-def _meaning(attention: Any, given: Any, length: int, before: int) -> tuple[bool, Mask | None]:
+def _head_dim(own: Projections) -> int:
+    return own.last[0].shape[1] // own.num_heads
+
+
+def _meaning(given: Any, causal: bool, length: int, before: int) -> tuple[bool, Mask | None]:
     """Whether it is known what a call of so many tokens behind others may attend to, and that."""
     if given is None:
-        causal = getattr(attention, "is_causal", True) and length > 1
+        causal = causal and length > 1
         return not causal or before == 0, Causal() if causal else None
     if type(given) is not MaskTensor or given.query_offset != before or given.shape[-1] != before + length:
         return False, None
@@ -132,10 +143,10 @@ def _meaning(attention: Any, given: Any, length: int, before: int) -> tuple[bool
 
 def _taken_apart(kind: Kind, layer: Any, x: Float[Tensor, "batch len width"]) -> _Apart | None:
     """What a layer is as a step, where all there is to it is that."""
-    attention = getattr(layer, kind.attention)
+    attention = kind.attention(layer)
     like = (
         x.shape[-1], x.dtype, type(attention), attention.config._attn_implementation, hooked_now(attention),
-        *kind.marks(attention),
+        *kind.marks(layer),
     )  # fmt: skip
     known, parts = _APART.get(layer), [*layer._modules.values(), *attention._modules.values()]
     if known is not None and known.like == like and known.parts == parts and known.unchanged.holds():
@@ -145,7 +156,7 @@ def _taken_apart(kind: Kind, layer: Any, x: Float[Tensor, "batch len width"]) ->
         return None
     # The attention is asked each time, for it may have hooks that do nothing now.
     others = [part for part in parts if part is not None and part is not attention]
-    apart = _Apart(parts, Unchanged(*others), like, Layers([found]))
+    apart = _Apart(parts, Unchanged(*others, apart_from=attention), like, Layers([found]))
     if not apart.unchanged.holds():
         return None
     _APART[layer] = apart
@@ -170,7 +181,7 @@ def _attended(
     """What an attention gives, for those who watch it."""
     projected = [project(x, *layer, path=NATIVE).flatten(0, 1) for layer in own.sources]
     for place, (kind, pair) in enumerate(own.head_norms):
-        heads = projected[place].unflatten(-1, (-1, attention.head_dim))
+        heads = projected[place].unflatten(-1, (-1, _head_dim(own)))
         projected[place] = normed(heads, Norm(*kind, *pair)).flatten(-2)
     counts = (own.num_heads, own.num_kv_heads, own.num_kv_heads)
     query, key, value = by_head(projected, len(x), counts)
@@ -178,7 +189,7 @@ def _attended(
         query, key = turned(query, angles), turned(key, angles)
     if past is not None:
         key, value = past.update(key, value, attention.layer_idx)
-    output, _ = attend_for(attention, query, key, value, mask, own.dropout, attention.scaling)
+    output, _ = attend_for(attention, query, key, value, mask, own.dropout, own.scale)
     return project(output.flatten(-2), *own.last, path=NATIVE)
 
 

@@ -18,6 +18,10 @@ _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_ba
 class Unchanged:
     """What modules and all within them are now: classes, attributes, parts, parameters, buffers, none of them hooked.
 
+    Args:
+        modules: those.
+        apart_from: one within them that may have become another in itself.
+
     A parameter that is written into is the same one; one that stands in its place is another.
 
     >>> layers = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
@@ -29,8 +33,8 @@ class Unchanged:
     False
     """
 
-    def __init__(self, *modules: nn.Module) -> None:
-        self._modules = [part for module in modules for part in module.modules()]
+    def __init__(self, *modules: nn.Module, apart_from: nn.Module | None = None) -> None:
+        self._modules = [part for module in modules for part in module.modules() if part is not apart_from]
         self._kinds = [*map(type, self._modules)]
         self._hooks = [vars(part)[name] for part in self._modules for name in _HOOKS]
         # Attributes, parts, parameters and buffers: where there are none of these, some may come.

@@ -1,0 +1,434 @@
+"""BERT's layers, ViT's and others that a table names, after swap: one step each, transformers' numbers, who sees them."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason="needs the extra 'hf'")
+
+import transformers
+
+import clearhead as ch
+from clearhead.backends import native_projection
+from clearhead.bridges.transformers_blocks import FORMS
+from clearhead.bridges.transformers_source import digest_of
+from tests.budget import within_budget
+from tests.steps import steps_taken
+
+pytestmark = [
+    pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}"),
+    pytest.mark.usefixtures("_kernels"),
+]
+
+LAYERS = 3
+SIZES: Final[Mapping[str, Any]] = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+PICTURES: Final[Mapping[str, Any]] = {
+    "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "image_size": 12, "patch_size": 4,
+}  # fmt: skip
+PAIRS: Final[Mapping[str, Any]] = {
+    "vocab_size": 50, "d_model": 32, "encoder_layers": LAYERS, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 72, "decoder_ffn_dim": 72, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model, what it reads, where its layers are, and the paths of some parts in each."""
+
+    make: Callable[[], Any]
+    reads: str
+    layers: str
+    parts: tuple[str, ...]
+
+
+def _of(model: str, config: str, *settings: Mapping[str, Any], **more: Any) -> Callable[[], Any]:
+    given = {key: value for each in (*settings, more) for key, value in each.items()}
+    return lambda: getattr(transformers, model)(getattr(transformers, config)(**given))
+
+
+BERT: Final = (
+    "attention", "attention.self", "attention.self.query", "attention.output", "attention.output.dense",
+    "attention.output.LayerNorm", "intermediate", "intermediate.intermediate_act_fn", "output", "output.dropout",
+)  # fmt: skip
+CLIP: Final = ("self_attn", "self_attn.q_proj", "layer_norm1", "mlp", "mlp.activation_fn", "mlp.fc2")
+BART: Final = ("self_attn", "self_attn.v_proj", "self_attn_layer_norm", "fc1", "activation_fn", "final_layer_norm")
+ROWS: Final[Mapping[str, Row]] = {
+    "bert": Row(_of("BertModel", "BertConfig", SIZES, hidden_act="gelu"), "tokens", "encoder.layer", BERT),
+    "bert, relu": Row(_of("BertModel", "BertConfig", SIZES, hidden_act="relu"), "tokens", "encoder.layer", BERT),
+    "roberta": Row(_of("RobertaModel", "RobertaConfig", SIZES), "tokens", "encoder.layer", BERT),
+    "electra": Row(
+        _of("ElectraModel", "ElectraConfig", SIZES, embedding_size=16), "tokens", "encoder.layer", BERT
+    ),
+    "altclip": Row(_of("AltCLIPTextModel", "AltCLIPTextConfig", SIZES), "tokens", "roberta.encoder.layers", BERT),
+    # Its attention does not say whether it is causal where there is no mask.
+    "splinter": Row(_of("SplinterModel", "SplinterConfig", SIZES), "tokens", "encoder.layer", BERT),
+    "distilbert": Row(
+        _of("DistilBertModel", "DistilBertConfig", vocab_size=50, dim=32, hidden_dim=72, n_layers=LAYERS, n_heads=4),
+        "tokens", "transformer.layer",
+        ("attention", "attention.k_lin", "sa_layer_norm", "ffn", "ffn.activation", "ffn.lin2", "ffn.dropout"),
+    ),
+    "vit": Row(
+        _of("ViTModel", "ViTConfig", PICTURES, qkv_bias=False), "pictures", "layers",
+        ("attention", "attention.v_proj", "layernorm_before", "mlp", "mlp.fc1", "layernorm_after", "dropout"),
+    ),
+    "clip, pictures": Row(
+        _of("CLIPVisionModel", "CLIPVisionConfig", PICTURES, hidden_act="gelu"), "pictures", "encoder.layers", CLIP
+    ),
+    "clip, texts": Row(
+        _of("CLIPTextModel", "CLIPTextConfig", SIZES, hidden_act="gelu", eos_token_id=3), "tokens", "encoder.layers",
+        CLIP,
+    ),
+    "siglip": Row(_of("SiglipVisionModel", "SiglipVisionConfig", PICTURES), "pictures", "encoder.layers", CLIP),
+    "bart": Row(
+        lambda: _of("BartModel", "BartConfig", PAIRS, max_position_embeddings=64)().encoder, "tokens", "layers", BART
+    ),
+    "mbart": Row(
+        lambda: _of("MBartModel", "MBartConfig", PAIRS, max_position_embeddings=64)().encoder, "tokens", "layers",
+        BART,
+    ),
+    "whisper": Row(
+        lambda: _of("WhisperModel", "WhisperConfig", PAIRS, num_mel_bins=8, max_source_positions=9)().encoder,
+        "sounds", "layers", BART,
+    ),
+}  # fmt: skip
+NAMES: Final = tuple(ROWS)
+TEXTS: Final = tuple(name for name, row in ROWS.items() if row.reads == "tokens")
+DTYPES: Final = (torch.float32, torch.bfloat16)
+DROPS: Final = {
+    "hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3, "attention_dropout": 0.3, "dropout": 0.2,
+    "activation_dropout": 0.1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of the steps that calls are."""
+    return steps_taken(monkeypatch)
+
+
+def _model(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """In eval mode, its weights large enough for attention to matter, and no two parts' the same."""
+    torch.manual_seed(0)
+    model = ROWS[name].make()
+    with torch.no_grad():
+        for part in model.parameters():
+            part.add_(torch.randn(part.shape) * (0.3 if part.dim() == 1 else 0.1))
+    return model.to(dtype).eval()
+
+
+def _layers(model: Any, name: str) -> Any:
+    return model.get_submodule(ROWS[name].layers)
+
+
+def _input(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    own = torch.Generator().manual_seed(1)
+    match ROWS[name].reads:
+        case "tokens":
+            return {"input_ids": torch.randint(4, 50, (2, 9), generator=own)}
+        case "pictures":
+            return {"pixel_values": torch.randn(2, 3, 12, 12, generator=own).to(dtype)}
+        case _:
+            return {"input_features": torch.randn(2, 8, 18, generator=own).to(dtype)}
+
+
+def _called(model: Any, name: str, **more: Any) -> Tensor:
+    found: Tensor = model(**_input(name, next(model.parameters()).dtype), **more).last_hidden_state
+    return found
+
+
+# ---- numbers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_it_gives_transformers_numbers_in_one_step(name: str, dtype: torch.dtype, taken: list[str]) -> None:
+    model = _model(name, dtype)
+    with torch.no_grad():
+        exact, own = _called(copy.deepcopy(model).double(), name), _called(model, name)
+        ch.swap(model)
+        for _ in range(3):
+            found = _called(model, name)
+            within_budget("output", found, own, exact, terms=LAYERS * 72, dtype=dtype)
+    assert taken == ["LayerStep"] * LAYERS * 3
+
+
+@pytest.mark.parametrize("side", ["left", "right", "holes"])
+@pytest.mark.parametrize("name", TEXTS)
+def test_padding(name: str, side: str, taken: list[str]) -> None:
+    model, real = _model(name), torch.ones(2, 9, dtype=torch.long)
+    real[0, {"left": slice(None, 3), "right": slice(-3, None), "holes": slice(2, 9, 3)}[side]] = 0
+    with torch.no_grad():
+        own = _called(model, name, attention_mask=real)
+        ch.swap(model)
+        for _ in range(2):
+            found = _called(model, name, attention_mask=real)
+            torch.testing.assert_close(found[real.bool()], own[real.bool()], rtol=1e-4, atol=1e-4)
+    assert taken == ["LayerStep"] * LAYERS * 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_trains_in_one_step(name: str, taken: list[str]) -> None:
+    model = _model(name)
+    with torch.no_grad():
+        upstream = torch.randn(_called(model, name).shape, generator=torch.Generator().manual_seed(3))
+
+    def gradients(of: Any) -> dict[str, Tensor]:
+        output = _called(of, name)
+        names, tensors = zip(*((key, part) for key, part in of.named_parameters() if part.requires_grad), strict=True)
+        found = torch.autograd.grad(output, tensors, upstream.to(output.dtype), allow_unused=True)
+        return {key: part for key, part in zip(names, found, strict=True) if part is not None}
+
+    exact, textbook = gradients(copy.deepcopy(model).double()), gradients(model)
+    ch.swap(model)
+    for _ in range(3):
+        found = gradients(model)
+        assert found.keys() == exact.keys()
+        for key, truth in exact.items():
+            within_budget(key, found[key], textbook[key], truth, terms=18 * 72)
+    assert taken == ["LayerStep"] * LAYERS * 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_dropout_and_the_same_bits_where_somebody_watches(name: str, taken: list[str]) -> None:
+    model = _model(name)
+    _drop(model)
+    ch.swap(model)
+    with torch.no_grad():
+        plain = _called(model, name)
+    model.train()
+    taken.clear()
+
+    def run() -> Tensor:
+        torch.manual_seed(5)
+        return _called(model, name)
+
+    first = run()
+    assert torch.equal(run(), first)
+    assert not torch.allclose(first, plain)
+    assert taken == ["LayerStep"] * LAYERS * 2
+    with ch.observe(model, ch.Want(entropy=True)) as seen:
+        watched = run()
+    assert sum(ROWS[name].layers in path for path in seen) == LAYERS
+    assert len(taken) == LAYERS * 2
+    assert torch.equal(watched, first)
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(_called(model, name), plain)
+
+
+def _drop(model: Any) -> None:
+    """Give a model every dropout that it knows, but for that of embeddings."""
+    for part in model.modules():
+        for key, p in DROPS.items():
+            if isinstance(getattr(part, key, None), float):
+                setattr(part, key, p)
+        if isinstance(part, nn.Dropout):
+            part.p = 0.2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dropout_keeps_the_mean(name: str) -> None:
+    """A layer's dropouts are where its own are: over many calls the outputs are those of transformers in the mean."""
+    layer = _layers(_model(name), name)[0]
+    _drop(layer)
+    x = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(2))
+    many = x.expand(20000, -1, -1).contiguous()
+    swapped = _model(name)
+    _drop(_layers(swapped, name)[0])
+    ch.swap(swapped)
+    ours = _layers(swapped, name)[0]
+    torch.manual_seed(0)
+    with torch.no_grad():
+        found, own = (_first(each.train()(many, attention_mask=None)).double() for each in (ours, layer))
+    error = (found.var(0) / len(many) + own.var(0) / len(many)).sqrt()
+    assert bool(((found.mean(0) - own.mean(0)).abs() < 6 * error).all())
+    torch.testing.assert_close(found.std(0), own.std(0), rtol=0.05, atol=0.01)
+
+
+def _first(found: Any) -> Tensor:
+    output: Tensor = found[0] if isinstance(found, tuple) else found
+    return output
+
+
+def test_causal_by_an_option_without_a_mask(taken: list[str]) -> None:
+    model = _model("clip, texts")
+    layer, x = model.encoder.layers[0], torch.randn(2, 9, 32)
+    with torch.no_grad():
+        own = [layer(x, None, is_causal=causal) for causal in (True, False)]
+        ch.swap(model)
+        found = [layer(x, None, is_causal=causal) for causal in (True, False)]
+    torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-4)
+    assert taken == ["LayerStep"] * 2
+    assert not torch.allclose(*found, atol=1e-2)
+
+
+# ---- where it goes by parts ---------------------------------------------------------------------------------
+
+
+def test_a_decoder_of_bert_with_a_memory_or_a_cache_goes_by_parts(taken: list[str]) -> None:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
+    model, memory = transformers.BertModel(config, add_pooling_layer=False).eval(), torch.randn(2, 5, 32)
+    ids = _input("bert")["input_ids"]
+
+    def run() -> list[Tensor]:
+        with torch.no_grad():
+            alone = model(ids, use_cache=False).last_hidden_state
+            first = model(ids[:, :6], encoder_hidden_states=memory, use_cache=True)
+            rest = model(ids[:, 6:], encoder_hidden_states=memory, past_key_values=first.past_key_values)
+        return [alone, first.last_hidden_state, rest.last_hidden_state]
+
+    own = run()
+    ch.swap(model)
+    torch.testing.assert_close(run(), own, rtol=1e-4, atol=1e-4)
+    assert taken == ["LayerStep"] * LAYERS
+
+
+def test_tokens_of_bert_one_by_one(taken: list[str]) -> None:
+    torch.manual_seed(0)
+    model = transformers.BertLMHeadModel(transformers.BertConfig(**SIZES, is_decoder=True)).eval()
+    ids = _input("bert")["input_ids"]
+
+    def run() -> Tensor:
+        cache, found = transformers.DynamicCache(config=model.config), []
+        for part in ids.split([5, 1, 2, 1], 1):
+            with torch.no_grad():
+                found.append(model(part, past_key_values=cache).logits)
+        return torch.cat(found, 1)
+
+    own = run()
+    ch.swap(model)
+    torch.testing.assert_close(run(), own, rtol=1e-4, atol=1e-4)
+    assert taken == ["LayerStep"] * LAYERS * 4
+
+
+def test_feedforwards_in_chunks_and_unknown_activations_go_by_parts(taken: list[str]) -> None:
+    for more in ({"chunk_size_feed_forward": 3}, {"hidden_act": "quick_gelu"}):
+        torch.manual_seed(0)
+        model = transformers.BertModel(transformers.BertConfig(**SIZES, **more)).eval()
+        with torch.no_grad():
+            own = _called(model, "bert")
+            ch.swap(model)
+            torch.testing.assert_close(_called(model, "bert"), own, rtol=1e-4, atol=1e-4)
+    assert taken == []
+
+
+def test_layers_that_only_look_alike_go_by_parts(taken: list[str]) -> None:
+    torch.manual_seed(0)
+    # It has BertLayer's forward, and its norms elsewhere.
+    model = transformers.RobertaPreLayerNormModel(transformers.RobertaPreLayerNormConfig(**SIZES)).eval()
+    with torch.no_grad():
+        own = _called(model, "roberta")
+        ch.swap(model)
+        torch.testing.assert_close(_called(model, "roberta"), own, rtol=1e-4, atol=1e-4)
+    assert taken == []
+
+
+def test_halves_are_clamped_where_theirs_are(taken: list[str]) -> None:
+    for name in ("whisper", "bart"):
+        model = _model(name, torch.float16)
+        with torch.no_grad():
+            _layers(model, name)[1].fc2.bias.fill_(60000.0)
+            own = _called(model, name)
+            ch.swap(model)
+            found = _called(model, name)
+        assert bool(found.isfinite().all()) == bool(own.isfinite().all())
+    assert taken == []
+
+
+# ---- who sees the parts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "part"), [(name, part) for name in NAMES for part in ROWS[name].parts])
+def test_whoever_looks_at_a_part_sees_it(name: str, part: str, taken: list[str]) -> None:
+    model, seen = _model(name), list[object]()
+    with torch.no_grad():
+        own = _called(model, name)
+        ch.swap(model)
+        _called(model, name)
+        taken.clear()
+        handle = _layers(model, name)[1].get_submodule(part).register_forward_hook(lambda *given: seen.append(given[2]))
+        torch.testing.assert_close(_called(model, name), own, rtol=1e-4, atol=1e-4)
+        assert len(seen) >= 1
+        assert taken == ["LayerStep"] * (LAYERS - 1)
+        handle.remove()
+        _called(model, name)
+    assert taken == ["LayerStep"] * (2 * LAYERS - 1)
+
+
+CHANGES: Final[Mapping[str, Callable[[Any], object]]] = {
+    "another activation": lambda layer: setattr(layer.intermediate, "intermediate_act_fn", nn.Tanh()),
+    "another norm": lambda layer: setattr(layer.output, "LayerNorm", nn.Identity()),
+    "an epsilon": lambda layer: setattr(layer.attention.output.LayerNorm, "eps", 1.0),
+    "a scale": lambda layer: setattr(layer.attention.self, "scaling", 0.1),
+    "chunks": lambda layer: setattr(layer, "chunk_size_feed_forward", 3),
+    "another attention": lambda layer: setattr(layer.attention, "self", _Same()),
+    "a weight": lambda layer: setattr(layer.output.dense, "weight", nn.Parameter(torch.randn(32, 72))),
+    "a weight in place": lambda layer: layer.attention.self.value.weight.data.mul_(2.0),
+    "heads": lambda layer: (
+        setattr(layer.attention.self, "num_attention_heads", 2),
+        setattr(layer.attention.self, "attention_head_size", 16),
+    ),
+}  # fmt: skip
+
+
+class _Same(nn.Module):
+    def forward(self, hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
+        return hidden_states, None
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_was_changed_is_called_as_it_is_now(change: str) -> None:
+    model = _model("bert")
+    ch.swap(model)
+    with torch.no_grad():
+        before = _called(model, "bert")
+        torch.manual_seed(4)
+        CHANGES[change](model.encoder.layer[1])
+        found = _called(model, "bert")
+        ch.unswap(model)
+        torch.testing.assert_close(found, _called(model, "bert"), rtol=1e-4, atol=1e-4)
+    assert change == "chunks" or not torch.allclose(found, before, atol=1e-3)
+
+
+def test_states_and_attentions_that_are_collected(taken: list[str]) -> None:
+    model = _model("bert")
+    given = _input("bert")
+    with torch.no_grad():
+        own = model(**given, output_hidden_states=True).hidden_states
+        ch.swap(model)
+        found = model(**given, output_hidden_states=True).hidden_states
+        for one, other in zip(found, own, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert taken == ["LayerStep"] * LAYERS
+        with pytest.raises(ch.UnsupportedError, match="output_attentions must be False"):
+            model(**given, output_attentions=True)
+
+
+@pytest.mark.parametrize("digest", FORMS)
+def test_what_is_known_is_what_this_transformers_says(digest: str) -> None:
+    """Where this fails, transformers has changed: read what its classes do now before their digests are taken over."""
+    kinds = {
+        "c2204f8533dce89a": "bert.modeling_bert.BertLayer", "8d9133bc42281b10": "splinter.modeling_splinter.SplinterLayer",
+        "20ca09c6270c564c": "distilbert.modeling_distilbert.TransformerBlock",
+        "68333c77145bd7a9": "vit.modeling_vit.ViTLayer", "1c9865e236e7cc5e": "clip.modeling_clip.CLIPEncoderLayer",
+        "70073a7969a85348": "siglip.modeling_siglip.SiglipEncoderLayer",
+        "10d50b1032a0e915": "bart.modeling_bart.BartEncoderLayer",
+        "8dcbba6866649aa2": "whisper.modeling_whisper.WhisperEncoderLayer",
+        "90f90b64665d3916": "gpt2.modeling_gpt2.GPT2Block",
+    }  # fmt: skip
+    module, _, kind = kinds[digest].rpartition(".")
+    assert digest_of(getattr(importlib.import_module(f"transformers.models.{module}"), kind).forward) == digest
