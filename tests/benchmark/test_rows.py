@@ -45,6 +45,7 @@ ROWS: dict[str, Row] = {
 #: Those that need transformers.
 MODEL_ROWS: dict[str, Row] = {
     "encoder model": EncoderModelRow(model="MiniLM 6x384", batch=2, length=8).small(),
+    "ragged encoder model": EncoderModelRow(model="BERT base", batch=2, length=8, ragged=True).small(),
     "prefill": CausalRow(decode=False).small(),
     "decode": CausalRow(decode=True).small(),
     "decode, Llama's kind": CausalRow(decode=True, model="Qwen2.5 0.5B", dtype=torch.bfloat16).small(),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import clearhead as ch
-from clearhead.bridges import swap, torch_attention, torch_layers, torch_parts
+from clearhead.bridges import packed, swap, torch_attention, torch_layers, torch_parts
 from tests.budget import within_budget
 
 EXACT = {"atol": 1e-11, "rtol": 1e-11}
@@ -203,7 +203,7 @@ def test_real_tokens_alone_are_worked_on(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_many_tokens_are_filled_up_to_rows_that_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_layers, "_MANY", 1)
+    monkeypatch.setattr(packed, "_MANY", 1)
     theirs, ours = _pair(_encoder)
     x = _tokens(LENGTH, True, 1)
     rows = []

@@ -1,4 +1,4 @@
-"""BERT's layers, ViT's and others that a table names, after swap: one step each, transformers' numbers, who sees them."""
+"""BERT's layers, ViT's and others that a table names, after swap: one step, transformers' numbers, who sees parts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from torch import Tensor, nn
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
 import transformers
+from transformers.masking_utils import bidirectional_mask_function
 
 import clearhead as ch
 from clearhead.backends import native_projection
+from clearhead.bridges import transformers_step
 from clearhead.bridges.transformers_blocks import FORMS
+from clearhead.bridges.transformers_masks import make_mask
 from clearhead.bridges.transformers_source import digest_of
 from tests.budget import within_budget
 from tests.steps import steps_taken
@@ -72,7 +75,9 @@ ROWS: Final[Mapping[str, Row]] = {
     "electra": Row(
         _of("ElectraModel", "ElectraConfig", SIZES, embedding_size=16), "tokens", "encoder.layer", BERT
     ),
-    "altclip": Row(_of("AltCLIPTextModel", "AltCLIPTextConfig", SIZES), "tokens", "roberta.encoder.layers", BERT),
+    "altclip": Row(
+        _of("AltCLIPTextModel", "AltCLIPTextConfig", SIZES, project_dim=32), "tokens", "roberta.encoder.layers", BERT
+    ),
     # Its attention does not say whether it is causal where there is no mask.
     "splinter": Row(_of("SplinterModel", "SplinterConfig", SIZES), "tokens", "encoder.layer", BERT),
     "distilbert": Row(
@@ -177,6 +182,105 @@ def test_padding(name: str, side: str, taken: list[str]) -> None:
             found = _called(model, name, attention_mask=real)
             torch.testing.assert_close(found[real.bool()], own[real.bool()], rtol=1e-4, atol=1e-4)
     assert taken == ["LayerStep"] * LAYERS * 2
+
+
+def _padded(side: str) -> Tensor:
+    real = torch.ones(2, 9, dtype=torch.long)
+    real[0, slice(None, 3) if side == "left" else slice(-3, None)] = 0
+    return real
+
+
+def _rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each layer works on."""
+    seen: list[int] = []
+    take = transformers_step.fused_layers
+
+    def spy(tokens: Any, *given: Any) -> Any:
+        seen.append(tokens[0].shape[0] * tokens[0].shape[1])
+        return take(tokens, *given)
+
+    monkeypatch.setattr(transformers_step, "fused_layers", spy)
+    monkeypatch.setattr(transformers_step, "_LEAST_LEFT_OUT", 1)
+    return seen
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", TEXTS)
+def test_padding_is_left_out(name: str, side: str, taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, real, seen = _model(name), _padded(side), _rows(monkeypatch)
+    upstream = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(3)) * real[..., None]
+
+    def run(of: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        output = _called(of, name, attention_mask=real)
+        names, tensors = zip(*((key, part) for key, part in of.named_parameters() if part.requires_grad), strict=True)
+        found = torch.autograd.grad(output, tensors, upstream.to(output.dtype), allow_unused=True)
+        return output.detach(), {key: part for key, part in zip(names, found, strict=True) if part is not None}
+
+    truth, exact = run(copy.deepcopy(model).double())
+    own, textbook = run(model)
+    ch.swap(model)
+    for _ in range(3):
+        output, found = run(model)
+        mine = real.bool()
+        within_budget("output", output[mine], own[mine], truth[mine], terms=LAYERS * 72)
+        for key, right in exact.items():
+            within_budget(key, found[key], textbook[key], right, terms=18 * 72)
+    assert seen == [15] * LAYERS * 3
+    assert taken == ["LayerStep"] * LAYERS * 3
+    with torch.no_grad():
+        layer, x = _layers(model, name)[0], torch.randn(2, 9, 32)
+        mask = make_mask(2, 9, 9, mask_function=bidirectional_mask_function, attention_mask=real.bool())
+        assert torch.equal(layer(x, mask)[~mine], torch.zeros(3, 32))
+        with ch.observe(model, ch.Want(entropy=True)):
+            watched = layer(x, mask)
+        assert torch.equal(watched[~mine], torch.zeros(3, 32))
+        torch.testing.assert_close(watched, layer(x, mask), rtol=1e-4, atol=1e-4)
+
+
+def test_padding_stays_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, real, seen = _model("bert"), _padded("right"), _rows(monkeypatch)
+    with torch.no_grad():
+        own = _called(model, "bert", attention_mask=real)
+        ch.swap(model, leave_padding_out=False)
+        torch.testing.assert_close(_called(model, "bert", attention_mask=real), own, rtol=1e-4, atol=1e-4)
+        ch.swap(model)
+        found = _called(model, "bert", attention_mask=real)
+        torch.testing.assert_close(found[real.bool()], own[real.bool()], rtol=1e-4, atol=1e-4)
+        assert not found[~real.bool()].any()
+        ch.unswap(model)
+        assert not any("leaves_padding_out" in vars(part) for part in model.modules())
+        assert torch.equal(_called(model, "bert", attention_mask=real), own)
+    assert seen == [18] * LAYERS + [15] * LAYERS
+
+
+@pytest.mark.parametrize("length", [0, 9])
+def test_sequences_of_nothing_and_whole_ones(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, real, seen = _model("bert"), torch.ones(2, 9, dtype=torch.long), _rows(monkeypatch)
+    real[0, length:] = 0
+    with torch.no_grad():
+        own = _called(model, "bert", attention_mask=real)
+        ch.swap(model)
+        found = _called(model, "bert", attention_mask=real)
+    torch.testing.assert_close(found[1], own[1], rtol=1e-4, atol=1e-4)
+    assert bool(found.isfinite().all())
+    assert seen == [9 + length] * LAYERS
+
+
+def test_causal_layers_leave_padding_out_too(monkeypatch: pytest.MonkeyPatch, taken: list[str]) -> None:
+    torch.manual_seed(0)
+    model = transformers.GPT2Model(transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=3, n_head=4)).eval()
+    real, seen = _padded("right"), _rows(monkeypatch)
+    given = {"input_ids": _input("bert")["input_ids"], "attention_mask": real, "use_cache": False}
+    with torch.no_grad():
+        own = model(**given).last_hidden_state
+        ch.swap(model)
+        found = model(**given).last_hidden_state
+        torch.testing.assert_close(found[real.bool()], own[real.bool()], rtol=1e-4, atol=1e-4)
+        assert seen == [15] * 3
+        # A cache keeps its places.
+        found = model(**{**given, "use_cache": True}).last_hidden_state
+        torch.testing.assert_close(found[real.bool()], own[real.bool()], rtol=1e-4, atol=1e-4)
+    assert seen == [15] * 3 + [18] * 3
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -422,7 +526,8 @@ def test_states_and_attentions_that_are_collected(taken: list[str]) -> None:
 def test_what_is_known_is_what_this_transformers_says(digest: str) -> None:
     """Where this fails, transformers has changed: read what its classes do now before their digests are taken over."""
     kinds = {
-        "c2204f8533dce89a": "bert.modeling_bert.BertLayer", "8d9133bc42281b10": "splinter.modeling_splinter.SplinterLayer",
+        "c2204f8533dce89a": "bert.modeling_bert.BertLayer",
+        "8d9133bc42281b10": "splinter.modeling_splinter.SplinterLayer",
         "20ca09c6270c564c": "distilbert.modeling_distilbert.TransformerBlock",
         "68333c77145bd7a9": "vit.modeling_vit.ViTLayer", "1c9865e236e7cc5e": "clip.modeling_clip.CLIPEncoderLayer",
         "70073a7969a85348": "siglip.modeling_siglip.SiglipEncoderLayer",

@@ -30,6 +30,8 @@ _ENCODERS: Final = {
     "MiniLM 6x384": {"hidden_size": 384, "num_attention_heads": 12, "num_hidden_layers": 6, "intermediate_size": 1536},
 }
 _CHECKED: Final = 2
+#: Up to so many tokens Python's share shows.
+_FEW: Final = 64
 _DECODED: Final = 8
 
 
@@ -47,18 +49,20 @@ def _ours(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderModelRow:
-    """The forward pass of a BERT model on a full batch, float32.
+    """The forward pass of a BERT model, float32.
 
     Args:
         model: ``"BERT base"`` or ``"MiniLM 6x384"``.
         batch: number of sequences.
-        length: tokens of each.
+        length: tokens of each; of the longest where they are ragged.
+        ragged: whether the sequences are of all lengths up to that, so that half of the batch is padding.
         layers: layers, by default the model's own.
     """
 
     model: str
     batch: int
     length: int
+    ragged: bool = False
     layers: int | None = None
     dtype: torch.dtype = torch.float32
     memory: bool = False
@@ -66,20 +70,31 @@ class EncoderModelRow:
     @property
     def title(self) -> str:
         """What the work is."""
-        return f"{self.model} size, {self.batch}x{self.length} tokens, forward"
+        return f"{self.model} size, {self.batch}x{self.length} tokens{' half filled' * self.ragged}, forward"
 
     @property
     def group(self) -> str:
-        """Encoders."""
-        return "encoder"
+        """Encoders, of ragged batches, or of few tokens."""
+        if self.ragged:
+            return "encoder, ragged"
+        return "encoder" if self.batch * self.length > _FEW else "encoder, few tokens"
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each sequence."""
+        if not self.ragged:
+            return torch.full((self.batch,), self.length)
+        return torch.linspace(1, self.length, self.batch).round().long()
 
     @property
     def operations(self) -> float:
         """Products of the linear layers and of attention."""
         size = _ENCODERS[self.model]
         width, inner = size["hidden_size"], size["intermediate_size"]
-        per_token = 8.0 * width**2 + 4.0 * width * inner + 4.0 * self.length * width
-        return (self.layers or size["num_hidden_layers"]) * self.batch * self.length * per_token
+        work: float = sum(
+            (8.0 * width**2 + 4.0 * width * inner + 4.0 * count * width) * count for count in self.lengths.tolist()
+        )
+        return (self.layers or size["num_hidden_layers"]) * work
 
     @property
     def memory_read(self) -> None:
@@ -93,14 +108,20 @@ class EncoderModelRow:
         config = BertConfig(**size, max_position_embeddings=max(512, self.length), attn_implementation="sdpa")
         theirs = _seeded(lambda: BertModel(config, add_pooling_layer=False))
         ids = torch.randint(0, config.vocab_size, (self.batch, self.length), generator=torch.Generator().manual_seed(1))
+        real = torch.arange(self.length) < self.lengths[:, None]
         eager = deepcopy(theirs)
         eager.set_attn_implementation("eager")
-        foreign, left_out = _onnx_call(theirs, ids)
+        foreign, left_out = _onnx_call(theirs, ids, real)
+        # The last sequences are the longest.
+        last, checked = slice(-_CHECKED, None), int(self.lengths[-_CHECKED:].sum())
         return Case(
             title=self.title,
-            calls={OURS: partial(_hidden, _ours(theirs), ids), SDPA_MODEL: partial(_hidden, theirs, ids), **foreign},
-            left_out=left_out, exact=lambda: _hidden(deepcopy(eager).double(), ids[:_CHECKED]),
-            plain=lambda: _hidden(eager, ids[:_CHECKED]), pick=lambda groups: ((groups[0][0][:_CHECKED],),),
+            calls={
+                OURS: partial(_hidden, _ours(theirs), ids, real), SDPA_MODEL: partial(_hidden, theirs, ids, real),
+                **foreign,
+            },
+            left_out=left_out, exact=lambda: _hidden(deepcopy(eager).double(), ids[last], real[last]),
+            plain=lambda: _hidden(eager, ids[last], real[last]), pick=lambda groups: ((groups[0][0][-checked:],),),
             apart=tuple(foreign), backend=lambda: "model",
         )  # fmt: skip
 
@@ -109,24 +130,28 @@ class EncoderModelRow:
         return replace(self, batch=min(2, self.batch), length=8, layers=2)
 
 
-def _hidden(model: nn.Module, ids: Tensor) -> Groups:
+def _hidden(model: nn.Module, ids: Tensor, real: Tensor | None = None) -> Groups:
+    """The states of real tokens; where all are, the model is not told of padding."""
+    padded = real is not None and not bool(real.all())
     with torch.no_grad():
-        return ((model(input_ids=ids).last_hidden_state,),)
+        states = model(input_ids=ids, attention_mask=real.long() if padded and real is not None else None)
+    output: Tensor = states.last_hidden_state
+    return ((output if real is None else output[real],),)
 
 
 class _States(nn.Module):
-    """A model with one input and one output, as the exporter wants it."""
+    """A model as the exporter wants it: of tokens, and of which are real where not all are."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, ids: Tensor) -> Tensor:
-        states: Tensor = self.model(input_ids=ids).last_hidden_state
+    def forward(self, ids: Tensor, real: Tensor | None = None) -> Tensor:
+        states: Tensor = self.model(input_ids=ids, attention_mask=real).last_hidden_state
         return states
 
 
-def _onnx_call(model: nn.Module, ids: Tensor) -> tuple[dict[str, Call], dict[str, str]]:
+def _onnx_call(model: nn.Module, ids: Tensor, real: Tensor) -> tuple[dict[str, Call], dict[str, str]]:
     """The model as torch's exporter writes it and ONNX Runtime optimises it, with as many threads as torch."""
     try:
         import onnx  # noqa: F401
@@ -136,16 +161,17 @@ def _onnx_call(model: nn.Module, ids: Tensor) -> tuple[dict[str, Call], dict[str
     content: Any = BytesIO()
     eager: Any = deepcopy(model)
     eager.set_attn_implementation("eager")
-    torch.onnx.export(_States(eager).eval(), (ids,), content, dynamo=False, opset_version=17, verbose=False)
+    given = (ids,) if bool(real.all()) else (ids, real.long())
+    torch.onnx.export(_States(eager).eval(), given, content, dynamo=False, opset_version=17, verbose=False)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(content.getvalue(), options, providers=["CPUExecutionProvider"])
-    name, numbers = session.get_inputs()[0].name, ids.numpy()
+    numbers = {own.name: tensor.numpy() for own, tensor in zip(session.get_inputs(), given, strict=True)}
 
     def call() -> Groups:
-        return ((torch.from_numpy(session.run(None, {name: numbers})[0]),),)
+        return ((torch.from_numpy(session.run(None, numbers)[0])[real],),)
 
     return {ONNX_MODEL: call}, {}
 

@@ -160,6 +160,10 @@ def _models() -> list[Row]:
         EncoderModelRow(model=model, batch=batch, length=length)
         for model, (batch, length) in product(("BERT base", "MiniLM 6x384"), sizes)
     ]
+    encoders.append(EncoderModelRow(model="MiniLM 6x384", batch=1, length=16))
+    encoders += [
+        EncoderModelRow(model=model, batch=32, length=64, ragged=True) for model in ("BERT base", "MiniLM 6x384")
+    ]
     dtypes = (torch.float32, torch.bfloat16)
     qwen2 = (
         CausalRow(decode=one, model="Qwen2.5 0.5B", layers=8, dtype=dtype) for dtype in dtypes for one in (False, True)
@@ -233,6 +237,8 @@ _RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | 
     "models": (
         ("encoder", OURS, (SDPA_MODEL,), 1.9, None),
         ("encoder", OURS, (ONNX_MODEL,), 1.0, None),
+        ("encoder, few tokens", OURS, (SDPA_MODEL,), 1.0, None),
+        ("encoder, ragged", OURS, (SDPA_MODEL, ONNX_MODEL), 1.0, None),
         ("prefill", OURS, (SDPA_MODEL,), 2.0, None),
         ("decode", OURS, (SDPA_MODEL,), 1.0, None),
         *(

@@ -134,7 +134,7 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     _check_model("swap", model)
     leave_padding_out = flag("swap", "leave_padding_out", leave_padding_out)
     with _LOCK:
-        handed = _hand_over(model)
+        handed = _hand_over(model, leave_padding_out)
         named = list(model.named_modules())
         changed = [(name, module) for name, module in named if _is_torchs(module) and _why_left(module) is None]
         before = [(name, module) for name, module in named if _ORIGINALS.get(_kind(module)) in _REPLACEMENTS]
@@ -152,9 +152,7 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
                 _recast(part, _SMALL_PARTS[_kind(part)])
             _recast(module, _REPLACEMENTS[_kind(module)])
         for _, module in (*changed, *before):
-            vars(module).pop("leaves_padding_out", None)
-            if isinstance(module, SwappedTransformerEncoder) and not leave_padding_out:
-                module.leaves_padding_out = False
+            _leave_padding_out(module, leave_padding_out)
     return report
 
 
@@ -223,7 +221,7 @@ class _Handed:
     within: set[nn.Module] = field(default_factory=set)
 
 
-def _hand_over(model: nn.Module) -> _Handed:
+def _hand_over(model: nn.Module, leave_padding_out: bool) -> _Handed:
     """Hand the models of transformers within ``model`` to the bridge."""
     hf, parts_known, handed = _hf(), _hf_parts(), _Handed()
     if hf is None or parts_known is None:
@@ -238,9 +236,17 @@ def _hand_over(model: nn.Module) -> _Handed:
             ours = parts_known.faster(_kind(part))
             if ours is not None and "forward" not in vars(part):
                 _recast(part, ours)
+            _leave_padding_out(part, leave_padding_out)
             if type(part).__module__.startswith("transformers."):
                 handed.within.add(part)
     return handed
+
+
+def _leave_padding_out(module: nn.Module, wanted: bool) -> None:
+    """Say so to one of ours that may: it does, unless it is told not to."""
+    vars(module).pop("leaves_padding_out", None)
+    if not wanted and hasattr(type(module), "leaves_padding_out"):
+        vars(module)["leaves_padding_out"] = False
 
 
 def _attentions(path: str, model: nn.Module) -> list[Part]:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn import functional
 
+from clearhead.bridges.packed import Packed
 from clearhead.bridges.torch_attention import SwappedMultiheadAttention, mask_reader
 from clearhead.bridges.torch_masks import Meaning, may_look, padded_keys
 from clearhead.bridges.torch_parts import SwappedLinear, is_plain, leaf
-from clearhead.masks import Causal, Documents, Mask
+from clearhead.masks import Causal, Mask
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.feedforward import drop_of, in_one_step, layer_of, name_of
 from clearhead.nn.fused_layer import LayerParts, fused_layer, norm_of, of_parts
@@ -39,8 +40,6 @@ __all__ = [
 ATTENTIONS: Final = ("self_attn", "multihead_attn")
 #: Where a module holds its hooks.
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-#: From how many packed tokens on their number is rounded up, and to a multiple of what.
-_MANY, _ROWS = 1024, 32
 
 
 class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
@@ -238,15 +237,10 @@ class SwappedTransformerEncoder(nn.TransformerEncoder):
         if real is None:
             output = _through(self, src, src_mask=attended.joined(padding))
             return self._without_padding(output, src_key_padding_mask)
-        places, documents = _laid_out(real, attention.batch_first)
-        laid_out(documents, *real.shape)
-        axis = 0 if attention.batch_first else 1
-        packed = src.flatten(0, 1).index_select(0, places).unsqueeze(axis)
-        packed = _through(self, packed, src_mask=attended.joined(Meaning(documents))).squeeze(axis)
-        places = places[: int(real.sum())]
-        output = packed.new_zeros((src.shape[0] * src.shape[1], *packed.shape[1:]))
-        padded: Tensor = output.index_copy(0, places, packed[: places.shape[0]]).unflatten(0, src.shape[:2])
-        return padded
+        packed = Packed.of(real, batch_first=attention.batch_first)
+        laid_out(packed.documents, *real.shape)
+        axis, mask = (0 if attention.batch_first else 1), attended.joined(Meaning(packed.documents))
+        return packed.leave(_through(self, packed.enter(src).unsqueeze(axis), src_mask=mask).squeeze(axis))
 
     def _real_tokens(
         self, attended: Meaning, padding: Meaning, src: Tensor, key_padding_mask: Tensor | None
@@ -321,22 +315,6 @@ def _through(
     for layer in stack.layers:
         x = layer(x, *args, **kwargs)
     return x if stack.norm is None else stack.norm(x)
-
-
-def _laid_out(real: Tensor, batch_first: bool) -> tuple[Tensor, Documents]:
-    """Where each real token lies in the flattened batch, sequence by sequence, and the mask that keeps them apart.
-
-    Many tokens are filled up to a number of rows that comes again in other batches, by a document of its own that
-    nobody reads: products prepare anew for every number of rows.
-    """
-    sequence, position = real.nonzero(as_tuple=True)
-    places = sequence * real.shape[1] + position if batch_first else position * real.shape[0] + sequence
-    lengths = real.sum(dim=1)
-    total = places.shape[0]
-    if total >= _MANY:
-        fill = -total % _ROWS
-        places, lengths = torch.cat([places, places[:1].expand(fill)]), torch.cat([lengths, lengths.new_tensor([fill])])
-    return places, Documents(lengths=lengths)
 
 
 def _is_one_run(real: Tensor) -> bool:

@@ -26,6 +26,7 @@ __all__ = ["NAME", "attend_for", "is_causal_alone", "scale_of", "weights_wanted"
 NAME: Final = "clearhead"
 #: What some models hand over in place of a mask, for kernels made for them.
 _OWN_KERNELS: Final = ("indices", "block_indices", "sinks", "cache")
+_MODELS: Final = "transformers.models."
 #: Attention whose ``position_bias`` is one number for each distance and head.
 _BY_DISTANCE: Final = ("T5Attention", "MT5Attention", "UMT5Attention")
 
@@ -108,18 +109,20 @@ def is_causal_alone(module: nn.Module) -> bool:
     """Whether an attention that is given no mask is causal: what it says, and without a word what transformers takes
     it for, whose sdpa is causal then and whose eager attention, the only one of some models, never."""
     said = getattr(module, "is_causal", None)
-    return _has_sdpa(type(module)) if said is None else bool(said)
+    if said is not None:
+        return bool(said)
+    return _has_sdpa(
+        next((base.__module__ for base in type(module).__mro__ if base.__module__.startswith(_MODELS)), "")
+    )
 
 
 @functools.cache
-def _has_sdpa(kind: type) -> bool:
-    """Whether the models that stand in the file of an attention may use sdpa."""
-    files = [sys.modules[base.__module__] for base in kind.__mro__ if base.__module__.startswith("transformers.models.")]
-    models = [
-        own for file in files[:1] for own in vars(file).values()
-        if isinstance(own, type) and issubclass(own, PreTrainedModel) and own.__module__ == file.__name__
-    ]  # fmt: skip
-    return not models or any(own._supports_sdpa for own in models)
+def _has_sdpa(file: str) -> bool:
+    """Whether the models of a file of transformers may use sdpa."""
+    known = vars(sys.modules[file]).values() if file else ()
+    models = [own for own in known if isinstance(own, type) and issubclass(own, PreTrainedModel)]
+    own = [model for model in models if model.__module__ == file]
+    return not own or any(getattr(model, "_supports_sdpa", False) for model in own)
 
 
 def weights_wanted() -> bool:

@@ -7,7 +7,7 @@ sources of its own ``forward`` and of its parts'. Elsewhere its parts are taken 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Final
 
@@ -71,85 +71,82 @@ _BERT_PARTS: Final = {
     "attention.output": ("edd0230858f63315",), "intermediate": ("cf65bc74f562bf96",),
     "output": ("edd0230858f63315",), "feed_forward_chunk": ("3785c8b3b228b046",),
 }  # fmt: skip
-_BERT: Final = {
-    "attention": "attention.self", "heads": "attention.self.num_attention_heads", "scale": "attention.self.scaling",
-    "projections": ("attention.self.query", "attention.self.key", "attention.self.value"),
-    "last": "attention.output.dense", "weights_drop": "attention.self.dropout",
-    "norms": ("attention.output.LayerNorm", "output.LayerNorm"), "norm_first": False,
-    "feedforward": ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
-    "after": ("attention.output.dropout", "output.dropout"), "marks": ("chunk_size_feed_forward",),
-}  # fmt: skip
+_BERT: Final = Form(
+    sources={**_BERT_PARTS, "attention": ("c891610f861f70ba",), "attention.self": ("e2033ab0f966f3ce",)},
+    attention="attention.self", heads="attention.self.num_attention_heads", scale="attention.self.scaling",
+    projections=("attention.self.query", "attention.self.key", "attention.self.value"), last="attention.output.dense",
+    weights_drop="attention.self.dropout", norms=("attention.output.LayerNorm", "output.LayerNorm"), norm_first=False,
+    feedforward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
+    after=("attention.output.dropout", "output.dropout"), marks=("chunk_size_feed_forward",),
+    arguments=("hidden_states", "attention_mask", "encoder_hidden_states", "encoder_attention_mask", "past_key_values"),
+    unread=("use_cache", "encoder_attention_mask"),
+)  # fmt: skip
+#: AltRobertaLayer, which knows no memory.
+_ALT_ROBERTA: Final = replace(
+    _BERT, weights_drop="attention.self.attention_dropout", arguments=("hidden_states", "attention_mask"),
+    sources={**_BERT_PARTS, "attention": ("5a342e7641341c47",), "attention.self": ("302d3e886ff52f81",)},
+)  # fmt: skip
+_DISTILBERT: Final = Form(
+    sources={"attention": ("3c7cd9005c263891",), "ffn": ("c6354a340bee4ce5",), "ffn.ff_chunk": ("43bff270037412c5",)},
+    attention="attention", heads="attention.n_heads", scale="attention.scaling",
+    projections=("attention.q_lin", "attention.k_lin", "attention.v_lin"), last="attention.out_lin",
+    weights_drop="attention.dropout", norms=("sa_layer_norm", "output_layer_norm"), norm_first=False,
+    feedforward=("ffn.lin1", "ffn.activation", "ffn.lin2"), after=(None, "ffn.dropout"),
+    marks=("ffn.chunk_size_feed_forward",),
+)  # fmt: skip
 #: CLIPMLP's.
 _CLIP_MLP: Final = ("10797a3e625952cf",)
-_CLIP: Final = {
-    "attention": "self_attn", "heads": "self_attn.num_heads", "scale": "self_attn.scale",
-    "projections": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "last": "self_attn.out_proj",
-    "weights_drop": "self_attn.dropout", "norms": ("layer_norm1", "layer_norm2"), "norm_first": True,
-    "feedforward": ("mlp.fc1", "mlp.activation_fn", "mlp.fc2"),
+_VIT: Final = Form(
+    sources={"attention": ("bc3e29c07890bab6",), "mlp": _CLIP_MLP},
+    attention="attention", heads="attention.num_attention_heads", scale="attention.scaling",
+    projections=("attention.q_proj", "attention.k_proj", "attention.v_proj"), last="attention.o_proj",
+    weights_drop="attention.attention_dropout", norms=("layernorm_before", "layernorm_after"), norm_first=True,
+    feedforward=("mlp.fc1", "mlp.activation_fn", "mlp.fc2"), after=("dropout", "dropout"),
+)  # fmt: skip
+_CLIP: Final = Form(
     # CLIPAttention's and SiglipAttention's.
-    "sources": {"self_attn": ("48ad9406acaabf52", "3c717e353c9284cb"), "mlp": _CLIP_MLP},
-}  # fmt: skip
-_BART: Final = {
-    "attention": "self_attn", "heads": "self_attn.num_heads", "scale": "self_attn.scaling",
-    "projections": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "last": "self_attn.out_proj",
-    "weights_drop": "self_attn.dropout", "norms": ("self_attn_layer_norm", "final_layer_norm"),
-    "feedforward": ("fc1", "activation_fn", "fc2"), "after": ("dropout", "dropout"), "hidden": "activation_dropout",
+    sources={"self_attn": ("48ad9406acaabf52", "3c717e353c9284cb"), "mlp": _CLIP_MLP},
+    attention="self_attn", heads="self_attn.num_heads", scale="self_attn.scale",
+    projections=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), last="self_attn.out_proj",
+    weights_drop="self_attn.dropout", norms=("layer_norm1", "layer_norm2"), norm_first=True,
+    feedforward=("mlp.fc1", "mlp.activation_fn", "mlp.fc2"),
+)  # fmt: skip
+_BART: Final = Form(
     # BartAttention's and WhisperAttention's.
-    "sources": {"self_attn": ("33ac2b0594c87558", "14ac602997449963")},
+    sources={"self_attn": ("33ac2b0594c87558", "14ac602997449963")},
+    attention="self_attn", heads="self_attn.num_heads", scale="self_attn.scaling",
+    projections=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), last="self_attn.out_proj",
+    weights_drop="self_attn.dropout", norms=("self_attn_layer_norm", "final_layer_norm"), norm_first=False,
+    feedforward=("fc1", "activation_fn", "fc2"), after=("dropout", "dropout"), hidden="activation_dropout",
     # What overflows in them is clamped.
-    "halves": False,
-}  # fmt: skip
+    halves=False,
+)  # fmt: skip
+_GPT2: Final = Form(
+    sources={"attn": ("5b6241c4acea9a8e",), "mlp": ("5e4ac81e54593719",)},
+    attention="attn", heads="attn.num_heads", scale="attn.scaling", projections=("attn.c_attn",), last="attn.c_proj",
+    weights_drop="attn.attn_dropout", norms=("ln_1", "ln_2"), norm_first=True,
+    feedforward=("mlp.c_fc", "mlp.act", "mlp.c_proj"), after=("attn.resid_dropout", "mlp.dropout"),
+    arguments=("hidden_states", "past_key_values", "attention_mask", "encoder_hidden_states", "encoder_attention_mask",
+               "use_cache"),
+    unread=("use_cache", "encoder_attention_mask", "position_ids"),
+)  # fmt: skip
 
 #: By the source of the layer's ``forward``.
 FORMS: Final[Mapping[str, Form]] = {
-    # BertLayer's, which BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA and more share, most with its attention.
-    "c2204f8533dce89a": Form(
-        **_BERT,
-        sources={**_BERT_PARTS, "attention": ("c891610f861f70ba",), "attention.self": ("e2033ab0f966f3ce",)},
-        arguments=("hidden_states", "attention_mask", "encoder_hidden_states", "encoder_attention_mask",
-                   "past_key_values"),
-        unread=("use_cache", "encoder_attention_mask"),
-    ),
-    # AltRobertaLayer's, which knows no memory.
-    "8d9133bc42281b10": Form(
-        **{**_BERT, "weights_drop": "attention.self.attention_dropout"},
-        sources={**_BERT_PARTS, "attention": ("5a342e7641341c47",), "attention.self": ("302d3e886ff52f81",)},
-    ),
+    # BertLayer's: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA and more share it, most of them its attention too.
+    "c2204f8533dce89a": _BERT,
+    "8d9133bc42281b10": _ALT_ROBERTA,
     # DistilBERT's TransformerBlock's.
-    "20ca09c6270c564c": Form(
-        sources={"attention": ("3c7cd9005c263891",), "ffn": ("c6354a340bee4ce5",),
-                 "ffn.ff_chunk": ("43bff270037412c5",)},
-        attention="attention", heads="attention.n_heads", scale="attention.scaling",
-        projections=("attention.q_lin", "attention.k_lin", "attention.v_lin"), last="attention.out_lin",
-        weights_drop="attention.dropout", norms=("sa_layer_norm", "output_layer_norm"), norm_first=False,
-        feedforward=("ffn.lin1", "ffn.activation", "ffn.lin2"), after=(None, "ffn.dropout"),
-        marks=("ffn.chunk_size_feed_forward",),
-    ),
-    # ViTLayer's.
-    "68333c77145bd7a9": Form(
-        sources={"attention": ("bc3e29c07890bab6",), "mlp": _CLIP_MLP},
-        attention="attention", heads="attention.num_attention_heads", scale="attention.scaling",
-        projections=("attention.q_proj", "attention.k_proj", "attention.v_proj"), last="attention.o_proj",
-        weights_drop="attention.attention_dropout", norms=("layernorm_before", "layernorm_after"), norm_first=True,
-        feedforward=("mlp.fc1", "mlp.activation_fn", "mlp.fc2"), after=("dropout", "dropout"),
-    ),
+    "20ca09c6270c564c": _DISTILBERT,
+    "68333c77145bd7a9": _VIT,
     # CLIPEncoderLayer's, and SiglipEncoderLayer's, which is the same behind a decorator.
-    "1c9865e236e7cc5e": Form(**_CLIP),
-    "70073a7969a85348": Form(**_CLIP),
+    "1c9865e236e7cc5e": _CLIP,
+    "70073a7969a85348": _CLIP,
     # BartEncoderLayer's and WhisperEncoderLayer's.
-    "10d50b1032a0e915": Form(**_BART, norm_first=False),
-    "8dcbba6866649aa2": Form(**_BART, norm_first=True),
-    # GPT2Block's.
-    "90f90b64665d3916": Form(
-        sources={"attn": ("5b6241c4acea9a8e",), "mlp": ("5e4ac81e54593719",)},
-        attention="attn", heads="attn.num_heads", scale="attn.scaling", projections=("attn.c_attn",),
-        last="attn.c_proj", weights_drop="attn.attn_dropout", norms=("ln_1", "ln_2"), norm_first=True,
-        feedforward=("mlp.c_fc", "mlp.act", "mlp.c_proj"), after=("attn.resid_dropout", "mlp.dropout"),
-        arguments=("hidden_states", "past_key_values", "attention_mask", "encoder_hidden_states",
-                   "encoder_attention_mask", "use_cache"),
-        unread=("use_cache", "encoder_attention_mask", "position_ids"),
-    ),
-}  # fmt: skip
+    "10d50b1032a0e915": _BART,
+    "8dcbba6866649aa2": replace(_BART, norm_first=True),
+    "90f90b64665d3916": _GPT2,
+}
 
 
 def _way_of(form: Form) -> Way:
@@ -191,8 +188,8 @@ def _parts_of(form: Form, layer: Any, x: Tensor) -> LayerParts | None:
     if any(attrgetter(path)(layer) for path in form.marks):
         return None
     names = (*form.projections, form.last, form.feedforward[0], form.feedforward[2])
-    linear = [found for path in names if (found := plain_layer(attrgetter(path)(layer))) is not None]
-    norms = [found for path in form.norms if (found := norm_of(attrgetter(path)(layer), x)) is not None]
+    linear = [own for path in names if (own := plain_layer(attrgetter(path)(layer))) is not None]
+    norms = [norm for path in form.norms if (norm := norm_of(attrgetter(path)(layer), x)) is not None]
     activation = activation_of(attrgetter(form.feedforward[1])(layer))
     drops = [drop for path in (*form.after, form.hidden) if (drop := _drop(layer, path)) is not None]
     if len(linear) < len(names) or len(norms) < len(form.norms) or activation is None or len(drops) < _DROPS:
@@ -201,12 +198,12 @@ def _parts_of(form: Form, layer: Any, x: Tensor) -> LayerParts | None:
     num_heads, width, scale = attrgetter(form.heads)(layer), last[0].shape[1], attrgetter(form.scale)(layer)
     if width % num_heads or sum(len(weight) for weight, _ in sources) != 3 * width:
         return None
-    own = Projections(
+    projections = Projections(
         sources, last, num_heads, num_heads, scale=scale_of(scale, width // num_heads),
         dropout=_weights_drop(form, layer, attention),
     )  # fmt: skip
     return LayerParts(
-        [own], [expand, contract], norms, norm_first=form.norm_first, activation=activation,
+        [projections], [expand, contract], norms, norm_first=form.norm_first, activation=activation,
         after=(drops[0], drops[1]), hidden=drops[2],
     )  # fmt: skip
 
@@ -232,7 +229,7 @@ def _drop(layer: Any, path: str | None) -> float | None:
 def _weights_drop(form: Form, layer: Any, attention: Any) -> float:
     """The same of weights, of which a module is read but never called."""
     found = attrgetter(form.weights_drop)(layer)
-    return float(found.p if isinstance(found, nn.Module) else found) if attention.training else 0.0
+    return float(getattr(found, "p", found)) if attention.training else 0.0
 
 
 for _digest, _form in FORMS.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from operator import or_
+from operator import and_, or_
 from typing import Any, Final
 
 import torch
@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
+from clearhead.bridges.packed import Packed
 from clearhead.masks import Causal, Dense, Documents, Mask, Padding, Window
-from clearhead.masks.base import conjuncts
+from clearhead.masks.base import Not, conjuncts
 from clearhead.shapes import Bool
 
 __all__ = ["MaskTensor", "make_mask"]
@@ -42,13 +43,14 @@ class MaskTensor(Tensor):
     mask: Mask | None
     query_offset: int
     _table: Tensor | None
+    _packed: list[tuple[Packed, Mask] | None]
 
     @staticmethod
     def __new__(
         cls, mask: Mask | None, shape: tuple[int, int, int, int], query_offset: int, device: torch.device | str
     ) -> MaskTensor:
         made: MaskTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=torch.device(device))
-        made.mask, made.query_offset, made._table = mask, query_offset, None
+        made.mask, made.query_offset, made._table, made._packed = mask, query_offset, None, []
         return made
 
     def table(self) -> Bool[Tensor, "batch 1 q_len k_len"]:
@@ -64,6 +66,26 @@ class MaskTensor(Tensor):
     def meaning(self) -> Mask | None:
         """The mask; once its numbers exist, they are what counts, as somebody may have written into them."""
         return self.mask if self._table is None else Dense(self._table)
+
+    def packed(self) -> tuple[Packed, Mask] | None:
+        """How real tokens are laid end to end, and what they may attend to then: the same two each time. None where
+        none is padding, or what else the mask says depends on more than distances."""
+        if self._table is not None:
+            return None
+        if not self._packed:
+            self._packed.append(self._laid_end_to_end())
+        return self._packed[0]
+
+    def _laid_end_to_end(self) -> tuple[Packed, Mask] | None:
+        batch, _, q_len, k_len = self.shape
+        parts = [] if self.mask is None else conjuncts(self.mask)
+        padding = [part for part in parts if _is_padding(part)]
+        others = [part for part in parts if not _is_padding(part)]
+        if q_len != k_len or self.query_offset != 0 or not padding or not all(part.relative for part in others):
+            return None
+        real = reduce(and_, (part.dense(1, k_len, query_offset=0, batch=batch) for part in padding))
+        packed = Packed.of(real.expand(batch, 1, 1, k_len)[:, 0, 0])
+        return packed, reduce(and_, others, packed.documents)
 
     # What is computed from a mask is an ordinary tensor.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -138,6 +160,11 @@ def make_mask(
         allow_is_bidirectional_skip=allow_is_bidirectional_skip, use_vmap=use_vmap, device=device,
     )  # fmt: skip
     return table
+
+
+def _is_padding(part: Mask) -> bool:
+    """Whether a mask says which keys are real, one run of each sequence."""
+    return type(part.part if isinstance(part, Not) else part) is Padding
 
 
 class _Unreadable(Exception):

@@ -85,7 +85,8 @@ def by_source(kind: type[nn.Module]) -> type[nn.Module] | None:
             # Nobody could import this class.
             return _made_again, (kind,), self.__dict__
 
-        body = {"forward": forward, "__reduce_ex__": reduce, "__module__": __name__}
+        # A layer that works on real tokens only may be told not to.
+        body = {"forward": forward, "__reduce_ex__": reduce, "__module__": __name__, "leaves_padding_out": True}
         _CLASSES[kind] = ours = type(f"Swapped{kind.__name__}", (kind,), body)
         _MADE_OF[ours] = kind
     return _CLASSES[kind]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.backends.native_norm import Norm
+from clearhead.bridges.packed import Packed
 from clearhead.bridges.torch_parts import is_plain
 from clearhead.bridges.transformers_angles import angles_of
 from clearhead.bridges.transformers_attention import attend_for, is_causal_alone, weights_wanted
@@ -34,6 +35,10 @@ __all__ = ["Kind", "hooked_now", "layer_in_one_step"]
 _READ: Final = ("is_causal", "output_hidden_states")
 #: Where transformers' own hooks come from, which collect only where it is asked for.
 _COLLECTS: Final = "transformers.utils.output_capturing"
+
+
+#: From how many tokens, times the width squared, of padding on it is left out.
+_LEAST_LEFT_OUT: Final = 2**22
 
 
 @dataclass(frozen=True)
@@ -116,15 +121,32 @@ def layer_in_one_step(
     held = None if cached is None else cached.held(x, own.num_kv_heads, _head_dim(own))
     if not known or (held is None and cached is not None):
         return None
+    # Where tokens are turned by angles, these would have to be laid end to end as well.
+    packed = _packed(layer, x, mask) if past is None and angles is None else None
     if watched():
         attend = partial(_attended, attention, own, angles=angles, mask=mask, past=past)
         feed = partial(_fed, apart.layers.parts[0])
-        return of_parts((x,), apart.layers.parts[0], [meaning], [attend, feed], [held])
+        output = of_parts((x,), apart.layers.parts[0], [meaning], [attend, feed], [held])
+        return output if packed is None or output is None else packed[0].leave(packed[0].enter(output))
+    if packed is not None:
+        output = fused_layers((packed[0].enter(x)[None],), apart.layers, [packed[1]], [None])
+        return None if output is None else packed[0].leave(output[0])
     layers = apart.layers if angles is None else apart.layers.turned_by(angles)
     output = fused_layers((x,), layers, [meaning], [held])
     if output is not None and cached is not None:
         cached.appended(x)
     return output
+
+
+def _packed(layer: Any, x: Tensor, given: Any) -> tuple[Packed, Mask] | None:
+    """How a layer's tokens are laid end to end, and what they attend to then, where that is asked for and pays."""
+    if type(given) is not MaskTensor or not layer.leaves_padding_out:
+        return None
+    found = given.packed()
+    if found is None or found[0].size != x.shape[:2]:
+        return None
+    rows = x.shape[0] * x.shape[1] - len(found[0].places)
+    return found if rows * x.shape[2] ** 2 >= _LEAST_LEFT_OUT else None
 
 
 def _head_dim(own: Projections) -> int:

@@ -1,0 +1,60 @@
+"""A padded batch of somebody else's model without its padding: real tokens end to end, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from clearhead.masks import Documents
+from clearhead.shapes import Bool, Float, Int
+
+__all__ = ["Packed"]
+
+#: From how many tokens on their number is rounded up, and to a multiple of what.
+_MANY, _ROWS = 1024, 32
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Where real tokens lie in a batch whose first two axes are flattened, sequence by sequence.
+
+    Many tokens are filled up to a number of rows that comes again in other batches, by a document of its own that
+    nobody reads: products prepare anew for every number of rows.
+
+    Attributes:
+        size: the two axes.
+        places: of the tokens, and of those that fill up.
+        count: of the tokens.
+        documents: keeps the sequences apart.
+    """
+
+    size: tuple[int, int]
+    places: Int[Tensor, " rows"]
+    count: int
+    documents: Documents
+
+    @classmethod
+    def of(cls, real: Bool[Tensor, "batch len"], *, batch_first: bool = True) -> Self:
+        """The way for a batch of whose tokens these are real, and whose first axis is that of the sequences or not."""
+        sequence, position = real.nonzero(as_tuple=True)
+        batch, length = real.shape
+        places = sequence * length + position if batch_first else position * batch + sequence
+        lengths, count = real.sum(dim=1), places.shape[0]
+        if count >= _MANY:
+            fill = -count % _ROWS
+            places = torch.cat([places, places[:1].expand(fill)])
+            lengths = torch.cat([lengths, lengths.new_tensor([fill])])
+        return cls((batch, length) if batch_first else (length, batch), places, count, Documents(lengths=lengths))
+
+    def enter(self, x: Float[Tensor, "_ _ width"]) -> Float[Tensor, "rows width"]:
+        """The tokens of a padded batch."""
+        return x.flatten(0, 1).index_select(0, self.places)
+
+    def leave(self, x: Float[Tensor, "rows width"]) -> Float[Tensor, "_ _ width"]:
+        """The padded batch of such tokens, 0 at the padding."""
+        output = x.new_zeros((self.size[0] * self.size[1], *x.shape[1:]))
+        padded: Tensor = output.index_copy(0, self.places[: self.count], x[: self.count]).unflatten(0, self.size)
+        return padded
