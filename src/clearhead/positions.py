@@ -136,6 +136,22 @@ def turned(
     return _turned_by_kernels(x, table, first)
 
 
+def turned_by_token(
+    x: Float[Tensor, "batch heads len head_dim"], angles: Float[Tensor, "_rows head_dim"]
+) -> Float[Tensor, "batch heads len head_dim"]:
+    """Tokens turned by angles of their own, which the sequences of a batch may share.
+
+    Args:
+        x: as in ``turned``.
+        angles: as a table there, of ``len`` tokens, or of ``batch * len``, sequence by sequence.
+    """
+    if len(angles) == x.shape[2]:
+        return turned(x, angles)
+    rows = x.transpose(1, 2).flatten(0, 1).transpose(0, 1)
+    found: Tensor = turned(rows, angles).transpose(0, 1).unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
+    return found
+
+
 def _turned_by_kernels(x: Tensor, table: Tensor, first: int, *, back: bool = False) -> Tensor:
     heads = x[(None,) * (4 - x.ndim)] if x.ndim <= 4 else x.flatten(0, x.ndim - 4)
     found = rotated(heads, table, first, back=back)

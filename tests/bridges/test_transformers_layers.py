@@ -20,6 +20,7 @@ from transformers.models.llama import modeling_llama as theirs
 import clearhead as ch
 from clearhead.backends import native_projection
 from clearhead.bridges import transformers_llama as room
+from clearhead.bridges import transformers_step
 from clearhead.bridges.transformers_source import digest_of
 from tests.budget import within_budget
 from tests.steps import steps_taken
@@ -267,15 +268,79 @@ def test_padding(side: str, taken: list[str]) -> None:
     assert taken == ["LayerStep"] * 9
 
 
-def test_generating_behind_padding_goes_by_parts(taken: list[str]) -> None:
-    model, ids = _model(), _ids()
+@pytest.mark.parametrize("name", KINDS)
+def test_generating_behind_padding(name: str, taken: list[str]) -> None:
+    model, ids = _model(name), _ids()
     real = torch.ones_like(ids)
     real[0, :3] = 0
-    own = model.generate(ids, attention_mask=real, max_new_tokens=6, do_sample=False)
+    options = [{"do_sample": False}, {"num_beams": 3, "do_sample": False}]
+    own = [model.generate(ids, attention_mask=real, max_new_tokens=6, **option) for option in options]
     ch.swap(model)
-    assert torch.equal(model.generate(ids, attention_mask=real, max_new_tokens=6, do_sample=False), own)
-    # Positions of the two differ.
-    assert taken == []
+    for option, right in zip(options, own, strict=True):
+        assert torch.equal(model.generate(ids, attention_mask=real, max_new_tokens=6, **option), right)
+    assert taken == ["LayerStep"] * 3 * 6 * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_tokens_behind_padding_one_by_one(name: str, dtype: torch.dtype, taken: list[str]) -> None:
+    """Sequences stand at positions of their own, and see their own keys."""
+    model, ids, real = _model(name, dtype), _ids(length=16), torch.ones(2, 16, dtype=torch.long)
+    real[0, :4] = 0
+
+    def run(of: Any) -> Tensor:
+        cache, found = DynamicCache(config=of.config), []
+        places = (real.cumsum(1) - 1).clamp(min=0)
+        for begin, end in ((0, 9), (9, 10), (10, 11), (11, 14), (14, 15), (15, 16)):
+            with torch.no_grad():
+                found.append(
+                    of(ids[:, begin:end], attention_mask=real[:, :end], position_ids=places[:, begin:end],
+                       past_key_values=cache).logits
+                )  # fmt: skip
+        return torch.cat(found, 1)[real.bool()]
+
+    exact, own = run(copy.deepcopy(model).double()), run(model)
+    ch.swap(model)
+    found = run(model)
+    within_budget("logits", found, own, exact, terms=3 * 72, dtype=dtype)
+    assert taken == ["LayerStep"] * 3 * 6
+    with ch.observe(model, ch.Want(entropy=True)):
+        assert torch.equal(run(model), found)
+    assert len(taken) == 3 * 6
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "qwen3"])
+def test_padding_is_left_out_where_nothing_is_cached(
+    name: str, side: str, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_step, "_LEAST_LEFT_OUT", 1)
+    model, ids, real = _model(name), _ids(), torch.ones(2, 9, dtype=torch.long)
+    real[0, slice(None, 3) if side == "left" else slice(-3, None)] = 0
+    places = (real.cumsum(1) - 1).clamp(min=0)
+    upstream = torch.randn(2, 9, 50, generator=torch.Generator().manual_seed(3)) * real[..., None]
+
+    def run(of: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        output = of(ids, attention_mask=real, position_ids=places, use_cache=False).logits
+        found = torch.autograd.grad(output, list(of.parameters()), upstream.to(output.dtype))
+        return output.detach()[real.bool()], dict(zip(dict(of.named_parameters()), found, strict=True))
+
+    (truth, exact), (own, textbook) = run(copy.deepcopy(model).double()), run(model)
+    ch.swap(model)
+    seen = list[int]()
+    take = transformers_step.fused_layers
+    monkeypatch.setattr(
+        transformers_step,
+        "fused_layers",
+        lambda tokens, *given: (seen.append(tokens[0].shape[1]), take(tokens, *given))[1],
+    )
+    for _ in range(3):
+        output, found = run(model)
+        within_budget("logits", output, own, truth, terms=3 * 72)
+        for key, right in exact.items():
+            within_budget(key, found[key], textbook[key], right, terms=18 * 72)
+    assert seen == [15] * 9
+    assert taken == ["LayerStep"] * 9
 
 
 def test_a_window_goes_by_parts_in_transformers_own_cache() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from clearhead.bridges.torch_parts import is_plain
 from clearhead.shapes import Float
 
-__all__ = ["angles_of"]
+__all__ = ["angles_of", "fits"]
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class _Seen:
 _LAST: Final = threading.local()
 
 
-def angles_of(given: Any, dtype: torch.dtype) -> Float[Tensor, "len head_dim"] | None:
-    """Cosines and, behind them, sines of each token's angles, where all sequences have the same and no gradient is
-    wanted of them; None elsewhere. All layers of a model are given the same two tensors, which are looked at once.
+def angles_of(given: Any, dtype: torch.dtype) -> Float[Tensor, "_rows head_dim"] | None:
+    """Cosines and, behind them, sines of each token's angles, where no gradient is wanted of them; None elsewhere. All
+    layers of a model are given the same two tensors, which are looked at once.
 
     Args:
         given: a model's ``position_embeddings``: cosines and sines, ``[batch | 1, len, head_dim]`` each, whose second
@@ -39,7 +39,7 @@ def angles_of(given: Any, dtype: torch.dtype) -> Float[Tensor, "len head_dim"] |
         dtype: of queries and keys.
 
     Returns:
-        float32 ``[len, head_dim]``.
+        float32 ``[len, head_dim]``, or ``[batch * len, head_dim]`` where sequences differ, as behind padding.
     """
     if not isinstance(given, tuple) or len(given) != 2 or torch.is_autocast_enabled("cpu"):
         return None
@@ -56,6 +56,11 @@ def angles_of(given: Any, dtype: torch.dtype) -> Float[Tensor, "len head_dim"] |
     return found
 
 
+def fits(angles: Tensor, x: Float[Tensor, "batch len width"], head_dim: int) -> bool:
+    """Whether they are angles of these tokens, whose heads have so many channels."""
+    return angles.shape[1] == head_dim and len(angles) in (x.shape[1], x.shape[0] * x.shape[1])
+
+
 def _made(cosine: Tensor, sine: Tensor) -> Tensor | None:
     if cosine.dim() != 3 or cosine.shape != sine.shape or cosine.shape[-1] % 2 or 0 in cosine.shape:
         return None
@@ -64,11 +69,10 @@ def _made(cosine: Tensor, sine: Tensor) -> Tensor | None:
     halves = [part.chunk(2, -1) for part in (cosine, sine)]
     if not all(torch.equal(*pair) for pair in halves):
         return None
-    if len(cosine) > 1 and not all(torch.equal(part, part[:1].expand_as(part)) for part in (cosine, sine)):
-        return None
+    alike = all(torch.equal(part, part[:1].expand_as(part)) for part in (cosine, sine))
     # What is made in inference mode could not be part of a gradient later.
     with torch.inference_mode(False):
-        return torch.cat([first[0] for first, _ in halves], -1).float()
+        return torch.cat([first[0] if alike else first.flatten(0, 1) for first, _ in halves], -1).float()
 
 
 def _version(tensor: Tensor) -> int:

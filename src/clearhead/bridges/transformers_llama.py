@@ -14,7 +14,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from clearhead.bridges.torch_parts import is_plain
-from clearhead.bridges.transformers_angles import angles_of
+from clearhead.bridges.transformers_angles import angles_of, fits
 from clearhead.bridges.transformers_attention import NAME, attend_for, scale_of
 from clearhead.bridges.transformers_parts import feedforward_of, norm_of, plain_layer
 from clearhead.bridges.transformers_source import digest_of, known_by_source, made_of, way_of
@@ -22,7 +22,7 @@ from clearhead.bridges.transformers_step import Kind, hooked_now, layer_in_one_s
 from clearhead.nn.fused_attention import Projections
 from clearhead.nn.fused_layer import LayerParts
 from clearhead.nn.norm import NormLike
-from clearhead.positions import turned
+from clearhead.positions import turned_by_token
 from clearhead.projection import are_plain
 
 __all__ = ["ATTENTIONS", "LAYERS", "NORMED_ATTENTIONS", "TURNING"]
@@ -54,14 +54,14 @@ def _attended(
     if not is_plain(x) or not _may_turn(module) or not are_plain(x):
         return None
     angles = angles_of(position_embeddings, x.dtype)
-    if angles is None or angles.shape != (x.shape[-2], module.head_dim):
+    if angles is None or not fits(angles, x, module.head_dim):
         return None
     shape = (*x.shape[:-1], -1, module.head_dim)
     heads = [layer(x).view(shape) for layer in (module.q_proj, module.k_proj, module.v_proj)]
     if _norms_heads(module):
         heads[:2] = module.q_norm(heads[0]), module.k_norm(heads[1])
     query, key, value = (part.transpose(1, 2) for part in heads)
-    query, key = turned(query, angles), turned(key, angles)
+    query, key = turned_by_token(query, angles), turned_by_token(key, angles)
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, module.layer_idx)
     output, _ = attend_for(module, query, key, value, attention_mask, _dropout(module), module.scaling, **kwargs)

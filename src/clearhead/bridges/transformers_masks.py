@@ -21,7 +21,8 @@ from transformers.utils.import_utils import is_tracing
 
 from clearhead.bridges.packed import Packed
 from clearhead.masks import Causal, Dense, Documents, Mask, Padding, Window
-from clearhead.masks.base import Not, conjuncts
+from clearhead.masks.base import conjuncts
+from clearhead.masks.parts import is_padding
 from clearhead.shapes import Bool
 
 __all__ = ["MaskTensor", "make_mask"]
@@ -79,8 +80,8 @@ class MaskTensor(Tensor):
     def _laid_end_to_end(self) -> tuple[Packed, Mask] | None:
         batch, _, q_len, k_len = self.shape
         parts = [] if self.mask is None else conjuncts(self.mask)
-        padding = [part for part in parts if _is_padding(part)]
-        others = [part for part in parts if not _is_padding(part)]
+        padding = [part for part in parts if is_padding(part)]
+        others = [part for part in parts if not is_padding(part)]
         if q_len != k_len or self.query_offset != 0 or not padding or not all(part.relative for part in others):
             return None
         real = reduce(and_, (part.dense(1, k_len, query_offset=0, batch=batch) for part in padding))
@@ -160,11 +161,6 @@ def make_mask(
         allow_is_bidirectional_skip=allow_is_bidirectional_skip, use_vmap=use_vmap, device=device,
     )  # fmt: skip
     return table
-
-
-def _is_padding(part: Mask) -> bool:
-    """Whether a mask says which keys are real, one run of each sequence."""
-    return type(part.part if isinstance(part, Not) else part) is Padding
 
 
 class _Unreadable(Exception):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from clearhead.backends.native_norm import Norm
 from clearhead.bridges.packed import Packed
 from clearhead.bridges.torch_parts import is_plain
-from clearhead.bridges.transformers_angles import angles_of
+from clearhead.bridges.transformers_angles import angles_of, fits
 from clearhead.bridges.transformers_attention import attend_for, is_causal_alone, weights_wanted
 from clearhead.bridges.transformers_cache import cache_layer_of
 from clearhead.bridges.transformers_masks import MaskTensor
@@ -24,7 +24,7 @@ from clearhead.nn.fused_attention import Projections
 from clearhead.nn.fused_layer import LayerParts, Layers, fused_layers, of_parts
 from clearhead.nn.norm import normed
 from clearhead.nn.unchanged import Unchanged
-from clearhead.positions import turned
+from clearhead.positions import turned_by_token
 from clearhead.projection import NATIVE, project, project_activate_project
 from clearhead.shapes import Float
 from clearhead.watch import watched
@@ -109,7 +109,7 @@ def layer_in_one_step(
     own, angles = apart.layers.parts[0].attentions[0], None
     if own.rotary is not None:
         angles = angles_of(positions, x.dtype)
-        if angles is None or angles.shape != (x.shape[1], _head_dim(own)):
+        if angles is None or not fits(angles, x, _head_dim(own)):
             return None
     cached = None if past is None else cache_layer_of(past, getattr(attention, "layer_idx", None))
     if cached is None and past is not None:
@@ -121,16 +121,18 @@ def layer_in_one_step(
     held = None if cached is None else cached.held(x, own.num_kv_heads, _head_dim(own))
     if not known or (held is None and cached is not None):
         return None
-    # Where tokens are turned by angles, these would have to be laid end to end as well.
-    packed = _packed(layer, x, mask) if past is None and angles is None else None
+    # A cache keeps its places.
+    packed = _packed(layer, x, mask) if past is None else None
     if watched():
         attend = partial(_attended, attention, own, angles=angles, mask=mask, past=past)
         feed = partial(_fed, apart.layers.parts[0])
         output = of_parts((x,), apart.layers.parts[0], [meaning], [attend, feed], [held])
         return output if packed is None or output is None else packed[0].leave(packed[0].enter(output))
     if packed is not None:
-        output = fused_layers((packed[0].enter(x)[None],), apart.layers, [packed[1]], [None])
-        return None if output is None else packed[0].leave(output[0])
+        laid, mask = packed
+        layers = apart.layers if angles is None else apart.layers.turned_by(laid.angles(angles))
+        output = fused_layers((laid.enter(x)[None],), layers, [mask], [None])
+        return None if output is None else laid.leave(output[0])
     layers = apart.layers if angles is None else apart.layers.turned_by(angles)
     output = fused_layers((x,), layers, [meaning], [held])
     if output is not None and cached is not None:
@@ -198,7 +200,7 @@ def hooked_now(module: nn.Module) -> bool:
 
 def _attended(
     attention: Any, own: Projections, x: Float[Tensor, "batch len width"], *,
-    angles: Float[Tensor, "len head_dim"] | None, mask: Any, past: Any,
+    angles: Float[Tensor, "_rows head_dim"] | None, mask: Any, past: Any,
 ) -> Float[Tensor, "batch len width"]:  # fmt: skip
     """What an attention gives, for those who watch it."""
     projected = [project(x, *layer, path=NATIVE).flatten(0, 1) for layer in own.sources]
@@ -208,7 +210,7 @@ def _attended(
     counts = (own.num_heads, own.num_kv_heads, own.num_kv_heads)
     query, key, value = by_head(projected, len(x), counts)
     if angles is not None:
-        query, key = turned(query, angles), turned(key, angles)
+        query, key = turned_by_token(query, angles), turned_by_token(key, angles)
     if past is not None:
         key, value = past.update(key, value, attention.layer_idx)
     output, _ = attend_for(attention, query, key, value, mask, own.dropout, own.scale)

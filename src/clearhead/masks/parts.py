@@ -11,13 +11,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from clearhead.masks.base import Mask, conjuncts, does_as, index_tensors
+from clearhead.masks.base import Mask, Not, conjuncts, does_as, index_tensors
 from clearhead.masks.intervals import Intervals
 from clearhead.masks.positional import Causal, Window
+from clearhead.masks.sequences import Padding
 from clearhead.masks.tables import Blocks, Dense
 from clearhead.shapes import Bool, Int
 
-__all__ = ["Parts", "band_of", "parts_of", "take_apart"]
+__all__ = ["Parts", "band_of", "is_padding", "parts_of", "take_apart"]
 
 #: Places of a mask that are asked at once.
 _STRIP: Final = 2**20
@@ -143,6 +144,15 @@ def band_of(mask: Mask) -> tuple[int | None, int | None] | None:
     parts = (mask,) if type(mask) in _BANDS else (*conjuncts(mask),)
     bands = [part for part in parts if isinstance(part, (Causal, Window)) and type(part) in _BANDS]
     return _reach_of(bands) if len(bands) == len(parts) else None
+
+
+def is_padding(mask: Mask) -> bool:
+    """Whether it says which keys are real, one run of each sequence, and nothing else.
+
+    >>> is_padding(Padding([3, 2])), is_padding(~Padding([0, 1])), is_padding(Causal())
+    (True, True, False)
+    """
+    return type(mask.part if isinstance(mask, Not) else mask) is Padding
 
 
 @dataclass(frozen=True)

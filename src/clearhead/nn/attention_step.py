@@ -23,7 +23,7 @@ from clearhead.functional import attention
 from clearhead.nn.held import Held
 from clearhead.nn.rule_tensors import RuleTensors, Turning, turning
 from clearhead.nn.step import LearningStep, WayBack
-from clearhead.positions import Rotary, table_of, turned
+from clearhead.positions import Rotary, table_of, turned_by_token
 from clearhead.problem import Problem
 from clearhead.projection import Layer, layers_of, project
 from clearhead.shapes import Float
@@ -138,11 +138,22 @@ def _turns(
     if rotary is None:
         return []
     if isinstance(rotary, Tensor):
-        return [Rotation(part, rotary, 0, back=back) for part in heads[:2]]
+        return [Rotation(_as_many_rows(part, len(rotary)), rotary, 0, back=back) for part in heads[:2]]
     # Behind those that a cache holds new keys stand where their tokens do as queries.
     places = (problem.query_offset, problem.query_offset if held is not None and held.grows else 0)
     table = table_of(rotary, problem.head_dim, positions_of(problem, held))
     return [Rotation(part, table, first, back=back) for part, first in zip(heads[:2], places, strict=False)]
+
+
+def _as_many_rows(heads: Tensor, count: int) -> Float[Tensor, "_batch heads _len head_dim"]:
+    """Heads of so many tokens: of each sequence, or of all of them, one behind the other as they were projected."""
+    batch, _, length, _ = heads.shape
+    if count == length:
+        return heads
+    assert count == batch * length
+    rows = heads.stride(0) // length
+    assert length == 1 or rows == heads.stride(2)
+    return heads.as_strided((1, heads.shape[1], count, heads.shape[3]), (0, heads.stride(1), rows, 1))
 
 
 class AttentionForward:
@@ -155,7 +166,7 @@ class AttentionForward:
         seed: of the attention's dropout.
         training: whether ``kept`` holds what backward reads besides.
         held: keys and values that are read from a cache, not while training.
-        rotary: what turns queries and keys, or the angles of the call's tokens, of all of them.
+        rotary: what turns queries and keys, or the angles of the call's tokens as in ``turned_by_token``.
         norms: of each head's queries and of its keys, not while training.
 
     Attributes:
@@ -357,7 +368,7 @@ def attended_by_parts(
     projected = [project(tokens[own.tokens], own.weight, own.bias).flatten(0, 1) for own in sources]
     query, key, value = _by_head_of(problem, projected)
     if isinstance(rotary, Tensor):
-        query, key = turned(query, rotary), turned(key, rotary)
+        query, key = turned_by_token(query, rotary), turned_by_token(key, rotary)
     elif rotary is not None:
         query, key = rotary.rotate(query, problem.query_offset), rotary.rotate(key)
     output = attention(

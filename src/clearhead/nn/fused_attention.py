@@ -12,7 +12,8 @@ from clearhead.backends import native
 from clearhead.backends.native_projection import lies_plainly
 from clearhead.dispatch import choose
 from clearhead.masks import Mask
-from clearhead.masks.parts import band_of
+from clearhead.masks.base import conjuncts
+from clearhead.masks.parts import band_of, is_padding
 from clearhead.nn import step
 from clearhead.nn.attention_step import AttentionKind, AttentionStep, by_head, positions_of
 from clearhead.nn.held import Held
@@ -211,10 +212,12 @@ def _has_positions(problem: Problem, query_offset: int | None, held: Held | None
 
 
 def _goes_on(held: Held, x: Tensor, training: bool, mask: Mask | None) -> bool:
-    """Whether a step can read what a cache holds; whatever its length is, so that a mask may know of no place."""
+    """Whether a step can read what a cache holds: a mask is a band, or says which keys are real besides."""
     if training or not are_plain(x, held.key, held.value):
         return False
-    return mask is None or not held.grows or band_of(mask) is not None
+    if mask is None or not held.grows or band_of(mask) is not None:
+        return True
+    return all(band_of(part) is not None or is_padding(part) for part in conjuncts(mask))
 
 
 def _hollow(tokens: Sequence[Tensor], own: Projections, held: Held | None) -> tuple[Tensor, ...]:

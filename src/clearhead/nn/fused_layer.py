@@ -106,7 +106,7 @@ class Layers:
         self.options += self.rules.places
         self.looked_at = any(own.looked_at for own in parts)
 
-    def turned_by(self, angles: Float[Tensor, "len head_dim"]) -> Self:
+    def turned_by(self, angles: Float[Tensor, "_rows head_dim"]) -> Self:
         """The same layers, for a call that brings the angles of its tokens."""
         found = copy(self)
         found.rules = self.rules.with_angles(angles)

@@ -67,7 +67,7 @@ class RuleTensors(NamedTuple):
         order = {key: place for place, key in enumerate(found)}
         return cls(tuple(found.values()), tuple(tuple(order[id(tensor)] for tensor in each) for each in own))
 
-    def with_angles(self, angles: Float[Tensor, "len head_dim"]) -> Self:
+    def with_angles(self, angles: Float[Tensor, "_rows head_dim"]) -> Self:
         """These, of tensors of rules alone, and a call's angles."""
         return self._replace(tensors=(*self.tensors, angles), turned=True)
 

@@ -94,7 +94,7 @@ class Step(ABC):
     def write_forward(
         self, problems: Sequence[Problem], tokens: Sequence[Float[Tensor, "_rows _width"]],
         tensors: Sequence[Tensor | None], seeds: Sequence[int], held: Sequence[Held | None],
-        angles: Float[Tensor, "len head_dim"] | None,
+        angles: Float[Tensor, "_rows head_dim"] | None,
     ) -> Written:  # fmt: skip
         """The calls of one forward: they write what is passing, what is kept for backward, and the output, in this
         order; of each attention that reads a cache they use what that holds."""
@@ -165,7 +165,7 @@ class LearningStep(Step):
     def write_backward(
         self, problems: Sequence[Problem], arrived: Float[Tensor, "rows out"],
         tokens: Sequence[Float[Tensor, "_rows _width"]], tensors: Sequence[Tensor | None], kept: Sequence[Tensor],
-        seeds: Sequence[int], needs: Sequence[bool], angles: Float[Tensor, "len head_dim"] | None,
+        seeds: Sequence[int], needs: Sequence[bool], angles: Float[Tensor, "_rows head_dim"] | None,
     ) -> WayBack:  # fmt: skip
         """The calls of one backward, from the output's gradient and what forward read and kept; ``needs`` of tokens,
         then of tensors."""
@@ -173,7 +173,7 @@ class LearningStep(Step):
     @abstractmethod
     def by_parts(
         self, problems: Sequence[Problem], tokens: Sequence[Tensor], tensors: Sequence[Tensor | None],
-        seeds: Sequence[int], angles: Float[Tensor, "len head_dim"] | None = None,
+        seeds: Sequence[int], angles: Float[Tensor, "_rows head_dim"] | None = None,
     ) -> Tensor:  # fmt: skip
         """The output by parts that autograd and watchers know."""
 
@@ -354,7 +354,7 @@ def kept_step(
     training, dtype = learns(*tokens, *tensors), tokens[0].dtype
     layout = (
         *(each.shape for each in tokens), dtype, *shapes, *options, training, torch.get_num_threads(),
-        *(choices(dtype) if recurs else ()), *_marks_of(held),
+        *(choices(dtype) if recurs else ()), *_marks_of(held, masks),
     )  # fmt: skip
     marks = tuple(_marks(masks))
     step = _KEPT.get((marks, layout)) if recurs else None
@@ -384,11 +384,20 @@ def _asked(
     marks, around = _marks(masks), (torch.is_grad_enabled(), torch.get_num_threads())
     # A first layer may read what was made before inference mode, those behind it never do.
     made = [each.is_inference() for each in tokens]
-    return *shapes, missing, *marks, *options, *_marks_of(held), *made, *around
+    return *shapes, missing, *marks, *options, *_marks_of(held, masks), *made, *around
 
 
-def _marks_of(held: Sequence[Held | None]) -> list[Hashable]:
-    return [None if own is None else own.marks() for own in held]
+def _marks_of(held: Sequence[Held | None], masks: Sequence[Mask | None]) -> list[Hashable]:
+    """What tells caches apart: their length too, where a mask knows of places."""
+    found: list[Hashable] = []
+    for own, mask in zip(held, masks, strict=False):
+        if own is None:
+            found.append(None)
+        elif mask is None or band_of(mask) is not None:
+            found.append(own.marks())
+        else:
+            found.append((own.marks(), own.length))
+    return found
 
 
 def _marks(masks: Sequence[Mask | None]) -> list[Hashable]:

@@ -344,6 +344,38 @@ def test_bands_in_turn_that_reach_otherwise() -> None:
                 torch.testing.assert_close(found, right[:, place : place + 1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("calls", [CALLS["a prompt"], (9, 3, 1, 5, 1, 18)], ids=repr)
+@pytest.mark.parametrize("rotary", [False, True], ids=["", "rotary"])
+@pytest.mark.parametrize("mask", [~ch.Padding([0, 6]), ~ch.Padding([6, 2]) & ch.Window(20)], ids=repr)
+def test_padding_is_part_of_a_step(mask: ch.Mask, rotary: bool, calls: tuple[int, ...], taken: list[str]) -> None:
+    own, x = block(DecoderBlock, rotary=rotary), sequence()
+    with torch.no_grad():
+        right = formula(own, x, mask)
+    # One mask for all lengths, and one for each.
+    for given in (mask, None):
+        cache, found = ch.KVCache(), []
+        for part in x.split(list(calls), 1):
+            now = copy.deepcopy(mask) if given is None else given
+            found.append(decoded(own, part, [part.shape[1]], cache=cache, mask=now))
+        torch.testing.assert_close(torch.cat(found, 1), right, rtol=1e-5, atol=1e-5)
+    assert taken == ["LayerStep"] * 2 * len(calls)
+
+
+def test_caches_under_one_mask_of_places_in_turn() -> None:
+    own, x, mask = block(DecoderBlock), sequence(), ~ch.Padding([0, 6])
+    caches = [ch.KVCache() for _ in range(2)]
+    with torch.no_grad():
+        right = formula(own, x, mask)
+        for ahead, cache in zip((7, 12), caches, strict=True):
+            own(x[:, :ahead], cache=cache, mask=mask)
+        for place in range(20):
+            for ahead, cache in zip((7, 12), caches, strict=True):
+                token = x[:, place + ahead : place + ahead + 1]
+                found = own(token, cache=cache, mask=mask)
+                expected = right[:, place + ahead : place + ahead + 1]
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_another_mask_goes_in_parts(taken: list[str]) -> None:
     own, x, cache, mask = block(DecoderBlock), sequence(), ch.KVCache(), ch.Window(4) | ch.Prefix(2)
     with torch.no_grad():
