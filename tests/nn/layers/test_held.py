@@ -361,19 +361,20 @@ def test_padding_is_part_of_a_step(mask: ch.Mask, rotary: bool, calls: tuple[int
     assert taken == ["LayerStep"] * 2 * len(calls)
 
 
-def test_caches_under_one_mask_of_places_in_turn() -> None:
-    own, x, mask = block(DecoderBlock), sequence(), ~ch.Padding([0, 6])
+def test_caches_under_one_mask_of_places_in_turn(taken: list[str]) -> None:
+    torch.manual_seed(1)
+    own, x, mask = MultiHeadAttention(32, 4, num_kv_heads=2), sequence(), ch.Causal() & ~ch.Padding([0, 6])
     caches = [ch.KVCache() for _ in range(2)]
     with torch.no_grad():
-        right = formula(own, x, mask)
+        right = attended(own, x, x, mask)
         for ahead, cache in zip((7, 12), caches, strict=True):
             own(x[:, :ahead], cache=cache, mask=mask)
         for place in range(20):
             for ahead, cache in zip((7, 12), caches, strict=True):
-                token = x[:, place + ahead : place + ahead + 1]
-                found = own(token, cache=cache, mask=mask)
-                expected = right[:, place + ahead : place + ahead + 1]
-                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+                token = slice(place + ahead, place + ahead + 1)
+                found = own(x[:, token], cache=cache, mask=mask)
+                torch.testing.assert_close(found, right[:, token], rtol=1e-5, atol=1e-5)
+    assert taken == ["AttentionStep"] * 42
 
 
 def test_another_mask_goes_in_parts(taken: list[str]) -> None:
