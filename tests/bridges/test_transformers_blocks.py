@@ -533,6 +533,9 @@ def test_what_is_known_is_what_this_transformers_says(digest: str) -> None:
         "70073a7969a85348": "siglip.modeling_siglip.SiglipEncoderLayer",
         "10d50b1032a0e915": "bart.modeling_bart.BartEncoderLayer",
         "8dcbba6866649aa2": "whisper.modeling_whisper.WhisperEncoderLayer",
+        "70938c1a09c7146b": "bart.modeling_bart.BartDecoderLayer",
+        "ddb649506ee974b5": "mbart.modeling_mbart.MBartDecoderLayer",
+        "f32801aeeb295a5e": "whisper.modeling_whisper.WhisperDecoderLayer",
         "90f90b64665d3916": "gpt2.modeling_gpt2.GPT2Block",
     }  # fmt: skip
     module, _, kind = kinds[digest].rpartition(".")

@@ -7,12 +7,12 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from clearhead.cache import KVCache, count_appended
 from clearhead.nn.held import Held, held_by
 
-__all__ = ["CacheLayer", "cache_layer_of"]
+__all__ = ["CacheLayer", "cache_layer_of", "of_memory", "of_own_tokens"]
 
 
 @dataclass
@@ -53,6 +53,24 @@ class CacheLayer:
             self.own.lazy_initialization(key, value)
         self.own.keys, self.own.values = key, value
         _ROOMS[self.own] = _Room(key, value, self.cache)
+
+
+def of_own_tokens(past: Any) -> Any:
+    """The part of a model's cache that is of the keys and values of its own tokens."""
+    return past.self_attention_cache if type(past) is EncoderDecoderCache else past
+
+
+def of_memory(past: Any, place: Any) -> Held | None:
+    """What a cache holds of a memory for an attention, once it was filled; None elsewhere."""
+    if type(past) is not EncoderDecoderCache or not past.is_updated.get(place):
+        return None
+    cache = past.cross_attention_cache
+    if type(cache) is not DynamicCache or cache.offloading or type(cache.layers[place]) is not DynamicLayer:
+        return None
+    key, value = cache.layers[place].keys, cache.layers[place].values
+    if not isinstance(key, Tensor) or not isinstance(value, Tensor) or key.shape != value.shape or key.dim() != 4:
+        return None
+    return Held(key, value, key.shape[2], grows=False)
 
 
 def cache_layer_of(past: Any, place: Any) -> CacheLayer | None:

@@ -8,7 +8,6 @@ are all known is one step, cache and all, where nobody looks on. Elsewhere its p
 from __future__ import annotations
 
 import inspect
-from operator import attrgetter
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -141,7 +140,7 @@ def _parts_of(module: Any, x: Tensor) -> LayerParts | None:
     )
 
 
-_KIND: Final = Kind(attrgetter("self_attn"), _marks_of, _parts_of)
+_KIND: Final = Kind(lambda module: [module.self_attn], _marks_of, _parts_of)
 for _digest in (*ATTENTIONS, *NORMED_ATTENTIONS):
     known_by_source(_digest, _attended)
 for _digest in LAYERS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,20 +16,23 @@ from clearhead.bridges.packed import Packed
 from clearhead.bridges.torch_parts import is_plain
 from clearhead.bridges.transformers_angles import angles_of, fits
 from clearhead.bridges.transformers_attention import attend_for, is_causal_alone, weights_wanted
-from clearhead.bridges.transformers_cache import cache_layer_of
+from clearhead.bridges.transformers_cache import cache_layer_of, of_memory, of_own_tokens
 from clearhead.bridges.transformers_masks import MaskTensor
 from clearhead.masks import Causal, Mask
+from clearhead.masks.base import conjuncts
+from clearhead.masks.parts import is_padding
 from clearhead.nn.attention_step import by_head
 from clearhead.nn.fused_attention import Projections
 from clearhead.nn.fused_layer import LayerParts, Layers, fused_layers, of_parts
+from clearhead.nn.held import Held
 from clearhead.nn.norm import normed
 from clearhead.nn.unchanged import Unchanged
 from clearhead.positions import turned_by_token
-from clearhead.projection import NATIVE, project, project_activate_project
+from clearhead.projection import NATIVE, Layer, project, project_activate_project
 from clearhead.shapes import Float
 from clearhead.watch import watched
 
-__all__ = ["Kind", "hooked_now", "layer_in_one_step"]
+__all__ = ["Kind", "Memory", "hooked_now", "layer_in_one_step"]
 
 #: Options that are known, or ask for what is collected around a layer.
 _READ: Final = ("is_causal", "output_hidden_states")
@@ -46,14 +49,52 @@ class Kind:
     """What somebody knows of a kind of layers.
 
     Attributes:
-        attention: a layer's, which watchers know.
-        marks: what a layer and its attention are besides their parts: scale, heads, dropout now.
+        attentions: a layer's, which watchers know: to its own tokens and, where there is one, to a memory.
+        marks: what a layer and its attentions are besides their parts: scale, heads, dropout now.
         parts: what a layer is as a step, where all there is to it is that.
     """
 
-    attention: Callable[[Any], Any]
+    attentions: Callable[[Any], list[Any]]
     marks: Callable[[Any], tuple[object, ...]]
     parts: Callable[[Any, Tensor], LayerParts | None]
+
+
+class _Reading(NamedTuple):
+    """What an attention may attend to in a memory, and what is there already of its keys and values."""
+
+    mask: Mask | None
+    held: Held | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a layer attends to besides its own tokens, as transformers hands it over.
+
+    Attributes:
+        states: ``[batch, memory_len, width]``.
+        mask: as in ``attend_for``.
+    """
+
+    states: Any
+    mask: Any
+
+    def read_by(self, attention: Any, past: Any) -> _Reading | None:
+        """How it is read by an attention of a model with this cache; None where that is for others to find out, who
+        fill the cache besides."""
+        states, held = self.states, None
+        if not isinstance(states, Tensor) or not is_plain(states) or states.dim() != 3:
+            return None
+        if past is not None and (held := of_memory(past, getattr(attention, "layer_idx", None))) is None:
+            return None
+        length = states.shape[1] if held is None else held.length
+        if self.mask is None:
+            return None if is_causal_alone(attention) else _Reading(None, held)
+        if type(self.mask) is not MaskTensor or self.mask.shape[-1] != length:
+            return None
+        mask = self.mask.meaning()
+        # Of positions there is nothing to say.
+        known = mask is None or all(is_padding(part) for part in conjuncts(mask))
+        return _Reading(mask, held) if known else None
 
 
 @dataclass(frozen=True)
@@ -61,12 +102,14 @@ class _Apart:
     """A layer taken apart, for tokens of one width and dtype.
 
     Attributes:
-        parts: of the layer and of its attention.
-        unchanged: whether these are what they were, all but the attention.
-        like: width and dtype of the tokens, and what the attention is besides its parts.
+        attentions: those of the layer.
+        parts: of the layer and of these.
+        unchanged: whether the parts are what they were, all but the attentions.
+        like: width and dtype of the tokens, and what the attentions are besides their parts.
         layers: as a step takes it.
     """
 
+    attentions: list[Any]
     parts: list[nn.Module | None]
     unchanged: Unchanged
     like: tuple[object, ...]
@@ -78,7 +121,7 @@ _APART: Final[WeakKeyDictionary[nn.Module, _Apart]] = WeakKeyDictionary()
 
 def layer_in_one_step(
     kind: Kind, layer: Any, x: Float[Tensor, "batch len width"], mask: Any, past: Any, options: Mapping[str, Any],
-    positions: Any = None,
+    positions: Any = None, memory: Memory | None = None,
 ) -> Float[Tensor, "batch len width"] | None:  # fmt: skip
     """What a layer gives, and its cache the keys and values behind those that it held; None where it is for
     transformers' own code to find out.
@@ -91,6 +134,7 @@ def layer_in_one_step(
         past: transformers' cache, or None.
         options: others that the layer was called with.
         positions: as in ``angles_of``, of an attention that turns queries and keys.
+        memory: of a layer that has one.
     """
     if not is_plain(x) or x.dim() != 3 or weights_wanted():
         return None
@@ -100,18 +144,18 @@ def layer_in_one_step(
     if past is not None and torch.is_grad_enabled():
         return None
     try:
-        attention, apart = kind.attention(layer), _taken_apart(kind, layer, x)
+        apart = _taken_apart(kind, layer, x)
     except AttributeError:
         # Something stands there that is not what the kind says.
         return None
     if apart is None:
         return None
-    own, angles = apart.layers.parts[0].attentions[0], None
+    attention, own, angles = apart.attentions[0], apart.layers.parts[0].attentions[0], None
     if own.rotary is not None:
         angles = angles_of(positions, x.dtype)
         if angles is None or not fits(angles, x, _head_dim(own)):
             return None
-    cached = None if past is None else cache_layer_of(past, getattr(attention, "layer_idx", None))
+    cached = None if past is None else cache_layer_of(of_own_tokens(past), getattr(attention, "layer_idx", None))
     if cached is None and past is not None:
         return None
     causal = options.get("is_causal")
@@ -121,12 +165,24 @@ def layer_in_one_step(
     held = None if cached is None else cached.held(x, own.num_kv_heads, _head_dim(own))
     if not known or (held is None and cached is not None):
         return None
+    tokens, masks, helds = [x], [meaning], [held]
+    if memory is not None:
+        read = memory.read_by(apart.attentions[1], past)
+        if read is None:
+            return None
+        tokens += [] if read.held is not None else [memory.states]
+        masks.append(read.mask)
+        helds.append(read.held)
     # A cache keeps its places.
-    packed = _packed(layer, x, mask) if past is None else None
+    packed = _packed(layer, x, mask) if past is None and memory is None else None
     if watched():
-        attend = partial(_attended, attention, own, angles=angles, mask=mask, past=past)
-        feed = partial(_fed, apart.layers.parts[0])
-        output = of_parts((x,), apart.layers.parts[0], [meaning], [attend, feed], [held])
+        own_past = None if past is None else of_own_tokens(past)
+        sublayers = [partial(_attended, attention, own, angles=angles, mask=mask, past=own_past)]
+        if memory is not None:
+            other, projections = apart.attentions[1], apart.layers.parts[0].attentions[1]
+            sublayers.append(partial(_read, other, projections, memory=memory, held=helds[1]))
+        sublayers.append(partial(_fed, apart.layers.parts[0]))
+        output = of_parts(tokens, apart.layers.parts[0], masks, sublayers, helds)
         return output if packed is None or output is None else packed[0].leave(packed[0].enter(output))
     if packed is not None:
         laid, mask = packed
@@ -134,7 +190,7 @@ def layer_in_one_step(
         output = fused_layers((laid.enter(x)[None],), layers, [mask], [None])
         return None if output is None else laid.leave(output[0])
     layers = apart.layers if angles is None else apart.layers.turned_by(angles)
-    output = fused_layers((x,), layers, [meaning], [held])
+    output = fused_layers(tokens, layers, masks, helds)
     if output is not None and cached is not None:
         cached.appended(x)
     return output
@@ -167,20 +223,19 @@ def _meaning(given: Any, causal: bool, length: int, before: int) -> tuple[bool, 
 
 def _taken_apart(kind: Kind, layer: Any, x: Float[Tensor, "batch len width"]) -> _Apart | None:
     """What a layer is as a step, where all there is to it is that."""
-    attention = kind.attention(layer)
-    like = (
-        x.shape[-1], x.dtype, type(attention), attention.config._attn_implementation, hooked_now(attention),
-        *kind.marks(layer),
-    )  # fmt: skip
-    known, parts = _APART.get(layer), [*layer._modules.values(), *attention._modules.values()]
+    attentions = kind.attentions(layer)
+    own = [part for each in attentions for part in (type(each), each.config._attn_implementation, hooked_now(each))]
+    like = x.shape[-1], x.dtype, *own, *kind.marks(layer)
+    known = _APART.get(layer)
+    parts = [*layer._modules.values(), *[part for each in attentions for part in each._modules.values()]]
     if known is not None and known.like == like and known.parts == parts and known.unchanged.holds():
         return known
     found = kind.parts(layer, x)
     if found is None:
         return None
-    # The attention is asked each time, for it may have hooks that do nothing now.
-    others = [part for part in parts if part is not None and part is not attention]
-    apart = _Apart(parts, Unchanged(*others, apart_from=attention), like, Layers([found]))
+    # Attentions are asked each time, for they may have hooks that do nothing now.
+    others = [part for part in parts if part is not None and part not in attentions]
+    apart = _Apart(attentions, parts, Unchanged(*others, apart_from=attentions), like, Layers([found]))
     if not apart.unchanged.holds():
         return None
     _APART[layer] = apart
@@ -214,6 +269,24 @@ def _attended(
     if past is not None:
         key, value = past.update(key, value, attention.layer_idx)
     output, _ = attend_for(attention, query, key, value, mask, own.dropout, own.scale)
+    return project(output.flatten(-2), *own.last, path=NATIVE)
+
+
+def _read(
+    attention: Any, own: Projections, x: Float[Tensor, "batch len width"], *, memory: Memory, held: Held | None
+) -> Float[Tensor, "batch len width"]:
+    """What an attention to a memory gives, for those who watch it."""
+
+    def heads(rows: Tensor, layer: Layer, count: int) -> Tensor:
+        found: Tensor = project(rows, *layer, path=NATIVE).unflatten(-1, (count, -1)).transpose(1, 2)
+        return found
+
+    query = heads(x, own.sources[0], own.num_heads)
+    if held is None:
+        key, value = (heads(memory.states, layer, own.num_kv_heads) for layer in own.sources[1:])
+    else:
+        key, value = held.key, held.value
+    output, _ = attend_for(attention, query, key, value, memory.mask, own.dropout, own.scale, is_causal=False)
     return project(output.flatten(-2), *own.last, path=NATIVE)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import is_
 from typing import Final
 
@@ -20,7 +21,7 @@ class Unchanged:
 
     Args:
         modules: those.
-        apart_from: one within them that may have become another in itself.
+        apart_from: those within them that may have become others in themselves.
 
     A parameter that is written into is the same one; one that stands in its place is another.
 
@@ -33,8 +34,8 @@ class Unchanged:
     False
     """
 
-    def __init__(self, *modules: nn.Module, apart_from: nn.Module | None = None) -> None:
-        self._modules = [part for module in modules for part in module.modules() if part is not apart_from]
+    def __init__(self, *modules: nn.Module, apart_from: Sequence[nn.Module] = ()) -> None:
+        self._modules = [part for module in modules for part in module.modules() if part not in apart_from]
         self._kinds = [*map(type, self._modules)]
         self._hooks = [vars(part)[name] for part in self._modules for name in _HOOKS]
         # Attributes, parts, parameters and buffers: where there are none of these, some may come.

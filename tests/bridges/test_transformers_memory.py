@@ -1,0 +1,248 @@
+"""Decoder layers of transformers that attend to a memory, after swap: one step with both caches, and who sees parts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="needs the extra 'hf'")
+
+import transformers
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+
+import clearhead as ch
+from clearhead.backends import native_projection
+from tests.budget import within_budget
+from tests.steps import steps_taken
+
+pytestmark = [
+    pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}"),
+    pytest.mark.usefixtures("_kernels"),
+]
+
+LAYERS: Final = 3
+SIZES: Final[Mapping[str, Any]] = {
+    "vocab_size": 50, "d_model": 32, "encoder_layers": 1, "decoder_layers": LAYERS, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 40, "decoder_ffn_dim": 72, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": None, "decoder_start_token_id": 1, "forced_eos_token_id": None,
+}  # fmt: skip
+KINDS: Final[Mapping[str, Callable[[], Any]]] = {
+    "bart": lambda: transformers.BartForConditionalGeneration(
+        transformers.BartConfig(**SIZES, max_position_embeddings=64)
+    ),
+    "mbart": lambda: transformers.MBartForConditionalGeneration(
+        transformers.MBartConfig(**SIZES, max_position_embeddings=64)
+    ),
+    "marian": lambda: transformers.MarianMTModel(transformers.MarianConfig(**SIZES, max_position_embeddings=64)),
+    "whisper": lambda: transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(**SIZES, num_mel_bins=8, max_source_positions=9, max_target_positions=64)
+    ),
+}
+DTYPES: Final = (torch.float32, torch.bfloat16)
+CALLS: Final = (5, 1, 1, 3, 1, 1)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of the steps that calls are."""
+    return steps_taken(monkeypatch)
+
+
+def _model(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    model = KINDS[name]()
+    with torch.no_grad():
+        for part in model.parameters():
+            part.add_(torch.randn(part.shape) * (0.3 if part.dim() == 1 else 0.1))
+    return model.to(dtype).eval()
+
+
+def _memory(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def _ids(length: int = sum(CALLS)) -> Tensor:
+    return torch.randint(3, 50, (2, length), generator=torch.Generator().manual_seed(2))
+
+
+def _decoder(model: Any) -> Any:
+    return model.model.decoder
+
+
+def _decoded(model: Any, cache: Any = None, mask: Tensor | None = None) -> Tensor:
+    """States of a prompt, which fills the memory's cache, and of what follows."""
+    decoder, dtype = _decoder(model), model.dtype
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if cache is None else cache
+    given = {} if mask is None else {"encoder_attention_mask": mask}
+    with torch.no_grad():
+        return torch.cat([
+            decoder(part, encoder_hidden_states=_memory(dtype), past_key_values=cache, **given).last_hidden_state
+            for part in _ids().split(list(CALLS), 1)
+        ], 1)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_prompt_and_tokens_one_by_one(name: str, dtype: torch.dtype, taken: list[str]) -> None:
+    model = _model(name, dtype)
+    exact, own = _decoded(copy.deepcopy(model).double()), _decoded(model)
+    ch.swap(model)
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    found = _decoded(model, cache)
+    within_budget("states", found, own, exact, terms=LAYERS * 72, dtype=dtype)
+    # The prompt fills the memory's cache, part by part.
+    assert taken == ["LayerStep"] * LAYERS * (len(CALLS) - 1)
+    assert cache.get_seq_length() == sum(CALLS)
+    with ch.observe(model, ch.Want(entropy=True)) as seen:
+        watched = _decoded(model)
+    assert len(seen) == 2 * LAYERS
+    assert len(taken) == LAYERS * (len(CALLS) - 1)
+    assert torch.equal(watched, found)
+    ch.unswap(model)
+    assert torch.equal(_decoded(model), own)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "whisper"])
+def test_a_memory_that_is_padded(name: str, taken: list[str]) -> None:
+    model, real = _model(name), torch.ones(2, 9, dtype=torch.long)
+    real[0, 4:] = 0
+    own = _decoded(model, mask=real)
+    assert not torch.allclose(own[0], _decoded(model)[0], atol=1e-3)
+    ch.swap(model)
+    for _ in range(2):
+        torch.testing.assert_close(_decoded(model, mask=real), own, rtol=1e-4, atol=1e-4)
+    assert taken == ["LayerStep"] * LAYERS * (len(CALLS) - 1) * 2
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", KINDS)
+def test_it_trains_in_one_step(name: str, padded: bool, taken: list[str]) -> None:
+    model, ids, real = _model(name), _ids(7), torch.ones(2, 9, dtype=torch.long)
+    real[1, 5:] = 0
+    given = {"encoder_attention_mask": real} if padded and name != "whisper" else {}
+    upstream = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(3))
+
+    def gradients(of: Any) -> dict[str, Tensor]:
+        decoder, memory = _decoder(of), _memory(of.dtype).requires_grad_()
+        output = decoder(ids, encoder_hidden_states=memory, use_cache=False, **given).last_hidden_state
+        tensors = {"memory": memory, **{key: part for key, part in decoder.named_parameters() if part.requires_grad}}
+        found = torch.autograd.grad(output, list(tensors.values()), upstream.to(output.dtype))
+        return dict(zip(tensors, found, strict=True))
+
+    exact, textbook = gradients(copy.deepcopy(model).double()), gradients(model)
+    ch.swap(model)
+    for _ in range(3):
+        found = gradients(model)
+        for key, truth in exact.items():
+            within_budget(key, found[key], textbook[key], truth, terms=18 * 72)
+    assert taken == ["LayerStep"] * LAYERS * 3
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_dropout_and_the_same_bits_where_somebody_watches(name: str, taken: list[str]) -> None:
+    model = _model(name)
+    for layer in _decoder(model).layers:
+        layer.dropout, layer.activation_dropout, layer.self_attn.dropout, layer.encoder_attn.dropout = (
+            0.2,
+            0.1,
+            0.3,
+            0.3,
+        )
+    ch.swap(model)
+    model.train()
+
+    def run() -> Tensor:
+        torch.manual_seed(5)
+        found: Tensor = _decoder(model)(_ids(7), encoder_hidden_states=_memory(), use_cache=False).last_hidden_state
+        return found
+
+    first = run()
+    assert taken == ["LayerStep"] * LAYERS
+    with ch.observe(model, ch.Want(entropy=True)):
+        assert torch.equal(run(), first)
+    assert len(taken) == LAYERS
+    model.eval()
+    assert not torch.allclose(run(), first, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_generate_gives_the_same_tokens(name: str, taken: list[str]) -> None:
+    model = _model(name)
+    if name == "whisper":
+        features = torch.randn(2, 8, 18, generator=torch.Generator().manual_seed(4))
+        given: dict[str, Any] = {"input_features": features, "max_new_tokens": 8}
+    else:
+        ids = _ids(9)
+        real = torch.ones_like(ids)
+        real[0, 6:] = 0
+        given = {"input_ids": ids, "attention_mask": real, "max_new_tokens": 8}
+    own = [model.generate(**given, num_beams=beams, do_sample=False) for beams in (1, 3)]
+    ch.swap(model)
+    taken.clear()
+    for beams, right in zip((1, 3), own, strict=True):
+        assert torch.equal(model.generate(**given, num_beams=beams, do_sample=False), right)
+    assert taken.count("LayerStep") >= 2 * LAYERS * 6
+
+
+PARTS: Final = (
+    "self_attn", "encoder_attn", "encoder_attn.q_proj", "encoder_attn.k_proj", "encoder_attn.out_proj",
+    "encoder_attn_layer_norm", "fc2", "activation_fn",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", ["bart", "whisper"])
+def test_whoever_looks_at_a_part_sees_it(name: str, part: str, taken: list[str]) -> None:
+    model, seen = _model(name), list[object]()
+    own = _decoded(model)
+    ch.swap(model)
+    _decoded(model)
+    taken.clear()
+    looked_at = _decoder(model).layers[1].get_submodule(part)
+    handle = looked_at.register_forward_hook(lambda *given: seen.append(given[2]))
+    torch.testing.assert_close(_decoded(model), own, rtol=1e-4, atol=1e-4)
+    # A memory's keys are projected once.
+    assert len(seen) == (1 if part == "encoder_attn.k_proj" else len(CALLS))
+    assert taken == ["LayerStep"] * (LAYERS - 1) * (len(CALLS) - 1)
+    handle.remove()
+    _decoded(model)
+    assert len(taken) == (2 * LAYERS - 1) * (len(CALLS) - 1)
+
+
+def test_without_a_memory_and_with_other_caches_it_goes_by_parts(taken: list[str]) -> None:
+    model = _model("bart")
+    config = model.config
+
+    def run() -> list[Tensor]:
+        static = EncoderDecoderCache(*(StaticCache(config=config, max_cache_len=12) for _ in range(2)))
+        with torch.no_grad():
+            return [_decoder(model)(_ids(7), use_cache=False).last_hidden_state, _decoded(model, static)]
+
+    own = run()
+    ch.swap(model)
+    torch.testing.assert_close(run(), own, rtol=1e-4, atol=1e-4)
+    assert taken == []
+
+
+def test_a_memory_s_cache_that_was_reordered(taken: list[str]) -> None:
+    model, ids = _model("bart"), _ids()
+
+    def run() -> Tensor:
+        cache, found = EncoderDecoderCache(DynamicCache(), DynamicCache()), []
+        with torch.no_grad():
+            for place, part in enumerate(ids.split([5, 1, 1, 1, 1, 1, 2], 1)):
+                output = _decoder(model)(part, encoder_hidden_states=_memory(), past_key_values=cache)
+                found.append(output.last_hidden_state)
+                if place % 2:
+                    cache.reorder_cache(torch.tensor([1, 0]))
+        return torch.cat(found, 1)
+
+    own = run()
+    ch.swap(model)
+    torch.testing.assert_close(run(), own, rtol=1e-4, atol=1e-4)
+    assert taken == ["LayerStep"] * LAYERS * 6
