@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +16,7 @@ from clearhead.bridges.packed import Packed
 from clearhead.bridges.torch_parts import is_plain
 from clearhead.bridges.transformers_angles import angles_of, fits
 from clearhead.bridges.transformers_attention import attend_for, is_causal_alone, weights_wanted
-from clearhead.bridges.transformers_cache import cache_layer_of, of_memory, of_own_tokens
+from clearhead.bridges.transformers_cache import CacheLayer, cache_layer_of, of_memory, of_own_tokens
 from clearhead.bridges.transformers_masks import MaskTensor
 from clearhead.masks import Causal, Mask
 from clearhead.masks.base import conjuncts
@@ -148,52 +148,97 @@ def layer_in_one_step(
     except AttributeError:
         # Something stands there that is not what the kind says.
         return None
-    if apart is None:
+    call = None if apart is None else _call_of(apart, x, mask, past, options.get("is_causal"), positions)
+    if call is not None and memory is not None:
+        call = call.with_memory(memory, past)
+    elif call is not None and past is None:
+        # A cache keeps its places.
+        call = replace(call, packed=_packed(layer, x, mask))
+    if call is None:
         return None
+    return call.for_watchers(mask, past, memory) if watched() else call.at_once()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a layer that a step may take.
+
+    Attributes:
+        apart: the layer.
+        tokens: its own, and those of a memory whose keys and values are not there yet.
+        masks: of each attention.
+        held: what each attention reads from a cache, where it does.
+        cached: the cache of its own tokens, where there is one.
+        angles: of its own tokens, where these are turned.
+        packed: how they are laid end to end, and their mask then, where they are.
+    """
+
+    apart: _Apart
+    tokens: tuple[Tensor, ...]
+    masks: tuple[Mask | None, ...]
+    held: tuple[Held | None, ...]
+    cached: CacheLayer | None
+    angles: Tensor | None
+    packed: tuple[Packed, Mask] | None = None
+
+    def with_memory(self, memory: Memory, past: Any) -> Self | None:
+        """The same with a memory; None where it is for others to read it."""
+        read = memory.read_by(self.apart.attentions[1], past)
+        if read is None:
+            return None
+        tokens = self.tokens if read.held is not None else (*self.tokens, memory.states)
+        return replace(self, tokens=tokens, masks=(*self.masks, read.mask), held=(*self.held, read.held))
+
+    def at_once(self) -> Tensor | None:
+        """The output in one step, or None."""
+        layers, angles, tokens, masks = self.apart.layers, self.angles, self.tokens, self.masks
+        laid = None
+        if self.packed is not None:
+            laid, mask = self.packed
+            tokens, masks = (laid.enter(tokens[0])[None],), (mask,)
+            angles = None if angles is None else laid.angles(angles)
+        output = fused_layers(tokens, layers if angles is None else layers.turned_by(angles), masks, self.held)
+        if output is None:
+            return None
+        if self.cached is not None:
+            self.cached.appended(tokens[0])
+        return output if laid is None else laid.leave(output[0])
+
+    def for_watchers(self, mask: Any, past: Any, memory: Memory | None) -> Tensor | None:
+        """The output part by part, or None; of what the layer was called with."""
+        (attention, *others), parts = self.apart.attentions, self.apart.layers.parts[0]
+        own, *to_memory = parts.attentions
+        sublayers: list[Callable[[Tensor], Tensor]] = [
+            partial(_attended, attention, own, angles=self.angles, mask=mask, past=of_own_tokens(past))
+        ]
+        if memory is not None:
+            sublayers.append(partial(_read, *others, *to_memory, memory=memory, held=self.held[1]))
+        output = of_parts(self.tokens, parts, self.masks, [*sublayers, partial(_fed, parts)], self.held)
+        if output is None or self.packed is None:
+            return output
+        laid, _ = self.packed
+        return laid.leave(laid.enter(output))
+
+
+def _call_of(
+    apart: _Apart, x: Float[Tensor, "batch len width"], mask: Any, past: Any, is_causal: bool | None, positions: Any
+) -> _Call | None:
+    """A call as far as a layer's own tokens go; None where it is none that a step may take."""
     attention, own, angles = apart.attentions[0], apart.layers.parts[0].attentions[0], None
+    head_dim = own.last[0].shape[1] // own.num_heads
     if own.rotary is not None:
         angles = angles_of(positions, x.dtype)
-        if angles is None or not fits(angles, x, _head_dim(own)):
+        if angles is None or not fits(angles, x, head_dim):
             return None
     cached = None if past is None else cache_layer_of(of_own_tokens(past), getattr(attention, "layer_idx", None))
     if cached is None and past is not None:
         return None
-    causal = options.get("is_causal")
-    if causal is None:
-        causal = is_causal_alone(attention)
-    known, meaning = _meaning(mask, bool(causal), x.shape[1], 0 if cached is None else cached.cache.length)
-    held = None if cached is None else cached.held(x, own.num_kv_heads, _head_dim(own))
+    causal = is_causal_alone(attention) if is_causal is None else bool(is_causal)
+    known, meaning = _meaning(mask, causal, x.shape[1], 0 if cached is None else cached.cache.length)
+    held = None if cached is None else cached.held(x, own.num_kv_heads, head_dim)
     if not known or (held is None and cached is not None):
         return None
-    tokens, masks, helds = [x], [meaning], [held]
-    if memory is not None:
-        read = memory.read_by(apart.attentions[1], past)
-        if read is None:
-            return None
-        tokens += [] if read.held is not None else [memory.states]
-        masks.append(read.mask)
-        helds.append(read.held)
-    # A cache keeps its places.
-    packed = _packed(layer, x, mask) if past is None and memory is None else None
-    if watched():
-        own_past = None if past is None else of_own_tokens(past)
-        sublayers = [partial(_attended, attention, own, angles=angles, mask=mask, past=own_past)]
-        if memory is not None:
-            other, projections = apart.attentions[1], apart.layers.parts[0].attentions[1]
-            sublayers.append(partial(_read, other, projections, memory=memory, held=helds[1]))
-        sublayers.append(partial(_fed, apart.layers.parts[0]))
-        output = of_parts(tokens, apart.layers.parts[0], masks, sublayers, helds)
-        return output if packed is None or output is None else packed[0].leave(packed[0].enter(output))
-    if packed is not None:
-        laid, mask = packed
-        layers = apart.layers if angles is None else apart.layers.turned_by(laid.angles(angles))
-        output = fused_layers((laid.enter(x)[None],), layers, [mask], [None])
-        return None if output is None else laid.leave(output[0])
-    layers = apart.layers if angles is None else apart.layers.turned_by(angles)
-    output = fused_layers(tokens, layers, masks, helds)
-    if output is not None and cached is not None:
-        cached.appended(x)
-    return output
+    return _Call(apart, (x,), (meaning,), (held,), cached, angles)
 
 
 def _packed(layer: Any, x: Tensor, given: Any) -> tuple[Packed, Mask] | None:
@@ -205,10 +250,6 @@ def _packed(layer: Any, x: Tensor, given: Any) -> tuple[Packed, Mask] | None:
         return None
     rows = x.shape[0] * x.shape[1] - len(found[0].places)
     return found if rows * x.shape[2] ** 2 >= _LEAST_LEFT_OUT else None
-
-
-def _head_dim(own: Projections) -> int:
-    return own.last[0].shape[1] // own.num_heads
 
 
 def _meaning(given: Any, causal: bool, length: int, before: int) -> tuple[bool, Mask | None]:
@@ -260,7 +301,7 @@ def _attended(
     """What an attention gives, for those who watch it."""
     projected = [project(x, *layer, path=NATIVE).flatten(0, 1) for layer in own.sources]
     for place, (kind, pair) in enumerate(own.head_norms):
-        heads = projected[place].unflatten(-1, (-1, _head_dim(own)))
+        heads = projected[place].unflatten(-1, (own.num_heads if place == 0 else own.num_kv_heads, -1))
         projected[place] = normed(heads, Norm(*kind, *pair)).flatten(-2)
     counts = (own.num_heads, own.num_kv_heads, own.num_kv_heads)
     query, key, value = by_head(projected, len(x), counts)
