@@ -48,6 +48,8 @@ MODEL_ROWS: dict[str, Row] = {
     "ragged encoder model": EncoderModelRow(model="BERT base", batch=2, length=8, ragged=True).small(),
     "prefill": CausalRow(decode=False).small(),
     "decode": CausalRow(decode=True).small(),
+    "decode behind padding": CausalRow(decode=True, model="Qwen2.5 0.5B", batch=2).small(),
+    "decode with a memory": CausalRow(decode=True, model="Whisper base").small(),
     "decode, Llama's kind": CausalRow(decode=True, model="Qwen2.5 0.5B", dtype=torch.bfloat16).small(),
 }
 

@@ -194,7 +194,23 @@ def _qwen2(layers: int, positions: int) -> Any:
     return Qwen2Model(config)
 
 
-_CAUSAL: Final[dict[str, Callable[[int, int], Any]]] = {"GPT-2": _gpt2, "Qwen2.5 0.5B": _qwen2}
+def _whisper(layers: int, positions: int) -> Any:
+    """The decoder of Whisper base (Radford et al. 2022, table 1), of 6 layers."""
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperDecoder
+
+    config = WhisperConfig(
+        d_model=512, decoder_layers=layers, decoder_attention_heads=8, decoder_ffn_dim=2048,
+        max_target_positions=max(positions, 448),
+    )  # fmt: skip
+    return WhisperDecoder._from_config(config, attn_implementation="sdpa")
+
+
+_CAUSAL: Final[dict[str, Callable[[int, int], Any]]] = {
+    "GPT-2": _gpt2, "Qwen2.5 0.5B": _qwen2, "Whisper base": _whisper,
+}  # fmt: skip
+#: What a model writes about, where it does: half a minute of speech.
+_HEARD: Final = {"Whisper base": 1500}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,15 +219,17 @@ class CausalRow:
 
     Args:
         decode: time the tokens that follow the prompt, one by one with a cache, in place of the prompt.
-        model: ``"GPT-2"`` or ``"Qwen2.5 0.5B"``.
+        model: ``"GPT-2"``, ``"Qwen2.5 0.5B"`` or ``"Whisper base"``, of which this is the decoder.
         length: tokens of the prompt.
         layers: layers.
+        batch: sequences; of several the prompts are of half the length to the whole of it, padded to the left.
     """
 
     decode: bool
     model: str = "GPT-2"
     length: int = 1024
     layers: int = 12
+    batch: int = 1
     dtype: torch.dtype = torch.float32
     memory: bool = False
 
@@ -219,6 +237,7 @@ class CausalRow:
     def title(self) -> str:
         """What the work is."""
         what = f"{_DECODED} tokens decoded behind {self.length}" if self.decode else f"prefill of {self.length} tokens"
+        what += f", {self.batch} padded sequences" * (self.batch > 1)
         size = f"{self.model} size" if self.model == "GPT-2" else f"{self.model} size, {self.layers} layers"
         return f"{size}, {what}" + ("" if self.dtype is torch.float32 else f", {str(self.dtype).split('.')[1]}")
 
@@ -226,7 +245,8 @@ class CausalRow:
     def group(self) -> str:
         """Prefill or decode, of which model, in which dtype where it is not float32."""
         what = "decode" if self.decode else "prefill"
-        named = what if self.model == "GPT-2" else f"{what}, Llama's kind"
+        named = what + {"GPT-2": "", "Whisper base": ", with a memory"}.get(self.model, ", Llama's kind")
+        named += ", padded" * (self.batch > 1)
         return named if self.dtype is torch.float32 else f"{named}, {str(self.dtype).split('.')[1]}"
 
     @property
@@ -242,10 +262,12 @@ class CausalRow:
         positions = self.length + _DECODED
         theirs = _seeded(lambda: _CAUSAL[self.model](self.layers, positions)).to(self.dtype)
         words = theirs.config.vocab_size
-        ids = torch.randint(0, words, (1, positions), generator=torch.Generator().manual_seed(1))
+        ids = torch.randint(1, words, (self.batch, positions), generator=torch.Generator().manual_seed(1))
+        first = torch.linspace(self.length // 2, 0, self.batch).long() if self.batch > 1 else torch.zeros(1)
+        real = torch.arange(positions) >= first[:, None]
         eager = deepcopy(theirs)
         eager.set_attn_implementation("eager")
-        build = partial(_decoding if self.decode else _prefill, ids=ids)
+        build = partial(_decoding if self.decode else _prefill, ids=ids, real=real, heard=_HEARD.get(self.model))
         return Case(
             title=self.title, calls={OURS: build(_ours(theirs)), SDPA_MODEL: build(theirs)},
             exact=lambda: build(deepcopy(eager).double())(), plain=lambda: build(eager)(), backend=lambda: "model",
@@ -256,27 +278,37 @@ class CausalRow:
         return replace(self, length=12, layers=1)
 
 
-def _prefill(model: nn.Module, *, ids: Tensor) -> Call:
-    prompt = ids[:, :-_DECODED]
-    return lambda: _hidden(model, prompt)
+def _prefill(model: nn.Module, *, ids: Tensor, real: Tensor, heard: int | None) -> Call:
+    assert heard is None
+    return lambda: _hidden(model, ids[:, :-_DECODED], real[:, :-_DECODED])
 
 
-def _decoding(model: nn.Module, *, ids: Tensor) -> Call:
+def _decoding(model: Any, *, ids: Tensor, real: Tensor, heard: int | None) -> Call:
     """Each call decodes the same tokens behind the same cache, which is cut back to the prompt afterwards."""
-    from transformers import DynamicCache
+    from transformers import DynamicCache, EncoderDecoderCache
 
-    cache = DynamicCache()
+    cache: Any = DynamicCache()
+    given: dict[str, Any] = {}
+    if heard is not None:
+        cache = EncoderDecoderCache(cache, DynamicCache())
+        size, source = (len(ids), heard, model.config.d_model), torch.Generator().manual_seed(2)
+        given["encoder_hidden_states"] = torch.randn(size, generator=source).to(model.dtype)
+    places = (real.long().cumsum(1) - 1).clamp(min=0)
+
+    def states(begin: int, end: int) -> Tensor:
+        if not bool(real.all()):
+            given.update(attention_mask=real[:, :end].long(), position_ids=places[:, begin:end])
+        found: Tensor = model(input_ids=ids[:, begin:end], past_key_values=cache, **given).last_hidden_state
+        return found
+
     prompt = ids.shape[1] - _DECODED
     with torch.no_grad():
-        model(input_ids=ids[:, :prompt], past_key_values=cache)
+        states(0, prompt)
 
     def call() -> Groups:
-        states = []
         with torch.no_grad():
-            for place in range(prompt, ids.shape[1]):
-                token = ids[:, place : place + 1]
-                states.append(model(input_ids=token, past_key_values=cache).last_hidden_state)
+            found = [states(place, place + 1) for place in range(prompt, ids.shape[1])]
         cache.crop(-_DECODED)
-        return ((torch.cat(states, dim=1),),)
+        return ((torch.cat(found, dim=1),),)
 
     return call

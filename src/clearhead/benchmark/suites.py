@@ -168,7 +168,11 @@ def _models() -> list[Row]:
     qwen2 = (
         CausalRow(decode=one, model="Qwen2.5 0.5B", layers=8, dtype=dtype) for dtype in dtypes for one in (False, True)
     )
-    return [*encoders, CausalRow(decode=False), CausalRow(decode=True), *qwen2]
+    others = (
+        CausalRow(decode=True, model="Qwen2.5 0.5B", layers=8, batch=4, length=256),
+        CausalRow(decode=True, model="Whisper base", layers=6, length=64),
+    )
+    return [*encoders, CausalRow(decode=False), CausalRow(decode=True), *qwen2, *others]
 
 
 #: How many times attention without statistics those of each row may take.
@@ -246,6 +250,8 @@ _RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | 
             for what in ("prefill", "decode")
             for dtype in ("", ", bfloat16")
         ),
+        ("decode, Llama's kind, padded", OURS, (SDPA_MODEL,), 1.0, None),
+        ("decode, with a memory", OURS, (SDPA_MODEL,), 1.0, None),
     ),
     "linear": (("linear, training, from 1024 tokens", OURS, (FULL,), 1.0, None),),
     "function": ((ALIBI, OURS, (DENSE,), round(1 / 3, 3), None), (LEARNED, OURS, (MADE,), round(1 / 3, 3), None)),
