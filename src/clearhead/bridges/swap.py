@@ -94,7 +94,8 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     """Make the attention of an existing model ours, in place.
 
     A model of Hugging Face transformers, or one within ``model``, attends through ``bridges.transformers``; its
-    linear layers go through the faster product, feedforwards that are known are one step, and dropout is ours.
+    linear layers go through the faster product, layers and feedforwards that are known are one step, and dropout is ours.
+    Layers that are one step work on real tokens only where nothing is cached: their output at padding is 0.
 
     Every ``torch.nn.MultiheadAttention`` computes by ``attention``; ``TransformerEncoderLayer``,
     ``TransformerDecoderLayer`` and their stacks go through it in training and in eval mode alike, and a
@@ -111,8 +112,8 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
 
     Args:
         model: changed in place; swapping again changes what was left before, and ``leave_padding_out``.
-        leave_padding_out: whether encoder stacks skip padding, those replaced before among them; with False its
-            tokens get what torch gives them while training.
+        leave_padding_out: whether encoder stacks, and layers of transformers, skip padding, those replaced before among
+            them; with False its tokens get what torch gives them while training, and transformers at any time.
 
     Returns:
         What was replaced, and what was left and why.
