@@ -94,8 +94,8 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     """Make the attention of an existing model ours, in place.
 
     A model of Hugging Face transformers, or one within ``model``, attends through ``bridges.transformers``; its
-    linear layers go through the faster product, layers and feedforwards that are known are one step, and dropout is ours.
-    Layers that are one step work on real tokens only where nothing is cached: their output at padding is 0.
+    linear layers go through the faster product, layers and feedforwards that are known are one step, and dropout is
+    ours. Layers that are one step work on real tokens only where nothing is cached: their output at padding is 0.
 
     Every ``torch.nn.MultiheadAttention`` computes by ``attention``; ``TransformerEncoderLayer``,
     ``TransformerDecoderLayer`` and their stacks go through it in training and in eval mode alike, and a
