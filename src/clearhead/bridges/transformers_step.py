@@ -28,7 +28,7 @@ from clearhead.nn.held import Held
 from clearhead.nn.norm import normed
 from clearhead.nn.unchanged import Unchanged
 from clearhead.positions import turned_by_token
-from clearhead.projection import NATIVE, Layer, project, project_activate_project
+from clearhead.projection import NATIVE, Layer, are_plain, project, project_activate_project
 from clearhead.shapes import Float
 from clearhead.watch import watched
 
@@ -136,7 +136,7 @@ def layer_in_one_step(
         positions: as in ``angles_of``, of an attention that turns queries and keys.
         memory: of a layer that has one.
     """
-    if not is_plain(x) or x.dim() != 3 or weights_wanted():
+    if not is_plain(x) or not are_plain(x) or x.dim() != 3 or weights_wanted():
         return None
     if any(option is not None and option is not False and name not in _READ for name, option in options.items()):
         return None
