@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "silu": F.silu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }  # fmt: skip
 NAMES = ("output", "dx", "dexpand", "dexpand_bias", "dcontract", "dcontract_bias")
 #: Leading axes of x, width in, hidden, out.

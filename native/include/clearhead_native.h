@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 15
+#define CH_ABI 16
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_RUNS 4
 #define CH_MAX_RULES 8
@@ -223,7 +223,8 @@ typedef struct ch_term {
   int64_t steps;
 } ch_term;
 
-enum ch_activation { CH_PLAIN = 0, CH_RELU = 1, CH_GELU = 2, CH_GELU_TANH = 3, CH_SILU = 4 };
+/* The last one is x / (1 + exp(-1.702 x)).                                                                 */
+enum ch_activation { CH_PLAIN = 0, CH_RELU = 1, CH_GELU = 2, CH_GELU_TANH = 3, CH_SILU = 4, CH_QUICK_GELU = 5 };
 
 enum ch_gate { CH_GATE_OUTPUT = 0, CH_GATE_SLOPE = 1 };
 

@@ -47,9 +47,9 @@ CH_INLINE vf activation_of(int32_t kind, vf x, vf& slope) {
     slope = open + x * open * (all(1.0f) - open) * twice * (all(1.0f) + all(3.0f) * cubic * square);
     return x * open;
   }
-  if (kind == CH_SILU) {
-    const vf open = sigmoid_of(x);
-    slope = open + x * open * (all(1.0f) - open);
+  if (kind == CH_SILU || kind == CH_QUICK_GELU) {
+    const vf steep = all(kind == CH_SILU ? 1.0f : 1.702f), open = sigmoid_of(steep * x);
+    slope = open + steep * x * open * (all(1.0f) - open);
     return x * open;
   }
   if (kind == CH_RELU) {

@@ -19,7 +19,7 @@ int check_vector(const ch_projection& work, const void* data, int64_t count) {
 
 // Activation, dropout and gate: each is known, and they go together.
 int check_way_out(const ch_projection& work) {
-  if (work.activation < CH_PLAIN || work.activation > CH_SILU || !is_share(work.dropped)) return CH_BAD_OPTION;
+  if (work.activation < CH_PLAIN || work.activation > CH_QUICK_GELU || !is_share(work.dropped)) return CH_BAD_OPTION;
   if (work.gate == nullptr) return work.slope_gate == nullptr ? CH_OK : CH_BAD_OPTION;
   if (work.gate_kind != CH_GATE_OUTPUT && work.gate_kind != CH_GATE_SLOPE) return CH_BAD_OPTION;
   if (work.activation != CH_PLAIN || (work.slope == nullptr) != (work.slope_gate == nullptr)) return CH_BAD_OPTION;

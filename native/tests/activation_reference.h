@@ -19,8 +19,9 @@ struct Share {
 inline Share share_of(int kind, double x) {
   if (kind == CH_GELU) return {0.5 * std::erfc(-x / std::sqrt(2.0)), std::exp(-x * x / 2) / std::sqrt(2 * M_PI)};
   const double twice = 2 * std::sqrt(2 / M_PI), cubic = 0.044715;
-  const double of = kind == CH_SILU ? x : twice * x * (1 + cubic * x * x);
-  const double inner = kind == CH_SILU ? 1 : twice * (1 + 3 * cubic * x * x);
+  const double steep = kind == CH_SILU ? 1 : 1.702;
+  const double of = kind == CH_GELU_TANH ? twice * x * (1 + cubic * x * x) : steep * x;
+  const double inner = kind == CH_GELU_TANH ? twice * (1 + 3 * cubic * x * x) : steep;
   const double passes = 1 / (1 + std::exp(-of));
   // Not as a product with 1 - passes, of which far above nothing is left.
   return {passes, inner / (2 + std::exp(of) + std::exp(-of))};
@@ -44,9 +45,10 @@ inline Activated slope_of(int kind, double sum, double error) {
   if (kind == CH_PLAIN) return {1, 0};
   if (kind == CH_RELU) return {sum > 0 ? 1.0 : 0.0, error > 0 && std::fabs(sum) <= error ? 1.0 : 0.0};
   const Share share = share_of(kind, sum);
-  // No slope grows faster than 0.8 times its number.
+  // No slope grows faster than so many times its number.
+  const double growth = kind == CH_QUICK_GELU ? 0.86 : 0.8;
   const double terms = share.passes + std::fabs(sum * share.grows);
-  return {share.passes + sum * share.grows, 0.8 * error + terms * share_error(sum) + std::fabs(sum) * 1e-36};
+  return {share.passes + sum * share.grows, growth * error + terms * share_error(sum) + std::fabs(sum) * 1e-36};
 }
 
 // Whether dropout keeps an activation.

@@ -281,7 +281,7 @@ inline ProjectionCase draw_projection(uint64_t number) {
   const int64_t terms = random.between(shape.least_terms, shape.most_terms);
   for (int64_t t = 0; t < terms; ++t) c.steps.push_back(random.pick(shape.steps));
   c.gated = random.one_in(3), c.gate_kind = random.one_in(2) ? CH_GATE_SLOPE : CH_GATE_OUTPUT;
-  if (!c.gated) c.activation = static_cast<int>(random.between(CH_PLAIN, CH_SILU));
+  if (!c.gated) c.activation = static_cast<int>(random.between(CH_PLAIN, CH_QUICK_GELU));
   c.sloped = random.one_in(2) && (!c.gated || c.gate_kind == CH_GATE_SLOPE);
   const bool may_drop = !c.gated || c.gate_kind == CH_GATE_OUTPUT;
   // Half of it doubles the rest, which rounds nothing.

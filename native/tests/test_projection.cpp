@@ -84,7 +84,7 @@ int very_few_rows() {
     c.dtype = random.pick(std::vector<int>{CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16});
     c.right_turned = right_turned, c.rows = rows, c.columns = columns, c.steps = {steps};
     c.biased = random.one_in(2), c.whole = random.one_in(4);
-    c.activation = static_cast<int>(random.between(CH_PLAIN, CH_SILU)), c.sloped = random.one_in(2);
+    c.activation = static_cast<int>(random.between(CH_PLAIN, CH_QUICK_GELU)), c.sloped = random.one_in(2);
     if (random.one_in(2)) c.dropped = c.whole ? 32768 : static_cast<int>(random.between(1, 65535));
     c.seed = static_cast<uint64_t>(random.between(0, INT64_MAX / 2));
     draw_numbers(random, c);

@@ -56,7 +56,7 @@ const std::vector<Bad>& either_way() {
       {"odd left", CH_BAD_POINTER, [](W& w) { make_odd(w.terms[0].left); }},
       {"odd right", CH_BAD_POINTER, [](W& w) { make_odd(w.terms[0].right); }},
       {"odd bias", CH_BAD_POINTER, [](W& w) { make_odd(w.bias); }},
-      {"an activation past the last", CH_BAD_OPTION, [](W& w) { w.activation = CH_SILU + 1; }},
+      {"an activation past the last", CH_BAD_OPTION, [](W& w) { w.activation = CH_QUICK_GELU + 1; }},
       {"a negative activation", CH_BAD_OPTION, [](W& w) { w.activation = -1; }},
       {"all dropped", CH_BAD_OPTION, [](W& w) { w.dropped = 65536; }},
       {"a negative share dropped", CH_BAD_OPTION, [](W& w) { w.dropped = -1; }},

@@ -185,7 +185,7 @@ def test_activations_that_are_known_are_part_of_the_step(activation: str, taken:
     own = _output(model)
     ch.swap(model)
     torch.testing.assert_close(_output(model), own, rtol=1e-5, atol=1e-5)
-    assert taken == [activation in {"gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish"}]
+    assert taken == [activation in {"gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu", "swish"}]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -31,7 +31,7 @@ __all__ = [
 ]  # fmt: skip
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
-ABI: Final = 15
+ABI: Final = 16
 MAX_HEAD_DIM: Final = 256
 MAX_RUNS: Final = 4
 MAX_RULES: Final = 8
@@ -87,6 +87,7 @@ class Activation(IntEnum):
     GELU = 2
     GELU_TANH = 3
     SILU = 4
+    QUICK_GELU = 5
 
 
 class Gate(IntEnum):

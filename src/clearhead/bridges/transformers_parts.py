@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
+from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, QuickGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
 from clearhead.backends.native_norm import Norm, NormKind
@@ -69,6 +69,7 @@ _RMS_NORMS: Final = ("d410d971c2edc3da", "2ba825c845aca2cf")
 _HOLDERS: Final = (GELUActivation, GELUTanh)
 _NAMES: Final[dict[type, str]] = {
     NewGELUActivation: "gelu_tanh", SwappedNewGELU: "gelu_tanh", SiLUActivation: "silu",
+    QuickGELUActivation: "quick_gelu",
 }  # fmt: skip
 _NOTHING: Final = nn.Identity()
 

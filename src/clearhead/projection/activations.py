@@ -49,10 +49,22 @@ def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return grad * (passes * (1 + x * (1 - passes)))
 
 
-#: Activations by name.
+#: How steep the sigmoid is that stands for the normal distribution.
+_STEEP: Final = 1.702
+
+
+def _quick_gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    passes = (_STEEP * x).sigmoid()
+    return grad * (passes * (1 + _STEEP * x * (1 - passes)))
+
+
+#: Activations by name; GELU's two short forms are those of Hendrycks and Gimpel 2016, section 2.
 ACTIVATIONS: Final[Mapping[str, Activation]] = {
     "relu": Activation(Kind.RELU, Gate.OUTPUT, F.relu, lambda grad, x: grad * (x > 0)),
     "gelu": _gelu(Kind.GELU, "none"),
     "gelu_tanh": _gelu(Kind.GELU_TANH, "tanh"),
     "silu": Activation(Kind.SILU, Gate.SLOPE, F.silu, _silu_backward),
+    "quick_gelu": Activation(
+        Kind.QUICK_GELU, Gate.SLOPE, lambda x: x * torch.sigmoid(_STEEP * x), _quick_gelu_backward
+    ),
 }
