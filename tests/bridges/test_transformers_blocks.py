@@ -375,6 +375,9 @@ def test_causal_by_an_option_without_a_mask(taken: list[str]) -> None:
         own = [layer(x, None, is_causal=causal) for causal in (True, False)]
         ch.swap(model)
         found = [layer(x, None, is_causal=causal) for causal in (True, False)]
+        with ch.observe(model, ch.Want(entropy=True)):
+            watched = [layer(x, None, is_causal=causal) for causal in (True, False)]
+    assert all(torch.equal(one, other) for one, other in zip(watched, found, strict=True))
     torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-4)
     assert taken == ["LayerStep"] * 2
     assert not torch.allclose(*found, atol=1e-2)

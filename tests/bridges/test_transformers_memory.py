@@ -229,6 +229,24 @@ def test_without_a_memory_and_with_other_caches_it_goes_by_parts(taken: list[str
     assert taken == []
 
 
+def test_a_memory_that_sequences_share_goes_by_parts(taken: list[str]) -> None:
+    model, memory = _model("bart"), _memory()[:1]
+
+    def run() -> Tensor:
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        with torch.no_grad():
+            parts = [
+                _decoder(model)(part, encoder_hidden_states=memory, past_key_values=cache).last_hidden_state
+                for part in _ids(3).split(1, 1)
+            ]
+        return torch.cat(parts, 1)
+
+    own = run()
+    ch.swap(model)
+    torch.testing.assert_close(run(), own, rtol=1e-4, atol=1e-4)
+    assert taken == []
+
+
 def test_a_memory_s_cache_that_was_reordered(taken: list[str]) -> None:
     model, ids = _model("bart"), _ids()
 

@@ -133,13 +133,15 @@ def weights_wanted() -> bool:
 
 
 def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One dtype, where autocast left some of them wide, and one batch, where queries are the same for all."""
+    """One dtype, where autocast left some of them wide, and one batch, where queries, or keys, are the same for all."""
     if not query.dtype == key.dtype == value.dtype:
         device = query.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if query.shape[0] != key.shape[0]:
-        query = query.expand(key.shape[0], -1, -1, -1)
+    batch = max(query.shape[0], key.shape[0])
+    query, key, value = (
+        part if part.shape[0] == batch else part.expand(batch, -1, -1, -1) for part in (query, key, value)
+    )
     return query, key, value
 
 

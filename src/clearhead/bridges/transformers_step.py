@@ -38,8 +38,6 @@ __all__ = ["Kind", "Memory", "hooked_now", "layer_in_one_step"]
 _READ: Final = ("is_causal", "output_hidden_states")
 #: Where transformers' own hooks come from, which collect only where it is asked for.
 _COLLECTS: Final = "transformers.utils.output_capturing"
-
-
 #: From how many tokens, times the width squared, of padding on it is left out.
 _LEAST_LEFT_OUT: Final = 2**22
 
@@ -78,13 +76,15 @@ class Memory:
     states: Any
     mask: Any
 
-    def read_by(self, attention: Any, past: Any) -> _Reading | None:
-        """How it is read by an attention of a model with this cache; None where that is for others to find out, who
-        fill the cache besides."""
+    def read_by(self, attention: Any, past: Any, batch: int) -> _Reading | None:
+        """How so many sequences read it by an attention of a model with this cache; None where that is for others to
+        find out, who fill the cache besides."""
         states, held = self.states, None
-        if not isinstance(states, Tensor) or not is_plain(states) or states.dim() != 3:
+        if not isinstance(states, Tensor) or not is_plain(states) or states.dim() != 3 or len(states) != batch:
             return None
         if past is not None and (held := of_memory(past, getattr(attention, "layer_idx", None))) is None:
+            return None
+        if held is not None and len(held.key) != batch:
             return None
         length = states.shape[1] if held is None else held.length
         if self.mask is None:
@@ -167,6 +167,7 @@ class _Call:
         apart: the layer.
         tokens: its own, and those of a memory whose keys and values are not there yet.
         masks: of each attention.
+        causal: whether the first is causal where it was given no mask.
         held: what each attention reads from a cache, where it does.
         cached: the cache of its own tokens, where there is one.
         angles: of its own tokens, where these are turned.
@@ -176,6 +177,7 @@ class _Call:
     apart: _Apart
     tokens: tuple[Tensor, ...]
     masks: tuple[Mask | None, ...]
+    causal: bool
     held: tuple[Held | None, ...]
     cached: CacheLayer | None
     angles: Tensor | None
@@ -183,7 +185,7 @@ class _Call:
 
     def with_memory(self, memory: Memory, past: Any) -> Self | None:
         """The same with a memory; None where it is for others to read it."""
-        read = memory.read_by(self.apart.attentions[1], past)
+        read = memory.read_by(self.apart.attentions[1], past, len(self.tokens[0]))
         if read is None:
             return None
         tokens = self.tokens if read.held is not None else (*self.tokens, memory.states)
@@ -209,7 +211,9 @@ class _Call:
         (attention, *others), parts = self.apart.attentions, self.apart.layers.parts[0]
         own, *to_memory = parts.attentions
         sublayers: list[Callable[[Tensor], Tensor]] = [
-            partial(_attended, attention, own, angles=self.angles, mask=mask, past=of_own_tokens(past))
+            partial(
+                _attended, attention, own, angles=self.angles, mask=mask, causal=self.causal, past=of_own_tokens(past)
+            )
         ]
         if memory is not None:
             sublayers.append(partial(_read, *others, *to_memory, memory=memory, held=self.held[1]))
@@ -238,7 +242,7 @@ def _call_of(
     held = None if cached is None else cached.held(x, own.num_kv_heads, head_dim)
     if not known or (held is None and cached is not None):
         return None
-    return _Call(apart, (x,), (meaning,), (held,), cached, angles)
+    return _Call(apart, (x,), (meaning,), causal, (held,), cached, angles)
 
 
 def _packed(layer: Any, x: Tensor, given: Any) -> tuple[Packed, Mask] | None:
@@ -296,7 +300,7 @@ def hooked_now(module: nn.Module) -> bool:
 
 def _attended(
     attention: Any, own: Projections, x: Float[Tensor, "batch len width"], *,
-    angles: Float[Tensor, "_rows head_dim"] | None, mask: Any, past: Any,
+    angles: Float[Tensor, "_rows head_dim"] | None, mask: Any, causal: bool, past: Any,
 ) -> Float[Tensor, "batch len width"]:  # fmt: skip
     """What an attention gives, for those who watch it."""
     projected = [project(x, *layer, path=NATIVE).flatten(0, 1) for layer in own.sources]
@@ -309,7 +313,7 @@ def _attended(
         query, key = turned_by_token(query, angles), turned_by_token(key, angles)
     if past is not None:
         key, value = past.update(key, value, attention.layer_idx)
-    output, _ = attend_for(attention, query, key, value, mask, own.dropout, own.scale)
+    output, _ = attend_for(attention, query, key, value, mask, own.dropout, own.scale, is_causal=causal)
     return project(output.flatten(-2), *own.last, path=NATIVE)
 
 
