@@ -53,6 +53,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     ),
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=16)),
     "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES)),
+    "phi3": lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES)),
 }  # fmt: skip
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -140,11 +141,48 @@ def test_it_trains_in_one_step(name: str, taken: list[str]) -> None:
         found = gradients(model)
         for key, truth in exact.items():
             within_budget(key, found[key], textbook[key], truth, terms=18 * 72)
-    # Norms of heads learn part by part.
-    assert taken == ([] if name == "qwen3" else ["LayerStep"] * 3 * 4)
+    # Norms of heads learn part by part, and so do layers that are halves of one.
+    assert taken == ([] if name in ("qwen3", "phi3") else ["LayerStep"] * 3 * 4)
     taken.clear()
     # With a cache gradients take the parts.
     model(ids).logits.sum().backward()
+    assert taken == []
+
+
+def test_halves_of_a_layer_are_read_as_they_are_now(taken: list[str]) -> None:
+    """Of Phi-3's: what a step reads without gradients is what was learned in between, and what was put there."""
+    model, ids = _model("phi3"), _ids()
+    ch.swap(model)
+
+    def held_against(own: Any) -> None:
+        taken.clear()
+        found = _decoded(model, ids, (8, 1))
+        torch.testing.assert_close(found, _decoded(own, ids, (8, 1)), rtol=1e-4, atol=1e-4)
+        assert taken == ["LayerStep"] * 6
+
+    own = copy.deepcopy(model)
+    ch.unswap(own)
+    held_against(own)
+    for each in (model, own):
+        each(ids, use_cache=False).logits.square().sum().backward()
+        torch.optim.SGD(each.parameters(), 0.003).step()
+    held_against(own)
+    torch.manual_seed(6)
+    weight = torch.randn(144, 32)
+    for each in (model, own):
+        each.model.layers[1].mlp.gate_up_proj.weight = nn.Parameter(weight)
+    held_against(own)
+
+
+def test_channels_that_are_not_turned_go_by_parts(taken: list[str]) -> None:
+    torch.manual_seed(0)
+    config = transformers.Phi3Config(
+        **SIZES, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    )
+    model = transformers.Phi3ForCausalLM(config).eval()
+    own = _decoded(model, _ids(length=16))
+    ch.swap(model)
+    torch.testing.assert_close(_decoded(model, _ids(length=16)), own, rtol=1e-4, atol=1e-4)
     assert taken == []
 
 
@@ -310,7 +348,7 @@ def test_tokens_behind_padding_one_by_one(name: str, dtype: torch.dtype, taken: 
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "qwen3"])
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in ("qwen3", "phi3")])
 def test_padding_is_left_out_where_nothing_is_cached(
     name: str, side: str, taken: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -647,6 +685,7 @@ def test_what_is_known_is_what_this_transformers_says() -> None:
     from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
     from transformers.models.mistral.modeling_mistral import MistralAttention
     from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+    from transformers.models.phi3 import modeling_phi3 as phi3
     from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
@@ -658,11 +697,13 @@ def test_what_is_known_is_what_this_transformers_says() -> None:
         tuple(digest_of(kind.forward) for kind in (theirs.LlamaAttention, MistralAttention, Qwen2Attention))
         == room.ATTENTIONS
     )
-    assert (digest_of(theirs.LlamaDecoderLayer.forward),) == room.LAYERS
+    assert (digest_of(phi3.Phi3Attention.forward),) == room.JOINED_ATTENTIONS
+    assert tuple(digest_of(kind.forward) for kind in (theirs.LlamaDecoderLayer, phi3.Phi3DecoderLayer)) == room.LAYERS
     assert all(digest_of(getattr(theirs, name)) == digests[0] for name, digests in room.TURNING.items())
+    assert digest_of(phi3.apply_rotary_pos_emb) == room.TURNING["apply_rotary_pos_emb"][2]
     assert tuple(digest_of(kind.forward) for kind in (theirs.LlamaRMSNorm, Olmo2RMSNorm)) == parts._RMS_NORMS
     assert tuple(parts._FEEDFORWARDS) == tuple(
-        digest_of(kind.forward) for kind in (BertIntermediate, CLIPMLP, GPT2MLP, theirs.LlamaMLP)
+        digest_of(kind.forward) for kind in (BertIntermediate, CLIPMLP, GPT2MLP, theirs.LlamaMLP, phi3.Phi3MLP)
     )
 
 

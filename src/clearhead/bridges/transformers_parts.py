@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, QuickGELUActivation, SiLUActivation
@@ -19,9 +20,9 @@ from clearhead.nn.feedforward import drop_of, in_one_step, layer_of, name_of
 from clearhead.nn.fused_layer import norm_of as torchs_norm_of
 from clearhead.nn.linear import looked_at
 from clearhead.nn.norm import NormLike, normed, takes_norm
-from clearhead.projection import Layer, project, project_activate
+from clearhead.projection import Layer, project, project_activate, project_activate_project
 
-__all__ = ["Fed", "activation_of", "faster", "feedforward_of", "norm_of", "original", "plain_layer"]
+__all__ = ["Fed", "activation_of", "faster", "feedforward_of", "halves_of", "norm_of", "original", "plain_layer"]
 
 
 class SwappedConv1D(Conv1D):  # type: ignore[misc]
@@ -48,21 +49,25 @@ _PARTS: Final[Mapping[type[nn.Module], type[nn.Module]]] = {
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a forward's parts are called; ``contract``, ``last`` and ``gate`` may be none."""
+    """What a forward's parts are called; ``contract``, ``last`` and ``gate`` may be none. ``halved`` says that what
+    expands is the gate's layer and, behind it, the other one."""
 
     expand: str
     activation: str
     contract: str | None = None
     last: str | None = None
     gate: str | None = None
+    halved: bool = False
 
 
-#: Feedforwards by their source: BertIntermediate's, CLIPMLP's, GPT2MLP's and LlamaMLP's, and of all that repeat them.
+#: Feedforwards by their source: BertIntermediate's, CLIPMLP's, GPT2MLP's, LlamaMLP's and Phi3MLP's, and of all that
+#: repeat them.
 _FEEDFORWARDS: Final[Mapping[str, _Parts]] = {
     "cf65bc74f562bf96": _Parts("dense", "intermediate_act_fn"),
     "10797a3e625952cf": _Parts("fc1", "activation_fn", "fc2"),
     "5e4ac81e54593719": _Parts("c_fc", "act", "c_proj", "dropout"),
     "02b47e1a82c9253e": _Parts("up_proj", "act_fn", "down_proj", gate="gate_proj"),
+    "99bb0564ac22b299": _Parts("gate_up_proj", "activation_fn", "down_proj", halved=True),
 }
 #: LlamaRMSNorm's, and Olmo2RMSNorm's, which multiplies before it rounds.
 _RMS_NORMS: Final = ("d410d971c2edc3da", "2ba825c845aca2cf")
@@ -85,6 +90,11 @@ def _taken(module: nn.Module, parts: _Parts, x: Tensor) -> Tensor | None:
             return None
         return project_activate(x, *layer, activation=name)
     contract = getattr(module, parts.contract)
+    if parts.halved:
+        halves, last, name = halves_of(expand), plain_layer(contract), activation_of(activation)
+        if halves is None or last is None or name is None or looked_at(expand, activation, contract):
+            return None
+        return project_activate_project(x, *halves[1], *last, gate=halves[0], activation=name)
     gate = None if parts.gate is None else getattr(module, parts.gate)
     found = in_one_step(x, expand, activation, _NOTHING, contract, gate=gate, layer=plain_layer, name=activation_of)
     if found is None or parts.last is None:
@@ -98,6 +108,16 @@ def plain_layer(module: nn.Module) -> Layer | None:
     if type(module) is SwappedConv1D:
         return module.weight.t(), module.bias
     return layer_of(module, SwappedLinear)
+
+
+def halves_of(module: nn.Module) -> tuple[Layer, Layer] | None:
+    """The two layers that one is side by side, which read and learn what that does."""
+    layer = plain_layer(module)
+    if layer is None or len(layer[0]) % 2:
+        return None
+    weight, bias = layer
+    (one, two), biases = weight.chunk(2), (None, None) if bias is None else bias.chunk(2)
+    return (one, biases[0]), (two, biases[1])
 
 
 def activation_of(activation: object) -> str | None:
@@ -118,6 +138,7 @@ class Fed(NamedTuple):
     layers: list[Layer]
     activation: str
     after: float
+    halved: bool = False
 
 
 def feedforward_of(module: nn.Module) -> Fed | None:
@@ -125,11 +146,27 @@ def feedforward_of(module: nn.Module) -> Fed | None:
     parts = _FED.get(way_of(type(module)))
     if parts is None or parts.contract is None:
         return None
+    if parts.halved:
+        return _halved(module, parts)
     names = [name for name in (parts.gate, parts.expand, parts.contract) if name is not None]
     layers = [layer for name in names if (layer := plain_layer(getattr(module, name))) is not None]
     activation = activation_of(getattr(module, parts.activation))
     after = 0.0 if parts.last is None else drop_of(getattr(module, parts.last))
     return None if activation is None or after is None or len(layers) < len(names) else Fed(layers, activation, after)
+
+
+def _halved(module: nn.Module, parts: _Parts) -> Fed | None:
+    assert parts.contract is not None
+    # Read where they lie, for as long as nobody learns: the step would not know whose parts they are.
+    with torch.inference_mode(False), torch.no_grad():
+        halves = halves_of(getattr(module, parts.expand))
+    contract, activation = (
+        plain_layer(getattr(module, parts.contract)),
+        activation_of(getattr(module, parts.activation)),
+    )
+    if halves is None or contract is None or activation is None:
+        return None
+    return Fed([*halves, contract], activation, 0.0, halved=True)
 
 
 def norm_of(module: nn.Module, x: Tensor) -> NormLike | None:
