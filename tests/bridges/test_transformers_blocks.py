@@ -544,3 +544,19 @@ def test_what_is_known_is_what_this_transformers_says(digest: str) -> None:
     }  # fmt: skip
     module, _, kind = kinds[digest].rpartition(".")
     assert digest_of(getattr(importlib.import_module(f"transformers.models.{module}"), kind).forward) == digest
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_learns_after_calls_without_gradients(name: str) -> None:
+    model = _model(name)
+    fresh = copy.deepcopy(model)
+    for each in (model, fresh):
+        ch.swap(each)
+    with torch.no_grad():
+        _called(model, name)
+    for each in (model, fresh):
+        _called(each, name).square().sum().backward()
+    for (key, part), right in zip(model.named_parameters(), fresh.parameters(), strict=True):
+        assert (part.grad is None) == (right.grad is None), key
+        if part.grad is not None and right.grad is not None:
+            torch.testing.assert_close(part.grad, right.grad, rtol=1e-4, atol=1e-4)

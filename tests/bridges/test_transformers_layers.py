@@ -149,6 +149,31 @@ def test_it_trains_in_one_step(name: str, taken: list[str]) -> None:
     assert taken == []
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_it_learns_after_calls_without_gradients_and_between_them(name: str) -> None:
+    model = _model(name)
+    fresh = copy.deepcopy(model)
+    for each in (model, fresh):
+        ch.swap(each)
+
+    def gradients(of: Any) -> dict[str, Tensor | None]:
+        of.zero_grad(set_to_none=True)
+        of(_ids(), use_cache=False).logits.square().sum().backward()
+        return {key: part.grad for key, part in of.named_parameters()}
+
+    steps = [torch.optim.SGD(each.parameters(), 1e-5) for each in (model, fresh)]
+    for _ in range(2):
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                model(_ids(), use_cache=False)
+            found, right = gradients(model), gradients(fresh)
+            for key, own in right.items():
+                assert own is not None
+                torch.testing.assert_close(found[key], own, rtol=1e-4, atol=1e-4)
+            for step in steps:
+                step.step()
+
+
 def test_halves_of_a_layer_are_read_as_they_are_now(taken: list[str]) -> None:
     """Of Phi-3's: what a step reads without gradients is what was learned in between, and what was put there."""
     model, ids = _model("phi3"), _ids()

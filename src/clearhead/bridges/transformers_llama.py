@@ -136,10 +136,8 @@ def _layer(
 
 def _marks_of(module: Any) -> tuple[object, ...]:
     attention = module.self_attn
-    marks = attention.scaling, attention.head_dim, _dropout(attention)
-    if not _joins(attention):
-        return marks
-    return *marks, *_counts(attention), torch.is_grad_enabled()
+    counts = _counts(attention) if _joins(attention) else ()
+    return attention.scaling, attention.head_dim, _dropout(attention), *counts
 
 
 def _parts_of(module: Any, x: Tensor) -> LayerParts | None:
@@ -171,7 +169,7 @@ def _parts_of(module: Any, x: Tensor) -> LayerParts | None:
         head_norms=head_norms,
     )  # fmt: skip
     return LayerParts(
-        [own], fed.layers, norms, norm_first=True, activation=fed.activation, 
+        [own], fed.layers, norms, norm_first=True, activation=fed.activation,
         after=(after[0] or 0.0, after[1] or fed.after), hidden=0.0,
     )  # fmt: skip
 

@@ -270,7 +270,8 @@ def _taken_apart(kind: Kind, layer: Any, x: Float[Tensor, "batch len width"]) ->
     """What a layer is as a step, where all there is to it is that."""
     attentions = kind.attentions(layer)
     own = [part for each in attentions for part in (type(each), each.config._attn_implementation, hooked_now(each))]
-    like = x.shape[-1], x.dtype, *own, *kind.marks(layer)
+    # What is a view of a weight, as GPT-2's are of theirs, learns only where it was made with gradients.
+    like = x.shape[-1], x.dtype, torch.is_grad_enabled(), *own, *kind.marks(layer)
     known = _APART.get(layer)
     parts = [*layer._modules.values(), *[part for each in attentions for part in each._modules.values()]]
     if known is not None and known.like == like and known.parts == parts and known.unchanged.holds():
