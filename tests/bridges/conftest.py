@@ -1,4 +1,4 @@
-"""The kernels, for tests that ask for them."""
+"""The kernels, and the steps that calls are, for tests that ask for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import pytest
 
 from clearhead.nn import step
 from clearhead.projection import chosen
+from tests.steps import steps_taken
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of the steps that calls are."""
+    return steps_taken(monkeypatch)
 
 
 @pytest.fixture

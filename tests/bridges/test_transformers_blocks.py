@@ -23,8 +23,8 @@ from clearhead.bridges import transformers_step
 from clearhead.bridges.transformers_blocks import FORMS
 from clearhead.bridges.transformers_masks import make_mask
 from clearhead.bridges.transformers_source import digest_of
+from tests.bridges.hf_checks import distinct, learns_between_calls_without_gradients
 from tests.budget import within_budget
-from tests.steps import steps_taken
 
 pytestmark = [
     pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}"),
@@ -119,20 +119,8 @@ DROPS: Final = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of the steps that calls are."""
-    return steps_taken(monkeypatch)
-
-
 def _model(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """In eval mode, its weights large enough for attention to matter, and no two parts' the same."""
-    torch.manual_seed(0)
-    model = ROWS[name].make()
-    with torch.no_grad():
-        for part in model.parameters():
-            part.add_(torch.randn(part.shape) * (0.3 if part.dim() == 1 else 0.1))
-    return model.to(dtype).eval()
+    return distinct(ROWS[name].make, dtype)
 
 
 def _layers(model: Any, name: str) -> Any:
@@ -547,16 +535,5 @@ def test_what_is_known_is_what_this_transformers_says(digest: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_learns_after_calls_without_gradients(name: str) -> None:
-    model = _model(name)
-    fresh = copy.deepcopy(model)
-    for each in (model, fresh):
-        ch.swap(each)
-    with torch.no_grad():
-        _called(model, name)
-    for each in (model, fresh):
-        _called(each, name).square().sum().backward()
-    for (key, part), right in zip(model.named_parameters(), fresh.parameters(), strict=True):
-        assert (part.grad is None) == (right.grad is None), key
-        if part.grad is not None and right.grad is not None:
-            torch.testing.assert_close(part.grad, right.grad, rtol=1e-4, atol=1e-4)
+def test_it_learns_between_calls_without_gradients(name: str) -> None:
+    learns_between_calls_without_gradients(_model(name), lambda model: _called(model, name))

@@ -22,8 +22,8 @@ from clearhead.backends import native_projection
 from clearhead.bridges import transformers_llama as room
 from clearhead.bridges import transformers_step
 from clearhead.bridges.transformers_source import digest_of
+from tests.bridges.hf_checks import distinct, learns_between_calls_without_gradients
 from tests.budget import within_budget
-from tests.steps import steps_taken
 
 pytestmark = [
     pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}"),
@@ -58,20 +58,8 @@ KINDS: dict[str, Callable[[], Any]] = {
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of the steps that calls are."""
-    return steps_taken(monkeypatch)
-
-
 def _model(name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    model = KINDS[name]()
-    with torch.no_grad():
-        for part in model.parameters():
-            # Ones and zeros would hide one norm's weights, or a bias, behind another's; and small weights attention.
-            part.add_(torch.randn(part.shape) * (0.3 if part.dim() == 1 else 0.1))
-    return model.to(dtype).eval()
+    return distinct(KINDS[name], dtype)
 
 
 def _ids(batch: int = 2, length: int = 9, seed: int = 0) -> Tensor:
@@ -150,28 +138,8 @@ def test_it_trains_in_one_step(name: str, taken: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_it_learns_after_calls_without_gradients_and_between_them(name: str) -> None:
-    model = _model(name)
-    fresh = copy.deepcopy(model)
-    for each in (model, fresh):
-        ch.swap(each)
-
-    def gradients(of: Any) -> dict[str, Tensor | None]:
-        of.zero_grad(set_to_none=True)
-        of(_ids(), use_cache=False).logits.square().sum().backward()
-        return {key: part.grad for key, part in of.named_parameters()}
-
-    steps = [torch.optim.SGD(each.parameters(), 1e-5) for each in (model, fresh)]
-    for _ in range(2):
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                model(_ids(), use_cache=False)
-            found, right = gradients(model), gradients(fresh)
-            for key, own in right.items():
-                assert own is not None
-                torch.testing.assert_close(found[key], own, rtol=1e-4, atol=1e-4)
-            for step in steps:
-                step.step()
+def test_it_learns_between_calls_without_gradients(name: str) -> None:
+    learns_between_calls_without_gradients(_model(name), lambda model: model(_ids(), use_cache=False).logits)
 
 
 def test_halves_of_a_layer_are_read_as_they_are_now(taken: list[str]) -> None:

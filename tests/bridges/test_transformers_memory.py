@@ -17,8 +17,8 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import clearhead as ch
 from clearhead.backends import native_projection
+from tests.bridges.hf_checks import distinct, learns_between_calls_without_gradients
 from tests.budget import within_budget
-from tests.steps import steps_taken
 
 pytestmark = [
     pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}"),
@@ -47,19 +47,8 @@ DTYPES: Final = (torch.float32, torch.bfloat16)
 CALLS: Final = (5, 1, 1, 3, 1, 1)
 
 
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of the steps that calls are."""
-    return steps_taken(monkeypatch)
-
-
 def _model(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    model = KINDS[name]()
-    with torch.no_grad():
-        for part in model.parameters():
-            part.add_(torch.randn(part.shape) * (0.3 if part.dim() == 1 else 0.1))
-    return model.to(dtype).eval()
+    return distinct(KINDS[name], dtype)
 
 
 def _memory(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -264,3 +253,11 @@ def test_a_memory_s_cache_that_was_reordered(taken: list[str]) -> None:
     ch.swap(model)
     torch.testing.assert_close(run(), own, rtol=1e-4, atol=1e-4)
     assert taken == ["LayerStep"] * LAYERS * 6
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_learns_between_calls_without_gradients(name: str) -> None:
+    learns_between_calls_without_gradients(
+        _decoder(_model(name)),
+        lambda decoder: decoder(_ids(7), encoder_hidden_states=_memory(), use_cache=False).last_hidden_state,
+    )

@@ -279,4 +279,5 @@ def _drop(layer: Any, path: str | None) -> float | None:
 
 
 for _digest, _form in FORMS.items():
-    known_by_source(_digest, _way_of(_form))
+    # It may be told not to.
+    known_by_source(_digest, _way_of(_form), leaves_padding_out=True)

@@ -178,4 +178,5 @@ _KIND: Final = Kind(lambda module: [module.self_attn], _marks_of, _parts_of)
 for _digest in (*ATTENTIONS, *NORMED_ATTENTIONS, *JOINED_ATTENTIONS):
     known_by_source(_digest, _attended)
 for _digest in LAYERS:
-    known_by_source(_digest, _layer)
+    # It may be told not to.
+    known_by_source(_digest, _layer, leaves_padding_out=True)

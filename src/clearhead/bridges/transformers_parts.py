@@ -22,7 +22,7 @@ from clearhead.nn.linear import looked_at
 from clearhead.nn.norm import NormLike, normed, takes_norm
 from clearhead.projection import Layer, project, project_activate, project_activate_project
 
-__all__ = ["Fed", "activation_of", "faster", "feedforward_of", "halves_of", "norm_of", "original", "plain_layer"]
+__all__ = ["Fed", "activation_of", "faster", "feedforward_of", "norm_of", "original", "plain_layer"]
 
 
 class SwappedConv1D(Conv1D):  # type: ignore[misc]
@@ -91,7 +91,7 @@ def _taken(module: nn.Module, parts: _Parts, x: Tensor) -> Tensor | None:
         return project_activate(x, *layer, activation=name)
     contract = getattr(module, parts.contract)
     if parts.halved:
-        halves, last, name = halves_of(expand), plain_layer(contract), activation_of(activation)
+        halves, last, name = _halves_of(expand), plain_layer(contract), activation_of(activation)
         if halves is None or last is None or name is None or looked_at(expand, activation, contract):
             return None
         return project_activate_project(x, *halves[1], *last, gate=halves[0], activation=name)
@@ -110,7 +110,7 @@ def plain_layer(module: nn.Module) -> Layer | None:
     return layer_of(module, SwappedLinear)
 
 
-def halves_of(module: nn.Module) -> tuple[Layer, Layer] | None:
+def _halves_of(module: nn.Module) -> tuple[Layer, Layer] | None:
     """The two layers that one is side by side, which read and learn what that does."""
     layer = plain_layer(module)
     if layer is None or len(layer[0]) % 2:
@@ -159,7 +159,7 @@ def _halved(module: nn.Module, parts: _Parts) -> Fed | None:
     assert parts.contract is not None
     # Read where they lie, for as long as nobody learns: the step would not know whose parts they are.
     with torch.inference_mode(False), torch.no_grad():
-        halves = halves_of(getattr(module, parts.expand))
+        halves = _halves_of(getattr(module, parts.expand))
     contract, activation = (
         plain_layer(getattr(module, parts.contract)),
         activation_of(getattr(module, parts.activation)),

@@ -24,6 +24,7 @@ __all__ = ["Way", "by_source", "digest_of", "known_by_source", "made_of", "way_o
 Way: TypeAlias = Callable[..., Any]
 
 _WAYS: Final[dict[str, Way]] = {}
+_ATTRIBUTES: Final[dict[Way, dict[str, object]]] = {}
 #: Ours by theirs, and theirs by ours.
 _CLASSES: Final[dict[type[nn.Module], type[nn.Module]]] = {}
 _MADE_OF: Final[dict[type[nn.Module], type[nn.Module]]] = {}
@@ -32,9 +33,9 @@ _LEFT_OUT: Final = frozenset(("annotation", "ctx", "kind", "returns", "type_comm
 _LENGTH: Final = 16
 
 
-def known_by_source(digest: str, way: Way) -> None:
-    """Take ``way`` where a forward has this digest."""
-    _WAYS[digest] = way
+def known_by_source(digest: str, way: Way, **attributes: object) -> None:
+    """Take ``way`` where a forward has this digest, in a class that has these attributes besides."""
+    _WAYS[digest], _ATTRIBUTES[way] = way, attributes
 
 
 @functools.cache
@@ -85,8 +86,7 @@ def by_source(kind: type[nn.Module]) -> type[nn.Module] | None:
             # Nobody could import this class.
             return _made_again, (kind,), self.__dict__
 
-        # A layer that works on real tokens only may be told not to.
-        body = {"forward": forward, "__reduce_ex__": reduce, "__module__": __name__, "leaves_padding_out": True}
+        body = {"forward": forward, "__reduce_ex__": reduce, "__module__": __name__, **_ATTRIBUTES[way]}
         _CLASSES[kind] = ours = type(f"Swapped{kind.__name__}", (kind,), body)
         _MADE_OF[ours] = kind
     return _CLASSES[kind]

@@ -351,12 +351,11 @@ def kept_step(
         recurs: whether a call like this may come again: all tensors lie plainly, and ``options`` say the rest.
     """
     shapes = [None if part is None else part.shape for part in tensors]
-    training, dtype = learns(*tokens, *tensors), tokens[0].dtype
+    training, dtype, marks = learns(*tokens, *tensors), tokens[0].dtype, tuple(_marks(masks))
     layout = (
         *(each.shape for each in tokens), dtype, *shapes, *options, training, torch.get_num_threads(),
-        *(choices(dtype) if recurs else ()), *_marks_of(held, masks),
+        *(choices(dtype) if recurs else ()), *_marks_of(held, masks, marks),
     )  # fmt: skip
-    marks = tuple(_marks(masks))
     step = _KEPT.get((marks, layout)) if recurs else None
     if step is None or not step.is_current():
         problems = problems_of()
@@ -384,19 +383,19 @@ def _asked(
     marks, around = _marks(masks), (torch.is_grad_enabled(), torch.get_num_threads())
     # A first layer may read what was made before inference mode, those behind it never do.
     made = [each.is_inference() for each in tokens]
-    return *shapes, missing, *marks, *options, *_marks_of(held, masks), *made, *around
+    return *shapes, missing, *marks, *options, *_marks_of(held, masks, marks), *made, *around
 
 
-def _marks_of(held: Sequence[Held | None], masks: Sequence[Mask | None]) -> list[Hashable]:
-    """What tells caches apart: their length too, where a mask knows of places."""
+def _marks_of(
+    held: Sequence[Held | None], masks: Sequence[Mask | None], marks: Sequence[Hashable]
+) -> list[Hashable]:  # fmt: skip
+    """What tells caches apart: their length too, where a mask, by its mark no band, knows of places."""
     found: list[Hashable] = []
-    for own, mask in zip(held, masks, strict=False):
+    for own, mask, mark in zip(held, masks, marks, strict=False):
         if own is None:
             found.append(None)
-        elif mask is None or band_of(mask) is not None:
-            found.append(own.marks())
         else:
-            found.append((own.marks(), own.length))
+            found.append(own.marks() if mask is None or type(mark) is tuple else (own.marks(), own.length))
     return found
 
 

@@ -1,0 +1,49 @@
+"""What tests of transformers' layers share: models whose parts all differ, and what each of them has to hold."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import clearhead as ch
+
+__all__ = ["distinct", "learns_between_calls_without_gradients"]
+
+
+def distinct(make: Callable[[], Any], dtype: torch.dtype = torch.float32) -> Any:
+    """A model in eval mode, its weights large enough for attention to matter, and no two parts' the same."""
+    torch.manual_seed(0)
+    model = make()
+    with torch.no_grad():
+        for part in model.parameters():
+            # Ones and zeros would hide one norm's weights, or a bias, behind another's; and small weights attention.
+            part.add_(torch.randn(part.shape) * (0.3 if part.dim() == 1 else 0.1))
+    return model.to(dtype).eval()
+
+
+def learns_between_calls_without_gradients(model: Any, call: Callable[[Any], Tensor]) -> None:
+    """Gradients of a model that is called without them in between are those of one that is not, step after step."""
+    fresh = copy.deepcopy(model)
+    for each in (model, fresh):
+        ch.swap(each)
+    steps = [torch.optim.SGD(each.parameters(), 1e-5) for each in (model, fresh)]
+
+    def gradients(of: Any) -> dict[str, Tensor]:
+        of.zero_grad(set_to_none=True)
+        call(of).square().sum().backward()
+        return {key: part.grad for key, part in of.named_parameters() if part.grad is not None}
+
+    for _ in range(2):
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                call(model)
+            found, right = gradients(model), gradients(fresh)
+            assert found.keys() == right.keys()
+            for key, own in right.items():
+                torch.testing.assert_close(found[key], own, rtol=1e-4, atol=1e-4)
+            for step in steps:
+                step.step()
