@@ -69,8 +69,8 @@ class Form:
         hidden: the same of what is activated.
         arguments: of the layer's ``forward``, in their order.
         unread: options of a call that say nothing of what is computed, where there is no memory.
-        marks: attributes that have to be 0, or nothing.
-        halves: whether numbers of 16 bits with five for the exponent are taken as others are.
+        zeros: attributes that have to be 0, or nothing.
+        takes_float16: whether float16 is taken as other dtypes are.
     """
 
     sources: Mapping[str, tuple[str, ...]]
@@ -82,8 +82,8 @@ class Form:
     hidden: str | None = None
     arguments: tuple[str, ...] = ("hidden_states", "attention_mask")
     unread: tuple[str, ...] = ("use_cache",)
-    marks: tuple[str, ...] = ()
-    halves: bool = True
+    zeros: tuple[str, ...] = ()
+    takes_float16: bool = True
 
 
 #: What a layer that may have a memory is called with.
@@ -103,7 +103,7 @@ _BERT: Final = Form(
     sources={**_BERT_PARTS, "attention": ("c891610f861f70ba",), "attention.self": ("e2033ab0f966f3ce",)},
     attentions=(_BERT_ATTENTION,), norms=("attention.output.LayerNorm", "output.LayerNorm"), norm_first=False,
     feedforward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
-    after=("attention.output.dropout", "output.dropout"), marks=("chunk_size_feed_forward",),
+    after=("attention.output.dropout", "output.dropout"), zeros=("chunk_size_feed_forward",),
     arguments=_WITH_MEMORY[:-1], unread=("use_cache", "encoder_attention_mask"),
 )  # fmt: skip
 #: AltRobertaLayer, which knows no memory.
@@ -120,7 +120,7 @@ _DISTILBERT: Final = Form(
     ),),
     norms=("sa_layer_norm", "output_layer_norm"), norm_first=False,
     feedforward=("ffn.lin1", "ffn.activation", "ffn.lin2"), after=(None, "ffn.dropout"),
-    marks=("ffn.chunk_size_feed_forward",),
+    zeros=("ffn.chunk_size_feed_forward",),
 )  # fmt: skip
 #: CLIPMLP's.
 _CLIP_MLP: Final = ("10797a3e625952cf",)
@@ -144,13 +144,13 @@ _BART: Final = Form(
     norms=("self_attn_layer_norm", "final_layer_norm"), norm_first=False, feedforward=("fc1", "activation_fn", "fc2"),
     after=("dropout", "dropout"), hidden="activation_dropout",
     # What overflows in them is clamped.
-    halves=False,
+    takes_float16=False,
 )  # fmt: skip
 _BART_DECODER: Final = replace(
     _BART, sources={"self_attn": _BART_ATTENTIONS, "encoder_attn": _BART_ATTENTIONS},
     attentions=(*_BART.attentions, _projected("encoder_attn", "num_heads", "scaling", "out_proj", "dropout")),
     norms=("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"),
-    after=("dropout", "dropout", "dropout"), arguments=_WITH_MEMORY, halves=True,
+    after=("dropout", "dropout", "dropout"), arguments=_WITH_MEMORY, takes_float16=True,
 )  # fmt: skip
 _GPT2: Final = Form(
     sources={"attn": ("5b6241c4acea9a8e",), "mlp": ("5e4ac81e54593719",)},
@@ -189,7 +189,7 @@ FORMS: Final[Mapping[str, Form]] = {
 def _way_of(form: Form) -> Way:
     """A layer's forward in one step."""
     names = {name for own in form.attentions for name in (own.heads, own.scale, own.drop)}
-    numbers = [attrgetter(name) for name in {*names, *form.after, form.hidden, *form.marks} if name is not None]
+    numbers = [attrgetter(name) for name in {*names, *form.after, form.hidden, *form.zeros} if name is not None]
     paths = [attrgetter(own.path) for own in form.attentions]
 
     def attentions(layer: Any) -> list[Any]:
@@ -220,11 +220,11 @@ _PAST: Final = "past_key_values"
 
 def _parts_of(form: Form, layer: Any, x: Tensor) -> LayerParts | None:
     """What a layer is as a step, where all there is to it is that."""
-    if x.dtype is torch.float16 and not form.halves:
+    if x.dtype is torch.float16 and not form.takes_float16:
         return None
     if not all(digest_of(_method(layer, path)) in known for path, known in form.sources.items()):
         return None
-    if any(attrgetter(path)(layer) for path in form.marks):
+    if any(attrgetter(path)(layer) for path in form.zeros):
         return None
     attentions = [found for own in form.attentions if (found := _attention_of(own, layer)) is not None]
     linear = _linear(layer, (form.feedforward[0], form.feedforward[2]))
