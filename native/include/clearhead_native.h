@@ -378,11 +378,12 @@ CH_EXPORT int64_t ch_dropout_description_size(void);
 CH_EXPORT int64_t ch_norm_description_size(void);
 CH_EXPORT int64_t ch_append_description_size(void);
 CH_EXPORT int64_t ch_rotation_description_size(void);
-/* The instruction sets this library was built for, best first; null past the last. */
+/* The instruction sets this library was built for, widest first; null past the last. */
 CH_EXPORT const char* ch_isa_name(int index);
 /* Whether this processor can run it. */
 CH_EXPORT int ch_isa_usable(int index);
-/* The one that -1 stands for. */
+/* The one that -1 stands for: the widest usable one whose products run here as fast as the next one's, which is measured
+ * at the first call (a processor may have bfloat16's products and run them at half the rate of float32's). */
 CH_EXPORT int ch_isa_best(void);
 
 CH_EXPORT int ch_forward(const ch_attention* work);

@@ -102,8 +102,16 @@ def _kernels() -> str:
     why = native_library.reason()
     if why is not None:
         return f"none: the library {why}"
-    sets = f"{native_library.isa_name()} (of {', '.join(native_library.isa_names())})"
+    sets = f"{native_library.isa_name()} (of {', '.join(native_library.isa_names())}{_slower_sets()})"
     return f"{sets}, keep up to {native_memory.limit() // 2**20:,} MiB of results that are gone"
+
+
+def _slower_sets() -> str:
+    """Why a wider set than the one in use is not, where nobody asked for that."""
+    names = native_library.isa_names()
+    wider = names[: names.index(str(native_library.isa_name()))]
+    asked = os.environ.get("CLEARHEAD_ISA", "").strip()
+    return f"; here products of {' and '.join(wider)} are slower, measured" if wider and not asked else ""
 
 
 def _missing(
