@@ -84,6 +84,34 @@ template <class Body> void parallel(int threads, int64_t units, const Body& body
   }
 }
 
+// Lets a thread take numbers that are not normal, below 2**-126, for 0, as the products in pairs do anyway. Weights that far
+// below the largest change no digit of a result, and each multiplication of one costs Intel's processors a hundred cycles
+// (measured: scores with a standard deviation of 20 made attention 12 times as slow).
+class NormalOnly {
+#if defined(__SSE__)
+  static constexpr uint32_t FLUSH = 0x8040;  // results and operands (Intel 64, volume 1, section 10.2.3)
+  const uint32_t before = __builtin_ia32_stmxcsr();
+
+ public:
+  NormalOnly() { __builtin_ia32_ldmxcsr(before | FLUSH); }
+  ~NormalOnly() { __builtin_ia32_ldmxcsr(before); }
+#else
+ public:
+  NormalOnly() {}
+  ~NormalOnly() {}
+#endif
+  NormalOnly(const NormalOnly&) = delete;
+  NormalOnly& operator=(const NormalOnly&) = delete;
+};
+
+// `parallel` for units of attention.
+template <class Body> void attend(int threads, int64_t units, const Body& body) {
+  parallel(threads, units, [&](int64_t u) {
+    const NormalOnly here;
+    body(u);
+  });
+}
+
 // Cuts one buffer into aligned parts; run once with null to learn the size.
 struct Carver {
   char* next;
