@@ -211,13 +211,14 @@ template <class M, class IO> struct Forward {
       get_numbers<M, IO>(at<IO>(w.query, b, h, i), (int)w.head_dim, d.q + (int64_t)r * numbers, numbers);
       const char* written = (const char*)at<IO>(w.output, b, h, i);
       for (int64_t c = 0; c < w.value_dim * (int64_t)sizeof(element); c += 64) __builtin_prefetch(written + c, 1, 2);
+      // Without a mask all rows are the first; only statistics ask each for its own.
       if (masked || r == 0) mask_row(w, b, h, i, d.row[r]);
-      else d.row[r] = d.row[0];
+      else if (observed.s != nullptr) d.row[r] = d.row[0];
       d.m[r] = -INF;
       store(d.l + r * VL, (vf){});
-      if (d.row[r].high > d.row[r].low) {
-        span.low = least(span.low, (int)d.row[r].low);
-        span.high = most(span.high, (int)d.row[r].high);
+      if (const Row& own = d.row[masked ? r : 0]; own.high > own.low) {
+        span.low = least(span.low, (int)own.low);
+        span.high = most(span.high, (int)own.high);
       }
     }
     if (observed.s != nullptr) d.gather.begin(observed, count);
