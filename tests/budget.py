@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from clearhead.verify.budget import rounding, within_budget
+from clearhead.verify.budget import excess, rounding, within_budget
 
-__all__ = ["rounding", "within_budget"]
+__all__ = ["excess", "rounding", "within_budget"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import time
+
 import pytest
 import torch
 from torch import Tensor
@@ -161,3 +164,49 @@ class TestOddNumbers:
     @pytest.mark.parametrize("scale", [0.0, -0.7, 1e-30, 40.0])
     def test_any_scale(self, scale: float) -> None:
         compare("native", tensors(), mask=ch.Causal(), scale=scale)
+
+
+class TestNumbersThatAreNotNormal:
+    """Numbers below 2**-126 are 0 to attention, for a multiplication of one costs some processors a hundred cycles."""
+
+    TINY = 1e-39
+
+    def trained(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        inputs = tuple(own.clone().requires_grad_() for own in (query, key, value))
+        output = ch.attention(*inputs, backend="native")
+        return [output.detach(), *torch.autograd.grad(output.sum(), inputs)]
+
+    @pytest.mark.skipif(
+        platform.machine() not in ("x86_64", "AMD64"), reason="other processors multiply them as they do others"
+    )
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_values_are_0(self, dtype: torch.dtype) -> None:
+        query, key, value = (own.detach() for own in tensors(q_len=70, k_len=70))
+        inputs = query.to(dtype), key.to(dtype), (torch.ones_like(value) * self.TINY).to(dtype)
+        assert not ch.attention(*inputs, backend="native").any()
+
+    @pytest.mark.parametrize("threads", [1, 2])
+    def test_the_caller_keeps_its_own(self, threads: int) -> None:
+        """Also on the threads of the pool that it shares with torch."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            self.trained(*torch.randn(3, 2, 8, 200, 32))
+            assert (torch.full((1 << 20,), self.TINY) * 0.5).all()
+        finally:
+            torch.set_num_threads(before)
+
+    def test_sharp_rows_are_right(self) -> None:
+        """Their weights reach from 1 to numbers that no float holds."""
+        query, key, value = (own.detach() for own in tensors(q_len=300, k_len=300))
+        compare("native", tuple(own.clone().requires_grad_() for own in (query * 8, key * 8, value)))
+
+    def test_sharp_rows_take_no_longer(self) -> None:
+        query, key, value = torch.randn(3, 1, 4, 512, 64)
+        best = {1.0: float("inf"), 20.0: float("inf")}
+        for _ in range(7):
+            for size in best:
+                started = time.perf_counter()
+                self.trained(query * size, key, value)
+                best[size] = min(best[size], time.perf_counter() - started)
+        assert best[20.0] < 3 * best[1.0], best

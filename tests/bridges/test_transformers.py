@@ -17,7 +17,7 @@ import clearhead as ch
 from clearhead.bridges import transformers as bridge
 from clearhead.bridges.transformers_masks import MaskTensor
 from tests.bridges.hf_models import BATCH, MODELS, TOKENS, VOCAB, as_double, eager, exact, inputs, real_logits
-from tests.budget import within_budget
+from tests.budget import excess, rounding, within_budget
 
 Padding = Literal["left", "right", "none"]
 
@@ -86,11 +86,14 @@ def test_gradients_are_those_of_eager(name: str) -> None:
     assert found.keys() == textbook.keys() == truth.keys()
     # Some gradients are 0 but for rounding, that of a key's bias for one: they are as large as what cancels in them.
     largest = max(gradient.abs().max().item() for gradient in truth.values())
+    scales = {key: max(0.05 * largest, gradient.abs().max().item()) for key, gradient in truth.items()}
+    # What the layers above round comes down in every gradient, and by luck not in all alike: eager's own is up to five times
+    # as far off in one of T5's as in its neighbour. The largest is what eager may be off by.
+    eager_error = max((textbook[key] - truth[key]).abs().max().item() / scales[key] for key in truth)
     for key, gradient in found.items():
-        scale = max(0.05 * largest, truth[key].abs().max().item())
-        within_budget(
-            f"{name} {key}", gradient / scale, textbook[key] / scale, truth[key] / scale, terms=BATCH * TOKENS
-        )
+        right = truth[key] / scales[key]
+        floor = 2.0 * eager_error + rounding(right, BATCH * TOKENS, 1.0)
+        assert (wrong := excess(gradient / scales[key], right, right, floor)) is None, f"{name} {key}: {wrong}"
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
