@@ -87,8 +87,8 @@ def test_gradients_are_those_of_eager(name: str) -> None:
     # Some gradients are 0 but for rounding, that of a key's bias for one: they are as large as what cancels in them.
     largest = max(gradient.abs().max().item() for gradient in truth.values())
     scales = {key: max(0.05 * largest, gradient.abs().max().item()) for key, gradient in truth.items()}
-    # What the layers above round comes down in every gradient, and by luck not in all alike: eager's own is up to five times
-    # as far off in one of T5's as in its neighbour. The largest is what eager may be off by.
+    # What the layers above round comes down in every gradient, and by luck not in all alike: eager's own is up to five
+    # times as far off in one of T5's as in its neighbour. The largest is what eager may be off by.
     eager_error = max((textbook[key] - truth[key]).abs().max().item() / scales[key] for key in truth)
     for key, gradient in found.items():
         right = truth[key] / scales[key]
