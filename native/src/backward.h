@@ -182,7 +182,7 @@ template <class M, class IO> struct Backward {
 
   // Zero weight times NaN is NaN, so under a mask such a call is the caller's to clean.
   void check_finite(int threads, Fault& fault) const {
-    attend(threads, w.batch * w.heads, [&](int64_t unit) { check_finite(unit / w.heads, unit % w.heads, fault); });
+    attend(w, threads, w.batch * w.heads, [&](int64_t unit) { check_finite(unit / w.heads, unit % w.heads, fault); });
   }
 
   void check_finite(int64_t b, int64_t h, Fault& fault) const {
@@ -645,7 +645,7 @@ template <class M, class IO> struct Backward {
   }
 
   void add_chunks(int threads, const Sums& sums) const {
-    attend(threads, w.batch * w.heads, [&](int64_t unit) {
+    attend(w, threads, w.batch * w.heads, [&](int64_t unit) {
       int64_t b = unit / w.heads, h = unit % w.heads, rows = w.q_len * out;
       float* first = sums.dq + sums_place(0, b, h) * rows;
       for (int64_t chunk = 1; chunk < chunks; chunk++) {
@@ -690,7 +690,7 @@ template <class M, class IO> struct Backward {
     const int threads = threads_for(w, operations_of(w, segments.operations));
     // Before anything is written: a band is left within segments, and their tokens may meet it.
     if (w.before != INT64_MAX || w.after != INT64_MAX)
-      attend(threads, segments.count * w.heads, [&](int64_t unit) {
+      attend(w, threads, segments.count * w.heads, [&](int64_t unit) {
         const Task part = segments.part(w, unit / w.heads, 1);
         if (part.k_len > 0) Backward(part).check_finite(0, unit % w.heads, fault);
       });
@@ -704,7 +704,7 @@ template <class M, class IO> struct Backward {
       if (const int code = Backward(part).share(threads); code != CH_OK) fault.set(code);
     }
     const int64_t first = segments.large * w.kv_heads, units = segments.count * w.kv_heads - first;
-    attend(threads, units, [&](int64_t unit) {
+    attend(w, threads, units, [&](int64_t unit) {
       const int64_t own = first + unit, kh = own % w.kv_heads, next = own + threads;
       const Task part = segments.part(w, own / w.kv_heads, 1);
       const Backward one(part);
@@ -747,9 +747,9 @@ template <class M, class IO> struct Backward {
     if (base == nullptr) return CH_NO_MEMORY;
     sums_bytes(sums, base);
     if (chunks > 1)
-      attend(threads, w.batch * w.heads, [&](int64_t unit) { write_delta(unit / w.heads, unit % w.heads); });
+      attend(w, threads, w.batch * w.heads, [&](int64_t unit) { write_delta(unit / w.heads, unit % w.heads); });
     int64_t outer_b = share_batch ? 1 : w.batch, outer_h = share_heads ? 1 : w.kv_heads;
-    attend(threads, outer_b * outer_h * chunks, [&](int64_t unit) {
+    attend(w, threads, outer_b * outer_h * chunks, [&](int64_t unit) {
       // Early keys first: under a causal mask they have the most queries.
       int64_t chunk = unit / (outer_b * outer_h), head = unit % (outer_b * outer_h);
       int64_t b0 = head / outer_h, h0 = head % outer_h;

@@ -610,7 +610,7 @@ template <class M, class IO> struct Forward {
 
   void run_whole(int threads, Fault& fault) const {
     const int64_t units = w.batch * w.kv_heads;
-    attend(threads, units, [&](int64_t unit) {
+    attend(w, threads, units, [&](int64_t unit) {
       const int64_t next = unit + threads;
       Ahead ahead;
       if (next < units) ahead = ahead_of(w, next / w.kv_heads, next % w.kv_heads);
@@ -629,7 +629,7 @@ template <class M, class IO> struct Forward {
       Forward(part, gives).share(threads, fault);
     }
     const int64_t first = segments.large * w.kv_heads, units = segments.count * w.kv_heads - first;
-    attend(threads, units, [&](int64_t unit) {
+    attend(w, threads, units, [&](int64_t unit) {
       const int64_t own = first + unit, next = own + threads;
       const Task part = segments.part(w, own / w.kv_heads, 1);
       const Forward one(part, gives);
@@ -655,7 +655,7 @@ template <class M, class IO> struct Forward {
     char* base = (char*)scratch(clearhead::SLOT_SHARED, (size_t)keys_bytes(sizes, nullptr, heads, tiles));
     if (base == nullptr) return fault.set(CH_NO_MEMORY);
     keys_bytes(keys, base, heads, tiles);
-    attend(threads, heads * tiles, [&](int64_t unit) {
+    attend(w, threads, heads * tiles, [&](int64_t unit) {
       int64_t head = unit / tiles;
       Desk d;
       if (!open_desk(d, head % w.kv_heads, fault)) return;
@@ -664,7 +664,7 @@ template <class M, class IO> struct Forward {
     });
     if (fault.get() != CH_OK) return;
     if (observed.columns) return share_spans(threads, keys, fault);
-    attend(threads, heads * blocks, [&](int64_t unit) {
+    attend(w, threads, heads * blocks, [&](int64_t unit) {
       int64_t head = unit % heads, block = blocks - 1 - unit / heads;
       Desk d;
       if (!open_desk(d, head % w.kv_heads, fault)) return;
@@ -684,7 +684,7 @@ template <class M, class IO> struct Forward {
     int64_t bytes = observed.columns_bytes(sizes, nullptr);
     char* room = columns_room(heads * observed.spans);
     if (room == nullptr) return fault.set(CH_NO_MEMORY);
-    attend(threads, heads * observed.spans, [&](int64_t unit) {
+    attend(w, threads, heads * observed.spans, [&](int64_t unit) {
       int64_t head = unit % heads, span = observed.spans - 1 - unit / heads;
       Desk d;
       if (!open_desk(d, head % w.kv_heads, fault)) return;
@@ -692,7 +692,7 @@ template <class M, class IO> struct Forward {
               keys_of(keys, head), true, d);
     });
     if (fault.get() != CH_OK) return;
-    attend(threads, heads, [&](int64_t head) {
+    attend(w, threads, heads, [&](int64_t head) {
       int64_t b = head / w.kv_heads, kh = head % w.kv_heads;
       observed.begin_head(b, kh);
       for (int64_t span = 0; span < observed.spans; span++) {
@@ -710,7 +710,7 @@ template <class M, class IO> struct Forward {
     int64_t heads = w.batch * w.kv_heads, stride = rows * (out + 2);
     float* partial = (float*)scratch(clearhead::SLOT_PARTIAL, (size_t)(heads * splits * stride) * sizeof(float));
     if (partial == nullptr) return fault.set(CH_NO_MEMORY);
-    attend(threads, heads * splits, [&](int64_t unit) {
+    attend(w, threads, heads * splits, [&](int64_t unit) {
       int64_t head = unit / splits, split = unit % splits;
       Desk d;
       Keys keys, sizes;

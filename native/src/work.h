@@ -93,21 +93,22 @@ class NormalOnly {
   const uint32_t before = __builtin_ia32_stmxcsr();
 
  public:
-  NormalOnly() { __builtin_ia32_ldmxcsr(before | FLUSH); }
+  explicit NormalOnly(bool wanted) { __builtin_ia32_ldmxcsr(wanted ? before | FLUSH : before); }
   ~NormalOnly() { __builtin_ia32_ldmxcsr(before); }
 #else
  public:
-  NormalOnly() {}
+  explicit NormalOnly(bool) {}
   ~NormalOnly() {}
 #endif
   NormalOnly(const NormalOnly&) = delete;
   NormalOnly& operator=(const NormalOnly&) = delete;
 };
 
-// `parallel` for units of attention.
-template <class Body> void attend(int threads, int64_t units, const Body& body) {
+// `parallel` for units of attention. A scale beyond all reason can make something of products that are not normal.
+template <class Body> void attend(const Task& w, int threads, int64_t units, const Body& body) {
+  const bool flushes = w.scale <= 1e6 && w.scale >= -1e6;
   parallel(threads, units, [&](int64_t u) {
-    const NormalOnly here;
+    const NormalOnly here(flushes);
     body(u);
   });
 }
