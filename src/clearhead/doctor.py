@@ -107,11 +107,11 @@ def _kernels() -> str:
 
 
 def _slower_sets() -> str:
-    """Why a wider set than the one in use is not, where nobody asked for that."""
-    names = native_library.isa_names()
-    wider = names[: names.index(str(native_library.isa_name()))]
-    asked = os.environ.get("CLEARHEAD_ISA", "").strip()
-    return f"; here products of {' and '.join(wider)} are slower, measured" if wider and not asked else ""
+    """Which sets are wider than the fastest one, in words."""
+    names, library = native_library.isa_names(), native_library.library()
+    assert library is not None
+    wider = names[: names.index(library.ch_isa_name(library.ch_isa_best()).decode())]
+    return f"; here products of {' and '.join(wider)} are slower, measured" if wider else ""
 
 
 def _missing(
