@@ -267,7 +267,7 @@ template <class M, class IO> struct Forward {
       largest[r] = now;
       rise.step[r] = now == before ? 0.0f : (before - now) * base2;
     }
-    // To the end of a vector: numbers that are not normal cost Intel's processors a hundred cycles each time.
+    // To the end of the vector whose exponential is taken: what happens to lie there can cost hundreds of cycles.
     for (int r = count; r < round_up(MR, VL); r++) rise.step[r] = 0.0f;
     for (int r = 0; r < MR; r += VL) {
       const vf step = load(rise.step + r);

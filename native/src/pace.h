@@ -20,10 +20,9 @@ template <class M> int64_t nanoseconds_of_product() {
   return (stop.tv_sec - start.tv_sec) * 1000000000 + (stop.tv_nsec - start.tv_nsec);
 }
 
-// A pair is two numbers, so that it may take twice the time of one. Processors whose matrix units are meant for bfloat16
-// take four times it (measured: Emerald Rapids, whether the units are to be had or not), those of AMD the same. What is
-// compared is the best of rounds in turn, some 40 microseconds in all, and far from the limit either way: every process
-// finds the same.
+// A pair is two numbers, so that it may take twice the time of one. Emerald Rapids, whose matrix units are meant for
+// bfloat16, takes four times it, AMD's processors about the same. What is compared is the best of rounds in turn, some 70
+// microseconds in all, and far from the limit either way: every process finds the same.
 inline bool pairs_pay() {
   constexpr int ROUNDS = 24;
   int64_t pairs = INT64_MAX, single = INT64_MAX;
