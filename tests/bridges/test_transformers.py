@@ -95,7 +95,7 @@ def test_gradients_are_those_of_eager(name: str) -> None:
     largest = max(gradient.abs().max().item() for gradient in truth.values())
     scales = {key: max(0.05 * largest, gradient.abs().max().item()) for key, gradient in truth.items()}
     # What the layers above round comes down in every gradient of a layer, and by luck not in all alike: eager's own is
-    # up to five times as far off in one of T5's as in its neighbour. The largest of a layer is what eager may be off by.
+    # up to five times as far off in one of T5's as in its neighbour. A layer's largest is what eager may be off by.
     eager_error: dict[str, float] = {}
     for key, own in textbook.items():
         error = (own - truth[key]).abs().max().item() / scales[key]
