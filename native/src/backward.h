@@ -32,14 +32,15 @@ template <class M, class IO> struct Backward {
 
   // A block of queries and of gradients of outputs, as rows of A and as B.
   struct Laid {
-    number *q, *g, *qb, *gb;
+    const number *q, *g, *qb, *gb;
   };
 
   struct Desk {
-    Laid laid;  // those of the first block held
-    bool* open;  // [held]: whether a block is laid out
+    number* laid;     // [held][block_numbers()]
+    bool* open;       // [held]: whether a block is laid out
     number *kt, *vt;  // panels
-    number* kn;       // rows of B
+    number* packed;   // rows of B
+    const number* kn;  // these, or where they lie
     float *dk, *dv;
     float *s, *dp, *slope;  // [MR][tile]
     KeptRows kept;          // [MR]
@@ -104,30 +105,21 @@ template <class M, class IO> struct Backward {
   }
 
   // Rows of floats in one panel are A and B alike.
-  bool same_queries() const { return M::PAIR == 1 && queries.count == 1; }
-  bool same_grads() const { return M::PAIR == 1 && grads.count == 1; }
-  // Numbers of a laid-out block.
-  int64_t block_numbers() const {
-    return (int64_t)BLOCK * (numbers + v_numbers) + (same_queries() ? 0 : queries.numbers()) +
-           (same_grads() ? 0 : grads.numbers());
+  static bool panels_as_rows(const Panels& panels) { return M::PAIR == 1 && panels.count == 1; }
+  // Numbers of a laid-out block: of one tensor's rows, and of queries and gradients.
+  static int64_t numbers_of(int row, const Panels& panels) {
+    return (int64_t)BLOCK * row + (panels_as_rows(panels) ? 0 : panels.numbers());
   }
-  Laid laid_block(const Desk& d, int64_t slot) const {
-    int64_t off = slot * block_numbers();
-    return Laid{d.laid.q + off, d.laid.g + off, d.laid.qb + off, d.laid.gb + off};
-  }
+  int64_t block_numbers() const { return numbers_of(numbers, queries) + numbers_of(v_numbers, grads); }
 
   int64_t desk_bytes(Desk& d, char* base) const {
     Carver c{base};
     constexpr bool single = M::PAIR == 1;
-    d.laid.q = c.template take<number>(held * block_numbers());
-    d.laid.g = d.laid.q + (int64_t)BLOCK * numbers;
-    number* next = d.laid.g + (int64_t)BLOCK * v_numbers;
-    d.laid.qb = same_queries() ? d.laid.q : next;
-    d.laid.gb = same_grads() ? d.laid.g : next + (same_queries() ? 0 : queries.numbers());
+    d.laid = c.template take<number>(held * block_numbers());
     d.open = c.template take<bool>(held);
     d.kt = c.template take<number>((int64_t)tile * numbers);
     d.vt = c.template take<number>((int64_t)tile * v_numbers);
-    d.kn = c.template take<number>(keys.numbers());
+    d.packed = c.template take<number>(keys.numbers());
     d.dk = c.template take<float>((int64_t)tile * out);
     d.dv = c.template take<float>((int64_t)tile * v_out);
     d.s = c.template take<float>((int64_t)MR * tile);
@@ -201,28 +193,38 @@ template <class M, class IO> struct Backward {
     const element* key = at<IO>(w.key, b, kh, t0);
     pack_panels<M, IO>(key, w.key.row, count, (int)w.head_dim, d.kt, d.staged);
     pack_panels<M, IO>(at<IO>(w.value, b, kh, t0), w.value.row, count, (int)w.value_dim, d.vt, d.staged);
-    pack_rows<M, IO>(key, w.key.row, count, (int)w.head_dim, d.kn, keys);
+    const bool lying = lies_laid_out<M, IO>(w.key, w.head_dim);
+    d.kn = lying ? (const number*)key : d.packed;
+    if (!lying) pack_rows<M, IO>(key, w.key.row, count, (int)w.head_dim, d.packed, keys);
     d.first_rows = !masked;
     if (!masked) return;
     memset(d.dk, 0, (size_t)count * out * sizeof(float));
     memset(d.dv, 0, (size_t)count * v_out * sizeof(float));
   }
 
-  void lay_out(int64_t b, int64_t h, int64_t first, int count, const Laid& to) const {
-    const element* query = at<IO>(w.query, b, h, first);
-    const element* grad = at<IO>(w.grad_output, b, h, first);
-    for (int r = 0; r < count; r++) {
-      get_numbers<M, IO>(query + r * w.query.row, (int)w.head_dim, to.q + (int64_t)r * numbers, numbers);
-      get_numbers<M, IO>(grad + r * w.grad_output.row, (int)w.value_dim, to.g + (int64_t)r * v_numbers, v_numbers);
+  // `count` rows of queries or of gradients of outputs: as rows of A, and from `b` on as B. Where they lie, or, if they are
+  // not `open` already, laid out from `to` on.
+  const number* lay_out(const ch_tensor& t, const element* from, int64_t dim, const Panels& panels, int count, bool open,
+                        number* to, const number*& b) const {
+    if (lies_laid_out<M, IO>(t, dim)) return b = (const number*)from;
+    const int ld = row_numbers<M>((int)dim);
+    number* const second = panels_as_rows(panels) ? to : to + (int64_t)BLOCK * ld;
+    if (!open) {
+      for (int r = 0; r < count; r++) get_numbers<M, IO>(from + r * t.row, (int)dim, to + (int64_t)r * ld, ld);
+      if (second != to) pack_rows<M, IO>(from, t.row, count, (int)dim, second, panels);
     }
-    if (to.qb != to.q) pack_rows<M, IO>(query, w.query.row, count, (int)w.head_dim, to.qb, queries);
-    if (to.gb != to.g) pack_rows<M, IO>(grad, w.grad_output.row, count, (int)w.value_dim, to.gb, grads);
+    b = second;
+    return to;
   }
 
   Laid open_block(int64_t b, int64_t h, int64_t block, int count, Desk& d) const {
     int64_t first = block * BLOCK, slot = held > 1 ? h % group * blocks + block : 0;
-    Laid laid = laid_block(d, slot);
-    if (held == 1 || !d.open[slot]) lay_out(b, h, first, count, laid);
+    const bool open = held > 1 && d.open[slot];
+    number* to = d.laid + slot * block_numbers();
+    Laid laid;
+    laid.q = lay_out(w.query, at<IO>(w.query, b, h, first), w.head_dim, queries, count, open, to, laid.qb);
+    to += numbers_of(numbers, queries);
+    laid.g = lay_out(w.grad_output, at<IO>(w.grad_output, b, h, first), w.value_dim, grads, count, open, to, laid.gb);
     d.open[slot] = true;
     for (int r = 0; r < count; r++) {
       int64_t place = row_index(w, b, h, first + r);
@@ -243,6 +245,7 @@ template <class M, class IO> struct Backward {
     for (int p = c0 / PW; p * PW < c1; p++) {
       int from = most(c0, p * PW), to = least(c1r, (p + 1) * PW), vecs = (to - from) / VL;
       int64_t inside = from - p * PW;
+      d.ahead.step();
       product<M, SET>(count, vecs, steps, laid.q + (int64_t)r0 * numbers, numbers, 1,
                       d.kt + (int64_t)p * PW * numbers + inside, PW, d.s + from, tile);
       product<M, SET>(count, vecs, v_steps, laid.g + (int64_t)r0 * v_numbers, v_numbers, 1,
@@ -510,7 +513,6 @@ template <class M, class IO> struct Backward {
       int n = least(MR, count - r0);
       Span span = spans[r0 / MR];
       int c0 = span.low / VL * VL, c1 = span.high;
-      d.ahead.step();
       if (c1 > c0) multiply_rows(r0, n, c0, c1, laid, d);
       const int c1r = (int)round_up(c1, VL);
       if (c1 > c0 && in_pairs()) {
@@ -593,7 +595,7 @@ template <class M, class IO> struct Backward {
     a.add<IO>(w.grad_key, b, kh, w.k_len, w.head_dim, true);
     a.add<IO>(w.grad_value, b, kh, w.k_len, w.value_dim, true);
     a.add<IO>(w.grad_query, b, kh * group, w.q_len, w.head_dim, true);
-    a.spread(group * ((w.q_len + MR - 1) / MR) * tiles);
+    a.spread(group * ((w.q_len + MR - 1) / MR) * ((w.k_len + PW - 1) / PW));
     return a;
   }
 
@@ -604,7 +606,7 @@ template <class M, class IO> struct Backward {
     a.add<IO>(next.value, b, kh, next.k_len, next.value_dim);
     a.add<IO>(next.query, b, kh * group, next.q_len, next.head_dim);
     a.add<IO>(next.grad_output, b, kh * group, next.q_len, next.value_dim);
-    a.spread(group * ((w.q_len + MR - 1) / MR) * tiles);
+    a.spread(group * ((w.q_len + MR - 1) / MR) * ((w.k_len + PW - 1) / PW));
   }
 
   // One chunk of a key head's keys.

@@ -32,6 +32,7 @@ template <class M, class IO> struct Forward {
   bool whole;                           // units take all rows of a key head, and pack its keys themselves
   bool masked, plain;
   bool direct;  // keys and values are read where they lie
+  bool lying;   // values lie as they would be packed, and are not, if they are finite
   bool far;     // in memory: no cache holds all of them
   float base2;
   Dropout dropout;
@@ -60,7 +61,7 @@ template <class M, class IO> struct Forward {
       a.add<IO>(next.value, b, kh, next.k_len, next.value_dim);
       a.add<IO>(next.query, b, kh * group, next.q_len, next.head_dim);
     }
-    a.spread((rows + MR - 1) / MR * tiles);
+    a.spread((rows + MR - 1) / MR * (direct ? tiles : (w.k_len + PW - 1) / PW));
     return a;
   }
 
@@ -115,6 +116,7 @@ template <class M, class IO> struct Forward {
     diagonal_floats = count_diagonal(w) * diagonal_length(w) * group;
     plan();
     direct = (splits > 1 || rows <= ROWS) && reads_directly();
+    lying = lies_laid_out<M, IO>(w.value, w.value_dim);
     const int64_t dims = w.head_dim + w.value_dim;
     far = w.batch * w.kv_heads * w.k_len * dims * (int64_t)sizeof(element) > (dims > 128 ? NEAR : NEAR_SHORT);
   }
@@ -153,9 +155,9 @@ template <class M, class IO> struct Forward {
     int64_t first = t * tile;
     int count = (int)least((int64_t)tile, w.k_len - first);
     pack_panels<M, IO>(at<IO>(w.key, b, kh, first), w.key.row, count, (int)w.head_dim, k, d.staged);
-    const element* value = at<IO>(w.value, b, kh, first);
-    pack_rows<M, IO>(value, w.value.row, count, (int)w.value_dim, v, values);
-    *bad = masked && !all_finite<IO>(value, w.value.row, count, (int)w.value_dim);
+    *bad = !sound_values(b, kh, t);
+    if (lying && !*bad) return;
+    pack_rows<M, IO>(at<IO>(w.value, b, kh, first), w.value.row, count, (int)w.value_dim, v, values);
     if (*bad) clean_values(v, count);
   }
 
@@ -337,6 +339,7 @@ template <class M, class IO> struct Forward {
     }
     for (int p = c0 / PW; p * PW < c1; p++) {
       int from = most(c0, p * PW), to = least((int)round_up(c1, VL), (p + 1) * PW);
+      d.ahead.step();
       product<M, SET>(count, (to - from) / VL, steps, a, numbers, 1,
                       here.k + (int64_t)p * PW * numbers + (from - p * PW), PW, sheet.at + from, sheet.ld);
     }
@@ -402,7 +405,7 @@ template <class M, class IO> struct Forward {
       if (d.once) memset(d.o + (int64_t)r0 * out, 0, (size_t)count * out * sizeof(float));
       return;
     }
-    d.ahead.step();
+    if (here.direct) d.ahead.step();
     int c0 = (span.low - (int)t0) / VL * VL, c1 = span.high - (int)t0, c1r = (int)round_up(c1, VL);
     Sheet sheet = observed.strip ? Sheet{d.gather.strip + r0 * observed.ld + t0, observed.ld} : Sheet{d.scores, tile};
     multiply_keys(b, kh, t0, r0, count, c0, c1, here, sheet, d);
@@ -532,6 +535,7 @@ template <class M, class IO> struct Forward {
       Tile here{k, v, false, !packed && direct && sound_values(b, kh, t)};
       if (!packed && !here.direct) pack_tile(b, kh, t, k, v, keys.bad, d);
       here.bad = !here.direct && keys.bad[place];
+      if (lying && !here.bad) here.v = (const number*)at<IO>(w.value, b, kh, t * tile);
       for (int r0 = 0; r0 < count; r0 += MR) visit(b, kh, r0, least(MR, count - r0), t, here, d);
     }
     for (int r = 0; r < count; r++) {

@@ -39,6 +39,12 @@ template <class IO> CH_INLINE typename IO::type* at(const ch_tensor& t, int64_t 
   return (typename IO::type*)t.data + b * t.batch + h * t.head + row * t.row;
 }
 
+// Whether rows lie in a tensor as `get_numbers` and `pack_rows` would lay them out: floats, end to end, whole vectors, one
+// panel. Where a tile of keys meets few rows, copying it took a fifth of the time (measured: 16 queries, 2,048 keys).
+template <class M, class IO> CH_INLINE bool lies_laid_out(const ch_tensor& t, int64_t dim) {
+  return M::PAIR == 1 && __is_same(typename IO::type, float) && dim % VL == 0 && dim <= PW && t.row == dim;
+}
+
 // A call, or a part of one that is worked on like a call.
 struct Task : ch_attention {
   int64_t rows_apart;                            // from head to head, in what has a number for each row

@@ -23,6 +23,7 @@ class TestLayouts:
         query, wide = (draw(2, 4, 50, dim, seed=3, grad=False) for dim in (16, 64))
         odd = [draw(8 * 50 * 17 + 1, seed=seed, grad=False)[1:].view(1, 8, 50, 17)[..., :16] for seed in (1, 2, 3)]
         long = [draw(2, 2, 400, 64, seed=seed, grad=False)[:, :, 7:57] for seed in (1, 2)]
+        many = draw(1, 600, 3 * 2 * 64, grad=False).chunk(3, -1)
         return {
             "packed projection": tuple(part.unflatten(-1, (4, 16)).transpose(1, 2) for part in packed.chunk(3, -1)),
             "sliced cache": (query, cache[0][:, :, 7:57], cache[1][:, :, 7:57]),
@@ -33,13 +34,14 @@ class TestLayouts:
             "every other row": (query[:, :, ::2], cache[0][:, :, :50:2], cache[1][:, :, 1:51:2]),
             "odd offsets": (odd[0], odd[1], odd[2]),
             "one query, sliced cache": (wide[:, :, 49:], long[0], long[1]),
+            "several tiles": tuple(part.unflatten(-1, (2, 64)).transpose(1, 2) for part in many),
         }  # fmt: skip
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize(
         "name",
         ["packed projection", "sliced cache", "heads expanded", "batch expanded", "one key over and over",
-         "last axis strided", "every other row", "odd offsets", "one query, sliced cache"],
+         "last axis strided", "every other row", "odd offsets", "one query, sliced cache", "several tiles"],
     )  # fmt: skip
     def test_views_give_what_copies_give(self, name: str, dtype: torch.dtype) -> None:
         """The same bits from a copy, forward and backward; the gradients reach what the views show."""
@@ -57,6 +59,18 @@ class TestLayouts:
                 results(tuple(own.detach().requires_grad_() for own in inputs), **options) for inputs in (views, copies)
             )
             assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
+
+    @pytest.mark.parametrize("q_len", [16, 200])
+    def test_only_sound_values_are_read_where_they_lie(self, q_len: int) -> None:
+        """What nobody may attend to is NaN in one tile of several: that one is cleaned, the tensor is not."""
+        query = draw(1, 2, q_len, 64, grad=False)
+        key, value = (draw(1, 2, 600, 64, seed=seed, grad=False) for seed in (1, 2))
+        mask = ch.Padding(torch.tensor([599]))
+        plain = ch.attention(query, key, value, mask=mask, backend="native")
+        value[0, 1, 599, 3] = torch.nan
+        given = value.clone()
+        assert torch.equal(ch.attention(query, key, value, mask=mask, backend="native"), plain)
+        torch.testing.assert_close(value, given, rtol=0, atol=0, equal_nan=True)
 
     @staticmethod
     def _recast(view: Tensor, dtype: torch.dtype) -> Tensor:
