@@ -10,6 +10,7 @@ from clearhead.backends import flex, native, reference, sdpa, tiled, triton
 from clearhead.backends.capability import Backend
 from clearhead.backends.containment import without_autocast
 from clearhead.errors import UnsupportedError
+from clearhead.preference import torch_leads
 from clearhead.problem import Problem
 from clearhead.statistics import Observation, Want
 
@@ -63,7 +64,7 @@ def choose(function: str, problem: Problem, want: Want, backend: str = "auto") -
     Raises:
         UnsupportedError: the named backend, or every backend, has reasons against the problem.
     """
-    candidates = _automatic(want) if _is_auto(backend) else (_named(function, backend),)
+    candidates = _automatic(problem, want) if _is_auto(backend) else (_named(function, backend),)
     against: list[str] = []
     for candidate in candidates:
         reasons = candidate.capability.reasons_against(problem, want)
@@ -80,9 +81,10 @@ def _is_auto(backend: object) -> bool:
     return isinstance(backend, str) and backend == "auto"
 
 
-def _automatic(want: Want) -> tuple[Backend, ...]:
+def _automatic(problem: Problem, want: Want) -> tuple[Backend, ...]:
     """The backends that "auto" looks at, in order."""
-    return tuple(backend for backend in BACKENDS if want.names or backend.name not in _FOR_STATISTICS)
+    found = tuple(backend for backend in BACKENDS if want.names or backend.name not in _FOR_STATISTICS)
+    return tuple(sorted(found, key=lambda each: each is not sdpa.BACKEND)) if torch_leads(problem, want) else found
 
 
 def run(function: str, problem: Problem, want: Want, backend: str = "auto") -> Observation:
@@ -95,6 +97,6 @@ def run(function: str, problem: Problem, want: Want, backend: str = "auto") -> O
 def report(function: str, problem: Problem, want: Want, backend: str = "auto") -> DispatchReport:
     """The choice for a problem with the reasons of every backend."""
     reasons = {each.name: tuple(each.capability.reasons_against(problem, want)) for each in BACKENDS}
-    candidates = _automatic(want) if _is_auto(backend) else (_named(function, backend),)
+    candidates = _automatic(problem, want) if _is_auto(backend) else (_named(function, backend),)
     eligible = [each for each in candidates if not reasons[each.name]]
     return DispatchReport(choice=eligible[0].name if eligible else None, reasons=reasons)

@@ -18,6 +18,8 @@ from clearhead.benchmark.machine import load, machine, threads, torch_build, ver
 from clearhead.benchmark.timing import Timing, interleaved
 from clearhead.dispatch import BACKENDS
 from clearhead.functional import attention, explain_dispatch
+from clearhead.preference import Pace, unknown
+from clearhead.preference import measured as measured_pace
 from clearhead.projection import DTYPES, KINDS, Choice, measured
 from clearhead.projection.paths import ONEDNN
 
@@ -55,6 +57,7 @@ class Diagnosis:
         kernels: the instruction set that clearhead's CPU kernels run on, and those there are; or why they do not run.
         rates: measured speeds.
         projections: by which product linear layers run, and both measured speeds.
+        paces: attention by the kernels and by torch, in the dtypes in which that settles which is taken.
         missing: what is missing or in the way, each with what to do.
     """
 
@@ -68,6 +71,7 @@ class Diagnosis:
     kernels: str
     rates: Sequence[Rate]
     projections: Sequence[Choice]
+    paces: Sequence[Pace]
     missing: Sequence[str]
 
     @property
@@ -94,6 +98,7 @@ def diagnose() -> Diagnosis:
         backends={backend.name: {"what": backend.summary, **backend.capability.row()} for backend in BACKENDS},
         extras=extras, compiler=compiler, rates=[*_product_rates(), *_attention_rates()],
         projections=[measured(kind, dtype) for dtype in DTYPES for kind in KINDS], kernels=_kernels(),
+        paces=[measured_pace(dtype) for dtype in sorted(unknown(), key=str)],
         missing=_missing(found, extras, compiler),
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias
 from clearhead.statistics import Observation, Want
 
-__all__ = ["BACKEND"]
+__all__ = ["BACKEND", "asks_flags"]
 
 #: The largest mask, in entries, that is worth writing out for torch; above it the tiles win.
 _MAX_MASK_ENTRIES: Final = 2**24
@@ -61,7 +61,7 @@ def _also(problem: Problem) -> list[str]:
 
 def _mask_entries(problem: Problem) -> int:
     """Entries of the mask or bias that torch would have to be given."""
-    if not problem.scores and (_sees_all(problem) or _plain_causal(problem)):
+    if asks_flags(problem):
         return 0
     documents = documents_in(problem)
     if documents is not None and problem.mask is not None:
@@ -85,6 +85,11 @@ def _sees_all(problem: Problem) -> bool:
 
 def _plain_causal(problem: Problem) -> bool:
     return does_as(problem.mask, Causal) and problem.query_offset == 0
+
+
+def asks_flags(problem: Problem) -> bool:
+    """Whether torch need not be given a mask: all keys, or its causal flag, and no rules."""
+    return not problem.scores and (_sees_all(problem) or _plain_causal(problem))
 
 
 def run(problem: Problem, want: Want) -> Observation:
@@ -142,7 +147,7 @@ def _run(problem: Problem) -> Tensor:
     documents = documents_in(problem)
     if documents is not None and problem.mask is not None:
         return _by_documents(problem, list(groups(documents)), rest_of(problem.mask, documents))
-    if not problem.scores and (_sees_all(problem) or _plain_causal(problem)):
+    if asks_flags(problem):
         bounds: _Bounds = (None, not _sees_all(problem), None)
     else:
         indices = problem.indices()

@@ -39,6 +39,7 @@ def command(
     _backends(console, found)
     _rates(console, found)
     _projections(console, found)
+    _paces(console, found)
     console.print(found.verdict, soft_wrap=True)
 
 
@@ -106,3 +107,13 @@ def _projections(console: Console, found: Diagnosis) -> None:
         console.print(
             f"  {choice.kind:<16} {choice.dtype:<8} {choice.path:<8} {speeds} ({choice.reason})", soft_wrap=True
         )
+
+
+def _paces(console: Console, found: Diagnosis) -> None:
+    if not found.paces:
+        return
+    console.print("large attention: the faster one is used, milliseconds", style="bold")
+    for pace in found.paces:
+        chosen = "sdpa" if pace.torch_leads else "native"
+        times = f"native {1e3 * pace.native:.3g}, sdpa {1e3 * pace.sdpa:.3g} (measured)"
+        console.print(f"  {'attention':<16} {pace.dtype:<8} {chosen:<8} {times}", soft_wrap=True)

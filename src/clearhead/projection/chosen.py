@@ -7,7 +7,6 @@ On some processors torch's float32 product runs at half the rate that the others
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from clearhead.errors import UnsupportedError
+from clearhead.locks import lock_for_process
 from clearhead.projection.paths import KINDS, NATIVE, ONEDNN, PATHS, TORCH, Path
 
 __all__ = ["DTYPES", "Choice", "check_variable", "choice", "choices", "hold", "measured", "told"]
@@ -61,12 +61,8 @@ class Choice:
     narrow: str | None = None
 
 
-_LOCK: Final = threading.Lock()
+_LOCK: Final = lock_for_process()
 _CHOICES: Final[dict[tuple[str, torch.dtype], Choice]] = {}
-
-if hasattr(os, "register_at_fork"):
-    # A child made while another thread measures must not inherit a lock that nobody will release.
-    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
 def choice(kind: str, dtype: torch.dtype = torch.float32) -> Choice:
