@@ -35,13 +35,20 @@ template <class M, class IO> struct Backward {
     const number *q, *g, *qb, *gb;
   };
 
+  // Rows in which a tile's gradients are added up.
+  struct Target {
+    float* at;
+    int64_t ld;
+  };
+
   struct Desk {
     number* laid;     // [held][block_numbers()]
     bool* open;       // [held]: whether a block is laid out
     number *kt, *vt;  // panels
     number* packed;   // rows of B
     const number* kn;  // these, or where they lie
-    float *dk, *dv;
+    float *sums_k, *sums_v;  // [tile][out], [tile][v_out]
+    Target dk, dv;           // of the tile at hand: there, or where they go
     float *s, *dp, *slope;  // [MR][tile]
     KeptRows kept;          // [MR]
     number *p, *ds;                // [BLOCK / PAIR][tile], A with rows along keys
@@ -120,8 +127,8 @@ template <class M, class IO> struct Backward {
     d.kt = c.template take<number>((int64_t)tile * numbers);
     d.vt = c.template take<number>((int64_t)tile * v_numbers);
     d.packed = c.template take<number>(keys.numbers());
-    d.dk = c.template take<float>((int64_t)tile * out);
-    d.dv = c.template take<float>((int64_t)tile * v_out);
+    d.sums_k = c.template take<float>((int64_t)tile * out);
+    d.sums_v = c.template take<float>((int64_t)tile * v_out);
     d.s = c.template take<float>((int64_t)MR * tile);
     d.dp = c.template take<float>((int64_t)MR * tile);
     d.slope = c.template take<float>((int64_t)MR * tile);
@@ -197,9 +204,17 @@ template <class M, class IO> struct Backward {
     d.kn = lying ? (const number*)key : d.packed;
     if (!lying) pack_rows<M, IO>(key, w.key.row, count, (int)w.head_dim, d.packed, keys);
     d.first_rows = !masked;
+    d.dk = target_of(w.grad_key, b, kh, t0, w.head_dim, d.sums_k, out);
+    d.dv = target_of(w.grad_value, b, kh, t0, w.value_dim, d.sums_v, v_out);
     if (!masked) return;
-    memset(d.dk, 0, (size_t)count * out * sizeof(float));
-    memset(d.dv, 0, (size_t)count * v_out * sizeof(float));
+    memset(d.sums_k, 0, (size_t)count * out * sizeof(float));
+    memset(d.sums_v, 0, (size_t)count * v_out * sizeof(float));
+  }
+
+  // Where a tile's gradients are added up: on the desk, or, if one product makes them, where they go.
+  Target target_of(const ch_tensor& grad, int64_t b, int64_t kh, int64_t t0, int64_t dim, float* own, int64_t ld) const {
+    const bool lands = !masked && group * blocks == 1 && __is_same(element, float) && dim % VL == 0;
+    return lands ? Target{(float*)at<IO>(grad, b, kh, t0), grad.row} : Target{own, ld};
   }
 
   // `count` rows of queries or of gradients of outputs: as rows of A, and from `b` on as B. Where they lie, or, if they are
@@ -528,7 +543,7 @@ template <class M, class IO> struct Backward {
         add_product(d.first_keys, n, keys.vectors(p, out), row_steps<M>(c1 - c0),
                     d.dr + ((int64_t)r0 * tile + c0) / M::PAIR,
                     tile / M::PAIR, 1, d.kn + p * keys.size + (int64_t)(c0 / M::PAIR) * keys.ld, keys.ld,
-                    dq + (first + r0) * out + p * PW, out);
+                    dq + (first + r0) * out + p * keys.ld, out);
     }
     gather(spans, count, low, high, laid, d);
     d.first_rows = false;
@@ -554,12 +569,10 @@ template <class M, class IO> struct Backward {
       int64_t along = row_steps<M>(to - from), skipped = from / M::PAIR;
       for (int p = 0; p < grads.count; p++)
         add_product(d.first_rows, n, grads.vectors(p, v_out), along, d.p + skipped * tile + j, 1, tile,
-                    laid.gb + p * grads.size + skipped * grads.ld, grads.ld, d.dv + (int64_t)j * v_out + p * PW,
-                    v_out);
+                    laid.gb + p * grads.size + skipped * grads.ld, grads.ld, d.dv.at + j * d.dv.ld + p * grads.ld, d.dv.ld);
       for (int p = 0; p < queries.count; p++)
         add_product(d.first_rows, n, queries.vectors(p, out), along, d.ds + skipped * tile + j, 1, tile,
-                    laid.qb + p * queries.size + skipped * queries.ld, queries.ld, d.dk + (int64_t)j * out + p * PW,
-                    out);
+                    laid.qb + p * queries.size + skipped * queries.ld, queries.ld, d.dk.at + j * d.dk.ld + p * queries.ld, d.dk.ld);
     }
   }
 
@@ -636,8 +649,9 @@ template <class M, class IO> struct Backward {
                 diagonal_grads + g * learned * length, dq + g * rows);
         }
       for (int j = 0; j < key_count; j++) {
-        put_row<IO>(at<IO>(w.grad_key, b, kh, t0 + j), (int)w.head_dim, d.dk + (int64_t)j * out, (float)w.scale);
-        put_row<IO>(at<IO>(w.grad_value, b, kh, t0 + j), (int)w.value_dim, d.dv + (int64_t)j * v_out, 1.0f);
+        put_row<IO>(at<IO>(w.grad_key, b, kh, t0 + j), (int)w.head_dim, d.dk.at + j * d.dk.ld, (float)w.scale);
+        if (d.dv.at != d.sums_v) continue;
+        put_row<IO>(at<IO>(w.grad_value, b, kh, t0 + j), (int)w.value_dim, d.dv.at + j * d.dv.ld, 1.0f);
       }
     }
     if (chunks > 1) return;

@@ -355,8 +355,8 @@ template <class M, class IO> struct Forward {
       const number* value = here.v + p * values.size + (int64_t)(c0 / M::PAIR) * values.ld;
       const int vecs = values.vectors(p, out);
       const int64_t along = row_steps<M>(c1 - c0);
-      if (d.once) product<M, SET>(count, vecs, along, weights, apart, 1, value, values.ld, o + p * PW, out);
-      else product<M, SCALE_ADD>(count, vecs, along, weights, apart, 1, value, values.ld, o + p * PW, out, factor);
+      if (d.once) product<M, SET>(count, vecs, along, weights, apart, 1, value, values.ld, o + p * values.ld, out);
+      else product<M, SCALE_ADD>(count, vecs, along, weights, apart, 1, value, values.ld, o + p * values.ld, out, factor);
     }
   }
 
@@ -372,7 +372,7 @@ template <class M, class IO> struct Forward {
       if (far) ask_for_rows(value + ahead * w.value.row, behind, w.value.row * size, bytes, far);
       for (int p = 0; p < values.count; p++)
         product_direct(count, values.vectors(p, out), least(STEP, c1 - c), Sheet{sheet.at + c, sheet.ld},
-                       value + p * PW, o + p * PW, c == c0 ? factor : ones);
+                       value + p * values.ld, o + p * values.ld, c == c0 ? factor : ones);
     }
   }
 

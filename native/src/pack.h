@@ -276,21 +276,23 @@ CH_INLINE void pair_row(const uint16_t* one, const uint16_t* other, int count, u
 }
 #endif
 
-// How rows of `dim` columns lie as B of a product along rows: panels of at most PW columns, one behind the other, so
-// that each is read from end to end. A panel has room for `steps` steps.
+// How rows of `dim` columns lie as B of a product along rows: panels of `ld` columns, at most PW, one behind the other, so
+// that each is read from end to end. Their widths are as even as can be: a product with a panel of one vector has six sums
+// in flight, and waits for them. A panel has room for `steps` steps.
 struct Panels {
   int count, ld;
   int64_t size;
 
   CH_INLINE Panels(int64_t dim, int64_t steps) {
-    ld = (int)least(round_up(dim, VL), (int64_t)PW);
-    count = (int)((dim + PW - 1) / PW);
+    const int64_t all_vectors = (dim + VL - 1) / VL;
+    count = (int)((all_vectors + NV - 1) / NV);
+    ld = (int)((all_vectors + most(count, 1) - 1) / most(count, 1)) * VL;
     size = steps * ld;
   }
   CH_INLINE int64_t numbers() const { return count * size; }
   // Vectors of columns in a panel.
   CH_INLINE int vectors(int panel, int64_t dim) const {
-    return (int)least((int64_t)NV, (round_up(dim, VL) - (int64_t)panel * PW) / VL);
+    return (int)least((int64_t)ld, round_up(dim, VL) - (int64_t)panel * ld) / VL;
   }
 };
 
@@ -298,9 +300,9 @@ template <class M, class IO>
 void pack_rows(const typename IO::type* from, int64_t stride, int count, int dim, typename M::number* to,
                const Panels& panels) {
   for (int p = 0; p < panels.count; p++) {
-    int columns = least(PW, dim - p * PW);
+    int columns = least(panels.ld, dim - p * panels.ld);
     typename M::number* out = to + p * panels.size;
-    const typename IO::type* in = from + p * PW;
+    const typename IO::type* in = from + p * panels.ld;
     if constexpr (M::PAIR == 1) {
       for (int r = 0; r < count; r++) get_row<IO>(in + r * stride, columns, out + (int64_t)r * panels.ld, panels.ld);
     } else {
