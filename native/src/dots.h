@@ -31,11 +31,31 @@ CH_INLINE void ask_for_rows(const void* from, int64_t rows, int64_t apart, int64
   }
 }
 
-// Floats times rows of 16 bits as they lie in a tensor.
+// Floats times rows of 16 bits as they lie in a tensor. Two vectors of bfloat16 are the halves of one vector of words, an
+// instruction each, where widening them one by one takes two: the numbers at even places, and those at odd ones.
 template <class IO> struct Widened {
   typedef float number;
   typedef typename IO::type right;
-  static constexpr int PAIR = 1;
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+  static constexpr int PAIR = 1, AT_ONCE = __is_same(IO, BFloat16) ? 2 : 1;
+#else
+  static constexpr int PAIR = 1, AT_ONCE = 1;
+#endif
+  static CH_INLINE void get_two(const right* b, vf& even, vf& odd) {
+    const vu words = *(const vu_any*)b;
+    even = (vf)(words << 16);
+    odd = (vf)(words & 0xffff0000u);
+  }
+  static CH_INLINE void put_in_order(vf& even, vf& odd) { interleave(even, odd); }
+  // Of a row of A along which `get_two` reads B: every two vectors in its order.
+  static void arrange(float* row, int vectors) {
+    for (float* two = row; AT_ONCE == 2 && two + 2 * VL <= row + vectors * VL; two += 2 * VL) {
+      float odd[VL];
+      for (int i = 0; i < VL; i++) odd[i] = two[2 * i + 1];
+      for (int i = 0; i < VL; i++) two[i] = two[2 * i];
+      memcpy(two + VL, odd, sizeof(odd));
+    }
+  }
   static CH_INLINE vf spread(const float* a) { return all(*a); }
   static CH_INLINE vf get(const right* b) { return get_vector<IO>(b); }
   static CH_INLINE vf row(const float* a) { return load(a); }
@@ -63,31 +83,38 @@ CH_INLINE void four_sums(const vf v[4], float* to) {
 #endif
 }
 
+// Adds to ROWS rows' sums with four keys their products with AT vectors of each key, the vectors from x on.
+template <class M, int ROWS, int AT, bool ASKS>
+CH_INLINE void add_dots(vf sum[ROWS][4], const typename M::number* a, int64_t a_row, const typename M::right* key,
+                        int64_t key_row, int x, const char* next) {
+  constexpr int LINE = most(1, 64 / (int)(VL * sizeof(typename M::right)));  // vectors of a line of the cache
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; k++) {
+    if (ASKS && x % LINE == 0) __builtin_prefetch(next + (x / LINE * 4 + k) * 64, 0, 2);
+    vf b[AT];
+    if constexpr (AT == 2) M::get_two(key + k * key_row + x * VL, b[0], b[1]);
+    else b[0] = M::get(key + k * key_row + x * VL);
+#pragma GCC unroll 2
+    for (int v = 0; v < AT; v++)
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; r++) sum[r][k] = M::madd(sum[r][k], M::row(a + r * a_row + (x + v) * VL), b[v]);
+  }
+}
+
 // Scores of ROWS rows of A with four keys: `vectors` vectors of numbers each, `key_row` numbers apart. For every line that
-// is read, one of those from `next` on is asked for.
+// is read, one of those from `next` on is asked for. Rows of A are arranged as M gets those of keys.
 template <class M, int ROWS, bool ASKS>
 CH_INLINE void dot_four(const typename M::number* a, int64_t a_row, const typename M::right* key, int64_t key_row,
                         int vectors, float* scores, int64_t ld, const char* next) {
-  constexpr int LINE = most(1, 64 / (int)(VL * sizeof(typename M::right)));  // vectors of a line of the cache
   vf sum[ROWS][4];
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
     for (int k = 0; k < 4; k++) sum[r][k] = (vf){};
-  for (int x = 0; x < vectors; x++) {
-    vf b[4];
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; k++) {
-      if (ASKS && x % LINE == 0) __builtin_prefetch(next + (x / LINE * 4 + k) * 64, 0, 2);
-      b[k] = M::get(key + k * key_row + x * VL);
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++) {
-      vf q = M::row(a + r * a_row + x * VL);
-#pragma GCC unroll 4
-      for (int k = 0; k < 4; k++) sum[r][k] = M::madd(sum[r][k], q, b[k]);
-    }
-  }
+  int x = 0;
+  for (; x + M::AT_ONCE <= vectors; x += M::AT_ONCE)
+    add_dots<M, ROWS, M::AT_ONCE, ASKS>(sum, a, a_row, key, key_row, x, next);
+  if (M::AT_ONCE == 2 && x < vectors) add_dots<M, ROWS, 1, ASKS>(sum, a, a_row, key, key_row, x, next);
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; r++) four_sums(sum[r], scores + r * ld);
 }
@@ -111,7 +138,7 @@ CH_INLINE void dot_rows(int rows, const typename M::number* a, int64_t a_row, co
   return dot_four<M, 1, ASKS>(a, a_row, key, key_row, vectors, scores, ld, next);
 }
 
-// Scores of `rows` rows of A with keys [0, count).
+// Scores of `rows` rows of A, arranged likewise, with keys [0, count).
 template <class M>
 void dots(int rows, const typename M::number* a, int64_t a_row, const typename M::right* key, int64_t key_row,
           int count, int vectors, float* scores, int64_t ld, bool far) {
@@ -135,7 +162,15 @@ void dots(int rows, const typename M::number* a, int64_t a_row, const typename M
   for (; c < count; c++)
     for (int r = 0; r < rows; r++) {
       vf sum = (vf){};
-      for (int x = 0; x < vectors; x++)
+      int x = 0;
+      if constexpr (M::AT_ONCE == 2)
+        for (; x + 2 <= vectors; x += 2) {
+          vf even, odd;
+          M::get_two(key + c * key_row + x * VL, even, odd);
+          sum = M::madd(sum, M::row(a + r * a_row + x * VL), even);
+          sum = M::madd(sum, M::row(a + r * a_row + (x + 1) * VL), odd);
+        }
+      for (; x < vectors; x++)
         sum = M::madd(sum, M::row(a + r * a_row + x * VL), M::get(key + c * key_row + x * VL));
       scores[r * ld + c] = sum_of(sum);
     }

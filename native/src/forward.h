@@ -47,6 +47,9 @@ template <class M, class IO> struct Forward {
     uint8_t* bad;  // per tile: values were not finite and are 0 here
   };
 
+  // Whether keys that are read where they lie come in an order of their own.
+  static constexpr bool ARRANGED = M::PAIR == 1 && Widened<IO>::AT_ONCE == 2;
+
   // What comes next, a key head of this call or of another: asked for while one of this call is worked on.
   Ahead ahead_of(const Task& next, int64_t b, int64_t kh) const {
     Ahead a;
@@ -73,6 +76,7 @@ template <class M, class IO> struct Forward {
   // What a thread works in.
   struct Desk {
     number* q;       // [ROWS][numbers]
+    number* arranged;  // the same in the order in which keys are read where they lie
     float* scores;   // [MR][tile]
     uint16_t* half;  // [MR][tile], weights in bfloat16
     float* o;        // [ROWS][out]
@@ -185,6 +189,7 @@ template <class M, class IO> struct Forward {
   int64_t desk_bytes(Desk& d, char* base) const {
     Carver c{base};
     d.q = c.template take<number>((int64_t)ROWS * numbers);
+    d.arranged = ARRANGED && direct ? c.template take<number>(rows * numbers) : d.q;
     d.scores = c.template take<float>((int64_t)MR * tile);
     d.half = c.template take<uint16_t>((int64_t)MR * tile);
     d.o = c.template take<float>((int64_t)ROWS * out);
@@ -209,6 +214,11 @@ template <class M, class IO> struct Forward {
     return c.next - base;
   }
 
+  void arrange(const float* query, float* to) const {
+    memcpy(to, query, (size_t)numbers * sizeof(number));
+    Widened<IO>::arrange(to, steps / VL);
+  }
+
   // Rows [first, first + count) of a key head: queries, masks, and empty sums.
   Span begin_block(int64_t b, int64_t kh, int64_t first, int count, Desk& d) const {
     Span span{INT32_MAX, 0};
@@ -217,6 +227,8 @@ template <class M, class IO> struct Forward {
       if (i == w.q_len) h++, i = 0;
       d.place[r] = Place{h, i};
       get_numbers<M, IO>(at<IO>(w.query, b, h, i), (int)w.head_dim, d.q + (int64_t)r * numbers, numbers);
+      if constexpr (ARRANGED)
+        if (direct) arrange(d.q + (int64_t)r * numbers, d.arranged + (int64_t)r * numbers);
       const char* written = (const char*)at<IO>(w.output, b, h, i);
       for (int64_t c = 0; c < w.value_dim * (int64_t)sizeof(element); c += 64) __builtin_prefetch(written + c, 1, 2);
       // Without a mask all rows are the first; only statistics ask each for its own.
@@ -327,7 +339,7 @@ template <class M, class IO> struct Forward {
 
   void multiply_keys(int64_t b, int64_t kh, int64_t t0, int r0, int count, int c0, int c1, const Tile& here,
                      const Sheet& sheet, Desk& d) const {
-    const number* a = d.q + (int64_t)r0 * numbers;
+    const number* a = (here.direct ? d.arranged : d.q) + (int64_t)r0 * numbers;
     if (here.direct) {
       const element* key = at<IO>(w.key, b, kh, t0 + c0);
       const int keys = c1 - c0, vectors = steps / VL;

@@ -23,7 +23,7 @@ constexpr int PW = NV * VL;  // columns of a panel
 struct Single {
   typedef float number;
   typedef float right;
-  static constexpr int PAIR = 1;
+  static constexpr int PAIR = 1, AT_ONCE = 1;
   static CH_INLINE vf spread(const float* a) { return all(*a); }
   static CH_INLINE vf get(const float* b) { return load(b); }
   static CH_INLINE vf row(const float* a) { return load(a); }
@@ -34,7 +34,7 @@ struct Single {
 struct Pairs {
   typedef uint32_t number;
   typedef uint32_t right;
-  static constexpr int PAIR = 2;
+  static constexpr int PAIR = 2, AT_ONCE = 1;
   static CH_INLINE vf spread(const uint32_t* a) { return (vf)_mm512_set1_epi32((int)*a); }
   static CH_INLINE vf get(const uint32_t* b) { return (vf)_mm512_loadu_si512(b); }
   static CH_INLINE vf row(const uint32_t* a) { return get(a); }
@@ -56,7 +56,14 @@ CH_INLINE void sums_of(int64_t steps, const typename M::number* __restrict a, in
   for (int64_t s = 0; s < steps; s++) {
     vf bv[VECS];
 #pragma GCC unroll 4
-    for (int v = 0; v < VECS; v++) bv[v] = M::get(b + v * VL);
+    for (int v = 0; v < VECS; v++) {
+      if constexpr (M::AT_ONCE == 2)
+        if (v / 2 * 2 + 1 < VECS) {
+          if (v % 2 == 0) M::get_two(b + v * VL, bv[v], bv[v + 1]);
+          continue;
+        }
+      bv[v] = M::get(b + v * VL);
+    }
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++) {
       vf av = M::spread(a + r * a_row);
@@ -67,9 +74,13 @@ CH_INLINE void sums_of(int64_t steps, const typename M::number* __restrict a, in
     b += ldb;
   }
 #pragma GCC unroll 6
-  for (int r = 0; r < ROWS; r++)
+  for (int r = 0; r < ROWS; r++) {
+    if constexpr (M::AT_ONCE == 2)
+#pragma GCC unroll 2
+      for (int v = 0; v + 1 < VECS; v += 2) M::put_in_order(sum[r][v], sum[r][v + 1]);
 #pragma GCC unroll 4
     for (int v = 0; v < VECS; v++) leave(r, v, sum[r][v]);
+  }
 }
 
 // How the sums meet what is in C.

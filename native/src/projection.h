@@ -228,6 +228,9 @@ template <class M, class IO> class Projection {
       if (tile == nullptr || own == nullptr) return fault.set(CH_NO_MEMORY);
       number* left = (number*)(tile + block * PW);
       if (!direct) lay_out(group, 0, w.rows, left, false);
+      if constexpr (M::PAIR == 1 && Widened<IO>::AT_ONCE == 2)
+        for (int64_t row = 0; row < w.rows && dotted; row++)
+          Widened<IO>::arrange(left + row * left_row(group), (int)(w.terms[0].steps / VL));
       Kept kept;
       for (int64_t p = part * per_part; p < least(wide, (part + 1) * per_part); p++) {
         if (!dotted && !pack_panel(group, p, own)) return fault.set(CH_NO_MEMORY);

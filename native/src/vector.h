@@ -25,6 +25,7 @@ typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
 typedef float vf_any __attribute__((vector_size(VL * 4), aligned(4)));
+typedef uint32_t vu_any __attribute__((vector_size(VL * 4), aligned(2), may_alias));
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
@@ -49,6 +50,27 @@ CH_INLINE vf vmax(vf a, vf b) {
 }
 
 CH_INLINE vf absolute(vf v) { return (vf)((vi)v & 0x7fffffff); }
+
+// The first numbers of two vectors, the second ones, and so on: from one and the other to both in turns.
+CH_INLINE void interleave(vf& one, vf& other) {
+#if defined(CH_AVX512)
+  const __m512i low = (__m512i)(vi){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+  const __m512i high = (__m512i)(vi){8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512 first = (__m512)one;
+  one = (vf)_mm512_permutex2var_ps(first, low, (__m512)other);
+  other = (vf)_mm512_permutex2var_ps(first, high, (__m512)other);
+#elif defined(CH_AVX2)
+  const __m256 low = _mm256_unpacklo_ps((__m256)one, (__m256)other), high = _mm256_unpackhi_ps((__m256)one, (__m256)other);
+  one = (vf)_mm256_permute2f128_ps(low, high, 0x20);
+  other = (vf)_mm256_permute2f128_ps(low, high, 0x31);
+#else
+  const vf first = one, second = other;
+  for (int i = 0; i < VL; i++) {
+    one[i] = i % 2 == 0 ? first[i / 2] : second[i / 2];
+    other[i] = i % 2 == 0 ? first[VL / 2 + i / 2] : second[VL / 2 + i / 2];
+  }
+#endif
+}
 
 // 0, 1, 2 and so on.
 CH_INLINE vf counting() {

@@ -83,6 +83,23 @@ class TestInstructionSets:
         compare("native", inputs, mask=ch.Causal() & ch.Window(700), query_offset=1103 - q_len)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize(("head_dim", "value_dim"), [(80, 48), (48, 80), (24, 40), (16, 16), (96, 112)], ids=str)
+    def test_odd_numbers_of_vectors(self, head_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+        """Vectors that come two by two, and one more; panels as wide as each other."""
+        for q_len in (2, 40):
+            inputs = tensors(dtype=dtype, q_len=q_len, k_len=301, head_dim=head_dim, value_dim=value_dim)
+            compare("native", inputs, mask=None)
+            compare("native", inputs, mask=ch.Causal(), query_offset=301 - q_len)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    def test_what_is_read_where_it_lies_and_what_is_not(self, dtype: torch.dtype) -> None:
+        """A tile with a hidden NaN is packed and cleaned, the others are read as they lie, all by the same queries."""
+        query, key, value = tensors(dtype=dtype, q_len=2, k_len=1103, head_dim=64, value_dim=64)
+        spoiled = value.detach().clone()
+        spoiled[..., 1101, 5] = torch.nan
+        compare("native", (query, key, spoiled.requires_grad_()), mask=ch.Padding([1100] * len(query)))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     def test_dropout_drops_the_same(self, dtype: torch.dtype) -> None:
         query, value = torch.zeros(2, 3, 7, 8, dtype=dtype), torch.eye(71, dtype=dtype).expand(2, 3, 71, 71)
         key = torch.zeros(2, 3, 71, 8, dtype=dtype)

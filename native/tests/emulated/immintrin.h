@@ -112,6 +112,12 @@ CH_EMULATED __m512 _mm512_permutexvar_ps(__m512i order, __m512 v) {
   for (int i = 0; i < 16; i++) r[i] = v[from[i] & 15];
   return r;
 }
+CH_EMULATED __m512 _mm512_permutex2var_ps(__m512 a, __m512i order, __m512 b) {
+  const emulated::Words from = (emulated::Words)order;
+  __m512 r;
+  for (int i = 0; i < 16; i++) r[i] = (from[i] & 16 ? b : a)[from[i] & 15];
+  return r;
+}
 CH_EMULATED __m512i _mm512_permutexvar_epi32(__m512i order, __m512i v) {
   return (__m512i)_mm512_permutexvar_ps(order, (__m512)v);
 }
