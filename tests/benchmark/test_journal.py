@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from clearhead.backends import native_library
 from clearhead.benchmark import Journal
 from clearhead.errors import DataError
 
@@ -29,6 +30,7 @@ def test_each_row_is_written_at_once_with_what_a_figure_needs(tmp_path: Path) ->
     assert found["head"]["versions"]["torch"] == torch.__version__
     assert found["head"]["threads"]["intra_op"] == torch.get_num_threads()
     assert found["head"]["load_before"] == 0.5
+    assert found["head"]["kernels"] == native_library.isa_name()
 
 
 def test_rows_are_kept_when_asked_and_made_under_the_same_conditions(tmp_path: Path) -> None:

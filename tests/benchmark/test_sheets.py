@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from clearhead.backends import native_library
 from clearhead.benchmark import Journal, Point
 from clearhead.benchmark.block import block, write_block
 from clearhead.benchmark.peers import SDPA
@@ -69,6 +70,7 @@ def test_the_block_holds_every_suite_of_the_folder_and_replaces_the_old_one(tmp_
     assert places == sorted(places)
     assert "| window, forward | 1 (0.25x) | from 1024 |" in text
     assert "`clearhead bench --suite decode`" in text
+    assert (f"kernels {native_library.isa_name()}, load" in text) == (native_library.library() is not None)
     assert "| d (native) | 1 [1, 1] | 2 (2.00x) [2, 2] |" in text
     results = tmp_path / "RESULTS.md"
     results.write_text("# Results\n\n<!-- bench: begin -->\nold\n<!-- bench: end -->\n\n<!-- demo: begin -->\nkept\n")

@@ -115,7 +115,10 @@ CH_EMULATED __m512 _mm512_permutexvar_ps(__m512i order, __m512 v) {
 CH_EMULATED __m512 _mm512_permutex2var_ps(__m512 a, __m512i order, __m512 b) {
   const emulated::Words from = (emulated::Words)order;
   __m512 r;
-  for (int i = 0; i < 16; i++) r[i] = (from[i] & 16 ? b : a)[from[i] & 15];
+  for (int i = 0; i < 16; i++) {
+    const int at = (int)(from[i] & 15);
+    r[i] = (from[i] & 16) != 0 ? b[at] : a[at];
+  }
   return r;
 }
 CH_EMULATED __m512i _mm512_permutexvar_epi32(__m512i order, __m512i v) {

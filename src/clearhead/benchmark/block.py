@@ -55,10 +55,12 @@ _HOW = (
 
 def _source(head: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items() if name != "clearhead")
-    machine = head["machine"]
+    # What was measured before the set was written down does not say it.
+    machine, kernels = head["machine"], f"kernels {head['kernels']}, " if head.get("kernels") else ""
     return (
         f"`{head['command']}`, {head['taken']}: {head['threads']['intra_op']} threads, {machine['cores']} cores "
-        f"{machine['processor']} ({', '.join(machine['instructions'])}), load before {head['load_before']}; {versions}."
+        f"{machine['processor']} ({', '.join(machine['instructions'])}), {kernels}"
+        f"load before {head['load_before']}; {versions}."
     )
 
 

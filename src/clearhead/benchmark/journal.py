@@ -15,7 +15,7 @@ __all__ = ["Journal", "peer_versions"]
 
 _PEERS = ("onnxruntime", "onnx")
 #: Rows taken elsewhere, or with other software or threads, are not continued.
-_SAME = ("machine", "versions", "torch", "threads")
+_SAME = ("machine", "versions", "torch", "kernels", "threads")
 
 
 def peer_versions() -> dict[str, str]:

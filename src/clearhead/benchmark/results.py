@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any
 
+from clearhead.backends.native_library import isa_name
 from clearhead.benchmark.cases import Case, Setting, case_of
 from clearhead.benchmark.machine import machine, threads, torch_build, versions
 from clearhead.benchmark.memory import peak_extra_bytes
@@ -121,7 +122,7 @@ def report(results: Sequence[Result], *, command: str, load_before: float | None
 
 
 def facts(*, command: str, load_before: float | None = None) -> dict[str, Any]:
-    """What a figure needs beside it."""
+    """What a figure needs beside it; ``kernels`` is the instruction set that clearhead's run on, None without them."""
     return {
         "command": command,
         "taken": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -129,5 +130,6 @@ def facts(*, command: str, load_before: float | None = None) -> dict[str, Any]:
         "load_before": load_before,
         "versions": versions(),
         "torch": torch_build(),
+        "kernels": isa_name(),
         "threads": threads(),
     }
