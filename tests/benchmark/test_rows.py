@@ -184,6 +184,19 @@ def test_the_padding_counts_for_nothing_and_a_layer_too_few_is_found() -> None:
         case.check()
 
 
+def test_no_unit_of_a_relu_is_on_or_off_by_rounding() -> None:
+    work = EncoderWork([40, 20, 9], embed_dim=64, num_heads=2, num_layers=3, feedforward_dim=256, dtype=FLOAT)
+    units: list[torch.Tensor] = []
+    for layer in work.theirs.layers:
+        layer.linear1.register_forward_hook(lambda module, given, found: units.append(found.detach()))
+    work.their_call()
+    work.theirs(work.x, src_key_padding_mask=work.padding)
+    for found in units:
+        real = found[~work.padding]
+        assert real.abs().min() > 1e-3
+        assert (real > 0).float().mean() == 0.5
+
+
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
 def test_the_yardstick_is_a_product_and_is_not_compared(dtype: torch.dtype) -> None:
     measure, absent = yardsticks(dtype)

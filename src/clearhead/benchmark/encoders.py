@@ -17,11 +17,22 @@ from clearhead.masks import Documents
 from clearhead.nn.blocks import DecoderBlock, EncoderBlock
 from clearhead.nn.stacks import Encoder
 
-__all__ = ["STACK", "SWAPPED", "EncoderWork", "dropping", "our_parameters", "ragged", "their_parameters"]
+__all__ = [
+    "STACK",
+    "SWAPPED",
+    "EncoderWork",
+    "dropping",
+    "off_the_kink",
+    "our_parameters",
+    "ragged",
+    "their_parameters",
+]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
 STACK = "nn.TransformerEncoder"
+#: How many standard deviations of a unit, for tokens that are normed, its bias keeps it from 0.
+_KINK_APART = 5.0
 SWAPPED = f"{OURS}, swapped into torch's"
 
 
@@ -69,6 +80,8 @@ class EncoderWork:
             for parameter in self.theirs.parameters():
                 # The stack copies one layer; different layers can be told apart where one is left out.
                 parameter.data += 0.02 * torch.randn(parameter.shape).to(dtype)
+            for layer in _layers(self.theirs) if activation == "relu" else ():
+                off_the_kink(layer.linear1)
             self.x = torch.randn(size).to(dtype).requires_grad_()
             upstream = torch.randn(size).to(dtype)
         self.padding = torch.arange(size[1]) >= torch.tensor(self.lengths)[:, None]
@@ -127,6 +140,17 @@ class EncoderWork:
 
 def _layers(stack: nn.TransformerEncoder) -> list[nn.TransformerEncoderLayer]:
     return [layer for layer in stack.layers if isinstance(layer, nn.TransformerEncoderLayer)]
+
+
+def off_the_kink(expand: nn.Linear) -> None:
+    """Let half of the units of a ReLU be on and half off, whatever the token.
+
+    Of some millions of them a few are always as near to 0 as rounding reaches. Such a unit's gradient is there or not,
+    as each contender's own last digits have it, and every token of its sequence hears of that.
+    """
+    signs = torch.ones(expand.out_features)
+    signs[1::2] = -1.0
+    expand.bias.data += _KINK_APART * expand.weight.data.float().norm(dim=1).to(expand.bias.dtype) * signs
 
 
 def dropping(model: _Model, dropout: float) -> _Model:
