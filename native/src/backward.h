@@ -49,7 +49,8 @@ template <class M, class IO> struct Backward {
     const number* kn;  // these, or where they lie
     float *sums_k, *sums_v;  // [tile][out], [tile][v_out]
     Target dk, dv;           // of the tile at hand: there, or where they go
-    float *s, *dp, *slope;  // [MR][tile]
+    float *s, *dp;          // [MR][tile], of pairs
+    float* slope;           // [MR][tile]
     KeptRows kept;          // [MR]
     number *p, *ds;                // [BLOCK / PAIR][tile], A with rows along keys
     number* dr;                    // [BLOCK][tile / PAIR], A with rows along queries
@@ -129,8 +130,8 @@ template <class M, class IO> struct Backward {
     d.packed = c.template take<number>(keys.numbers());
     d.sums_k = c.template take<float>((int64_t)tile * out);
     d.sums_v = c.template take<float>((int64_t)tile * v_out);
-    d.s = c.template take<float>((int64_t)MR * tile);
-    d.dp = c.template take<float>((int64_t)MR * tile);
+    d.s = c.template take<float>(single ? 0 : (int64_t)MR * tile);
+    d.dp = c.template take<float>(single ? 0 : (int64_t)MR * tile);
     d.slope = c.template take<float>((int64_t)MR * tile);
     d.kept.groups = KeptRows::groups_of(tile);
     d.kept.bits = c.template take<KeptBits>(dropout.on ? MR * d.kept.groups : 0);
@@ -254,6 +255,16 @@ template <class M, class IO> struct Backward {
   // Degree of the polynomial in the exponential: bfloat16 keeps no more.
   static constexpr int DEGREE = M::PAIR == 1 ? 5 : 4;
 
+  // Scores of the rows from r0 on, and gradients of their weights: floats where the last three products read them.
+  float* scores_of(const Desk& d, int r0) const {
+    if constexpr (M::PAIR == 1) return d.p + (int64_t)r0 * tile;
+    else return d.s;
+  }
+  float* pulls_of(const Desk& d, int r0) const {
+    if constexpr (M::PAIR == 1) return d.ds + (int64_t)r0 * tile;
+    else return d.dp;
+  }
+
   // Scores of `count` rows and gradients of their weights, in floats, over columns [c0, c1) of the tile.
   void multiply_rows(int r0, int count, int c0, int c1, const Laid& laid, Desk& d) const {
     int c1r = (int)round_up(c1, VL);
@@ -262,9 +273,9 @@ template <class M, class IO> struct Backward {
       int64_t inside = from - p * PW;
       d.ahead.step();
       product<M, SET>(count, vecs, steps, laid.q + (int64_t)r0 * numbers, numbers, 1,
-                      d.kt + (int64_t)p * PW * numbers + inside, PW, d.s + from, tile);
+                      d.kt + (int64_t)p * PW * numbers + inside, PW, scores_of(d, r0) + from, tile);
       product<M, SET>(count, vecs, v_steps, laid.g + (int64_t)r0 * v_numbers, v_numbers, 1,
-                      d.vt + (int64_t)p * PW * v_numbers + inside, PW, d.dp + from, tile);
+                      d.vt + (int64_t)p * PW * v_numbers + inside, PW, pulls_of(d, r0) + from, tile);
     }
   }
 
@@ -321,7 +332,7 @@ template <class M, class IO> struct Backward {
                      const float* diagonal, float* diagonal_grads) const {
     int c1r = (int)round_up(c1, VL);
     for (int r = 0; r < count; r++) {
-      float *s = d.s + r * tile, *dp = d.dp + r * tile, *slope = d.slope + r * tile;
+      float *s = scores_of(d, r0) + r * tile, *dp = pulls_of(d, r0) + r * tile, *slope = d.slope + r * tile;
       int64_t i = first + r0 + r;
       if (!plain) apply_rules(w, diagonal, b, h, i, t0 + c0, c1 - c0, s + c0, capped ? slope + c0 : nullptr);
       close_row(d, r0 + r, t0, c0, c1, s);
@@ -398,7 +409,7 @@ template <class M, class IO> struct Backward {
   void spread(int r0, int count, int left, int right, int c0, int c1r, Desk& d) const {
     for (int r = 0; r < count; r++) {
       for (int which = 0; which < 2; which++) {
-        float* line = (which == 0 ? d.s : d.dp) + r * tile;
+        float* line = (which == 0 ? scores_of(d, r0) : pulls_of(d, r0)) + r * tile;
         if (c1r <= c0) {
           memset(line + left, 0, (size_t)(right - left) * sizeof(float));
           continue;
@@ -407,13 +418,7 @@ template <class M, class IO> struct Backward {
         memset(line + c1r, 0, (size_t)(right - c1r) * sizeof(float));
       }
     }
-    if constexpr (M::PAIR == 1) {
-      for (int r = 0; r < count; r++) {
-        size_t bytes = (size_t)(right - left) * sizeof(float);
-        memcpy(d.p + (int64_t)(r0 + r) * tile + left, d.s + r * tile + left, bytes);
-        memcpy(d.ds + (int64_t)(r0 + r) * tile + left, d.dp + r * tile + left, bytes);
-      }
-    } else {
+    if constexpr (M::PAIR == 2) {
 #if defined(CH_BF16DOT)
       for (int r = 0; r < count; r += 2) {
         bool both = r + 1 < count;
