@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -18,6 +16,7 @@ from clearhead.locks import lock_for_process
 from clearhead.nn import MultiHeadAttention
 from tests.agreement import draw, needs_native
 from tests.budget import within_budget
+from tests.processes import told
 
 BF16 = torch.bfloat16
 
@@ -126,18 +125,15 @@ def test_on_the_baseline_set_the_faster_one_is_taken() -> None:
         from clearhead import doctor, preference
         query = torch.randn(1, 8, 256, 64)
         choice = ch.explain_dispatch(query, query, query).choice
-        told = [(pace.dtype, pace.torch_leads) for pace in doctor.diagnose().paces]
-        print(json.dumps([choice, preference.measured(torch.float32).torch_leads, told]))
+        paces = [(pace.dtype, pace.torch_leads) for pace in doctor.diagnose().paces]
+        print(json.dumps([choice, preference.measured(torch.float32).torch_leads, paces]))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "CLEARHEAD_ISA": "baseline"},
-        check=False, timeout=300,
-    )  # fmt: skip
+    done = told(code, environment={"CLEARHEAD_ISA": "baseline", "CLEARHEAD_NATIVE": ""})
     assert done.returncode == 0, done.stderr
-    choice, leads, told = json.loads(done.stdout)
+    choice, leads, paces = json.loads(done.stdout)
     assert choice == ("sdpa" if leads else "native")
-    assert [dtype for dtype, _ in told] == ["bfloat16", "float16", "float32"]
-    assert ["float32", leads] in told
+    assert [dtype for dtype, _ in paces] == ["bfloat16", "float16", "float32"]
+    assert ["float32", leads] in paces
 
 
 @needs_native

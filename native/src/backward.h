@@ -42,16 +42,16 @@ template <class M, class IO> struct Backward {
   };
 
   struct Desk {
-    number* laid;     // [held][block_numbers()]
-    bool* open;       // [held]: whether a block is laid out
-    number *kt, *vt;  // panels
-    number* packed;   // rows of B
-    const number* kn;  // these, or where they lie
+    number* laid;            // [held][block_numbers()]
+    bool* open;              // [held]: whether a block is laid out
+    number *kt, *vt;         // panels
+    number* packed;          // rows of B
+    const number* kn;        // these, or where they lie
     float *sums_k, *sums_v;  // [tile][out], [tile][v_out]
     Target dk, dv;           // of the tile at hand: there, or where they go
-    float *s, *dp;          // [MR][tile], of pairs
-    float* slope;           // [MR][tile]
-    KeptRows kept;          // [MR]
+    float *s, *dp;           // [MR][tile], of pairs alone
+    float* slope;            // [MR][tile]
+    KeptRows kept;           // [MR]
     number *p, *ds;                // [BLOCK / PAIR][tile], A with rows along keys
     number* dr;                    // [BLOCK][tile / PAIR], A with rows along queries
     Row* row;

@@ -17,23 +17,14 @@ from clearhead.masks import Documents
 from clearhead.nn.blocks import DecoderBlock, EncoderBlock
 from clearhead.nn.stacks import Encoder
 
-__all__ = [
-    "STACK",
-    "SWAPPED",
-    "EncoderWork",
-    "dropping",
-    "off_the_kink",
-    "our_parameters",
-    "ragged",
-    "their_parameters",
-]
+__all__ = ["STACK", "SWAPPED", "EncoderWork", "dropping", "our_parameters", "ragged", "their_parameters"]
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
 STACK = "nn.TransformerEncoder"
+SWAPPED = f"{OURS}, swapped into torch's"
 #: How many standard deviations of a unit, for tokens that are normed, its bias keeps it from 0.
 _KINK_APART = 5.0
-SWAPPED = f"{OURS}, swapped into torch's"
 
 
 def ragged(batch: int, longest: int) -> list[int]:
@@ -81,7 +72,7 @@ class EncoderWork:
                 # The stack copies one layer; different layers can be told apart where one is left out.
                 parameter.data += 0.02 * torch.randn(parameter.shape).to(dtype)
             for layer in _layers(self.theirs) if activation == "relu" else ():
-                off_the_kink(layer.linear1)
+                _keep_off_the_kink(layer.linear1)
             self.x = torch.randn(size).to(dtype).requires_grad_()
             upstream = torch.randn(size).to(dtype)
         self.padding = torch.arange(size[1]) >= torch.tensor(self.lengths)[:, None]
@@ -142,7 +133,7 @@ def _layers(stack: nn.TransformerEncoder) -> list[nn.TransformerEncoderLayer]:
     return [layer for layer in stack.layers if isinstance(layer, nn.TransformerEncoderLayer)]
 
 
-def off_the_kink(expand: nn.Linear) -> None:
+def _keep_off_the_kink(expand: nn.Linear) -> None:
     """Let half of the units of a ReLU be on and half off, whatever the token.
 
     Of some millions of them a few are always as near to 0 as rounding reaches. Such a unit's gradient is there or not,
