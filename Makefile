@@ -9,7 +9,7 @@ NATIVE := $(PYTHON) tools/build_native.py
 NATIVE_IF_ABLE := $(NATIVE) || [ $$? -eq 3 ]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native test-native test-emulated demo test lint format bench fuzz quality clean
+.PHONY: help setup native test-native test-emulated test-arm demo test lint format bench fuzz quality clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -32,7 +32,10 @@ test-native: ## the kernels' own tests, under AddressSanitizer and UBSan
 	@$(NATIVE) --tests
 
 test-emulated: ## the same for AVX-512 on a processor without it
-	@$(NATIVE) --tests --emulated
+	@$(NATIVE) --emulated
+
+test-arm: ## the same for ARM, by a cross compiler and an emulator: slow
+	@$(NATIVE) --arm
 
 demo: $(READY) ## train, explain and check a classifier of digits; writes one page
 	@$(NATIVE) || true

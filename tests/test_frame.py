@@ -113,7 +113,20 @@ def test_ci_runs_lint_and_tests_and_stops_at_the_first_failure() -> None:
 
 @pytest.mark.parametrize(
     "target",
-    ["help", "setup", "native", "test-native", "test-emulated", "demo", "test", "lint", "bench", "fuzz", "quality"],
+    [
+        "help",
+        "setup",
+        "native",
+        "test-native",
+        "test-emulated",
+        "test-arm",
+        "demo",
+        "test",
+        "lint",
+        "bench",
+        "fuzz",
+        "quality",
+    ],
 )
 def test_make_has_the_target_and_says_what_it_does(target: str) -> None:
     assert re.search(rf"(?m)^{target}:.*## \w", read("Makefile"))
@@ -262,15 +275,25 @@ class TestNative:
         monkeypatch.delenv("CXX", raising=False)
         return module
 
-    @pytest.mark.parametrize(("there", "missing"), [([], "CMake"), (["cmake"], "C++ compiler")])
+    @pytest.mark.parametrize(
+        ("form", "there", "missing"),
+        [
+            ([], [], "CMake"),
+            ([], ["cmake"], "C++ compiler"),
+            (["--arm"], ["cmake", "c++"], "g++-aarch64-linux-gnu"),
+            (["--arm"], ["cmake", "c++", "aarch64-linux-gnu-g++"], "qemu-user-static"),
+        ],
+    )
     def test_nothing_to_build_with(
         self,
+        form: list[str],
         there: list[str],
         missing: str,
         build: ModuleType,
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
+        monkeypatch.setattr(sys, "argv", ["build_native.py", *form])
         monkeypatch.setattr(build, "_tool", lambda name: name if name in there else None)
         with pytest.raises(SystemExit) as stopped:
             build.main()
@@ -290,11 +313,11 @@ class TestNative:
         assert "no-such-machine" in said
         assert said.splitlines()[-1].startswith("native: ")
 
-    def test_emulated_kernels_are_for_tests_only(
+    def test_one_form_at_a_time(
         self, build: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(sys, "argv", ["build_native.py", "--emulated"])
+        monkeypatch.setattr(sys, "argv", ["build_native.py", "--emulated", "--arm"])
         with pytest.raises(SystemExit) as stopped:
             build.main()
         assert stopped.value.code == 2
-        assert "--emulated goes with --tests" in capsys.readouterr().err
+        assert "--arm: not allowed with argument --emulated" in capsys.readouterr().err

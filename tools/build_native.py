@@ -19,12 +19,14 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "native"
 BIN = ROOT / ".venv" / "bin"
 FAILED, NO_TOOLS = 2, 3
-#: Where each form is built and what it asks of CMake, by whether it is the tests and whether AVX-512 is emulated.
+#: What each form asks of CMake; it is built in a folder of its name.
 FORMS = {
-    (False, False): ("native", ["-DCLEARHEAD_IN_PLACE=ON"]),
-    (True, False): ("tests", ["-DCLEARHEAD_TESTS=ON"]),
-    (True, True): ("emulated", ["-DCLEARHEAD_TESTS=ON", "-DCLEARHEAD_EMULATED=avx512bf16;avx512"]),
+    "native": ["-DCLEARHEAD_IN_PLACE=ON"],
+    "tests": ["-DCLEARHEAD_TESTS=ON"],
+    "emulated": ["-DCLEARHEAD_TESTS=ON", "-DCLEARHEAD_EMULATED=avx512bf16;avx512"],
+    "arm": ["-DCLEARHEAD_TESTS=ON", f"-DCMAKE_TOOLCHAIN_FILE={SOURCE / 'tests' / 'aarch64.cmake'}"],
 }
+CROSS_COMPILER, EMULATORS = "aarch64-linux-gnu-g++", ("qemu-aarch64-static", "qemu-aarch64")
 
 
 def main() -> None:
@@ -32,19 +34,21 @@ def main() -> None:
     cmake = _tool("cmake")
     if cmake is None:
         _stop(NO_TOOLS, "CMake is not here, so the CPU kernels are not built. Install cmake and run make native.")
+    if options.form == "arm" and not (_tool(CROSS_COMPILER) and any(map(_tool, EMULATORS))):
+        packages = "g++-aarch64-linux-gnu and qemu-user-static"
+        _stop(NO_TOOLS, f"{CROSS_COMPILER} or {EMULATORS[0]} is not here. Install {packages}.")
     if not any(map(_tool, (os.environ.get("CXX"), "c++", "g++", "clang++"))):
         _stop(NO_TOOLS, "No C++ compiler is here, so the CPU kernels are not built. Install g++ and run make native.")
-    folder, flags = FORMS[options.tests, options.emulated]
-    build = ROOT / "build" / folder
+    build = ROOT / "build" / options.form
     try:
         if not _configured(build):
             shutil.rmtree(build, ignore_errors=True)
-            _run(cmake, "-S", SOURCE, "-B", build, *_generator(), *flags)
+            _run(cmake, "-S", SOURCE, "-B", build, *_generator(), *FORMS[options.form])
         _run(cmake, "--build", build)
     except subprocess.CalledProcessError as failure:
         print(failure.stdout, end="", file=sys.stderr)
         _stop(FAILED, "The CPU kernels could not be built; the compiler's words are above.")
-    if options.tests and subprocess.run([cmake, "--build", build, "--target", "check"]).returncode != 0:
+    if options.form != "native" and subprocess.run([cmake, "--build", build, "--target", "check"]).returncode != 0:
         _stop(FAILED, "The kernels' own tests failed; their words are above.")
 
 
@@ -76,14 +80,15 @@ def _run(*command: str | Path) -> None:
 
 def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Build the CPU kernels into the source tree.")
-    parser.add_argument("--tests", action="store_true", help="build and run the kernels' own tests, with sanitizers")
-    parser.add_argument(
-        "--emulated", action="store_true", help="with --tests: the kernels for AVX-512, in plain C++, on any processor"
-    )
-    options = parser.parse_args(arguments)
-    if options.emulated and not options.tests:
-        parser.error("--emulated goes with --tests: such kernels are right and slow")
-    return options
+    form = parser.add_mutually_exclusive_group()
+    form.set_defaults(form="native")
+    for name, what in (
+        ("tests", "build and run the kernels' own tests, with sanitizers"),
+        ("emulated", "the tests of the kernels for AVX-512, in plain C++, on any processor"),
+        ("arm", f"the tests of the kernels for ARM, with {CROSS_COMPILER} and {EMULATORS[0]}"),
+    ):
+        form.add_argument(f"--{name}", action="store_const", dest="form", const=name, help=what)
+    return parser.parse_args(arguments)
 
 
 def _stop(code: int, line: str) -> NoReturn:

@@ -439,17 +439,13 @@ template <class M, class IO> struct Backward {
   // Columns [c, c + VL) of two rows: weights and score gradients as pairs along the rows, the gradients also row by row.
   // Without a second row the pair's other half must be 0.
   CH_INLINE void put_pair(int row, int c, bool both, vf weight, vf weight_below, vf grad, vf grad_below, Desk& d) const {
-    static const uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512i interleave = _mm512_loadu_si512(order);
     const int64_t pair = (int64_t)(row / 2) * tile + c;
-    const __m512i weights = (__m512i)_mm512_cvtne2ps_pbh((__m512)weight_below, (__m512)weight);
-    const __m512i grads = (__m512i)_mm512_cvtne2ps_pbh((__m512)grad_below, (__m512)grad);
-    _mm512_storeu_si512(d.p + pair, _mm512_permutexvar_epi16(interleave, weights));
-    _mm512_storeu_si512(d.ds + pair, _mm512_permutexvar_epi16(interleave, grads));
+    const Rounded grads = round_two(grad, grad_below);
+    *(vu_any*)(d.p + pair) = round_two(weight, weight_below).pairs;
+    *(vu_any*)(d.ds + pair) = grads.pairs;
     uint16_t* rows = (uint16_t*)d.dr + (int64_t)row * tile + c;
-    _mm256_storeu_si256((__m256i*)rows, _mm512_castsi512_si256(grads));
-    if (both) _mm256_storeu_si256((__m256i*)(rows + tile), _mm512_extracti64x4_epi64(grads, 1));
+    put_halves(rows, grads.one);
+    if (both) put_halves(rows + tile, grads.other);
   }
 
   // `differentiate` and `spread` in one, where nothing else looks at the floats: no rules or statistics.

@@ -56,10 +56,11 @@ template <class IO> struct Widened {
       memcpy(two + VL, odd, sizeof(odd));
     }
   }
-  static CH_INLINE vf spread(const float* a) { return all(*a); }
+  static CH_INLINE Spread spread(const float* a) { return spread_number(a); }
   static CH_INLINE vf get(const right* b) { return get_vector<IO>(b); }
   static CH_INLINE vf row(const float* a) { return load(a); }
   static CH_INLINE vf madd(vf sum, vf a, vf b) { return sum + a * b; }
+  static CH_INLINE vf madd_spread(vf sum, Spread a, vf b) { return madd_number(sum, a, b); }
 };
 
 // The sums of four vectors.
@@ -78,6 +79,9 @@ CH_INLINE void four_sums(const vf v[4], float* to) {
   const __m256 pairs = _mm256_hadd_ps((__m256)v[0], (__m256)v[1]), others = _mm256_hadd_ps((__m256)v[2], (__m256)v[3]);
   const __m256 halves = _mm256_hadd_ps(pairs, others);
   _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+#elif defined(CH_NEON)
+  const float32x4_t pairs = vpaddq_f32((float32x4_t)v[0], (float32x4_t)v[1]);
+  vst1q_f32(to, vpaddq_f32(pairs, vpaddq_f32((float32x4_t)v[2], (float32x4_t)v[3])));
 #else
   for (int i = 0; i < 4; i++) to[i] = sum_of(v[i]);
 #endif
@@ -120,7 +124,7 @@ CH_INLINE void dot_four(const typename M::number* a, int64_t a_row, const typena
 }
 
 // Rows whose sums with four keys have room in registers.
-#if defined(CH_AVX512)
+#if defined(CH_AVX512) || defined(CH_NEON)
 constexpr int TOGETHER = 4;
 #else
 constexpr int TOGETHER = 2;

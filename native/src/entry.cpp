@@ -1,6 +1,12 @@
 // The library as a whole: its instruction sets and which of them this processor has, forks, codes in words. The calls
 // are in *_entry.cpp.
 #include <pthread.h>
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 #include "isa.h"
 #include "scratch.h"
@@ -19,6 +25,12 @@ CH_DECLARE(avx512)
 #endif
 #ifdef CH_WITH_AVX2
 CH_DECLARE(avx2)
+#endif
+#ifdef CH_WITH_NEONBF16
+CH_DECLARE(neonbf16)
+#endif
+#ifdef CH_WITH_NEON
+CH_DECLARE(neon)
 #endif
 CH_DECLARE(baseline)
 
@@ -45,6 +57,25 @@ struct Set {
 }
 [[maybe_unused]] bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
+#if defined(__aarch64__)
+[[maybe_unused]] bool has_neon() { return true; }  // part of the architecture
+[[maybe_unused]] bool has_neonbf16() {
+#if defined(__linux__)
+  const unsigned long halves = HWCAP_FPHP | HWCAP_ASIMDHP;
+  return (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0 && (getauxval(AT_HWCAP) & halves) == halves;
+#elif defined(__APPLE__)
+  static const char* const needed[] = {"hw.optional.arm.FEAT_BF16", "hw.optional.arm.FEAT_FP16"};
+  for (const char* feature : needed) {
+    int has = 0;
+    size_t size = sizeof(has);
+    if (sysctlbyname(feature, &has, &size, nullptr, 0) != 0 || has == 0) return false;
+  }
+  return true;
+#else
+  return false;
+#endif
+}
+#endif
 bool always() { return true; }
 
 const Set sets[] = {
@@ -56,6 +87,12 @@ const Set sets[] = {
 #endif
 #ifdef CH_WITH_AVX2
     {"avx2", CH_WITH_AVX2, &avx2::kernels},
+#endif
+#ifdef CH_WITH_NEONBF16
+    {"neonbf16", CH_WITH_NEONBF16, &neonbf16::kernels},
+#endif
+#ifdef CH_WITH_NEON
+    {"neon", CH_WITH_NEON, &neon::kernels},
 #endif
     {"baseline", always, &baseline::kernels},
 };

@@ -81,6 +81,9 @@ template <class IO> CH_INLINE vf get_vector(const typename IO::type* p) {
     __m128i halves = _mm_loadu_si128((const __m128i*)p);
     if constexpr (__is_same(IO, BFloat16)) return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
     return (vf)_mm256_cvtph_ps(halves);
+#elif defined(CH_NEON)
+    if constexpr (__is_same(IO, BFloat16)) return (vf)vshll_n_u16(vld1_u16(p), 16);
+    return (vf)vcvt_f32_f16((float16x4_t)vld1_u16(p));
 #else
     vf v;
     for (int i = 0; i < VL; i++) v[i] = get_one<IO>(p + i);
@@ -94,10 +97,7 @@ template <class IO> CH_INLINE void put_vector(typename IO::type* p, vf x) {
     store(p, x);
   } else {
 #if defined(CH_BF16DOT)
-    if constexpr (__is_same(IO, BFloat16)) {
-      _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
-      return;
-    }
+    if constexpr (__is_same(IO, BFloat16)) return put_halves(p, rounded(x));
 #endif
 #if defined(CH_AVX512)
     if constexpr (__is_same(IO, Float16)) {
@@ -109,6 +109,8 @@ template <class IO> CH_INLINE void put_vector(typename IO::type* p, vf x) {
       _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
       return;
     }
+#elif defined(CH_NEON)
+    if constexpr (__is_same(IO, Float16)) return put_halves(p, (vh)vcvt_f16_f32((float32x4_t)x));
 #endif
     for (int i = 0; i < VL; i++) put_one<IO>(p + i, x[i]);
   }
@@ -128,14 +130,6 @@ template <class IO> CH_INLINE void put_row(typename IO::type* to, int count, con
   for (; c < count; c++) put_one<IO>(to + c, from[c] * factor);
 }
 
-#if defined(CH_BF16DOT)
-// A vector of pairs from a row that has `count` numbers left, 0 beyond.
-CH_INLINE __m512i get_pairs(const uint16_t* from, int count) {
-  if (count >= 2 * VL) return _mm512_loadu_si512(from);
-  return _mm512_maskz_loadu_epi16(count > 0 ? (__mmask32)((1ull << count) - 1) : 0, from);
-}
-#endif
-
 // A row as the numbers of M: floats, or bfloat16 as they are; whole vectors, 0 beyond its end.
 template <class M, class IO>
 CH_INLINE void get_numbers(const typename IO::type* from, int count, typename M::number* to, int ld) {
@@ -144,7 +138,7 @@ CH_INLINE void get_numbers(const typename IO::type* from, int count, typename M:
   } else {
 #if defined(CH_BF16DOT)
     // A call that copies memory costs more than most rows.
-    for (int c = 0; c < ld; c += VL) _mm512_storeu_si512(to + c, get_pairs(from + 2 * c, count - 2 * c));
+    for (int c = 0; c < ld; c += VL) *(vu_any*)(to + c) = get_pairs(from + 2 * c, count - 2 * c);
 #endif
   }
 }
@@ -152,7 +146,7 @@ CH_INLINE void get_numbers(const typename IO::type* from, int count, typename M:
 // Numbers of M that a row of `dim` takes as rows of A.
 template <class M> CH_INLINE int row_numbers(int dim) { return (int)round_up(dim, VL * M::PAIR) / M::PAIR; }
 
-#if defined(CH_AVX512) || defined(CH_AVX2)
+#if defined(CH_AVX512) || defined(CH_AVX2) || defined(CH_NEON)
 // Lanes of 128 bits: words of two vectors in turn, the lower halves' and the upper halves'; then pairs of words.
 #if defined(CH_AVX512)
 typedef __m512i Words;
@@ -164,6 +158,17 @@ CH_INLINE void interleave(Words a, Words b, Words* to) {
 CH_INLINE void interleave_pairs(Words a, Words b, Words* to) {
   to[0] = _mm512_unpacklo_epi64(a, b);
   to[1] = _mm512_unpackhi_epi64(a, b);
+}
+#elif defined(CH_NEON)
+typedef uint32x4_t Words;
+CH_INLINE Words load_words(const uint32_t* from) { return vld1q_u32(from); }
+CH_INLINE void interleave(Words a, Words b, Words* to) {
+  to[0] = vzip1q_u32(a, b);
+  to[1] = vzip2q_u32(a, b);
+}
+CH_INLINE void interleave_pairs(Words a, Words b, Words* to) {
+  to[0] = (Words)vzip1q_u64((uint64x2_t)a, (uint64x2_t)b);
+  to[1] = (Words)vzip2q_u64((uint64x2_t)a, (uint64x2_t)b);
 }
 #else
 typedef __m256 Words;
@@ -221,6 +226,13 @@ CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, i
     _mm256_storeu_ps((float*)to + (i + 4) * to_ld, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
   }
 }
+#elif defined(CH_NEON)
+CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld, int rows = VL) {
+  Words r[4];
+  transpose_lanes(from, ld, rows, r);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) vst1q_u32(to + i * to_ld, r[i]);
+}
 #else
 CH_INLINE void transpose_block(const uint32_t* from, int64_t ld, uint32_t* to, int64_t to_ld, int rows = VL) {
   for (int c = 0; c < VL; c++)
@@ -263,14 +275,8 @@ void pack_panels(const typename IO::type* from, int64_t stride, int count, int d
 // Two rows, or one and zeros, as pairs.
 CH_INLINE void pair_row(const uint16_t* one, const uint16_t* other, int count, uint32_t* to, int ld) {
   int c = 0;
-  for (; c + VL <= count; c += VL) {
-    __m512i joined = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(one + c)));
-    if (other != nullptr) {
-      __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(other + c)));
-      joined = _mm512_or_si512(joined, _mm512_slli_epi32(high, 16));
-    }
-    _mm512_storeu_si512(to + c, joined);
-  }
+  for (; c + VL <= count; c += VL)
+    *(vu_any*)(to + c) = paired(get_halves(one + c), other != nullptr ? get_halves(other + c) : (vh){});
   for (; c < count; c++) to[c] = one[c] | (other != nullptr ? (uint32_t)other[c] << 16 : 0);
   for (; c < ld; c++) to[c] = 0;
 }

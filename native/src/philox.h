@@ -26,6 +26,8 @@ CH_INLINE vw wide_product(vw a, uint32_t b) {
   return (vw)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi32((int)b));
 #elif defined(CH_AVX2)
   return (vw)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi32((int)b));
+#elif defined(CH_NEON)
+  return (vw)vmull_u32(vmovn_u64((uint64x2_t)a), vdup_n_u32(b));
 #else
   return (a & 0xffffffffu) * ((uint64_t)b + (vw){});
 #endif
@@ -64,13 +66,6 @@ CH_INLINE void philox(vw c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t see
   numbers[1] = wide_product(w0, FIRST) ^ w3 << 32 ^ (uint64_t)key1 << 32;
 }
 
-// Which lanes of a vector.
-#if defined(CH_AVX512)
-typedef __mmask16 Lanes;
-#else
-typedef vi Lanes;  // 0 or -1
-#endif
-
 // Which of the quarters of numbers, one after the other, are at least `dropped`: two vectors of them.
 CH_INLINE void quarters_from(vw numbers, int32_t dropped, Lanes& kept, Lanes& next) {
 #if defined(CH_AVX512)
@@ -81,6 +76,10 @@ CH_INLINE void quarters_from(vw numbers, int32_t dropped, Lanes& kept, Lanes& ne
   const __m256i both = _mm256_cmpeq_epi16(_mm256_max_epu16(quarters, least_kept), quarters);
   kept = (vi)_mm256_cvtepi16_epi32(_mm256_castsi256_si128(both));
   next = (vi)_mm256_cvtepi16_epi32(_mm256_extracti128_si256(both, 1));
+#elif defined(CH_NEON)
+  const int16x8_t both = (int16x8_t)vcgeq_u16((uint16x8_t)numbers, vdupq_n_u16((uint16_t)dropped));
+  kept = (vi)vmovl_s16(vget_low_s16(both));
+  next = (vi)vmovl_high_s16(both);
 #else
   uint16_t quarters[2 * VL];
   memcpy(quarters, &numbers, sizeof(quarters));
@@ -88,18 +87,6 @@ CH_INLINE void quarters_from(vw numbers, int32_t dropped, Lanes& kept, Lanes& ne
     kept[i] = -(int32_t)(quarters[i] >= dropped);
     next[i] = -(int32_t)(quarters[VL + i] >= dropped);
   }
-#endif
-}
-
-CH_INLINE uint32_t bits_of(Lanes lanes) {
-#if defined(CH_AVX512)
-  return lanes;
-#elif defined(CH_AVX2)
-  return (uint32_t)_mm256_movemask_ps((__m256)lanes);
-#else
-  uint32_t bits = 0;
-  for (int i = 0; i < VL; i++) bits |= (uint32_t)(lanes[i] & 1) << i;
-  return bits;
 #endif
 }
 

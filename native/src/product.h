@@ -7,27 +7,28 @@
 // the steps, of which one instruction multiplies and adds both.
 #pragma once
 
-#include "vector.h"
+#include "pairs.h"
 
 namespace CH_NS {
 
-#if defined(CH_AVX512)
-constexpr int NV = 4;  // vectors of a panel
+#if defined(CH_AVX512) || defined(CH_NEON)
+constexpr int NV = 4;  // vectors of a panel: these have 32 registers
 #else
 constexpr int NV = 2;
 #endif
 constexpr int MR = 6;         // rows at a time
 constexpr int PW = NV * VL;  // columns of a panel
 
-// How two numbers are multiplied and added.
+// How two numbers are multiplied and added: lane by lane, or one that is spread with a vector.
 struct Single {
   typedef float number;
   typedef float right;
   static constexpr int PAIR = 1, AT_ONCE = 1;
-  static CH_INLINE vf spread(const float* a) { return all(*a); }
+  static CH_INLINE Spread spread(const float* a) { return spread_number(a); }
   static CH_INLINE vf get(const float* b) { return load(b); }
   static CH_INLINE vf row(const float* a) { return load(a); }
   static CH_INLINE vf madd(vf sum, vf a, vf b) { return sum + a * b; }
+  static CH_INLINE vf madd_spread(vf sum, Spread a, vf b) { return madd_number(sum, a, b); }
 };
 
 #if defined(CH_BF16DOT)
@@ -35,12 +36,11 @@ struct Pairs {
   typedef uint32_t number;
   typedef uint32_t right;
   static constexpr int PAIR = 2, AT_ONCE = 1;
-  static CH_INLINE vf spread(const uint32_t* a) { return (vf)_mm512_set1_epi32((int)*a); }
-  static CH_INLINE vf get(const uint32_t* b) { return (vf)_mm512_loadu_si512(b); }
+  static CH_INLINE Spread spread(const uint32_t* a) { return spread_pair(a); }
+  static CH_INLINE vf get(const uint32_t* b) { return (vf)*(const vu_any*)b; }
   static CH_INLINE vf row(const uint32_t* a) { return get(a); }
-  static CH_INLINE vf madd(vf sum, vf a, vf b) {
-    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-  }
+  static CH_INLINE vf madd(vf sum, vf a, vf b) { return add_products(sum, a, b); }
+  static CH_INLINE vf madd_spread(vf sum, Spread a, vf b) { return add_products_of_one(sum, a, b); }
 };
 #endif
 
@@ -66,9 +66,9 @@ CH_INLINE void sums_of(int64_t steps, const typename M::number* __restrict a, in
     }
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++) {
-      vf av = M::spread(a + r * a_row);
+      const Spread av = M::spread(a + r * a_row);
 #pragma GCC unroll 4
-      for (int v = 0; v < VECS; v++) sum[r][v] = M::madd(sum[r][v], av, bv[v]);
+      for (int v = 0; v < VECS; v++) sum[r][v] = M::madd_spread(sum[r][v], av, bv[v]);
     }
     a += a_step;
     b += ldb;

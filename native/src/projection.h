@@ -566,7 +566,7 @@ template <class M, class IO> class Projection {
       }
       for (int c = 0; c < wide; c += VL) {
         vf sum = load(counted + c);
-        for (int64_t r = 0; r < VL; r++) sum = M::madd(sum, M::spread(&one), M::get(staged + r * wide + c));
+        for (int64_t r = 0; r < VL; r++) sum = M::madd_spread(sum, M::spread(&one), M::get(staged + r * wide + c));
         store(counted + c, sum);
         transpose_block((const uint32_t*)staged + c, wide, (uint32_t*)to + c * to_row + s, to_row);
       }

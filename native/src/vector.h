@@ -6,6 +6,8 @@
 
 #if defined(CH_AVX512) || defined(CH_AVX2)
 #include <immintrin.h>
+#elif defined(CH_NEON)
+#include <arm_neon.h>
 #endif
 
 #define CH_INLINE inline __attribute__((always_inline))
@@ -24,6 +26,7 @@ constexpr int VL = 4;
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+typedef uint16_t vh __attribute__((vector_size(VL * 2)));
 typedef float vf_any __attribute__((vector_size(VL * 4), aligned(4)));
 typedef uint32_t vu_any __attribute__((vector_size(VL * 4), aligned(2), may_alias));
 
@@ -33,7 +36,29 @@ constexpr float INF = __builtin_inff();
 
 CH_INLINE vf load(const float* p) { return *(const vf_any*)p; }
 CH_INLINE void store(float* p, vf v) { *(vf_any*)p = v; }
+// Numbers of 16 bits, which need not be aligned to more than themselves.
+CH_INLINE vh get_halves(const uint16_t* p) {
+  vh halves;
+  memcpy(&halves, p, sizeof(halves));
+  return halves;
+}
+CH_INLINE void put_halves(uint16_t* p, vh halves) { memcpy(p, &halves, sizeof(halves)); }
 CH_INLINE vf all(float x) { return x - (vf){}; }
+
+// A number for all lanes. NEON's products spread the lowest word of a register by themselves, where spreading it first would
+// keep a multiplier busy; left to choose, GCC does that with one row in six.
+#if defined(CH_NEON)
+typedef float Spread;
+CH_INLINE Spread spread_number(const float* x) { return *x; }
+CH_INLINE vf madd_number(vf sum, Spread a, vf b) {
+  asm("fmla %0.4s, %1.4s, %2.s[0]" : "+w"(sum) : "w"(b), "w"(a));
+  return sum;
+}
+#else
+typedef vf Spread;
+CH_INLINE Spread spread_number(const float* x) { return all(*x); }
+CH_INLINE vf madd_number(vf sum, Spread a, vf b) { return sum + a * b; }
+#endif
 
 template <class T> CH_INLINE constexpr T least(T a, T b) { return a < b ? a : b; }
 template <class T> CH_INLINE constexpr T most(T a, T b) { return a > b ? a : b; }
@@ -63,6 +88,10 @@ CH_INLINE void interleave(vf& one, vf& other) {
   const __m256 low = _mm256_unpacklo_ps((__m256)one, (__m256)other), high = _mm256_unpackhi_ps((__m256)one, (__m256)other);
   one = (vf)_mm256_permute2f128_ps(low, high, 0x20);
   other = (vf)_mm256_permute2f128_ps(low, high, 0x31);
+#elif defined(CH_NEON)
+  const float32x4_t first = (float32x4_t)one, second = (float32x4_t)other;
+  one = (vf)vzip1q_f32(first, second);
+  other = (vf)vzip2q_f32(first, second);
 #else
   const vf first = one, second = other;
   for (int i = 0; i < VL; i++) {
@@ -79,16 +108,34 @@ CH_INLINE vf counting() {
   return v;
 }
 
+// Which lanes of a vector.
+#if defined(CH_AVX512)
+typedef __mmask16 Lanes;
+#else
+typedef vi Lanes;  // 0 or -1
+#endif
+
+// A bit for each of them.
+CH_INLINE uint32_t bits_of(Lanes lanes) {
+#if defined(CH_AVX512)
+  return lanes;
+#elif defined(CH_AVX2)
+  return (uint32_t)_mm256_movemask_ps((__m256)lanes);
+#elif defined(CH_NEON)
+  return vaddvq_u32((uint32x4_t)(lanes & (vi){1, 2, 4, 8}));
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < VL; i++) bits |= (uint32_t)(lanes[i] & 1) << i;
+  return bits;
+#endif
+}
+
 // A bit for each place where a > b.
 CH_INLINE uint32_t above(vf a, vf b) {
 #if defined(CH_AVX512)
   return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
-#elif defined(CH_AVX2)
-  return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ));
 #else
-  uint32_t bits = 0;
-  for (int i = 0; i < VL; i++) bits |= (uint32_t)(a[i] > b[i]) << i;
-  return bits;
+  return bits_of((Lanes)(a > b));
 #endif
 }
 
@@ -109,6 +156,8 @@ CH_INLINE float sum_of(vf v) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+#elif defined(CH_NEON)
+  return vaddvq_f32((float32x4_t)v);
 #else
   float s = 0;
   for (int i = 0; i < VL; i++) s += v[i];
@@ -123,6 +172,8 @@ CH_INLINE float max_of(vf v) {
   __m128 s = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
   s = _mm_max_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+#elif defined(CH_NEON)
+  return vmaxvq_f32((float32x4_t)v);
 #else
   float s = v[0];
   for (int i = 1; i < VL; i++) s = s > v[i] ? s : v[i];
@@ -146,6 +197,11 @@ template <int DEGREE> CH_INLINE vf exp2_of(vf x) {
   const vf floor = (vf)_mm256_floor_ps((__m256)bounded);
   const vi whole = (vi)_mm256_cvtps_epi32((__m256)floor);
   const vf f = bounded - floor;
+#elif defined(CH_NEON)
+  // NaN stays.
+  const vf bounded = (vf)vminq_f32((float32x4_t)high, vmaxq_f32((float32x4_t)low, (float32x4_t)x));
+  const vi whole = (vi)vcvtmq_s32_f32((float32x4_t)bounded);
+  const vf f = bounded - (vf)vrndmq_f32((float32x4_t)bounded);
 #else
   vf bounded = x < low ? low : x;
   bounded = bounded > high ? high : bounded;
@@ -173,7 +229,7 @@ template <int DEGREE> CH_INLINE vf exp2_of(vf x) {
   return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
 #else
   const vf power = p * (vf)((whole + 127) << 23);
-#if defined(CH_AVX2)
+#if defined(CH_AVX2) || defined(CH_NEON)
   return power;
 #else
   return x == x ? power : x;

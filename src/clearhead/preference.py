@@ -1,8 +1,8 @@
 """Whether torch's attention is faster than the CPU kernels here: measured once in a process, where nobody knows.
 
-The kernels are ahead of torch's function on the processors that their instruction sets were written for. Where torch
-multiplies with units that they do not use (Intel's AMX), or they run on the set that any processor has, that is not
-known before it was tried.
+The kernels are ahead of torch's function on the processors on which they were timed. Where torch multiplies with units
+that they do not use (Intel's AMX), or they run on a set whose processors were not at hand, that is not known before it
+was tried.
 """
 
 from __future__ import annotations
@@ -83,11 +83,13 @@ def unknown() -> frozenset[torch.dtype]:
     # Who names a set wants to run it.
     if native_library.reason() is not None or os.environ.get("CLEARHEAD_ISA", "").strip():
         return frozenset()
-    if native_library.isa_name() == "baseline":
+    if native_library.isa_name() in _UNTRIED:
         return frozenset(DTYPES) & native.BACKEND.capability.dtypes
     return frozenset(dtype for dtype, has in _MATRIX_UNITS.items() if has())
 
 
+#: Sets of processors on which nothing was timed: any one's, and ARM's, which an emulator ran.
+_UNTRIED: Final = frozenset({"baseline", "neon", "neonbf16"})
 #: Dtypes that torch multiplies with matrix units where the processor has some, and the question whether it does.
 _MATRIX_UNITS: Final = {
     torch.bfloat16: torch.cpu._is_amx_tile_supported,

@@ -206,7 +206,7 @@ class TestLoaded:
     def test_the_fastest_set_is_taken(self, fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
         """The widest, but where its products in bfloat16 are slower than the next one's in float32."""
         names, taken = native_library.isa_names(), str(native_library.isa_name())
-        if names[0] != "avx512bf16":
+        if not names[0].endswith("bf16"):
             assert taken == names[0]
             return
         assert taken in names[:2]

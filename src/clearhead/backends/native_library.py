@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Final, Self
 import torch as torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from clearhead.backends import openmp
 from clearhead.backends.dropout import LEVELS as LEVELS
 
 __all__ = [
@@ -393,6 +394,7 @@ def _loaded() -> _Loaded:
     if not PATH.exists():
         return _Loaded(None, "is not built (it takes GCC or Clang: install again, or make native in a checkout)")
     try:
+        openmp.share()
         found = ctypes.CDLL(str(PATH))
         # Another version may lack other functions, so this one is asked first.
         if (theirs := found.ch_abi()) != ABI:

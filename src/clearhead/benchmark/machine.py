@@ -14,7 +14,7 @@ import torch
 
 __all__ = ["load", "machine", "threads", "torch_build", "usable_cores", "versions"]
 
-INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "sve", "bf16")
+INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "sve", "bf16")
 """The instruction sets that decide how fast attention can be on a CPU."""
 
 _THREAD_VARIABLES = (
