@@ -138,6 +138,11 @@ def test_the_console_script_leaves_with_the_code_and_one_line() -> None:
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
+def test_the_package_is_a_command_too() -> None:
+    run = [sys.executable, "-m", "clearhead", "--version"]
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.startswith("clearhead ")
+
+
 def test_every_extra_named_to_a_user_exists() -> None:
     offered = importlib.metadata.metadata("clearhead").get_all("Provides-Extra")
     assert offered is not None
