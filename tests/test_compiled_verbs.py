@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import clearhead as ch
 from clearhead.linear import delta_attention, gated_linear_attention, linear_attention, retention
@@ -105,7 +106,7 @@ def test_observed_lengths_compile_once_and_export() -> None:
             assert found is not None
             return found
 
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(Entropy(), fullgraph=True, dynamic=True, backend=counter)
     for length in (9, 17, 30):
         given = tensors(length)

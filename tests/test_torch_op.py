@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import clearhead as ch
 
@@ -59,7 +60,7 @@ def test_exported_equals_eager() -> None:
 
 def test_dynamic_lengths_compile_once() -> None:
     block = Block(ch.Causal())
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
     for length in (9, 17, 30):
         x = torch.randn(2, length, 16)

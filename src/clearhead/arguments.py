@@ -19,8 +19,8 @@ from torch import Tensor
 from clearhead.errors import ShapeError, UnsupportedError
 
 __all__ = [
-    "FARTHEST", "flag", "number", "one_of", "probability", "real_number", "seed_of", "seen", "several", "tensor_of",
-    "texts_of", "whole", "whole_number",
+    "FARTHEST", "dense", "flag", "number", "one_of", "probability", "real_number", "seed_of", "seen", "several",
+    "tensor_of", "texts_of", "whole", "whole_number",
 ]  # fmt: skip
 
 #: The farthest position or distance that anything takes, as the CPU kernels have it.
@@ -29,6 +29,8 @@ FARTHEST: Final = 2**48
 
 def seen(value: object) -> str:
     """A value as an error names it."""
+    if isinstance(value, Tensor) and (kind := _no_dense_kind(value)) is not None:
+        return f"a {kind} tensor"
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
     try:
@@ -52,13 +54,40 @@ def several(given: object) -> tuple[object, ...]:
 def tensor_of(
     value: object, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> Tensor | None:  # fmt: skip
-    """What a user gave as a tensor; None where it is none. A tensor stays on its device, whatever the default is."""
+    """What a user gave as one dense tensor; None where it is none. A tensor stays on its device."""
+    if isinstance(value, Tensor) and _no_dense_kind(value) is not None:
+        return None
     if device is None and isinstance(value, Tensor):
         device = value.device
     try:
         return torch.as_tensor(value, dtype=dtype, device=device)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
+
+
+def dense(function: str, argument: str, tensor: Tensor) -> None:
+    """Raise unless every number of a tensor has a place in memory of its own: it is neither nested nor sparse.
+
+    Raises:
+        UnsupportedError: it is one of these. Nested ones of the older kind would end the process further on.
+    """
+    kind = _no_dense_kind(tensor)
+    if kind == "nested":
+        raise UnsupportedError.about(
+            function, argument, must="be one tensor", got="a nested one",
+            then="Pad it with .to_padded_tensor(0.0), and mask with ch.Padding or lay it end to end with ch.pack.",
+        )  # fmt: skip
+    if kind is not None:
+        raise UnsupportedError.about(
+            function, argument, must="be a dense tensor", got=f"a {kind} one", then="Convert with .to_dense()."
+        )
+
+
+def _no_dense_kind(tensor: Tensor) -> str | None:
+    """``nested``, which of the older kind have no shape either, ``sparse_coo`` and so on; None of a dense tensor."""
+    if tensor.is_nested:
+        return "nested"
+    return None if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.").lstrip("_")
 
 
 def whole_number(value: object) -> int | None:

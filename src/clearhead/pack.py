@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from clearhead.arguments import seen, tensor_of, whole
+from clearhead.arguments import dense, seen, tensor_of, whole
 from clearhead.errors import ShapeError
 from clearhead.masks import Documents
 from clearhead.shapes import Int
@@ -63,6 +63,7 @@ def pack(x: Tensor, lengths: Sequence[int] | Int[Tensor, " batch"]) -> tuple[Ten
 
     Raises:
         ShapeError: x or lengths do not fit.
+        UnsupportedError: x is nested or sparse.
 
     Cost: one copy of the real tokens.
 
@@ -71,6 +72,8 @@ def pack(x: Tensor, lengths: Sequence[int] | Int[Tensor, " batch"]) -> tuple[Ten
     >>> packed, documents.dense(3, 3).int().tolist()
     (tensor([[1, 2, 3]]), [[1, 1, 0], [1, 1, 0], [0, 0, 1]])
     """
+    if isinstance(x, Tensor):
+        dense("pack", "x", x)
     if not isinstance(x, Tensor) or x.ndim < 2:
         raise ShapeError.about(
             "pack", "x", must="have axes [batch, len, ...]", got=_seen(x), then="Add a batch axis: x[None]."
@@ -103,6 +106,8 @@ def unpack(packed: Tensor, lengths: Sequence[int] | Int[Tensor, " batch"], max_l
         max_len = whole("unpack", "max_len", max_len, low=0)
     counts = as_lengths("unpack", lengths, longest=max_len)
     total = int(counts.sum())
+    if isinstance(packed, Tensor):
+        dense("unpack", "packed", packed)
     if not isinstance(packed, Tensor) or packed.ndim < 2 or packed.shape[:2] != (1, total):
         raise ShapeError.about(
             "unpack", "packed", must=f"have axes [1, {total}, ...], the sum of the lengths", got=_seen(packed),

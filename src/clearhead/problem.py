@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from clearhead.arguments import probability, real_number, seed_of, seen
+from clearhead.arguments import dense, probability, real_number, seed_of, seen
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks.base import Mask, does_as, index_tensors, resolve_offset
 from clearhead.masks.parts import Parts, parts_of
@@ -210,6 +210,7 @@ def _check_tensors(function: str, query: Tensor, key: Tensor, value: Tensor) -> 
             raise ShapeError.about(
                 function, name, must="be a tensor", got=type(tensor).__name__, then="Use torch.as_tensor."
             )
+        dense(function, name, tensor)
         if not 2 <= tensor.ndim <= 4:
             raise ShapeError.about(
                 function, name, must="have axes [batch, heads, len, head_dim], leading ones optional",

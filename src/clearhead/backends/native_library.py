@@ -365,7 +365,7 @@ def in_memory(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
-        and not (is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor())
+        and not (tensor.is_nested or is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor())
     )
 
 

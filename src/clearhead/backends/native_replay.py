@@ -191,12 +191,13 @@ def replay(
         layout = (
             known.layout
             if known is not None and known.causal is causal and known.scale == scale and known.dropout == dropout
+            and not (query.is_nested or key.is_nested or value.is_nested)  # whose strides end the process
             and known.check(query, key, value) and known.training is (known.learns and is_grad_enabled())
             and known.threads == get_num_threads() and forward_ad._current_level < 0 and not modes()
             and not tracing()
             else _played.find(query, key, value, causal, scale, dropout)
         )  # fmt: skip
-    except TypeError:  # not a tensor
+    except (TypeError, AttributeError):  # not a tensor
         return None
     if layout is None:
         return None

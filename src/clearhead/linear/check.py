@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from clearhead.arguments import FARTHEST, one_of, seen, tensor_of, whole_number
+from clearhead.arguments import FARTHEST, dense, one_of, seen, tensor_of, whole_number
 from clearhead.backends.native_library import in_memory
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.linear.recurrence import transformed
@@ -27,6 +27,8 @@ _DTYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def check_tensors(function: str, query: object, key: object, value: object) -> None:
     """Queries, keys and values that fit each other."""
     for name, part in (("query", query), ("key", key), ("value", value)):
+        if isinstance(part, Tensor):
+            dense(function, name, part)
         if not isinstance(part, Tensor) or part.ndim not in (2, 3, 4):
             raise ShapeError.about(
                 function, name, must="have axes [batch, heads, len, head_dim], the first two or one of them left out",

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from clearhead.arguments import seen, whole
+from clearhead.arguments import dense, seen, whole
 from clearhead.errors import ShapeError, UnsupportedError
 
 __all__ = ["check_tokens", "compile_each", "converts", "depth", "positive", "sources_of"]
@@ -43,6 +43,8 @@ def converts(x: Tensor) -> bool:
 
 def check_tokens(function: str, argument: str, x: object, width: int, weight: Tensor) -> None:
     """Raise unless ``x`` is ``[batch, len, width]`` or ``[len, width]`` of the dtype and device of ``weight``."""
+    if isinstance(x, Tensor):
+        dense(function, argument, x)
     if not isinstance(x, Tensor) or x.ndim not in (2, 3) or x.shape[-1] != width:
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ShapeError.about(

@@ -321,7 +321,7 @@ def again(
     given = [*tokens, *[part for part in tensors if part is not None], *tensors_of(held)]
     try:
         known = _KNOWN.get(_asked(tokens, tensors, masks, options, held))
-    except TypeError:  # what cannot be hashed
+    except (TypeError, RuntimeError):  # what cannot be hashed, or has no shape
         return None
     if (
         known is None or not known.alike(*given) or watched() or _has_any_global_hook() or not unrecorded()

@@ -1,0 +1,78 @@
+"""Nested and sparse tensors are refused in one sentence: those of the older nested kind would end the process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead as ch
+
+WIDTH = 16
+
+
+def nested(layout: torch.layout) -> Tensor:
+    return torch.nested.nested_tensor([torch.randn(5, WIDTH), torch.randn(3, WIDTH)], layout=layout)
+
+
+KINDS: dict[str, Callable[[], Tensor]] = {
+    "nested": lambda: nested(torch.strided),
+    "jagged": lambda: nested(torch.jagged),
+    "sparse": lambda: torch.randn(2, 5, WIDTH).to_sparse(),
+    "sparse rows": lambda: torch.randn(5, WIDTH).to_sparse_csr(),
+    "mkldnn": lambda: torch.randn(2, 5, WIDTH).to_mkldnn(),
+}
+PLAIN = torch.randn(2, 5, WIDTH)
+
+CALLS: dict[str, Callable[[Tensor], Any]] = {
+    "attention": lambda x: ch.attention(x, x, x),
+    "attention, key": lambda x: ch.attention(PLAIN, x, PLAIN),
+    "linear_attention": lambda x: ch.linear_attention(x, x, x),
+    "observe_attention": lambda x: ch.observe_attention(x, x, x, want=ch.Want(entropy=True)),
+    "view": lambda x: ch.view(x, x),
+    "pack": lambda x: ch.pack(x, [5, 3]),
+    "unpack": lambda x: ch.unpack(x, [5, 3]),
+    "MultiHeadAttention": lambda x: ch.nn.MultiHeadAttention(WIDTH, 2)(x),
+    "MultiHeadAttention, key": lambda x: ch.nn.MultiHeadAttention(WIDTH, 2)(PLAIN, x),
+    "LinearAttention": lambda x: ch.nn.LinearAttention(WIDTH, 2)(x),
+    "FeedForward": lambda x: ch.nn.FeedForward(WIDTH)(x),
+    "EncoderBlock": lambda x: ch.nn.EncoderBlock(WIDTH, 2)(x),
+    "Encoder": lambda x: ch.nn.Encoder(WIDTH, 2, 1)(x),
+    "DenseBias": ch.DenseBias,
+    "Dense": ch.Dense,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("call", CALLS)
+def test_it_is_refused_in_one_sentence(call: str, kind: str) -> None:
+    with pytest.raises(ch.ClearheadError) as refused:
+        CALLS[call](KINDS[kind]())
+    said = str(refused.value)
+    assert "\n" not in said
+    assert "got a " in said, said
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_after_a_call_that_is_kept() -> None:
+    """The third call like others is played again before its arguments are looked at."""
+    module = ch.nn.MultiHeadAttention(WIDTH, 2)
+    for _ in range(4):
+        module(PLAIN)
+        ch.attention(PLAIN, PLAIN, PLAIN)
+    for kind in KINDS:
+        with pytest.raises(ch.ClearheadError):
+            module(KINDS[kind]())
+        with pytest.raises(ch.ClearheadError):
+            ch.attention(*[KINDS[kind]()] * 3)
+
+
+def test_a_dense_one_passes() -> None:
+    from clearhead.arguments import dense, seen
+
+    dense("f", "x", PLAIN)
+    assert seen(PLAIN) == f"float32 of shape (2, 5, {WIDTH})"
