@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,18 @@ def test_after_a_call_that_is_kept() -> None:
             module(KINDS[kind]())
         with pytest.raises(ch.ClearheadError):
             ch.attention(*[KINDS[kind]()] * 3)
+
+
+def test_what_is_said_of_a_jagged_one_is_so() -> None:
+    jagged = KINDS["jagged"]()
+    module = ch.nn.MultiHeadAttention(WIDTH, 2)
+    with pytest.raises(
+        ch.UnsupportedError, match=re.escape(".values()[None] under ch.Documents(its .offsets().diff())")
+    ):
+        module(jagged)
+    packed = module(jagged.values()[None], mask=ch.Documents(jagged.offsets().diff()))
+    alone = torch.cat([module(one) for one in jagged.unbind()])
+    assert torch.equal(packed[0], alone)
 
 
 def test_a_dense_one_passes() -> None:

@@ -29,7 +29,7 @@ FARTHEST: Final = 2**48
 
 def seen(value: object) -> str:
     """A value as an error names it."""
-    if isinstance(value, Tensor) and (kind := _no_dense_kind(value)) is not None:
+    if isinstance(value, Tensor) and (kind := _kind_but_dense(value)) is not None:
         return f"a {kind} tensor"
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
@@ -55,7 +55,7 @@ def tensor_of(
     value: object, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> Tensor | None:  # fmt: skip
     """What a user gave as one dense tensor; None where it is none. A tensor stays on its device."""
-    if isinstance(value, Tensor) and _no_dense_kind(value) is not None:
+    if isinstance(value, Tensor) and _kind_but_dense(value) is not None:
         return None
     if device is None and isinstance(value, Tensor):
         device = value.device
@@ -71,23 +71,25 @@ def dense(function: str, argument: str, tensor: Tensor) -> None:
     Raises:
         UnsupportedError: it is one of these. Nested ones of the older kind would end the process further on.
     """
-    kind = _no_dense_kind(tensor)
-    if kind == "nested":
-        raise UnsupportedError.about(
-            function, argument, must="be one tensor", got="a nested one",
-            then="Pad it with .to_padded_tensor(0.0), and mask with ch.Padding or lay it end to end with ch.pack.",
-        )  # fmt: skip
+    kind = _kind_but_dense(tensor)
     if kind is not None:
         raise UnsupportedError.about(
-            function, argument, must="be a dense tensor", got=f"a {kind} one", then="Convert with .to_dense()."
+            function, argument, must="be a dense tensor", got=f"a {kind} one", then=_DENSE.get(kind, "Use .to_dense().")
         )
 
 
-def _no_dense_kind(tensor: Tensor) -> str | None:
-    """``nested``, which of the older kind have no shape either, ``sparse_coo`` and so on; None of a dense tensor."""
-    if tensor.is_nested:
-        return "nested"
-    return None if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.").lstrip("_")
+#: What makes one dense tensor of those of several lengths.
+_DENSE: Final = {
+    "jagged": "Its .values()[None] under ch.Documents(its .offsets().diff()) is attention over each sequence alone.",
+    "nested": "Pad it with .to_padded_tensor(0.0), and mask with ch.Padding or lay it end to end with ch.pack.",
+}
+
+
+def _kind_but_dense(tensor: Tensor) -> str | None:
+    """None of a dense tensor, else ``jagged``, ``nested`` (of the older kind, without a shape), ``sparse_coo`` ..."""
+    if tensor.layout is torch.strided:
+        return "nested" if tensor.is_nested else None
+    return str(tensor.layout).removeprefix("torch.").lstrip("_")
 
 
 def whole_number(value: object) -> int | None:
