@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
+from clearhead.backends import native_library
 
 WIDTH = 16
 
@@ -89,3 +90,30 @@ def test_a_dense_one_passes() -> None:
 
     dense("f", "x", PLAIN)
     assert seen(PLAIN) == f"float32 of shape (2, 5, {WIDTH})"
+
+
+def freed(tensor: Tensor) -> Tensor:
+    copy = tensor.clone()
+    copy.untyped_storage().resize_(0)
+    return copy
+
+
+def between(tensor: Tensor) -> Tensor:
+    """The same numbers, one byte beyond where they would lie."""
+    held = bytearray(1) + tensor.numpy().tobytes()
+    return torch.frombuffer(held, dtype=tensor.dtype, offset=1).view(tensor.shape)
+
+
+@pytest.mark.skipif(native_library.reason() is not None, reason="the CPU kernels are not usable here")
+@pytest.mark.parametrize("spoiled", [freed, between])
+def test_memory_that_the_kernels_cannot_read(spoiled: Callable[[Tensor], Tensor]) -> None:
+    module = ch.nn.MultiHeadAttention(WIDTH, 2)
+    for _ in range(4):
+        with pytest.raises(
+            ch.UnsupportedError, match=r"freed or begins between two numbers\. Copy it with \.clone\(\)"
+        ):
+            ch.attention(PLAIN[None], spoiled(PLAIN[None]), PLAIN[None], backend="native")
+        with pytest.raises(ch.UnsupportedError, match="freed or begins between two numbers"):
+            module(spoiled(PLAIN))
+        module(PLAIN)
+        ch.attention(PLAIN, PLAIN, PLAIN)

@@ -35,9 +35,9 @@ CH_INLINE uint32_t float_to_bits(float value) {
 CH_INLINE float half_to_float(uint16_t half) {
   uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
   if (rest >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-  // A factor of 2**112 moves the exponent, subnormal numbers included.
-  float value = bits_to_float(rest << 13) * bits_to_float(0x77800000);
-  return bits_to_float(float_to_bits(value) | sign);
+  // Halves that are not normal are normal floats, and must not pass through one that is not: it may be taken for 0.
+  if (rest < 0x400) return bits_to_float(float_to_bits((float)rest * bits_to_float(0x33800000)) | sign);  // 2**-24
+  return bits_to_float(sign | ((rest << 13) + 0x38000000));
 }
 
 CH_INLINE uint16_t float_to_half(float value) {

@@ -5,6 +5,7 @@ Every mask, rule, dtype and size on the best one is in test_agreement.py.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -98,6 +99,17 @@ class TestInstructionSets:
         spoiled = value.detach().clone()
         spoiled[..., 1101, 5] = torch.nan
         compare("native", (query, key, spoiled.requires_grad_()), mask=ch.Padding([1100] * len(query)))
+
+    @pytest.mark.parametrize("width", [3, 16, 19])
+    def test_halves_that_are_not_normal(self, width: int) -> None:
+        """They are normal floats, which attention does not take for 0; nor does it write them as 0."""
+        query, key, value = (torch.full((1, 2, 40, width), 2.0**-place).half() for place in (1, 20, 24))
+        output = ch.attention(query, key, value, scale=2.0**10, backend="native")
+        assert torch.equal(output, value)
+        lse = ch.observe_attention(query, key, value, scale=2.0**10, want=ch.Want(lse=True), backend="native").lse
+        assert lse is not None
+        exact = torch.full_like(lse, width * 2.0**-11 + math.log(40))
+        torch.testing.assert_close(lse, exact, rtol=0, atol=1e-5)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     def test_dropout_drops_the_same(self, dtype: torch.dtype) -> None:

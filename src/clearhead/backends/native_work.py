@@ -25,6 +25,7 @@ from clearhead.backends.native_library import (
 )
 from clearhead.backends.native_memory import new_tensor, room_like
 from clearhead.backends.native_statistics import Gathered, kernel_gives
+from clearhead.errors import UnsupportedError
 from clearhead.masks.parts import Parts
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreRule, SoftCap
@@ -225,6 +226,12 @@ def check(name: str, code: int) -> bool:
     """Whether a call is done; False where numbers that are not finite meet a mask, in backward alone."""
     if code == Code.NO_MEMORY:
         raise MemoryError(f"{name}: {message(code)}")
+    # To look at each address beforehand would take small calls longer than it is worth.
+    if code == Code.BAD_POINTER:
+        raise UnsupportedError.about(
+            "attention", "every tensor", must="hold its numbers, at addresses that their size divides",
+            got="one whose memory was freed or begins between two numbers", then="Copy it with .clone().",
+        )  # fmt: skip
     # What a Problem lets through, the kernels take: any other code is a mistake of ours.
     if code not in (Code.OK, Code.NOT_FINITE):
         raise RuntimeError(
