@@ -48,9 +48,9 @@ inline void encode(int dtype, double value, void* to) {
   uint16_t half = static_cast<uint16_t>(bits >> 16);
   if (dtype == CH_FLOAT16) {
     const uint32_t sign = bits >> 16 & 0x8000, exponent = bits >> 23 & 255;
-    half = static_cast<uint16_t>(sign);
     if (exponent == 255) half = static_cast<uint16_t>(sign | 0x7c00 | ((bits & 0x7fffff) != 0 ? 0x200 : 0));
     else if (exponent > 112) half = static_cast<uint16_t>(sign | (exponent - 112) << 10 | (bits >> 13 & 0x3ff));
+    else half = static_cast<uint16_t>(sign | static_cast<uint32_t>(std::ldexp(std::fabs(value), 24)));
   }
   std::memcpy(to, &half, 2);
 }

@@ -217,6 +217,21 @@ void scales() {
     }
 }
 
+// What is not normal in 16 bits is normal in floats, though attention takes floats that are not for 0.
+void halves_that_are_not_normal() {
+  for (int64_t dim : {3, 16, 19}) {
+    Case c;
+    c.dtype = CH_FLOAT16, c.heads = c.kv_heads = 2, c.q_len = 13, c.k_len = 70, c.dim = dim, c.value_dim = 40, c.scale = 256;
+    Random random(static_cast<uint64_t>(dim) + 41);
+    draw_numbers(random, c, c.query, 2 * 13 * dim, 2.0);
+    draw_numbers(random, c, c.key, 2 * 70 * dim, 2.0);
+    draw_numbers(random, c, c.value, 2 * 70 * 40, 2.0);
+    draw_numbers(random, c, c.grad_output, 2 * 13 * 40, 0.125);
+    for (double& number : c.query) number = std::ldexp(number, -16);  // multiples of 2^-21, all of them below 2^-14
+    both_ways(c, random, "halves that are not normal");
+  }
+}
+
 // A bias that is no number where nobody may attend: neither is the slope of a cap behind it.
 void capped_where_nobody_looks() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
@@ -345,6 +360,7 @@ int main(int arguments, char** argument) {
     test::contained_segments();
     test::nothing_to_see();
     test::scales();
+    test::halves_that_are_not_normal();
     test::capped_where_nobody_looks();
     test::sinks_of_nan();
     test::looking_at_long_rows();
