@@ -66,7 +66,7 @@ def tensor_of(
 
 
 def dense(function: str, argument: str, tensor: Tensor) -> None:
-    """Raise unless every number of a tensor has a place in memory of its own: it is neither nested nor sparse.
+    """Raise where a tensor is nested or sparse, or lies in an order of a library's own.
 
     Raises:
         UnsupportedError: it is one of these. Nested ones of the older kind would end the process further on.
