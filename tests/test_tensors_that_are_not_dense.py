@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
+from clearhead.arguments import dense, seen
 from clearhead.backends import native_library
 
 WIDTH = 16
@@ -86,8 +87,6 @@ def test_what_is_said_of_a_jagged_one_is_so() -> None:
 
 
 def test_a_dense_one_passes() -> None:
-    from clearhead.arguments import dense, seen
-
     dense("f", "x", PLAIN)
     assert seen(PLAIN) == f"float32 of shape (2, 5, {WIDTH})"
 

@@ -316,12 +316,13 @@ def again(
         options: all else that tells calls apart.
         held: what each attention reads from a cache, where one does.
     """
-    if any(type(each) is not Tensor for each in tokens):
+    # One of the older nested kind has no shape to ask for.
+    if any(type(each) is not Tensor or each.is_nested for each in tokens):
         return None
     given = [*tokens, *[part for part in tensors if part is not None], *tensors_of(held)]
     try:
         known = _KNOWN.get(_asked(tokens, tensors, masks, options, held))
-    except (TypeError, RuntimeError):  # what cannot be hashed, or has no shape
+    except TypeError:  # what cannot be hashed
         return None
     if (
         known is None or not known.alike(*given) or watched() or _has_any_global_hook() or not unrecorded()
