@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 16
+#define CH_ABI 17
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_RUNS 4
 #define CH_MAX_RULES 8
@@ -314,12 +314,13 @@ typedef struct ch_rotation {
   ch_tensor target;     /* written; it may be the source itself, or lies apart from it                      */
 } ch_rotation;
 
-enum ch_norm_kind { CH_NORM_LAYER = 0, CH_NORM_RMS = 1 };
+enum ch_norm_kind { CH_NORM_LAYER = 0, CH_NORM_RMS = 1, CH_NORM_RMS_FROM_ONE = 2 };
 
 /* The norm of a sum, row by row, all contiguous, worked out in float32:
  *   sum = (what is kept of input) * CH_LEVELS / (CH_LEVELS - dropped) + added, rounded to its dtype,
  *   output = (sum - mean) * scale * weight + bias, with scale = 1 / sqrt(variance + epsilon).
- * CH_NORM_RMS takes 0 for the mean. What is kept is kept as by ch_drop. */
+ * CH_NORM_RMS takes 0 for the mean, and so does CH_NORM_RMS_FROM_ONE, whose factor is 1 + weight. What is kept is kept as
+ * by ch_drop. */
 typedef struct ch_norm {
   uint32_t size;        /* sizeof(ch_norm)                                                                  */
   uint32_t abi;         /* CH_ABI                                                                           */
@@ -334,7 +335,7 @@ typedef struct ch_norm {
   int32_t reserved;
   const void* input;    /* forward reads it                                                                 */
   const void* added;    /* the same; null for none                                                          */
-  const void* weight;   /* [columns]; null for ones                                                         */
+  const void* weight;   /* [columns]; null where the factor is 1                                            */
   const void* bias;     /* [columns]; null for none                                                         */
   void* sum;            /* [rows, columns]: forward writes it, where not null; backward reads it            */
   void* output;         /* [rows, columns]: forward writes it; nothing that is read may lie in it           */

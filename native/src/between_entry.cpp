@@ -36,7 +36,7 @@ constexpr int64_t most_columns = most - 1024;
 int check_norm(const ch_norm& work) {
   CH_TRY(check_common(work));
   if (work.columns > most_columns || (work.columns == 0 && work.rows > 0)) return CH_BAD_SHAPE;
-  if (work.kind != CH_NORM_LAYER && work.kind != CH_NORM_RMS) return CH_BAD_OPTION;
+  if (work.kind < CH_NORM_LAYER || work.kind > CH_NORM_RMS_FROM_ONE) return CH_BAD_OPTION;
   if (!(work.epsilon >= 0 && work.epsilon <= __DBL_MAX__)) return CH_BAD_OPTION;
   return check_given(work.weight, work.columns, work.dtype == CH_FLOAT32 ? 4 : 2);
 }

@@ -47,6 +47,13 @@ template <class IO> class Norm {
     get_row<IO>((const type*)from + place(row), columns, line, padded);
   }
 
+  // What normed numbers are multiplied by.
+  void get_factors(float* line) const {
+    get_line(w.weight, 0, line);
+    if (w.kind != CH_NORM_RMS_FROM_ONE) return;
+    for (int c = 0; c < columns; c += VL) store(line + c, all(1.0f) + load(line + c));
+  }
+
   // What lies in a row elsewhere, added to a line.
   void add(const void* from, int64_t row, float* line) const {
     const type* added = (const type*)from + place(row);
@@ -93,7 +100,7 @@ template <class IO> class NormForward : Norm<IO> {
   int run() const {
     float* given = Base::line_of(clearhead::SLOT_SHARED, 2);
     if (given == nullptr) return CH_NO_MEMORY;
-    if (w.weight != nullptr) Base::get_line(w.weight, 0, given);
+    if (w.weight != nullptr) Base::get_factors(given);
     if (w.bias != nullptr) Base::get_line(w.bias, 0, given + padded);
     const int64_t together = most((int64_t)1, (int64_t)8192 / w.columns);
     Fault fault;
@@ -157,7 +164,7 @@ template <class IO> class NormBackward : Norm<IO> {
     float* weight = Base::line_of(clearhead::SLOT_SHARED, 1);
     float* sums = sums_wanted() ? Base::line_of(clearhead::SLOT_PARTIAL, 2 * parts) : nullptr;
     if (weight == nullptr || (sums == nullptr && sums_wanted())) return CH_NO_MEMORY;
-    if (w.weight != nullptr) Base::get_line(w.weight, 0, weight);
+    if (w.weight != nullptr) Base::get_factors(weight);
     Fault fault;
     parallel(Base::threads(), parts, [&](int64_t u) {
       float* lines = Base::line_of(clearhead::SLOT_WORK, 2);

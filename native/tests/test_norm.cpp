@@ -29,6 +29,8 @@ double roundings_of_sum(int64_t columns) { return static_cast<double>(std::min<i
 // The same over rows: one after the other in up to 32 parts of at least 16, and part after part.
 double roundings_over(int64_t rows) { return static_cast<double>(std::min<int64_t>(rows, rows / 32 + 48)); }
 
+constexpr int KINDS[] = {CH_NORM_LAYER, CH_NORM_RMS, CH_NORM_RMS_FROM_ONE};
+
 struct NormCase {
   int dtype = CH_FLOAT32, kind = CH_NORM_LAYER;
   int32_t dropped = 0;
@@ -57,7 +59,8 @@ std::string describe(const NormCase& c) {
       {c.grad_weight, "grad_weight"}, {c.grad_bias, "grad_bias"}};
   char numbers[96];
   std::snprintf(numbers, sizeof(numbers), "epsilon %g, shift %g, grain %g", c.epsilon, c.shift, c.grain);
-  std::string line = (c.kind == CH_NORM_LAYER ? "layer, dtype " : "rms, dtype ") + std::to_string(c.dtype) + ", " +
+  static const char* const kinds[] = {"layer", "rms", "rms from one"};
+  std::string line = std::string(kinds[c.kind]) + ", dtype " + std::to_string(c.dtype) + ", " +
                      std::to_string(c.rows) + "x" + std::to_string(c.columns) + ", " + std::to_string(c.dropped) +
                      " dropped, " + numbers;
   for (const auto& one : has) line += one.first ? std::string(", ") + one.second : "";
@@ -156,14 +159,18 @@ class NormCall {
   static double on_grid(Random& random, double grain, int64_t reach) {
     return grain * static_cast<double>(random.between(-reach, reach));
   }
-  // Weights and biases, and what they are where there are none.
+  // Weights and biases; 1 added to one of them is exact in every dtype.
   void* put_channels(Random& random, Guarded& to) {
     return put(random, to, c.dtype, 1, c.columns, [&] { return on_grid(random, 0.25, 8); });
   }
 };
 
-double channel(const Guarded& of, int64_t x, double without) {
-  return of.data() == nullptr ? without : of.get(0, 0, 0, x);
+double channel(const Guarded& of, int64_t x) { return of.data() == nullptr ? 0 : of.get(0, 0, 0, x); }
+
+// What a normed number is multiplied by.
+double factor_of(const NormCase& c, const Guarded& weight, int64_t x) {
+  const bool counts_from_one = c.kind == CH_NORM_RMS_FROM_ONE || weight.data() == nullptr;
+  return channel(weight, x) + (counts_from_one ? 1 : 0);
 }
 
 Numbers values(const Guarded& of) {
@@ -219,8 +226,8 @@ struct ForwardCall : NormCall {
       right.moments.number[two] = m.mean, right.moments.bound[two] = m.mean_error;
       right.moments.number[two + 1] = m.scale, right.moments.bound[two + 1] = m.scale * m.scale_error;
       for (int64_t x = 0; x < c.columns; ++x) {
-        const double from_mean = row[x] - m.mean, normal = from_mean * m.scale, factor = channel(weight, x, 1);
-        const double number = normal * factor + channel(bias, x, 0);
+        const double from_mean = row[x] - m.mean, normal = from_mean * m.scale, factor = factor_of(c, weight, x);
+        const double number = normal * factor + channel(bias, x);
         // Two products and the bias.
         const double before = m.scale * error_from_mean(m, from_mean) + std::fabs(normal) * (m.scale_error + unit);
         const double error = std::fabs(factor) * (before + unit * std::fabs(normal)) + unit * std::fabs(number);
@@ -286,7 +293,7 @@ struct BackwardCall : NormCall {
         arrived[i] = grad_output.get(0, 0, r, x) + (c.more ? grad_more.get(0, 0, r, x) : 0);
         normal[i] = from_mean * scale;
         normal_error[i] = scale * error_from_mean(m, from_mean) + unit * std::fabs(normal[i]);
-        weighted[i] = arrived[i] * channel(weight, x, 1);
+        weighted[i] = arrived[i] * factor_of(c, weight, x);
         const double both = weighted[i] * normal[i], term = arrived[i] * normal[i];
         // What arrives is added up and multiplied, and multiplied again.
         of_weighted += weighted[i], error_of_weighted += (roundings + 2 * unit) * std::fabs(weighted[i]) / n;
@@ -421,7 +428,7 @@ int every_size() {
   uint64_t number = 0;
   int cases = 0;
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
-    for (int kind : {CH_NORM_LAYER, CH_NORM_RMS})
+    for (int kind : KINDS)
       for (const auto& size : sizes)
         for (int draw = 0; draw < 3; ++draw, cases += 2) {
           Random random(++number);
@@ -449,7 +456,7 @@ int large_means() {
 // Squares of such numbers are inf and the scale is 0, which leaves the bias, not NaN.
 void huge_numbers() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16})
-    for (int kind : {CH_NORM_LAYER, CH_NORM_RMS}) {
+    for (int kind : KINDS) {
       NormCase c;
       c.dtype = dtype, c.kind = kind, c.rows = 3, c.columns = 129, c.grain = 0x1p99;
       c.added = c.weight = c.bias = c.sum = c.moments = true;
@@ -576,7 +583,7 @@ void containment_backward(const NormCase& c, double bad) {
 
 void containment() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
-    for (int kind : {CH_NORM_LAYER, CH_NORM_RMS})
+    for (int kind : KINDS)
       for (double bad : {static_cast<double>(NAN), static_cast<double>(INFINITY)}) {
         containment_forward(with_everything(dtype, kind), bad);
         containment_backward(with_everything(dtype, kind), bad);
@@ -586,7 +593,7 @@ void containment() {
 // Without rows nothing is needed, and sums over them are 0.
 void no_rows() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
-    for (int kind : {CH_NORM_LAYER, CH_NORM_RMS})
+    for (int kind : KINDS)
       for (int64_t columns : {0, 1, 37}) {
         NormCase c = with_everything(dtype, kind);
         c.rows = 0, c.columns = columns;
@@ -612,7 +619,7 @@ void no_rows() {
 // Both through ch_run: backward reads what forward has just written.
 void one_after_the_other() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
-    for (int kind : {CH_NORM_LAYER, CH_NORM_RMS}) {
+    for (int kind : KINDS) {
       const NormCase c = with_everything(dtype, kind);
       Random random(12);
       ForwardCall forward(c, random);
@@ -641,7 +648,7 @@ void one_after_the_other() {
         check(forward.bits() == there && backward.bits() == back, name + ": other bits than by themselves");
       }
       ch_norm broken = both;
-      broken.kind = 2;
+      broken.kind = 3;
       const ch_call calls[] = {{CH_NORM, 0, &both}, {CH_NORM_BACKWARD, 0, &broken}};
       int32_t done = -1;
       expect(ch_run(calls, 2, &done), CH_BAD_OPTION, "a bad norm behind a good one");
@@ -687,7 +694,7 @@ int spoil_all(NormCall& call, const std::string& which, const std::vector<Field>
       {"threads", CH_BAD_OPTION, [](W& w) { w.threads = 0; }},
       {"all dropped", CH_BAD_OPTION, [](W& w) { w.dropped = 65536; }},
       {"a negative share", CH_BAD_OPTION, [](W& w) { w.dropped = -1; }},
-      {"kind", CH_BAD_OPTION, [](W& w) { w.kind = 2; }},
+      {"kind", CH_BAD_OPTION, [](W& w) { w.kind = 3; }},
       {"negative kind", CH_BAD_OPTION, [](W& w) { w.kind = -1; }},
       {"negative epsilon", CH_BAD_OPTION, [](W& w) { w.epsilon = -1e-5; }},
       {"epsilon NaN", CH_BAD_OPTION, [](W& w) { w.epsilon = static_cast<double>(NAN); }},

@@ -12,7 +12,7 @@ from clearhead.arguments import whole
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.shapes import Float
 
-__all__ = ["KVCache", "check_cache", "count_appended", "restored_on_error", "room_behind"]
+__all__ = ["KVCache", "check_cache", "count_appended", "forget_first", "restored_on_error", "room_behind"]
 
 _SMALLEST = 16
 
@@ -202,6 +202,14 @@ def count_appended(caches: Sequence[KVCache], new: int) -> None:
     torch.autograd.graph.increment_version([part for part in rooms if part is not None and not part.is_inference()])
     for cache in caches:
         cache._length += new
+
+
+def forget_first(cache: KVCache, count: int) -> None:
+    """Forget the first ``count`` tokens: those behind them stay where they lie, until there is no room behind these."""
+    if count == 0 or cache._key is None or cache._value is None:
+        return
+    cache._key, cache._value = cache._key[:, :, count:], cache._value[:, :, count:]
+    cache._length -= count
 
 
 @contextmanager

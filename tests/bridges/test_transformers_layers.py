@@ -19,7 +19,7 @@ from transformers.models.llama import modeling_llama as theirs
 
 import clearhead as ch
 from clearhead.backends import native_projection
-from clearhead.bridges import transformers_llama as room
+from clearhead.bridges import transformers_rotary as room
 from clearhead.bridges import transformers_step
 from clearhead.bridges.transformers_source import digest_of
 from tests.bridges.hf_checks import distinct, learns_between_calls_without_gradients
@@ -675,29 +675,36 @@ def test_what_is_known_is_what_this_transformers_says() -> None:
     """Where this fails, transformers has changed: read what its classes do now before their digests are taken over."""
     from transformers.models.bert.modeling_bert import BertIntermediate
     from transformers.models.clip.modeling_clip import CLIPMLP
+    from transformers.models.gemma2 import modeling_gemma2 as gemma2
+    from transformers.models.gemma3 import modeling_gemma3 as gemma3
     from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
     from transformers.models.mistral.modeling_mistral import MistralAttention
+    from transformers.models.modernbert import modeling_modernbert as modernbert
     from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
     from transformers.models.phi3 import modeling_phi3 as phi3
     from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+    from transformers.models.t5 import modeling_t5 as t5
 
     from clearhead.bridges import transformers_parts as parts
 
-    assert (digest_of(Qwen3Attention.forward),) == room.NORMED_ATTENTIONS
+    def digests(*kinds: type[torch.nn.Module]) -> tuple[str | None, ...]:
+        return tuple(digest_of(kind.forward) for kind in kinds)
 
-    assert (
-        tuple(digest_of(kind.forward) for kind in (theirs.LlamaAttention, MistralAttention, Qwen2Attention))
-        == room.ATTENTIONS
-    )
-    assert (digest_of(phi3.Phi3Attention.forward),) == room.JOINED_ATTENTIONS
-    assert tuple(digest_of(kind.forward) for kind in (theirs.LlamaDecoderLayer, phi3.Phi3DecoderLayer)) == room.LAYERS
-    assert all(digest_of(getattr(theirs, name)) == digests[0] for name, digests in room.TURNING.items())
-    assert digest_of(phi3.apply_rotary_pos_emb) == room.TURNING["apply_rotary_pos_emb"][2]
-    assert tuple(digest_of(kind.forward) for kind in (theirs.LlamaRMSNorm, Olmo2RMSNorm)) == parts._RMS_NORMS
-    assert tuple(parts._FEEDFORWARDS) == tuple(
-        digest_of(kind.forward) for kind in (BertIntermediate, CLIPMLP, GPT2MLP, theirs.LlamaMLP, phi3.Phi3MLP)
-    )
+    attentions = (theirs.LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention, gemma3.Gemma3Attention)
+    more = (gemma2.Gemma2Attention, phi3.Phi3Attention, modernbert.ModernBertAttention)
+    assert digests(*attentions, *more) == tuple(room.ATTENTIONS)
+    layers = (theirs.LlamaDecoderLayer, phi3.Phi3DecoderLayer, gemma3.Gemma3DecoderLayer)
+    assert digests(*layers, modernbert.ModernBertEncoderLayer) == tuple(room.LAYERS)
+    assert digests(gemma2.Gemma2DecoderLayer) == digests(gemma3.Gemma3DecoderLayer)
+    assert all(digest_of(getattr(theirs, name)) == known[0] for name, known in room.TURNING.items())
+    turning = room.TURNING["apply_rotary_pos_emb"]
+    assert tuple(digest_of(own.apply_rotary_pos_emb) for own in (phi3, modernbert)) == turning[2:]
+    norms = (theirs.LlamaRMSNorm, Olmo2RMSNorm, t5.T5LayerNorm, gemma3.Gemma3RMSNorm)
+    assert digests(*norms) == tuple(parts._RMS_NORMS)
+    assert digest_of(gemma3.Gemma3RMSNorm._norm) == parts._RMS_NORMS[digests(gemma3.Gemma3RMSNorm)[0]].inner
+    fed = (BertIntermediate, CLIPMLP, GPT2MLP, theirs.LlamaMLP, phi3.Phi3MLP, modernbert.ModernBertMLP)
+    assert digests(*fed, t5.T5DenseActDense, t5.T5DenseGatedActDense) == tuple(parts._FEEDFORWARDS)
 
 
 def test_a_text_that_differs_is_another() -> None:

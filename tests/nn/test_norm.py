@@ -19,7 +19,7 @@ from tests.dropped import kept
 pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-KINDS = [NormKind.LAYER, NormKind.RMS]
+KINDS = [NormKind.LAYER, NormKind.RMS, NormKind.RMS_FROM_ONE]
 #: Rows and columns: one of each, odd ones, those around the kernels' vectors and stretches, more rows than one part's.
 SIZES = [(1, 1), (3, 2), (5, 7), (17, 33), (2, 127), (3, 128), (4, 129), (1, 1023), (2, 1025), (2, 2500), (700, 24)]
 both_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -47,7 +47,8 @@ def formula(x: Tensor, norm: Norm) -> Tensor:
     """Word by word."""
     centred = x - x.mean(-1, keepdim=True) if norm.kind is NormKind.LAYER else x
     found = centred / (centred.square().mean(-1, keepdim=True) + norm.epsilon).sqrt()
-    found = found if norm.weight is None else found * norm.weight
+    if norm.weight is not None:
+        found = found * (1 + norm.weight if norm.kind is NormKind.RMS_FROM_ONE else norm.weight)
     return found if norm.bias is None else found + norm.bias
 
 

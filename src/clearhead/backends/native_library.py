@@ -32,7 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
-ABI: Final = 16
+ABI: Final = 17
 MAX_HEAD_DIM: Final = 256
 MAX_RUNS: Final = 4
 MAX_RULES: Final = 8
@@ -103,6 +103,7 @@ class NormKind(IntEnum):
 
     LAYER = 0
     RMS = 1
+    RMS_FROM_ONE = 2
 
 
 class Code(IntEnum):

@@ -15,7 +15,10 @@ __all__ = ["Norm", "NormBackward", "NormForward", "NormKind"]
 
 
 class Norm(NamedTuple):
-    """``(x - mean) / sqrt(variance + epsilon) * weight + bias`` of each row, the mean 0 for ``NormKind.RMS``."""
+    """``(x - mean) / sqrt(variance + epsilon) * weight + bias`` of each row.
+
+    The mean is 0 for ``NormKind.RMS``, and for ``RMS_FROM_ONE``, which multiplies by ``1 + weight``.
+    """
 
     kind: NormKind
     epsilon: float

@@ -27,11 +27,13 @@ class _Seen:
 
 
 _LAST: Final = threading.local()
+#: Layers that see all of a text and those that see a window of it may be given angles of their own.
+_KINDS: Final = 2
 
 
 def angles_of(given: Any, dtype: torch.dtype) -> Float[Tensor, "_rows head_dim"] | None:
     """Cosines and, behind them, sines of each token's angles, where no gradient is wanted of them; None elsewhere. All
-    layers of a model are given the same two tensors, which are looked at once.
+    layers of a kind are given the same two tensors, which are looked at once.
 
     Args:
         given: a model's ``position_embeddings``: cosines and sines, ``[batch | 1, len, head_dim]`` each, whose second
@@ -48,11 +50,13 @@ def angles_of(given: Any, dtype: torch.dtype) -> Float[Tensor, "_rows head_dim"]
         return None
     if cosine.dtype is not dtype:
         return None
-    seen, versions = getattr(_LAST, "seen", None), (_version(cosine), _version(sine))
-    if seen is not None and seen.cosine() is cosine and seen.sine() is sine and seen.versions == versions:
-        return seen.angles  # type: ignore[no-any-return]
+    last: tuple[_Seen, ...] = getattr(_LAST, "seen", ())
+    versions = _version(cosine), _version(sine)
+    for seen in last:
+        if seen.cosine() is cosine and seen.sine() is sine and seen.versions == versions:
+            return seen.angles
     found = _made(cosine, sine)
-    _LAST.seen = _Seen(ref(cosine), ref(sine), versions, found)
+    _LAST.seen = (_Seen(ref(cosine), ref(sine), versions, found), *last[: _KINDS - 1])
     return found
 
 

@@ -7,9 +7,9 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
-from clearhead.cache import KVCache, count_appended
+from clearhead.cache import KVCache, count_appended, forget_first
 from clearhead.nn.held import Held, held_by
 
 __all__ = ["CacheLayer", "cache_layer_of", "of_memory", "of_own_tokens"]
@@ -24,6 +24,8 @@ class _Room:
     cache: KVCache
 
 
+#: A window of one token would keep all of them: transformers cuts from 0 on.
+_LEAST_WINDOW: Final = 2
 _ROOMS: Final[WeakKeyDictionary[DynamicLayer, _Room]] = WeakKeyDictionary()
 
 
@@ -34,24 +36,40 @@ class CacheLayer:
     Attributes:
         own: transformers' layer.
         cache: ours, which holds the same.
+        most: how many tokens it keeps for later calls, of a layer that slides; all where that is None.
     """
 
     own: DynamicLayer
     cache: KVCache
+    most: int | None = None
+
+    @property
+    def length(self) -> int:
+        """How many tokens are held."""
+        return self.cache.length
 
     def held(self, x: Tensor, num_kv_heads: int, head_dim: int) -> Held | None:
         """As ``held_by``."""
-        return held_by(self.cache, x, None, num_kv_heads, head_dim)
+        found = held_by(self.cache, x, None, num_kv_heads, head_dim)
+        if found is None or found.length != self.most:
+            return found
+        # Room that gets less from call to call would make each a call of its own kind.
+        room = found.length + x.shape[1]
+        return found._replace(key=found.key[:, :, :room], value=found.value[:, :, :room])
 
     def appended(self, x: Tensor) -> None:
         """Say that keys and values of ``x`` were written behind those that were held."""
         count_appended([self.cache], x.shape[1])
+        if self.most is not None:
+            forget_first(self.cache, max(0, self.cache.length - self.most))
         key, value = self.cache.key, self.cache.value
         assert key is not None
         assert value is not None
         if not self.own.is_initialized:
             self.own.lazy_initialization(key, value)
         self.own.keys, self.own.values = key, value
+        if isinstance(self.own, DynamicSlidingWindowLayer):
+            self.own.cumulative_length += x.shape[1]
         _ROOMS[self.own] = _Room(key, value, self.cache)
 
 
@@ -74,8 +92,8 @@ def of_memory(past: Any, place: Any) -> Held | None:
 
 
 def cache_layer_of(past: Any, place: Any) -> CacheLayer | None:
-    """The layer of an attention's cache, where it is one that grows and that we can write behind; None elsewhere. For
-    calls without gradients.
+    """The layer of an attention's cache, where it is one that grows, or slides, and that we can write behind; None
+    elsewhere. For calls without gradients.
 
     Keys and values that are not what was set here last, for somebody has reordered them, cut them short or joined them
     with others, are copied to memory of our own.
@@ -83,12 +101,21 @@ def cache_layer_of(past: Any, place: Any) -> CacheLayer | None:
     if type(past) is not DynamicCache or past.offloading or not isinstance(place, int) or place >= len(past.layers):
         return None
     own = past.layers[place]
-    if type(own) is not DynamicLayer:
+    most = _most_kept(own)
+    if most is None and type(own) is not DynamicLayer:
         return None
     room = _ROOMS.get(own)
     if room is not None and own.keys is room.keys and own.values is room.values:
-        return CacheLayer(own, room.cache)
+        return CacheLayer(own, room.cache, most)
     cache = KVCache()
     if own.is_initialized and own.keys is not None and own.values is not None and own.keys.numel() > 0:
         cache.append(own.keys, own.values)
-    return CacheLayer(own, cache)
+    # Of one that slides somebody may have kept more, or counted otherwise.
+    return CacheLayer(own, cache, most) if most is None or cache.length == min(own.cumulative_length, most) else None
+
+
+def _most_kept(own: object) -> int | None:
+    """How many tokens a layer that slides keeps, which no one wants back; None of others."""
+    if type(own) is not DynamicSlidingWindowLayer or own.record_past or own.sliding_window < _LEAST_WINDOW:
+        return None
+    return int(own.sliding_window) - 1

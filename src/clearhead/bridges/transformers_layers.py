@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # These say which sources they know.
-from clearhead.bridges import transformers_blocks, transformers_llama
+from clearhead.bridges import transformers_blocks, transformers_rotary
 from clearhead.bridges.transformers_parts import faster, original
 
-__all__ = ["faster", "original", "transformers_blocks", "transformers_llama"]
+__all__ = ["faster", "original", "transformers_blocks", "transformers_rotary"]

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from clearhead.backends.native_norm import Norm, NormKind
 from clearhead.bridges.torch_parts import SwappedDropout, SwappedLinear, is_plain
-from clearhead.bridges.transformers_source import Way, by_source, known_by_source, made_of, way_of
+from clearhead.bridges.transformers_source import Way, by_source, digest_of, known_by_source, made_of, way_of
 from clearhead.nn.feedforward import drop_of, in_one_step, layer_of, name_of
 from clearhead.nn.fused_layer import norm_of as torchs_norm_of
 from clearhead.nn.linear import looked_at
@@ -49,8 +49,8 @@ _PARTS: Final[Mapping[type[nn.Module], type[nn.Module]]] = {
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a forward's parts are called; ``contract``, ``last`` and ``gate`` may be none. ``halved`` says that what
-    expands is the gate's layer and, behind it, the other one."""
+    """What a forward's parts are called; ``contract``, ``last``, ``gate`` and ``hidden``, which drops numbers between
+    the layers, may be none. ``halved`` says that what expands is the gate's layer and, behind it, the other one."""
 
     expand: str
     activation: str
@@ -58,19 +58,44 @@ class _Parts:
     last: str | None = None
     gate: str | None = None
     halved: bool = False
+    hidden: str | None = None
 
 
-#: Feedforwards by their source: BertIntermediate's, CLIPMLP's, GPT2MLP's, LlamaMLP's and Phi3MLP's, and of all that
-#: repeat them.
+#: Feedforwards by their source: BertIntermediate's, CLIPMLP's, GPT2MLP's, LlamaMLP's, Phi3MLP's, ModernBertMLP's and
+#: T5's two, and of all that repeat them.
 _FEEDFORWARDS: Final[Mapping[str, _Parts]] = {
     "cf65bc74f562bf96": _Parts("dense", "intermediate_act_fn"),
     "10797a3e625952cf": _Parts("fc1", "activation_fn", "fc2"),
     "5e4ac81e54593719": _Parts("c_fc", "act", "c_proj", "dropout"),
     "02b47e1a82c9253e": _Parts("up_proj", "act_fn", "down_proj", gate="gate_proj"),
     "99bb0564ac22b299": _Parts("gate_up_proj", "activation_fn", "down_proj", halved=True),
+    "eeb897b86a69d301": _Parts("Wi", "act", "Wo", halved=True, hidden="drop"),
+    "e58f901554c64960": _Parts("wi", "act", "wo", hidden="dropout"),
+    "b68b6575e4a865f8": _Parts("wi_1", "act", "wo", gate="wi_0", hidden="dropout"),
 }
-#: LlamaRMSNorm's, and Olmo2RMSNorm's, which multiplies before it rounds.
-_RMS_NORMS: Final = ("d410d971c2edc3da", "2ba825c845aca2cf")
+@dataclass(frozen=True)
+class _Norms:
+    """How norms of a kind say what they are: what their epsilon is called, and the digest of ``_norm``, where their
+    ``forward`` leaves the work to that."""
+
+    kind: NormKind
+    epsilon: str
+    inner: str | None = None
+
+    def of(self, module: Any) -> Norm | None:
+        if self.inner is not None and digest_of(type(module)._norm) != self.inner:
+            return None
+        return Norm(self.kind, float(getattr(module, self.epsilon)), module.weight, None)
+
+
+#: Norms by their source: LlamaRMSNorm's, Olmo2RMSNorm's, which multiplies before it rounds, T5LayerNorm's, which
+#: rounds once more, and Gemma's.
+_RMS_NORMS: Final[Mapping[str, _Norms]] = {
+    "d410d971c2edc3da": _Norms(NormKind.RMS, "variance_epsilon"),
+    "2ba825c845aca2cf": _Norms(NormKind.RMS, "variance_epsilon"),
+    "351ce598683c19e2": _Norms(NormKind.RMS, "variance_epsilon"),
+    "dcf2e36f1533d472": _Norms(NormKind.RMS_FROM_ONE, "eps", inner="b118ac57b1f43776"),
+}
 _HOLDERS: Final = (GELUActivation, GELUTanh)
 _NAMES: Final[dict[type, str]] = {
     NewGELUActivation: "gelu_tanh", SwappedNewGELU: "gelu_tanh", SiLUActivation: "silu",
@@ -90,13 +115,17 @@ def _taken(module: nn.Module, parts: _Parts, x: Tensor) -> Tensor | None:
             return None
         return project_activate(x, *layer, activation=name)
     contract = getattr(module, parts.contract)
+    between = _NOTHING if parts.hidden is None else getattr(module, parts.hidden)
     if parts.halved:
         halves, last, name = _halves_of(expand), plain_layer(contract), activation_of(activation)
-        if halves is None or last is None or name is None or looked_at(expand, activation, contract):
+        drop = drop_of(between)
+        if halves is None or last is None or name is None or drop is None:
             return None
-        return project_activate_project(x, *halves[1], *last, gate=halves[0], activation=name)
+        if looked_at(expand, activation, contract, between):
+            return None
+        return project_activate_project(x, *halves[1], *last, gate=halves[0], activation=name, dropout=drop)
     gate = None if parts.gate is None else getattr(module, parts.gate)
-    found = in_one_step(x, expand, activation, _NOTHING, contract, gate=gate, layer=plain_layer, name=activation_of)
+    found = in_one_step(x, expand, activation, between, contract, gate=gate, layer=plain_layer, name=activation_of)
     if found is None or parts.last is None:
         return found
     output: Tensor = getattr(module, parts.last)(found)
@@ -132,12 +161,13 @@ def activation_of(activation: object) -> str | None:
 
 
 class Fed(NamedTuple):
-    """A feedforward that is its layers, the gate's in front where it has one, an activation, by name, and a dropout of
-    what it gives."""
+    """A feedforward that is its layers, the gate's in front where it has one, an activation, by name, and dropouts of
+    what it gives and of what is between its layers."""
 
     layers: list[Layer]
     activation: str
     after: float
+    hidden: float = 0.0
     halved: bool = False
 
 
@@ -151,8 +181,10 @@ def feedforward_of(module: nn.Module) -> Fed | None:
     names = [name for name in (parts.gate, parts.expand, parts.contract) if name is not None]
     layers = [layer for name in names if (layer := plain_layer(getattr(module, name))) is not None]
     activation = activation_of(getattr(module, parts.activation))
-    after = 0.0 if parts.last is None else drop_of(getattr(module, parts.last))
-    return None if activation is None or after is None or len(layers) < len(names) else Fed(layers, activation, after)
+    after, hidden = (0.0 if name is None else drop_of(getattr(module, name)) for name in (parts.last, parts.hidden))
+    if activation is None or after is None or hidden is None or len(layers) < len(names):
+        return None
+    return Fed(layers, activation, after, hidden)
 
 
 def _halved(module: nn.Module, parts: _Parts) -> Fed | None:
@@ -164,26 +196,29 @@ def _halved(module: nn.Module, parts: _Parts) -> Fed | None:
         plain_layer(getattr(module, parts.contract)),
         activation_of(getattr(module, parts.activation)),
     )
-    if halves is None or contract is None or activation is None:
+    hidden = 0.0 if parts.hidden is None else drop_of(getattr(module, parts.hidden))
+    if halves is None or contract is None or activation is None or hidden is None:
         return None
-    return Fed([*halves, contract], activation, 0.0, halved=True)
+    return Fed([*halves, contract], activation, 0.0, hidden, halved=True)
 
 
 def norm_of(module: nn.Module, x: Tensor) -> NormLike | None:
     """What a norm of ``x`` is, where it is one of torch's, or of ours by source."""
-    if way_of(type(module)) is not _normed:
+    norms = _NORMED.get(way_of(type(module)))
+    if norms is None:
         return torchs_norm_of(module, x)
-    norm = _norm(module)
-    return (norm.kind, float(norm.epsilon)), (norm.weight, norm.bias)
+    norm = norms.of(module)
+    return None if norm is None else ((norm.kind, norm.epsilon), (norm.weight, norm.bias))
 
 
-def _norm(module: Any) -> Norm:
-    return Norm(NormKind.RMS, module.variance_epsilon, module.weight, None)
+def _way_to_norm(norms: _Norms) -> Way:
+    def way(module: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor | None:
+        # What it reads is called x by some.
+        (x,) = (*args, *kwargs.values())
+        norm = norms.of(module) if is_plain(x) else None
+        return normed(x, norm) if norm is not None and takes_norm(x, norm) else None
 
-
-def _normed(module: nn.Module, hidden_states: Tensor) -> Tensor | None:
-    norm = _norm(module)
-    return normed(hidden_states, norm) if is_plain(hidden_states) and takes_norm(hidden_states, norm) else None
+    return way
 
 
 def _way_through(parts: _Parts) -> Way:
@@ -199,8 +234,10 @@ _FED: Final[dict[Way | None, _Parts]] = {}
 for _digest, _own in _FEEDFORWARDS.items():
     _FED[_way := _way_through(_own)] = _own
     known_by_source(_digest, _way)
-for _digest in _RMS_NORMS:
-    known_by_source(_digest, _normed)
+_NORMED: Final[dict[Way | None, _Norms]] = {}
+for _digest, _norms in _RMS_NORMS.items():
+    _NORMED[_way := _way_to_norm(_norms)] = _norms
+    known_by_source(_digest, _way)
 
 
 def faster(kind: type[nn.Module]) -> type[nn.Module] | None:

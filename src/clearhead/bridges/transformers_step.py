@@ -29,6 +29,7 @@ from clearhead.nn.norm import normed
 from clearhead.nn.unchanged import Unchanged
 from clearhead.positions import turned_by_token
 from clearhead.projection import NATIVE, Layer, are_plain, project, project_activate_project
+from clearhead.scores import SoftCap
 from clearhead.shapes import Float
 from clearhead.watch import watched
 
@@ -238,7 +239,7 @@ def _call_of(
     if cached is None and past is not None:
         return None
     causal = is_causal_alone(attention) if is_causal is None else bool(is_causal)
-    known, meaning = _meaning(mask, causal, x.shape[1], 0 if cached is None else cached.cache.length)
+    known, meaning = _meaning(mask, causal, x.shape[1], 0 if cached is None else cached.length)
     held = None if cached is None else cached.held(x, own.num_kv_heads, head_dim)
     if not known or (held is None and cached is not None):
         return None
@@ -314,7 +315,10 @@ def _attended(
         query, key = turned_by_token(query, angles), turned_by_token(key, angles)
     if past is not None:
         key, value = past.update(key, value, attention.layer_idx)
-    output, _ = attend_for(attention, query, key, value, mask, own.dropout, own.scale, is_causal=causal)
+    softcap = next((rule.cap for rule in own.rules if isinstance(rule, SoftCap)), None)
+    output, _ = attend_for(
+        attention, query, key, value, mask, own.dropout, own.scale, is_causal=causal, softcap=softcap
+    )  # fmt: skip
     return project(output.flatten(-2), *own.last, path=NATIVE)
 
 

@@ -47,6 +47,7 @@ class LayerParts(NamedTuple):
         after: probabilities of dropping what each sublayer gives.
         hidden: of dropping numbers within the feedforward.
         looked_at: whether somebody looks at the calls of an attention or of the feedforward.
+        behind: norms of what each sublayer gives, where there are some; a step knows them without gradients alone.
     """
 
     attentions: Sequence[Projections]
@@ -57,17 +58,19 @@ class LayerParts(NamedTuple):
     after: tuple[float, ...]
     hidden: float
     looked_at: bool = False
+    behind: Sequence[NormLike] = ()
 
     def tensors(self) -> list[Tensor | None]:
         """In the order of ``LayerStep``."""
         attentions = [part for own in self.attentions for part in own.tensors()]
-        return [*attentions, *[part for pair in (*self.feedforward, *[own for _, own in self.norms]) for part in pair]]
+        norms = [own for _, own in (*self.norms, *self.behind)]
+        return [*attentions, *[part for pair in (*self.feedforward, *norms) for part in pair]]
 
     def options(self) -> tuple[Hashable, ...]:
         """What tells layers apart besides their tensors."""
         return (
             "layer", self.norm_first, self.activation, self.after, self.hidden, len(self.feedforward),
-            *[kind for kind, _ in self.norms], *[own.options() for own in self.attentions],
+            *[kind for kind, _ in (*self.norms, *self.behind)], len(self.behind), *[own.options() for own in self.attentions],
         )  # fmt: skip
 
     def kind(self) -> LayerKind:
@@ -76,7 +79,7 @@ class LayerParts(NamedTuple):
         attentions = tuple(own.kind() for own in self.attentions)
         return LayerKind(
             self.norm_first, tuple(kind for kind, _ in self.norms), self.activation, after, hidden[0], attentions,
-            gated=len(self.feedforward) > 2,
+            gated=len(self.feedforward) > 2, behind=tuple(kind for kind, _ in self.behind),
         )  # fmt: skip
 
 
@@ -224,11 +227,11 @@ def of_parts(
             return plus_dropped_rows(x, levels, y)
         return x + F.dropout(y, levels / LEVELS)
 
-    for sublayer, (kind, own), levels in zip(sublayers, parts.norms, parts.kind().after, strict=True):
-        if parts.norm_first:
-            x = plus(x, levels, sublayer(norm(x, Norm(*kind, *own))))
-        else:
-            x = norm(plus(x, levels, sublayer(x)), Norm(*kind, *own))
+    behind = [Norm(*kind, *own) for kind, own in parts.behind] or [None] * len(sublayers)
+    for sublayer, (kind, own), last, levels in zip(sublayers, parts.norms, behind, parts.kind().after, strict=True):
+        given = sublayer(norm(x, Norm(*kind, *own)) if parts.norm_first else x)
+        x = plus(x, levels, given if last is None else norm(given, last))
+        x = x if parts.norm_first else norm(x, Norm(*kind, *own))
     return x
 
 
@@ -244,13 +247,15 @@ def _attentions_of(
     kinds, x, own = KINDS if training else KINDS[:1], tokens[0], parts.kind()
     *first, contract = parts.feedforward
     width, hidden = x.shape[-1], first[0][0].shape[0]
+    if training and parts.behind:
+        return None
     if not are_plain(*tokens, *parts.tensors()) or max(*own.after, own.hidden) >= LEVELS:
         return None
     if not all(kernels_take(kinds, x, *each) and len(each[0]) == hidden for each in first):
         return None
     if not kernels_take(kinds, x, *contract, width=hidden):
         return None
-    given = [part for _, pair in parts.norms for part in pair if part is not None]
+    given = [part for _, pair in (*parts.norms, *parts.behind) for part in pair if part is not None]
     if any(last.shape[0] != width for last, _ in (contract, *(each.last for each in parts.attentions))) or any(
         part.shape != (width,) or part.stride() != (1,) or part.is_neg() for part in given
     ):  # fmt: skip

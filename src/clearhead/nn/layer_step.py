@@ -54,6 +54,7 @@ class LayerKind:
         hidden: the same within the feedforward.
         attentions: of each what it is besides its problem and its tensors.
         gated: whether the feedforward has a gate, whose numbers are activated in place of those that it multiplies.
+        behind: kind and epsilon of the norm of what each sublayer gives, where there are some; not while training.
     """
 
     norm_first: bool
@@ -63,6 +64,7 @@ class LayerKind:
     hidden: int
     attentions: tuple[AttentionKind, ...]
     gated: bool = False
+    behind: tuple[tuple[NormKind, float], ...] = ()
 
 
 #: A weight and a bias.
@@ -73,6 +75,7 @@ class LayerStep(LearningStep):
     """A layer: a weight and a bias for each of its attentions' layers, the feedforward's, and each norm.
 
     With d for dropout, one sublayer after the other: ``x + d(sublayer(norm(x)))``, or ``norm(x + d(sublayer(x)))``.
+    What a sublayer gives may be normed itself.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class LayerStep(LearningStep):
         # Seeds come in pairs: within a sublayer, and behind it.
         within = [*(problem.dropout for problem in problems), kind.hidden / LEVELS]
         behind = [level / LEVELS for level in kind.after]
+        assert not (training and kind.behind)
         super().__init__(
             problems, training, layout, [drop for pair in zip(within, behind, strict=True) for drop in pair], rules
         )
@@ -89,9 +93,9 @@ class LayerStep(LearningStep):
         # What a sublayer gives is read by the sum with it alone, and slopes of a gate in front of its way out.
         self.passing = self.count + (1 if kind.gated and training else 0)
         self.activation: Activation = ACTIVATIONS[kind.activation]
-        counts = [*(own.pairs for own in kind.attentions), 3 if kind.gated else 2, *[1] * self.count]
+        counts = [*(own.pairs for own in kind.attentions), 3 if kind.gated else 2, *[1] * (self.count + len(kind.behind))]
         sizes = [_PAIR * count for count in counts]
-        #: Where the tensors of each sublayer lie, and behind them those of each norm.
+        #: Where the tensors of each sublayer lie, behind them those of its norm, and of the norm of what it gives.
         self.places = [slice(*ends) for ends in pairwise([0, *accumulate(sizes)])]
 
     def rows(self, x: Float[Tensor, "batch len width"]) -> Float[Tensor, "rows width"]:
@@ -113,8 +117,11 @@ class LayerStep(LearningStep):
 
     def norms(self, tensors: Sequence[Tensor | None]) -> list[Norm]:
         """Each sublayer's, with its weights."""
-        places = self.places[self.count :]
-        return [Norm(*kind, *tensors[place]) for kind, place in zip(self.kind.norms, places, strict=True)]
+        return _norms(self.kind.norms, self.places[self.count : 2 * self.count], tensors)
+
+    def norms_behind(self, tensors: Sequence[Tensor | None]) -> list[Norm]:
+        """Those of what each sublayer gives."""
+        return _norms(self.kind.behind, self.places[2 * self.count :], tensors)
 
     def write_forward(
         self, problems: Sequence[Problem], tokens: Sequence[Tensor], tensors: Sequence[Tensor | None],
@@ -153,6 +160,12 @@ class LayerStep(LearningStep):
         return x
 
 
+def _norms(
+    kinds: Sequence[tuple[NormKind, float]], places: Sequence[slice], tensors: Sequence[Tensor | None]
+) -> list[Norm]:
+    return [Norm(*kind, *tensors[place]) for kind, place in zip(kinds, places, strict=True)]
+
+
 def _read_by(place: int, x: Tensor, tokens: Sequence[Tensor]) -> list[Tensor]:
     """What an attention reads: the layer's own tokens, as they have come so far, or those and the memory."""
     return [x, *tokens[1:]] if place else [x]
@@ -177,7 +190,7 @@ class _LayerForward:
     ) -> None:  # fmt: skip
         self._problems, self._angles, self._tensors = problems, angles, tensors
         self._step, self._tokens, self._seeds, self._layers = step, tokens, seeds, step.layers(tensors)
-        self._held, self.counters = held, list[Counter]()
+        self._held, self._behind, self.counters = held, step.norms_behind(tensors), list[Counter]()
         rows, (first, *_) = tokens[0], problems
         self.output = new_tensor(rows, (first.batch, first.q_len, rows.shape[1]))
         self.calls, self.passing, self.kept = list[tuple[Verb, Structure]](), list[Tensor](), list[Tensor]()
@@ -235,7 +248,13 @@ class _LayerForward:
         self.kept += own.kept
         self.passing.append(own.output)
         self._alive.append(own)
-        return own.output.view(x.shape)
+        given: Tensor = own.output.view(x.shape)
+        if not self._behind:
+            return given
+        norm = NormForward(given, self._behind[place])
+        self._add(norm.call, norm)
+        self.passing.append(norm.output)
+        return norm.output
 
     def _add(self, call: tuple[Verb, Structure], own: object) -> None:
         self.calls.append(call)
@@ -265,7 +284,7 @@ class _LayerWayBack(WayBack):
         self._layers, self._norms = step.layers(tensors), step.norms(tensors)
         self._of_tokens, own = needs[: len(tokens)], needs[len(tokens) :]
         self._of_layers, self._of_norms = (
-            [own[place] for place in part] for part in (step.places[: step.count], step.places[step.count :])
+            [own[place] for place in part] for part in (step.places[: step.count], step.places[step.count : 2 * step.count])
         )
         self._kept = self._told_apart(kept)
         self._parts = list[AttentionBackward | FeedForwardBackward | None]([None] * step.count)

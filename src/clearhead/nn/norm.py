@@ -71,7 +71,12 @@ def normed_by_torch(x: Float[Tensor, "*batch width"], norm: Norm) -> Float[Tenso
     """The same by torch's operators."""
     if norm.kind is NormKind.LAYER:
         return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.epsilon)
-    return F.rms_norm(x, [x.shape[-1]], norm.weight, norm.epsilon)
+    weight = norm.weight
+    if norm.kind is NormKind.RMS_FROM_ONE and weight is not None:
+        # No 16-bit dtype has the sum.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), [x.shape[-1]], 1 + weight.to(wide), norm.epsilon).to(x.dtype)
+    return F.rms_norm(x, [x.shape[-1]], weight, norm.epsilon)
 
 
 class _Normed(torch.autograd.Function):
