@@ -162,10 +162,12 @@ def _formula(
     return (weights @ value).transpose(1, 2).contiguous(), None
 
 
-def inputs(name: str, *, padding: Literal["left", "right", "none"] = "none") -> dict[str, Tensor]:
+def inputs(
+    name: str, *, padding: Literal["left", "right", "none"] = "none", seed: int = 1
+) -> dict[str, Tensor]:  # fmt: skip
     """A batch for the model."""
     kind = MODELS[name].kind
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCAB, (BATCH, TOKENS), generator=generator)
     if kind == "vision":
         return {"pixel_values": torch.randn(BATCH, 3, 16, 16, generator=generator)}

@@ -114,8 +114,9 @@ def cache_layer_of(past: Any, place: Any) -> CacheLayer | None:
     return CacheLayer(own, cache, most) if most is None or cache.length == min(own.cumulative_length, most) else None
 
 
-def _most_kept(own: object) -> int | None:
+def _most_kept(own: Any) -> int | None:
     """How many tokens a layer that slides keeps, which no one wants back; None of others."""
-    if type(own) is not DynamicSlidingWindowLayer or own.record_past or own.sliding_window < _LEAST_WINDOW:
+    if type(own) is not DynamicSlidingWindowLayer:
         return None
-    return int(own.sliding_window) - 1
+    window: int = own.sliding_window
+    return None if own.record_past or window < _LEAST_WINDOW else window - 1

@@ -73,6 +73,8 @@ _FEEDFORWARDS: Final[Mapping[str, _Parts]] = {
     "e58f901554c64960": _Parts("wi", "act", "wo", hidden="dropout"),
     "b68b6575e4a865f8": _Parts("wi_1", "act", "wo", gate="wi_0", hidden="dropout"),
 }
+
+
 @dataclass(frozen=True)
 class _Norms:
     """How norms of a kind say what they are: what their epsilon is called, and the digest of ``_norm``, where their

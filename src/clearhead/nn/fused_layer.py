@@ -227,7 +227,7 @@ def of_parts(
             return plus_dropped_rows(x, levels, y)
         return x + F.dropout(y, levels / LEVELS)
 
-    behind = [Norm(*kind, *own) for kind, own in parts.behind] or [None] * len(sublayers)
+    behind: Sequence[Norm | None] = [Norm(*kind, *own) for kind, own in parts.behind] or [None] * len(sublayers)
     for sublayer, (kind, own), last, levels in zip(sublayers, parts.norms, behind, parts.kind().after, strict=True):
         given = sublayer(norm(x, Norm(*kind, *own)) if parts.norm_first else x)
         x = plus(x, levels, given if last is None else norm(given, last))

@@ -93,7 +93,11 @@ class LayerStep(LearningStep):
         # What a sublayer gives is read by the sum with it alone, and slopes of a gate in front of its way out.
         self.passing = self.count + (1 if kind.gated and training else 0)
         self.activation: Activation = ACTIVATIONS[kind.activation]
-        counts = [*(own.pairs for own in kind.attentions), 3 if kind.gated else 2, *[1] * (self.count + len(kind.behind))]
+        counts = [
+            *(own.pairs for own in kind.attentions),
+            3 if kind.gated else 2,
+            *[1] * (self.count + len(kind.behind)),
+        ]
         sizes = [_PAIR * count for count in counts]
         #: Where the tensors of each sublayer lie, behind them those of its norm, and of the norm of what it gives.
         self.places = [slice(*ends) for ends in pairwise([0, *accumulate(sizes)])]
@@ -284,7 +288,8 @@ class _LayerWayBack(WayBack):
         self._layers, self._norms = step.layers(tensors), step.norms(tensors)
         self._of_tokens, own = needs[: len(tokens)], needs[len(tokens) :]
         self._of_layers, self._of_norms = (
-            [own[place] for place in part] for part in (step.places[: step.count], step.places[step.count : 2 * step.count])
+            [own[place] for place in part]
+            for part in (step.places[: step.count], step.places[step.count : 2 * step.count])
         )
         self._kept = self._told_apart(kept)
         self._parts = list[AttentionBackward | FeedForwardBackward | None]([None] * step.count)
