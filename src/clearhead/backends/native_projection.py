@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from clearhead.backends.native_library import (
     ProjectionDescription,
     Term,
     Verb,
+    isa_index,
     library,
     message,
     run,
@@ -34,6 +36,7 @@ __all__ = [
     "WeightGradients",
     "absent",
     "check",
+    "layer_product",
     "lies_plainly",
     "product",
     "rows_of",
@@ -198,6 +201,43 @@ def product(
 ) -> Float[Tensor, "rows columns"]:
     """``Product(terms, **options).run()``: a new ``[rows, columns]``."""
     return Product(terms, **options).run()
+
+
+def layer_product(
+    x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None
+) -> Float[Tensor, "rows out"]:
+    """``product([(x, weight)], right_turned=True, bias=bias)``, written down in a third of the time: of a few rows the
+    product itself takes no longer."""
+    if not _is_read(x) or not _is_read(weight) or (bias is not None and (bias.stride(0) != 1 or bias.is_neg())):
+        return product([(x, weight)], right_turned=True, bias=bias)
+    own = ProjectionDescription.from_buffer_copy(_one_layer(x.dtype, torch.get_num_threads(), isa_index()))
+    (own.rows, steps), (own.columns, width) = x.shape, weight.shape
+    assert steps == width
+    output = new_tensor(x, (own.rows, own.columns))
+    term = own.terms[0]
+    term.left, term.left_row, term.steps = x.data_ptr(), x.stride(0), steps
+    term.right, term.right_row = weight.data_ptr(), weight.stride(0)
+    own.output, own.output_row = output.data_ptr(), output.stride(0)
+    if bias is not None:
+        assert bias.shape == (own.columns,)
+        own.bias = bias.data_ptr()
+    kernels = library()
+    assert kernels is not None
+    check(kernels.ch_project(ctypes.byref(own)))
+    return output
+
+
+@lru_cache(maxsize=32)
+def _one_layer(dtype: torch.dtype, threads: int, isa: int) -> bytes:
+    """What the descriptions of such products have alike."""
+    own = ProjectionDescription.new()
+    assert own.isa == isa
+    own.threads, own.dtype, own.num_terms, own.right_turned = min(threads, MAX_THREADS), DTYPES[dtype], 1, 1
+    return bytes(own)
+
+
+def _is_read(matrix: Float[Tensor, "rows columns"]) -> bool:
+    return matrix.stride(1) == 1 and not matrix.is_neg()
 
 
 class _Called(Protocol):

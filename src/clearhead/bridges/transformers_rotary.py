@@ -12,7 +12,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +22,17 @@ from clearhead.bridges.torch_parts import is_plain
 from clearhead.bridges.transformers_angles import angles_of, fits
 from clearhead.bridges.transformers_attention import NAME, attend_for, scale_of
 from clearhead.bridges.transformers_parts import feedforward_of, norm_of, plain_layer
+from clearhead.bridges.transformers_self_attention import attended_in_one_step
 from clearhead.bridges.transformers_source import Way, digest_of, known_by_source, made_of, way_of
 from clearhead.bridges.transformers_step import Kind, hooked_now, layer_in_one_step
 from clearhead.nn.feedforward import drop_of
 from clearhead.nn.fused_attention import Projections
 from clearhead.nn.fused_layer import LayerParts
+from clearhead.nn.unchanged import Unchanged
 from clearhead.positions import turned_by_token
 from clearhead.projection import are_plain
 from clearhead.scores import SoftCap
+from clearhead.shapes import Float
 
 __all__ = ["ATTENTIONS", "LAYERS", "TURNING", "AttentionForm", "LayerForm"]
 
@@ -76,6 +80,10 @@ class AttentionForm:
         """Of scores."""
         found = attention.head_dim**-0.5 if self.scaling is None else getattr(attention, self.scaling)
         return float(found)
+
+    def dropped(self, attention: Any, output: Tensor) -> Tensor:
+        """What is left of what it gives."""
+        return output if self.drop is None else getattr(attention, self.drop)(output)
 
     def cap(self, attention: Any) -> float | None:
         """Within which scores are held, if they are."""
@@ -157,6 +165,9 @@ def _attended(
     x, form = hidden_states, _form_of(module)
     if form is None or not is_plain(x) or not _may_turn(module) or not are_plain(x):
         return None
+    output = _in_one_step(module, x, attention_mask, past_key_values, kwargs, position_embeddings)
+    if output is not None:
+        return form.dropped(module, output), None
     angles = angles_of(position_embeddings, x.dtype)
     if angles is None or not fits(angles, x, module.head_dim):
         return None
@@ -168,8 +179,39 @@ def _attended(
         module, query, key, value, attention_mask, _dropout(module), form.scale(module), softcap=form.cap(module),
         **kwargs,
     )  # fmt: skip
-    output = getattr(module, form.last)(output.flatten(-2))
-    return output if form.drop is None else getattr(module, form.drop)(output), None
+    return form.dropped(module, getattr(module, form.last)(output.flatten(-2))), None
+
+
+def _in_one_step(
+    attention: Any, x: Float[Tensor, "batch len width"], mask: Any, past: Any, options: Mapping[str, Any],
+    positions: Any,
+) -> Tensor | None:  # fmt: skip
+    """All of it but what is dropped of it, where its parts are what they were."""
+    like, parts = (x.shape[-1], x.dtype, *_marks_of(attention)), [*attention._modules.values()]
+    known = _APART.get(attention)
+    if known is None or known.like != like or known.parts != parts or not known.unchanged.holds():
+        unchanged = Unchanged(*(part for part in parts if part is not None))
+        if not unchanged.holds():
+            return None
+        known = _APART[attention] = _Apart(parts, unchanged, like, _projections_of(attention, x))
+    if known.found is None:
+        return None
+    options = {name: option for name, option in options.items() if name not in _UNREAD}
+    return attended_in_one_step(attention, known.found[0], x, mask, past, options, positions)
+
+
+class _Apart(NamedTuple):
+    """An attention taken apart, for tokens of one width and dtype: its parts, and what they make, if it is a step."""
+
+    parts: list[nn.Module | None]
+    unchanged: Unchanged
+    like: tuple[object, ...]
+    found: tuple[Projections, float] | None
+
+
+_APART: Final[WeakKeyDictionary[nn.Module, _Apart]] = WeakKeyDictionary()
+#: Of what an attention or a layer is called with, that which says nothing of what is computed.
+_UNREAD: Final = ("position_ids", "use_cache")
 
 
 def _form_of(attention: Any) -> AttentionForm | None:
@@ -206,9 +248,8 @@ _TURNS: Final[dict[type[nn.Module] | None, bool]] = {}
 # ---- a whole layer ------------------------------------------------------------------------------------------
 
 
-#: Of what a layer is called with, that which a step reads, and that which says nothing of what is computed.
+#: Of what a layer is called with, that which a step reads.
 _READ: Final = ("attention_mask", "past_key_values", "position_embeddings")
-_UNREAD: Final = ("position_ids", "use_cache")
 
 
 def _way_of(form: LayerForm) -> Way:
@@ -240,7 +281,8 @@ def _marks_of(attention: Any) -> tuple[object, ...]:
 
 
 def _parts_of(form: LayerForm, module: Any, x: Tensor) -> LayerParts | None:
-    own, names, fed = _projections_of(getattr(module, form.attention), x), (*form.norms, *form.behind), None
+    attention, names = getattr(module, form.attention), (*form.norms, *form.behind)
+    own = None if hooked_now(attention) else _projections_of(attention, x)
     norms = [norm for name in names if (norm := norm_of(getattr(module, name), x)) is not None]
     fed = feedforward_of(module.mlp)
     after = [drop_of(getattr(module, name)) for name in form.drops] or [0.0, 0.0]
@@ -249,9 +291,9 @@ def _parts_of(form: LayerForm, module: Any, x: Tensor) -> LayerParts | None:
     # Halves of a layer would learn apart from it.
     if fed.halved and torch.is_grad_enabled():
         return None
-    attention, drop = own
+    projections, drop = own
     return LayerParts(
-        [attention], fed.layers, norms[:2], norm_first=True, activation=fed.activation,
+        [projections], fed.layers, norms[:2], norm_first=True, activation=fed.activation,
         after=(after[0] or drop, after[1] or fed.after), hidden=fed.hidden, behind=norms[2:],
     )  # fmt: skip
 
@@ -259,7 +301,7 @@ def _parts_of(form: LayerForm, module: Any, x: Tensor) -> LayerParts | None:
 def _projections_of(attention: Any, x: Tensor) -> tuple[Projections, float] | None:
     """An attention as part of a step, and the probability with which what it gives is dropped."""
     form = _form_of(attention)
-    if form is None or way_of(type(attention)) is not _attended or not _may_turn(attention) or hooked_now(attention):
+    if form is None or way_of(type(attention)) is not _attended or not _may_turn(attention):
         return None
     paths = (*form.projections, form.last)
     layers = [layer for name in paths if (layer := plain_layer(getattr(attention, name))) is not None]

@@ -11,32 +11,25 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from clearhead.backends.native_norm import Norm
 from clearhead.bridges.packed import Packed
 from clearhead.bridges.torch_parts import is_plain
-from clearhead.bridges.transformers_angles import angles_of, fits
-from clearhead.bridges.transformers_attention import attend_for, is_causal_alone, weights_wanted
-from clearhead.bridges.transformers_cache import CacheLayer, cache_layer_of, of_memory, of_own_tokens
+from clearhead.bridges.transformers_attention import attend_for, is_causal_alone
+from clearhead.bridges.transformers_cache import CacheLayer, of_memory, of_own_tokens
 from clearhead.bridges.transformers_masks import MaskTensor
-from clearhead.masks import Causal, Mask
+from clearhead.bridges.transformers_self_attention import OwnTokens, attended, may_be_read, own_tokens
+from clearhead.masks import Mask
 from clearhead.masks.base import conjuncts
 from clearhead.masks.parts import is_padding
-from clearhead.nn.attention_step import by_head
 from clearhead.nn.fused_attention import Projections
 from clearhead.nn.fused_layer import LayerParts, Layers, fused_layers, of_parts
 from clearhead.nn.held import Held
-from clearhead.nn.norm import normed
 from clearhead.nn.unchanged import Unchanged
-from clearhead.positions import turned_by_token
-from clearhead.projection import NATIVE, Layer, are_plain, project, project_activate_project
-from clearhead.scores import SoftCap
+from clearhead.projection import NATIVE, Layer, project, project_activate_project
 from clearhead.shapes import Float
 from clearhead.watch import watched
 
 __all__ = ["Kind", "Memory", "hooked_now", "layer_in_one_step"]
 
-#: Options that are known, or ask for what is collected around a layer.
-_READ: Final = ("is_causal", "output_hidden_states")
 #: Where transformers' own hooks come from, which collect only where it is asked for.
 _COLLECTS: Final = "transformers.utils.output_capturing"
 #: From how many tokens, times the width squared, of padding on it is left out.
@@ -107,17 +100,30 @@ class _Apart:
         parts: of the layer and of these.
         unchanged: whether the parts are what they were, all but the attentions.
         like: width and dtype of the tokens, and what the attentions are besides their parts.
-        layers: as a step takes it.
+        layers: as a step takes it; None of one that is no step.
     """
 
     attentions: list[Any]
     parts: list[nn.Module | None]
     unchanged: Unchanged
     like: tuple[object, ...]
-    layers: Layers
+    layers: Layers | None
 
 
 _APART: Final[WeakKeyDictionary[nn.Module, _Apart]] = WeakKeyDictionary()
+
+
+@dataclass
+class _None:
+    """A layer that is no step: gradients, dtype and mode with which that was found, and for how many more calls like
+    that nobody looks again. Somebody may have put a part there since then that makes it one."""
+
+    marks: tuple[object, ...]
+    left: int
+
+
+_NONE: Final[WeakKeyDictionary[nn.Module, _None]] = WeakKeyDictionary()
+_SKIPPED: Final = 63
 
 
 def layer_in_one_step(
@@ -137,19 +143,22 @@ def layer_in_one_step(
         positions: as in ``angles_of``, of an attention that turns queries and keys.
         memory: of a layer that has one.
     """
-    if not is_plain(x) or not are_plain(x) or x.dim() != 3 or weights_wanted():
-        return None
-    if any(option is not None and option is not False and name not in _READ for name, option in options.items()):
-        return None
-    # Gradients do not go through what a cache holds.
-    if past is not None and torch.is_grad_enabled():
+    marks = (torch.is_grad_enabled(), getattr(x, "dtype", None), layer.training)
+    if _is_known_to_be_none(layer, marks) or not may_be_read(x, past, options):
         return None
     try:
         apart = _taken_apart(kind, layer, x)
     except AttributeError:
         # Something stands there that is not what the kind says.
         return None
-    call = None if apart is None else _call_of(apart, x, mask, past, options.get("is_causal"), positions)
+    if apart is None or apart.layers is None:
+        # Whoever looks at an attention may stop at any time.
+        if apart is not None and not any(map(hooked_now, apart.attentions)):
+            _NONE[layer] = _None(marks, _SKIPPED)
+        return None
+    own = apart.layers.parts[0].attentions[0]
+    read = own_tokens(apart.attentions[0], own, x, mask, past, options.get("is_causal"), positions)
+    call = _call_of(apart, apart.layers, x, read)
     if call is not None and memory is not None:
         call = call.with_memory(memory, past)
     elif call is not None and past is None:
@@ -166,6 +175,7 @@ class _Call:
 
     Attributes:
         apart: the layer.
+        layers: as a step takes it.
         tokens: its own, and those of a memory whose keys and values are not there yet.
         masks: of each attention.
         causal: whether the first is causal where it was given no mask.
@@ -176,6 +186,7 @@ class _Call:
     """
 
     apart: _Apart
+    layers: Layers
     tokens: tuple[Tensor, ...]
     masks: tuple[Mask | None, ...]
     causal: bool
@@ -194,7 +205,7 @@ class _Call:
 
     def at_once(self) -> Tensor | None:
         """The output in one step, or None."""
-        layers, angles, tokens, masks = self.apart.layers, self.angles, self.tokens, self.masks
+        layers, angles, tokens, masks = self.layers, self.angles, self.tokens, self.masks
         laid = None
         if self.packed is not None:
             laid, mask = self.packed
@@ -209,11 +220,11 @@ class _Call:
 
     def for_watchers(self, mask: Any, past: Any, memory: Memory | None) -> Tensor | None:
         """The output part by part, or None; of what the layer was called with."""
-        (attention, *others), parts = self.apart.attentions, self.apart.layers.parts[0]
+        (attention, *others), parts = self.apart.attentions, self.layers.parts[0]
         own, *to_memory = parts.attentions
         sublayers: list[Callable[[Tensor], Tensor]] = [
             partial(
-                _attended, attention, own, angles=self.angles, mask=mask, causal=self.causal, past=of_own_tokens(past)
+                attended, attention, own, angles=self.angles, mask=mask, causal=self.causal, past=of_own_tokens(past)
             )
         ]
         if memory is not None:
@@ -225,25 +236,11 @@ class _Call:
         return laid.leave(laid.enter(output))
 
 
-def _call_of(
-    apart: _Apart, x: Float[Tensor, "batch len width"], mask: Any, past: Any, is_causal: bool | None, positions: Any
-) -> _Call | None:
-    """A call as far as a layer's own tokens go; None where it is none that a step may take."""
-    attention, own, angles = apart.attentions[0], apart.layers.parts[0].attentions[0], None
-    head_dim = own.last[0].shape[1] // own.num_heads
-    if own.rotary is not None:
-        angles = angles_of(positions, x.dtype)
-        if angles is None or not fits(angles, x, head_dim):
-            return None
-    cached = None if past is None else cache_layer_of(of_own_tokens(past), getattr(attention, "layer_idx", None))
-    if cached is None and past is not None:
+def _call_of(apart: _Apart, layers: Layers, x: Tensor, own: OwnTokens | None) -> _Call | None:
+    """A call as far as a layer's own tokens go."""
+    if own is None:
         return None
-    causal = is_causal_alone(attention) if is_causal is None else bool(is_causal)
-    known, meaning = _meaning(mask, causal, x.shape[1], 0 if cached is None else cached.length)
-    held = None if cached is None else cached.held(x, own.num_kv_heads, head_dim)
-    if not known or (held is None and cached is not None):
-        return None
-    return _Call(apart, (x,), (meaning,), causal, (held,), cached, angles)
+    return _Call(apart, layers, (x,), (own.mask,), own.causal, (own.held,), own.cached, own.angles)
 
 
 def _packed(layer: Any, x: Tensor, given: Any) -> tuple[Packed, Mask] | None:
@@ -257,14 +254,16 @@ def _packed(layer: Any, x: Tensor, given: Any) -> tuple[Packed, Mask] | None:
     return found if rows * x.shape[2] ** 2 >= _LEAST_LEFT_OUT else None
 
 
-def _meaning(given: Any, causal: bool, length: int, before: int) -> tuple[bool, Mask | None]:
-    """Whether it is known what a call of so many tokens behind others may attend to, and that."""
-    if given is None:
-        causal = causal and length > 1
-        return not causal or before == 0, Causal() if causal else None
-    if type(given) is not MaskTensor or given.query_offset != before or given.shape[-1] != before + length:
-        return False, None
-    return True, given.meaning()
+def _is_known_to_be_none(layer: nn.Module, marks: tuple[object, ...]) -> bool:
+    """Whether a layer that was no step shortly before is not looked at again."""
+    known = _NONE.get(layer)
+    if known is None:
+        return False
+    known.left -= 1
+    if known.left >= 0 and known.marks == marks:
+        return True
+    del _NONE[layer]
+    return False
 
 
 def _taken_apart(kind: Kind, layer: Any, x: Float[Tensor, "batch len width"]) -> _Apart | None:
@@ -278,13 +277,13 @@ def _taken_apart(kind: Kind, layer: Any, x: Float[Tensor, "batch len width"]) ->
     if known is not None and known.like == like and known.parts == parts and known.unchanged.holds():
         return known
     found = kind.parts(layer, x)
-    if found is None:
-        return None
     # Attentions are asked each time, for they may have hooks that do nothing now.
     others = [part for part in parts if part is not None and part not in attentions]
-    apart = _Apart(attentions, parts, Unchanged(*others, apart_from=attentions), like, Layers([found]))
-    if not apart.unchanged.holds():
+    unchanged = Unchanged(*others, apart_from=attentions)
+    apart = _Apart(attentions, parts, unchanged, like, None if found is None else Layers([found]))
+    if not unchanged.holds():
         return None
+    # One that is none would be taken apart at every call.
     _APART[layer] = apart
     return apart
 
@@ -298,28 +297,6 @@ def hooked_now(module: nn.Module) -> bool:
 
 
 # ---- the same part by part, for those who watch --------------------------------------------------------------
-
-
-def _attended(
-    attention: Any, own: Projections, x: Float[Tensor, "batch len width"], *,
-    angles: Float[Tensor, "_rows head_dim"] | None, mask: Any, causal: bool, past: Any,
-) -> Float[Tensor, "batch len width"]:  # fmt: skip
-    """What an attention gives, for those who watch it."""
-    projected = [project(x, *layer, path=NATIVE).flatten(0, 1) for layer in own.sources]
-    for place, (kind, pair) in enumerate(own.head_norms):
-        heads = projected[place].unflatten(-1, (own.num_heads if place == 0 else own.num_kv_heads, -1))
-        projected[place] = normed(heads, Norm(*kind, *pair)).flatten(-2)
-    counts = (own.num_heads, own.num_kv_heads, own.num_kv_heads)
-    query, key, value = by_head(projected, len(x), counts)
-    if angles is not None:
-        query, key = turned_by_token(query, angles), turned_by_token(key, angles)
-    if past is not None:
-        key, value = past.update(key, value, attention.layer_idx)
-    softcap = next((rule.cap for rule in own.rules if isinstance(rule, SoftCap)), None)
-    output, _ = attend_for(
-        attention, query, key, value, mask, own.dropout, own.scale, is_causal=causal, softcap=softcap
-    )  # fmt: skip
-    return project(output.flatten(-2), *own.last, path=NATIVE)
 
 
 def _read(

@@ -88,6 +88,7 @@ def fused_attention(
     mask: Mask | None = None,
     query_offset: int | None = None,
     held: Held | None = None,
+    angles: Float[Tensor, "_rows head_dim"] | None = None,
 ) -> Float[Tensor, "*batch _len _out"] | None:
     """``attention`` of heads that are projected, projected back: the same numbers in one step.
 
@@ -100,6 +101,7 @@ def fused_attention(
         query_offset: see there.
         held: keys and values that are read from a cache; where it grows, those of ``tokens`` are written into it, and
             the first query stands at its length. ``tokens`` are those that attend alone.
+        angles: of the call's tokens, as in ``turned_by_token``, where ``own.rotary`` says that a call brings them.
 
     Returns:
         ``[batch, len, out]``; None where the CPU kernels are not what every part would use, or somebody looks at a
@@ -114,9 +116,9 @@ def fused_attention(
     if watched() or not may_be_step(*tokens):
         return None
     known = are_known(own.rules)
-    if known and (found := again(tokens, own, mask, query_offset, held)) is not None:
+    if known and (found := again(tokens, own, mask, query_offset, held, angles)) is not None:
         return found
-    rules = RuleTensors.of([own.rules if known else ()])
+    rules = _rule_tensors(own.rules if known else (), angles)
     if rules.learn():
         return None
     tensors, options = [*own.tensors(), *rules.pairs()], _options(own, query_offset, rules)
@@ -146,16 +148,23 @@ def is_step(tokens: Sequence[Tensor], own: Projections, **options: Any) -> bool:
 
 
 def again(
-    tokens: Sequence[Any], own: Projections, mask: Mask | None, query_offset: int | None, held: Held | None = None
-) -> Tensor | None:
+    tokens: Sequence[Any], own: Projections, mask: Mask | None, query_offset: int | None, held: Held | None = None,
+    angles: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """``fused_attention`` of a call like one that it has served before, or None; of tokens, a mask and an offset that
     nobody has checked, under known rules."""
     # True is equal to 1, and so is its hash.
     if type(query_offset) not in (int, type(None)):
         return None
-    rules, caches = RuleTensors.of([own.rules]), () if held is None else (held,)
+    rules, caches = _rule_tensors(own.rules, angles), () if held is None else (held,)
     tensors = [*own.tensors(), *rules.pairs()]
     return step.again(tokens, tensors, [mask], _options(own, query_offset, rules), caches)
+
+
+def _rule_tensors(rules: Sequence[ScoreRule], angles: Tensor | None) -> RuleTensors:
+    """Those of one attention's rules, and a call's angles."""
+    found = RuleTensors.of([rules])
+    return found if angles is None else found.with_angles(angles)
 
 
 def _options(own: Projections, query_offset: int | None, rules: RuleTensors) -> tuple[Hashable, ...]:

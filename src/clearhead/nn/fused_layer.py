@@ -70,7 +70,8 @@ class LayerParts(NamedTuple):
         """What tells layers apart besides their tensors."""
         return (
             "layer", self.norm_first, self.activation, self.after, self.hidden, len(self.feedforward),
-            *[kind for kind, _ in (*self.norms, *self.behind)], len(self.behind), *[own.options() for own in self.attentions],
+            len(self.behind), *[kind for kind, _ in (*self.norms, *self.behind)],
+            *[own.options() for own in self.attentions],
         )  # fmt: skip
 
     def kind(self) -> LayerKind:

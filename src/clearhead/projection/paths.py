@@ -117,7 +117,7 @@ def layers_of(tensors: Sequence[Tensor | None]) -> list[Layer]:
 
 
 def _kernel_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    output = kernels.product([(flat(x), weight)], right_turned=True, bias=bias)
+    output = kernels.layer_product(flat(x), weight, bias)
     return output if x.dim() == 2 else output.view(*x.shape[:-1], weight.shape[0])
 
 
