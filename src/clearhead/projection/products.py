@@ -24,7 +24,10 @@ _LEAST: Final = 2**22
 #: Numbers of a weight from which it is worth it without gradients, which cost more Python, whatever the number of rows
 #: is: reading the weight takes the time, and the kernels do so once. Measured on Zen 4 with 1 to 16 rows and weights
 #: that lie in memory or in its third cache, as most of a model's do: 1.1 to 4.1 times as fast as torch from there on.
-_MANY: Final = {torch.float32: 2**17, torch.bfloat16: 2**14}
+_MANY: Final = 2**17
+#: In bfloat16, where torch's call is dearer, up to so many rows from this on.
+_FEW: Final = 16
+_MANY_FOR_FEW: Final = 2**14
 #: The same for a number of rows that may never come back, where a path prepares 0.3 ms or more for every new shape.
 _LEAST_ONCE: Final = 2**24
 #: Numbers of a weight that is small. Measured: with 64 x 64 the kernels are at 0.8 of oneDNN's rate, with 128 x 128 at
@@ -198,8 +201,9 @@ def has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if weight.dim() != 2:
         return False
     if x.numel() * weight.shape[0] < _LEAST:
-        least = _MANY.get(weight.dtype)
-        if least is None or weight.numel() < least or x.numel() == 0 or _needs_gradient(x, weight, bias):
+        few = weight.dtype is torch.bfloat16 and x.numel() <= _FEW * weight.shape[1]
+        least = _MANY_FOR_FEW if few else _MANY
+        if weight.numel() < least or x.numel() == 0 or _needs_gradient(x, weight, bias):
             return False
     if not _plain(x) or x.dim() == 0:
         return False
