@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 import clearhead as ch
 
-__all__ = ["distinct", "learns_between_calls_without_gradients"]
+__all__ = ["decoded", "distinct", "ids_of", "learns_between_calls_without_gradients"]
 
 
 def distinct(make: Callable[[], Any], dtype: torch.dtype = torch.float32) -> Any:
@@ -23,6 +24,19 @@ def distinct(make: Callable[[], Any], dtype: torch.dtype = torch.float32) -> Any
             # Ones and zeros would hide one norm's weights, or a bias, behind another's; and small weights attention.
             part.add_(torch.randn(part.shape) * (0.3 if part.dim() == 1 else 0.1))
     return model.to(dtype).eval()
+
+
+def ids_of(batch: int = 2, length: int = 9, seed: int = 0) -> Tensor:
+    """Tokens of a vocabulary of 50."""
+    return torch.randint(1, 50, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def decoded(model: Any, ids: Tensor, calls: tuple[int, ...] | None = None, cache: Any = None) -> Tensor:
+    """Logits of calls of so many tokens each: by default some at once and the rest one by one; of nine, all at once."""
+    calls = calls or {9: (9,), 16: (9, 1, 1, 3, 1, 1)}[ids.shape[1]]
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    with torch.no_grad():
+        return torch.cat([model(part, past_key_values=cache).logits for part in ids.split(list(calls), 1)], 1)
 
 
 def learns_between_calls_without_gradients(model: Any, call: Callable[[Any], Tensor]) -> None:

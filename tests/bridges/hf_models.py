@@ -130,12 +130,17 @@ def eager(name: str) -> Any:
 
 
 def exact(name: str) -> Any:
-    """The model in float64, attention too: transformers' eager one computes its softmax in float32."""
+    """The model in float64, attention too."""
+    return in_float64(eager(name))
+
+
+def in_float64(model: Any) -> Any:
+    """A copy of a model in float64, attention too: transformers' eager one computes its softmax in float32."""
     AttentionInterface.register("float64 formula", _formula)
     AttentionMaskInterface.register("float64 formula", _whole_mask)
-    model = eager(name).double()
-    model.set_attn_implementation("float64 formula")
-    return model
+    found = copy.deepcopy(model).double()
+    found.set_attn_implementation("float64 formula")
+    return found
 
 
 def _whole_mask(**arguments: Any) -> Tensor | None:

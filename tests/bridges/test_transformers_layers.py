@@ -22,7 +22,9 @@ from clearhead.backends import native_projection
 from clearhead.bridges import transformers_rotary as room
 from clearhead.bridges import transformers_step
 from clearhead.bridges.transformers_source import digest_of
-from tests.bridges.hf_checks import distinct, learns_between_calls_without_gradients
+from clearhead.nn.layer_step import LayerStep
+from tests.bridges.hf_checks import decoded, distinct, ids_of, learns_between_calls_without_gradients
+from tests.bridges.hf_models import in_float64
 from tests.budget import within_budget
 
 pytestmark = [
@@ -35,6 +37,7 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": None,
     "pad_token_id": 0,
 }  # fmt: skip
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 KINDS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
     "llama, biased, scaled positions": lambda: transformers.LlamaForCausalLM(
@@ -54,24 +57,25 @@ KINDS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=16)),
     "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES)),
     "phi3": lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES)),
+    "mistral, windows": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=6)),
+    "gemma": lambda: transformers.GemmaForCausalLM(transformers.GemmaConfig(**SIZES, head_dim=16)),
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(
+            **SIZES, head_dim=16, sliding_window=6, layer_types=WINDOWS, query_pre_attn_scalar=9,
+            attn_logit_softcapping=2.0, final_logit_softcapping=None,
+        )
+    ),
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=6, layer_types=WINDOWS)
+    ),
 }  # fmt: skip
+#: Kinds that learn part by part, and what of them is one step all the same.
+BY_PARTS = {"qwen3": [], "phi3": ["AttentionStep"], "gemma2": ["AttentionStep"], "gemma3": []}
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 def _model(name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
     return distinct(KINDS[name], dtype)
-
-
-def _ids(batch: int = 2, length: int = 9, seed: int = 0) -> Tensor:
-    return torch.randint(1, 50, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def _decoded(model: Any, ids: Tensor, calls: tuple[int, ...] | None = None, cache: Any = None) -> Tensor:
-    """Logits of calls of so many tokens each: by default some at once and the rest one by one; of nine, all at once."""
-    calls = calls or {9: (9,), 16: (9, 1, 1, 3, 1, 1)}[ids.shape[1]]
-    cache = DynamicCache(config=model.config) if cache is None else cache
-    with torch.no_grad():
-        return torch.cat([model(part, past_key_values=cache).logits for part in ids.split(list(calls), 1)], 1)
 
 
 # ---- numbers ------------------------------------------------------------------------------------------------
@@ -80,18 +84,18 @@ def _decoded(model: Any, ids: Tensor, calls: tuple[int, ...] | None = None, cach
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_prefill_and_tokens_one_by_one(name: str, dtype: torch.dtype, taken: list[str]) -> None:
-    model, ids = _model(name, dtype), _ids(length=16)
-    exact, own = _decoded(copy.deepcopy(model).double(), ids), _decoded(model, ids)
+    model, ids = _model(name, dtype), ids_of(length=16)
+    exact, own = decoded(copy.deepcopy(model).double(), ids), decoded(model, ids)
     ch.swap(model)
     cache = DynamicCache(config=model.config)
-    found = _decoded(model, ids, cache=cache)
+    found = decoded(model, ids, cache=cache)
     within_budget("logits", found, own, exact, terms=3 * 72, dtype=dtype)
     assert taken == ["LayerStep"] * 3 * 6
     assert cache.get_seq_length() == 16
     theirs, exactly = DynamicCache(config=model.config), DynamicCache(config=model.config)
     ch.unswap(model)
-    _decoded(model, ids, cache=theirs)
-    _decoded(copy.deepcopy(model).double(), ids, cache=exactly)
+    decoded(model, ids, cache=theirs)
+    decoded(copy.deepcopy(model).double(), ids, cache=exactly)
     for layer, other, right in zip(cache.layers, theirs.layers, exactly.layers, strict=True):
         within_budget("keys", layer.keys, other.keys, right.keys, terms=3 * 72, dtype=dtype)
         within_budget("values", layer.values, other.values, right.values, terms=3 * 72, dtype=dtype)
@@ -100,13 +104,13 @@ def test_prefill_and_tokens_one_by_one(name: str, dtype: torch.dtype, taken: lis
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_the_same_bits_whoever_watches(name: str, dtype: torch.dtype, taken: list[str]) -> None:
-    model, ids = _model(name, dtype), _ids(length=16)
+    model, ids = _model(name, dtype), ids_of(length=16)
     ch.swap(model)
-    found = _decoded(model, ids)
-    assert torch.equal(_decoded(model, ids), found)
+    found = decoded(model, ids)
+    assert torch.equal(decoded(model, ids), found)
     count = len(taken)
     with ch.observe(model, ch.Want(entropy=True)):
-        watched = _decoded(model, ids)
+        watched = decoded(model, ids)
     assert len(taken) == count
     assert torch.equal(watched, found)
     with torch.no_grad():
@@ -115,7 +119,7 @@ def test_the_same_bits_whoever_watches(name: str, dtype: torch.dtype, taken: lis
 
 @pytest.mark.parametrize("name", KINDS)
 def test_it_trains_in_one_step(name: str, taken: list[str]) -> None:
-    model, ids = _model(name), _ids()
+    model, ids = _model(name), ids_of()
     upstream = torch.randn(2, 9, 50, generator=torch.Generator().manual_seed(3))
 
     def gradients(of: Any) -> dict[str, Tensor]:
@@ -129,8 +133,8 @@ def test_it_trains_in_one_step(name: str, taken: list[str]) -> None:
         found = gradients(model)
         for key, truth in exact.items():
             within_budget(key, found[key], textbook[key], truth, terms=18 * 72)
-    # Norms of heads learn part by part, and so do layers that are halves of one, but for their attention.
-    assert taken == {"qwen3": [], "phi3": ["AttentionStep"] * 12}.get(name, ["LayerStep"] * 12)
+    # So do norms of heads and of what a sublayer gives, and layers that are halves of one.
+    assert taken == BY_PARTS.get(name, ["LayerStep"]) * 12
     taken.clear()
     # With a cache gradients take the parts.
     model(ids).logits.sum().backward()
@@ -139,18 +143,18 @@ def test_it_trains_in_one_step(name: str, taken: list[str]) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_it_learns_between_calls_without_gradients(name: str) -> None:
-    learns_between_calls_without_gradients(_model(name), lambda model: model(_ids(), use_cache=False).logits)
+    learns_between_calls_without_gradients(_model(name), lambda model: model(ids_of(), use_cache=False).logits)
 
 
 def test_halves_of_a_layer_are_read_as_they_are_now(taken: list[str]) -> None:
     """Of Phi-3's: what a step reads without gradients is what was learned in between, and what was put there."""
-    model, ids = _model("phi3"), _ids()
+    model, ids = _model("phi3"), ids_of()
     ch.swap(model)
 
     def held_against(own: Any) -> None:
         taken.clear()
-        found = _decoded(model, ids, (8, 1))
-        torch.testing.assert_close(found, _decoded(own, ids, (8, 1)), rtol=1e-4, atol=1e-4)
+        found = decoded(model, ids, (8, 1))
+        torch.testing.assert_close(found, decoded(own, ids, (8, 1)), rtol=1e-4, atol=1e-4)
         assert taken == ["LayerStep"] * 6
 
     own = copy.deepcopy(model)
@@ -173,14 +177,14 @@ def test_channels_that_are_not_turned_go_by_parts(taken: list[str]) -> None:
         **SIZES, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     )
     model = transformers.Phi3ForCausalLM(config).eval()
-    own = _decoded(model, _ids(length=16))
+    own = decoded(model, ids_of(length=16))
     ch.swap(model)
-    torch.testing.assert_close(_decoded(model, _ids(length=16)), own, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(decoded(model, ids_of(length=16)), own, rtol=1e-4, atol=1e-4)
     assert taken == []
 
 
 def test_gradients_that_are_recorded() -> None:
-    model, ids = _model(), _ids()
+    model, ids = _model(), ids_of()
     embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
 
     def twice(of: Any) -> Tensor:
@@ -202,7 +206,7 @@ def test_dropout_of_weights_while_training(taken: list[str]) -> None:
     ch.swap(model)
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    ids = _ids()
+    ids = ids_of()
     plain = model(ids, use_cache=False).logits
     model.train()
     torch.manual_seed(5)
@@ -215,7 +219,7 @@ def test_dropout_of_weights_while_training(taken: list[str]) -> None:
 
 
 def test_every_dropout_of_gpt2_and_the_same_bits_where_somebody_watches(taken: list[str]) -> None:
-    model, ids = _model("gpt2").train(), _ids()
+    model, ids = _model("gpt2").train(), ids_of()
     ch.swap(model)
 
     def gradients() -> tuple[Tensor, ...]:
@@ -248,16 +252,16 @@ def test_gpt2_with_a_memory_goes_by_parts(taken: list[str]) -> None:
     model, memory = transformers.GPT2LMHeadModel(config).eval(), torch.randn(2, 5, 32)
     given = {"encoder_hidden_states": memory, "use_cache": False}
     with torch.no_grad():
-        own, alone = model(_ids(), **given).logits, model(_ids(), use_cache=False).logits
+        own, alone = model(ids_of(), **given).logits, model(ids_of(), use_cache=False).logits
         ch.swap(model)
-        torch.testing.assert_close(model(_ids(), **given).logits, own, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(ids_of(), **given).logits, own, rtol=1e-4, atol=1e-4)
         assert taken == []
-        torch.testing.assert_close(model(_ids(), use_cache=False).logits, alone, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(ids_of(), use_cache=False).logits, alone, rtol=1e-4, atol=1e-4)
     assert taken == ["LayerStep"] * 2
 
 
 def test_positions_of_ones_own(taken: list[str]) -> None:
-    model, ids = _model(), _ids()
+    model, ids = _model(), ids_of()
     given = {"position_ids": torch.arange(9)[None] * 3 + 5, "use_cache": False}
     with torch.no_grad():
         own = model(ids, **given).logits
@@ -287,7 +291,7 @@ def test_angles_are_looked_at_anew_where_they_are_written_into() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(side: str, taken: list[str]) -> None:
-    model, ids = _model(), _ids()
+    model, ids = _model(), ids_of()
     real = torch.ones_like(ids)
     real[0, slice(None, 3) if side == "left" else slice(-3, None)] = 0
     with torch.no_grad():
@@ -301,7 +305,7 @@ def test_padding(side: str, taken: list[str]) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_generating_behind_padding(name: str, taken: list[str]) -> None:
-    model, ids = _model(name), _ids()
+    model, ids = _model(name), ids_of()
     real = torch.ones_like(ids)
     real[0, :3] = 0
     options = [{"do_sample": False}, {"num_beams": 3, "do_sample": False}]
@@ -316,7 +320,7 @@ def test_generating_behind_padding(name: str, taken: list[str]) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_tokens_behind_padding_one_by_one(name: str, dtype: torch.dtype, taken: list[str]) -> None:
     """Sequences stand at positions of their own, and see their own keys."""
-    model, ids, real = _model(name, dtype), _ids(length=16), torch.ones(2, 16, dtype=torch.long)
+    model, ids, real = _model(name, dtype), ids_of(length=16), torch.ones(2, 16, dtype=torch.long)
     real[0, :4] = 0
 
     def run(of: Any) -> Tensor:
@@ -330,7 +334,7 @@ def test_tokens_behind_padding_one_by_one(name: str, dtype: torch.dtype, taken: 
                 )  # fmt: skip
         return torch.cat(found, 1)[real.bool()]
 
-    exact, own = run(copy.deepcopy(model).double()), run(model)
+    exact, own = run(in_float64(model)), run(model)
     ch.swap(model)
     found = run(model)
     within_budget("logits", found, own, exact, terms=3 * 72, dtype=dtype)
@@ -341,12 +345,12 @@ def test_tokens_behind_padding_one_by_one(name: str, dtype: torch.dtype, taken: 
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", [name for name in KINDS if name not in ("qwen3", "phi3")])
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in BY_PARTS])
 def test_padding_is_left_out_where_nothing_is_cached(
     name: str, side: str, taken: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transformers_step, "_LEAST_LEFT_OUT", 1)
-    model, ids, real = _model(name), _ids(), torch.ones(2, 9, dtype=torch.long)
+    model, ids, real = _model(name), ids_of(), torch.ones(2, 9, dtype=torch.long)
     real[0, slice(None, 3) if side == "left" else slice(-3, None)] = 0
     places = (real.cumsum(1) - 1).clamp(min=0)
     upstream = torch.randn(2, 9, 50, generator=torch.Generator().manual_seed(3)) * real[..., None]
@@ -374,19 +378,54 @@ def test_padding_is_left_out_where_nothing_is_cached(
     assert taken == ["LayerStep"] * 9
 
 
-def test_a_window_goes_by_parts_in_transformers_own_cache() -> None:
-    torch.manual_seed(0)
-    model = transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=5)).eval()
-    own = _decoded(model, _ids(length=16))
-    ch.swap(model)
-    torch.testing.assert_close(_decoded(model, _ids(length=16)), own, rtol=1e-4, atol=1e-4)
-
-
 # ---- caches -------------------------------------------------------------------------------------------------
+
+#: One whose caches grow, and one whose caches keep five tokens.
+CACHED = ["llama", "mistral, windows"]
+
+
+@pytest.mark.parametrize("window", [2, 3, 5, 9, 17, 40])
+def test_a_cache_that_slides_keeps_what_transformers_keeps(window: int, taken: list[str]) -> None:
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=window)).eval()
+    ids, calls = ids_of(length=60), (4, 1, 1, 7, 1, 1, 1, 2, *[1] * 40, 2)
+    theirs, ours = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    own = decoded(model, ids, calls, theirs)
+    ch.swap(model)
+    torch.testing.assert_close(decoded(model, ids, calls, ours), own, rtol=1e-4, atol=1e-4)
+    assert taken == ["LayerStep"] * 3 * len(calls)
+    for found, right in zip(ours.layers, theirs.layers, strict=True):
+        torch.testing.assert_close((found.keys, found.values), (right.keys, right.values), rtol=1e-4, atol=1e-4)
+        assert found.get_seq_length() == right.get_seq_length() == 60
+        assert found.get_mask_sizes(1) == right.get_mask_sizes(1)
+
+
+def test_a_cache_that_slides_is_written_down_once_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys begin elsewhere at each call, which is the same call."""
+    model, written = _model("mistral, windows"), list[int]()
+    ch.swap(model)
+    own = LayerStep.write_forward
+    monkeypatch.setattr(LayerStep, "write_forward", lambda *given: [written.append(1), own(*given)][1])
+    cache = DynamicCache(config=model.config)
+    decoded(model, ids_of(length=90), (30, *[1] * 60), cache)
+    # What is kept of a call is known from the second one on, and memory is asked for anew twelve times.
+    assert len(written) <= 6
+    assert cache.get_seq_length() == 90
+
+
+def test_a_cache_that_remembers_its_past_goes_by_parts(taken: list[str]) -> None:
+    model, ids = _model("mistral, windows"), ids_of(length=16)
+    own = decoded(model, ids)
+    ch.swap(model)
+    cache = DynamicCache(config=model.config)
+    for layer in cache.layers:
+        layer.activate_past_recording()
+    torch.testing.assert_close(decoded(model, ids, cache=cache), own, rtol=1e-4, atol=1e-4)
+    assert "LayerStep" not in taken
 
 
 def test_generate_gives_the_same_tokens_with_beams_too(taken: list[str]) -> None:
-    model, ids = _model(), _ids()
+    model, ids = _model(), ids_of()
     options = [
         {"do_sample": False}, {"num_beams": 3, "do_sample": False},
         {"do_sample": False, "num_return_sequences": 2, "num_beams": 2},
@@ -412,15 +451,18 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_cache_that_somebody_changed(change: str, taken: list[str]) -> None:
-    model, ids, more = _model(), _ids(), _ids(length=4, seed=1)
+@pytest.mark.parametrize("name", CACHED)
+def test_a_cache_that_somebody_changed(name: str, change: str, taken: list[str]) -> None:
+    model, ids, more = _model(name), ids_of(), ids_of(length=4, seed=1)
+    if change == "cut short" and name != "llama":
+        pytest.skip("transformers does not cut short what has slid")
 
     def run() -> tuple[Tensor, Any]:
         cache = DynamicCache(config=model.config)
-        _decoded(model, ids, (5, 1, 1, 1, 1), cache)
+        decoded(model, ids, (5, 1, 1, 1, 1), cache)
         with torch.no_grad():
             CHANGES[change](cache)
-        return _decoded(model, more, (1, 1, 2), cache), cache
+        return decoded(model, more, (1, 1, 2), cache), cache
 
     own, _ = run()
     ch.swap(model)
@@ -429,57 +471,61 @@ def test_a_cache_that_somebody_changed(change: str, taken: list[str]) -> None:
     assert taken == ["LayerStep"] * 3 * 8
     ch.unswap(model)
     # transformers goes on with what was left.
-    again = _decoded(model, more, (1, 3), cache)
+    again = decoded(model, more, (1, 3), cache)
     assert bool(again.isfinite().all())
 
 
-def test_a_copy_of_a_cache_is_another() -> None:
-    model, ids = _model(), _ids()
+@pytest.mark.parametrize("name", CACHED)
+def test_a_copy_of_a_cache_is_another(name: str) -> None:
+    model, ids = _model(name), ids_of()
     ch.swap(model)
     cache = DynamicCache(config=model.config)
-    _decoded(model, ids, (7, 1, 1), cache)
+    decoded(model, ids, (7, 1, 1), cache)
     other = copy.deepcopy(cache)
-    one, two = _ids(length=3, seed=1), _ids(length=3, seed=2)
-    right = [_decoded(model, torch.cat([ids, more], 1), (7, 1, 1, 1, 1, 1))[:, -3:] for more in (one, two)]
-    found = [_decoded(model, more, (1, 1, 1), own) for more, own in ((one, cache), (two, other))]
+    one, two = ids_of(length=3, seed=1), ids_of(length=3, seed=2)
+    right = [decoded(model, torch.cat([ids, more], 1), (7, 1, 1, 1, 1, 1))[:, -3:] for more in (one, two)]
+    found = [decoded(model, more, (1, 1, 1), own) for more, own in ((one, cache), (two, other))]
     torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
 
 
-def test_keys_that_were_read_stay_what_they_are() -> None:
-    model, ids = _model(), _ids()
+@pytest.mark.parametrize("name", CACHED)
+def test_keys_that_were_read_stay_what_they_are(name: str) -> None:
+    model, ids = _model(name), ids_of()
     ch.swap(model)
     cache = DynamicCache(config=model.config)
-    _decoded(model, ids, (8, 1), cache)
+    decoded(model, ids, (8, 1), cache)
     seen = cache.layers[0].keys
     before = seen.clone()
-    _decoded(model, _ids(length=12, seed=1), (1,) * 12, cache)
+    decoded(model, ids_of(length=12, seed=1), (1,) * 12, cache)
     assert torch.equal(seen, before)
-    assert torch.equal(cache.layers[0].keys[:, :, :9], before)
+    if name == "llama":
+        assert torch.equal(cache.layers[0].keys[:, :, :9], before)
 
 
-def test_a_cache_that_transformers_began_and_one_that_grows_by_itself(taken: list[str]) -> None:
-    model, ids = _model(), _ids(length=16)
-    own = _decoded(model, ids)
-    cache = DynamicCache()
-    _decoded(model, ids[:, :9], (9,), cache)
+@pytest.mark.parametrize("name", CACHED)
+def test_a_cache_that_transformers_began_and_one_that_grows_by_itself(name: str, taken: list[str]) -> None:
+    model, ids = _model(name), ids_of(length=16)
+    own = decoded(model, ids)
+    cache = DynamicCache() if name == "llama" else DynamicCache(config=model.config)
+    decoded(model, ids[:, :9], (9,), cache)
     ch.swap(model)
-    torch.testing.assert_close(_decoded(model, ids[:, 9:], (1,) * 7, cache), own[:, 9:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(decoded(model, ids[:, 9:], (1,) * 7, cache), own[:, 9:], rtol=1e-4, atol=1e-4)
     assert taken == ["LayerStep"] * 21
     # A cache that has no layers yet makes them when it is first written to.
-    torch.testing.assert_close(_decoded(model, ids, cache=DynamicCache()), own, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(decoded(model, ids, cache=DynamicCache()), own, rtol=1e-4, atol=1e-4)
 
 
 def test_other_caches_go_by_parts(taken: list[str]) -> None:
-    model, ids = _model(), _ids(length=16)
-    own = _decoded(model, ids)
+    model, ids = _model(), ids_of(length=16)
+    own = decoded(model, ids)
     ch.swap(model)
-    found = _decoded(model, ids, cache=StaticCache(config=model.config, max_cache_len=16))
+    found = decoded(model, ids, cache=StaticCache(config=model.config, max_cache_len=16))
     torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-4)
     assert taken == []
 
 
 def test_a_call_with_gradients_does_not_go_through_the_cache(taken: list[str]) -> None:
-    model, ids = _model(), _ids()
+    model, ids = _model(), ids_of()
     ch.swap(model)
     cache = DynamicCache(config=model.config)
     model(ids[:, :8], past_key_values=cache)
@@ -489,9 +535,10 @@ def test_a_call_with_gradients_does_not_go_through_the_cache(taken: list[str]) -
         assert bool(model(ids[:, :1], past_key_values=cache).logits.isfinite().all())
 
 
-def test_inference_mode_and_none_by_turns() -> None:
-    model, ids = _model(), _ids(length=16)
-    own = _decoded(model, ids)
+@pytest.mark.parametrize("name", CACHED)
+def test_inference_mode_and_none_by_turns(name: str) -> None:
+    model, ids = _model(name), ids_of(length=16)
+    own = decoded(model, ids)
     ch.swap(model)
     cache, found = DynamicCache(config=model.config), []
     for place, part in enumerate(ids.split([9, 1, 1, 3, 1, 1], 1)):
@@ -511,19 +558,19 @@ PARTS = (
 @pytest.mark.parametrize("part", PARTS)
 def test_whoever_looks_at_a_part_sees_it(part: str, taken: list[str]) -> None:
     model, seen = _model(), list[object]()
-    own = _decoded(model, _ids())
+    own = decoded(model, ids_of())
     ch.swap(model)
-    _decoded(model, _ids())
+    decoded(model, ids_of())
     taken.clear()
     handle = model.model.layers[1].get_submodule(part).register_forward_hook(lambda *given: seen.append(given[2]))
-    torch.testing.assert_close(_decoded(model, _ids(), (9,)), own, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(decoded(model, ids_of(), (9,)), own, rtol=1e-4, atol=1e-4)
     assert len(seen) == 1
     # An attention within which nobody looks is a step of its own.
     inside = [] if part.startswith("self_attn.") else ["AttentionStep"]
     assert taken == ["LayerStep", *inside, "LayerStep"]
     handle.remove()
     taken.clear()
-    _decoded(model, _ids(), (9,))
+    decoded(model, ids_of(), (9,))
     assert taken == ["LayerStep"] * 3
 
 
@@ -531,13 +578,13 @@ def test_hooks_on_a_layer_leave_it_one_step(taken: list[str]) -> None:
     model, seen = _model(), list[object]()
     ch.swap(model)
     model.model.layers[1].register_forward_hook(lambda *given: seen.append(given[2]))
-    _decoded(model, _ids(), (9,))
+    decoded(model, ids_of(), (9,))
     assert len(seen) == 1
     assert taken == ["LayerStep"] * 3
 
 
 def test_hidden_states_are_collected_and_steps_taken_after_that(taken: list[str]) -> None:
-    model, ids = _model(), _ids()
+    model, ids = _model(), ids_of()
     with torch.no_grad():
         own = model(ids, output_hidden_states=True).hidden_states
         ch.swap(model)
@@ -552,7 +599,7 @@ def test_weights_are_refused_as_elsewhere() -> None:
     model = _model()
     ch.swap(model)
     with torch.no_grad(), pytest.raises(ch.UnsupportedError, match="output_attentions must be False"):
-        model(_ids(), output_attentions=True)
+        model(ids_of(), output_attentions=True)
 
 
 class _Same(nn.Module):
@@ -577,12 +624,12 @@ class _Same(nn.Module):
 def test_a_layer_that_was_changed_is_called_as_it_is_now(change: Callable[[Any], object]) -> None:
     model = _model()
     ch.swap(model)
-    _decoded(model, _ids(), (8, 1))
+    decoded(model, ids_of(), (8, 1))
     torch.manual_seed(4)
     change(model.model.layers[1])
-    found = _decoded(model, _ids(), (8, 1))
+    found = decoded(model, ids_of(), (8, 1))
     ch.unswap(model)
-    torch.testing.assert_close(found, _decoded(model, _ids(), (8, 1)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, decoded(model, ids_of(), (8, 1)), rtol=1e-4, atol=1e-4)
 
 
 def test_a_forward_that_was_replaced_is_called(taken: list[str]) -> None:
@@ -590,33 +637,33 @@ def test_a_forward_that_was_replaced_is_called(taken: list[str]) -> None:
     ch.swap(model)
     attention = model.model.layers[0].self_attn
     attention.forward = lambda hidden_states, **_: (hidden_states * 0.0, None)
-    _decoded(model, _ids(), (9,))
+    decoded(model, ids_of(), (9,))
     assert taken == ["LayerStep"] * 2
 
 
 def test_under_autocast_it_stays_near() -> None:
-    model, ids = _model(), _ids(length=16)
-    own = _decoded(model, ids)
+    model, ids = _model(), ids_of(length=16)
+    own = decoded(model, ids)
     ch.swap(model)
     with torch.autocast("cpu", torch.bfloat16):
-        found = _decoded(model, ids)
+        found = decoded(model, ids)
     torch.testing.assert_close(found.float(), own, rtol=0.1, atol=0.1)
 
 
 def test_in_float64_it_is_transformers_own() -> None:
-    model, ids = _model().double(), _ids(length=16)
-    own = _decoded(model, ids)
+    model, ids = _model().double(), ids_of(length=16)
+    own = decoded(model, ids)
     ch.swap(model)
-    torch.testing.assert_close(_decoded(model, ids), own, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(decoded(model, ids), own, rtol=1e-6, atol=1e-6)
 
 
 def test_another_way_of_turning_is_left_alone(monkeypatch: pytest.MonkeyPatch, taken: list[str]) -> None:
     model = _model()
     monkeypatch.setattr(theirs, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
     monkeypatch.setattr(room, "_TURNS", {})
-    own = _decoded(model, _ids())
+    own = decoded(model, ids_of())
     ch.swap(model)
-    torch.testing.assert_close(_decoded(model, _ids()), own, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(decoded(model, ids_of()), own, rtol=1e-4, atol=1e-4)
     assert taken == []
 
 
@@ -624,33 +671,33 @@ def test_another_way_of_turning_is_left_alone(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_unswapped_it_is_transformers_own() -> None:
-    model, ids = _model(), _ids(length=16)
-    own, kinds = _decoded(model, ids), [type(part) for part in model.modules()]
+    model, ids = _model(), ids_of(length=16)
+    own, kinds = decoded(model, ids), [type(part) for part in model.modules()]
     ch.swap(model)
     assert [type(part) for part in model.modules()] != kinds
     assert all(isinstance(part, kind) for part, kind in zip(model.modules(), kinds, strict=True))
     ch.unswap(model)
     assert [type(part) for part in model.modules()] == kinds
-    assert torch.equal(_decoded(model, ids), own)
+    assert torch.equal(decoded(model, ids), own)
 
 
 def test_a_swapped_model_is_copied_and_pickled(taken: list[str]) -> None:
     model = _model()
     ch.swap(model)
-    own = _decoded(model, _ids())
+    own = decoded(model, ids_of())
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     for again in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         taken.clear()
-        assert torch.equal(_decoded(again, _ids()), own)
+        assert torch.equal(decoded(again, ids_of()), own)
         assert taken == ["LayerStep"] * 3
         ch.unswap(again)
         assert type(again.model.layers[0]) is theirs.LlamaDecoderLayer
 
 
 def test_checkpointed_layers_train(taken: list[str]) -> None:
-    model, ids = _model(), _ids()
+    model, ids = _model(), ids_of()
     ch.swap(model)
     upstream = torch.randn(2, 9, 50)
     model.train()

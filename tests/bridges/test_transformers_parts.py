@@ -19,6 +19,8 @@ from transformers.activations import ACT2FN
 from transformers.models.bert.modeling_bert import BertIntermediate
 from transformers.models.clip.modeling_clip import CLIPMLP
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+from transformers.models.modernbert.modeling_modernbert import ModernBertMLP
+from transformers.models.t5.modeling_t5 import T5DenseActDense, T5DenseGatedActDense
 
 import clearhead as ch
 from clearhead.backends import native_projection
@@ -59,11 +61,27 @@ def _clip() -> Any:
     return model
 
 
+def _modernbert() -> Any:
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
+    # The first layer has no norm in front of its attention, and is no step.
+    return transformers.ModernBertModel(transformers.ModernBertConfig(vocab_size=20, **SIZES, **tokens))
+
+
+def _t5(form: str = "relu") -> Any:
+    config = transformers.T5Config(
+        vocab_size=20, d_model=16, d_kv=8, d_ff=40, num_layers=1, num_heads=2, feed_forward_proj=form
+    )
+    return transformers.T5EncoderModel(config)
+
+
 #: A model, the class of its feedforward or of that one's first half, and the parts of that.
 MODELS: dict[str, tuple[Callable[[], Any], type[nn.Module], tuple[str, ...]]] = {
     "bert": (_bert, BertIntermediate, ("dense", "intermediate_act_fn")),
     "gpt2": (_gpt2, GPT2MLP, ("c_fc", "act", "c_proj", "dropout")),
     "clip": (_clip, CLIPMLP, ("fc1", "activation_fn", "fc2")),
+    "modernbert": (_modernbert, ModernBertMLP, ("Wi", "act", "drop", "Wo")),
+    "t5": (_t5, T5DenseActDense, ("wi", "act", "dropout", "wo")),
+    "t5, gated": (lambda: _t5("gated-gelu"), T5DenseGatedActDense, ("wi_1", "wi_0", "act", "dropout", "wo")),
 }
 
 
@@ -115,7 +133,7 @@ def test_it_is_one_step_with_the_same_numbers(name: str, taken: list[bool]) -> N
     assert torch.equal(_output(model), own)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "clip"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "bert"])
 def test_whole_feedforwards_train_in_one_step(name: str, taken: list[bool]) -> None:
     model = MODELS[name][0]().eval()
     upstream = torch.randn(*IDS.shape, 16)
@@ -156,7 +174,7 @@ def test_whoever_looks_at_a_part_sees_it(name: str, part: str, taken: list[bool]
     torch.testing.assert_close(_output(model), own, rtol=1e-5, atol=1e-5)
     assert len(seen) == 1
     # What is behind the step may be looked at.
-    assert taken == [part == "dropout"]
+    assert taken == [name == "gpt2" and part == "dropout"]
     handle.remove()
 
 
@@ -165,7 +183,7 @@ def test_a_part_that_was_replaced_is_called(name: str, taken: list[bool]) -> Non
     make, kind, parts = MODELS[name]
     model = make()
     ch.swap(model)
-    setattr(_part(model, kind), parts[0], nn.Linear(16, 64 if name == "gpt2" else 40))
+    setattr(_part(model, kind), parts[0], nn.Linear(16, {"gpt2": 64, "modernbert": 80}.get(name, 40)))
     assert bool(_output(model).isfinite().all())
     assert taken == [False]
 

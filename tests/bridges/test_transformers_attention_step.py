@@ -1,0 +1,241 @@
+"""Attention as one step where its layer in transformers is none; and ModernBERT, whose first layer is none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", reason="needs the extra 'hf'")
+
+import transformers
+from transformers import DynamicCache
+
+import clearhead as ch
+from clearhead.backends import native_projection
+from clearhead.bridges import transformers_step
+from tests.bridges.hf_checks import decoded, distinct, ids_of, learns_between_calls_without_gradients
+from tests.budget import within_budget
+
+pytestmark = [
+    pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}"),
+    pytest.mark.usefixtures("_kernels"),
+]
+
+LAYERS: Final = 3
+SIZES: Final[dict[str, Any]] = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": None,
+    "pad_token_id": 0,
+}  # fmt: skip
+GROUPED: Final = {**SIZES, "num_key_value_heads": 2}
+EXPERTS: Final = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+#: Layers that no table knows: of experts, with sums that are multiplied, and with an activation of their own.
+KINDS: Final[dict[str, Callable[[], Any]]] = {
+    "granite": lambda: transformers.GraniteForCausalLM(
+        transformers.GraniteConfig(**GROUPED, residual_multiplier=0.7, attention_multiplier=0.3)
+    ),
+    "qwen3 moe": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**GROUPED, **EXPERTS, head_dim=16)
+    ),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**GROUPED, num_local_experts=4, sliding_window=6)
+    ),
+    "arcee": lambda: transformers.ArceeForCausalLM(transformers.ArceeConfig(**GROUPED)),
+}
+DTYPES: Final = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["granite", "arcee"])
+def test_prefill_and_tokens_one_by_one(name: str, dtype: torch.dtype, taken: list[str]) -> None:
+    model, ids = distinct(KINDS[name], dtype), ids_of(length=16)
+    exact, own = decoded(copy.deepcopy(model).double(), ids), decoded(model, ids)
+    ch.swap(model)
+    cache = DynamicCache(config=model.config)
+    within_budget("logits", decoded(model, ids, cache=cache), own, exact, terms=LAYERS * 72, dtype=dtype)
+    assert taken == ["AttentionStep"] * LAYERS * 6
+    assert cache.get_seq_length() == 16
+
+
+@pytest.mark.parametrize("name", ["qwen3 moe", "mixtral"])
+def test_experts(name: str, taken: list[str]) -> None:
+    """In float32: in 16 bits a router may choose others."""
+    model, ids = distinct(KINDS[name]), ids_of(length=16)
+    own = decoded(model, ids)
+    ch.swap(model)
+    torch.testing.assert_close(decoded(model, ids), own, rtol=1e-4, atol=1e-4)
+    assert taken == ["AttentionStep"] * LAYERS * 6
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_the_same_bits_whoever_watches(name: str, dtype: torch.dtype, taken: list[str]) -> None:
+    model, ids, seen = distinct(KINDS[name], dtype), ids_of(length=16), list[str]()
+    ch.swap(model)
+    found = decoded(model, ids)
+    count = len(taken)
+    with ch.observe(model, ch.Want(entropy=True)) as watched:
+        assert torch.equal(decoded(model, ids), found)
+        seen += list(watched)
+    assert len(taken) == count
+    assert seen
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_generate_gives_the_same_tokens(name: str, taken: list[str]) -> None:
+    model, ids = distinct(KINDS[name]), ids_of()
+    real = torch.ones_like(ids)
+    real[0, :3] = 0
+    options = [{"do_sample": False}, {"num_beams": 3, "do_sample": False}]
+    own = [model.generate(ids, attention_mask=real, max_new_tokens=6, **option) for option in options]
+    ch.swap(model)
+    for option, right in zip(options, own, strict=True):
+        assert torch.equal(model.generate(ids, attention_mask=real, max_new_tokens=6, **option), right)
+    assert taken == ["AttentionStep"] * LAYERS * 6 * 2
+
+
+@pytest.mark.parametrize("name", ["granite", "arcee"])
+def test_it_trains_in_one_step(name: str, taken: list[str]) -> None:
+    model, ids = distinct(KINDS[name]), ids_of()
+    upstream = torch.randn(2, 9, 50, generator=torch.Generator().manual_seed(3))
+
+    def gradients(of: Any) -> dict[str, Tensor]:
+        output = of(ids, use_cache=False).logits
+        found = torch.autograd.grad(output, list(of.parameters()), upstream.to(output.dtype))
+        return dict(zip(dict(of.named_parameters()), found, strict=True))
+
+    exact, textbook = gradients(copy.deepcopy(model).double()), gradients(model)
+    ch.swap(model)
+    for _ in range(3):
+        found = gradients(model)
+        for key, truth in exact.items():
+            within_budget(key, found[key], textbook[key], truth, terms=18 * 72)
+    assert taken == ["AttentionStep"] * LAYERS * 3
+
+
+def test_it_learns_between_calls_without_gradients() -> None:
+    learns_between_calls_without_gradients(
+        distinct(KINDS["granite"]), lambda model: model(ids_of(), use_cache=False).logits
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["q_proj", "v_proj", "o_proj"])
+def test_whoever_looks_at_a_part_sees_it(part: str, taken: list[str]) -> None:
+    model, seen = distinct(KINDS["granite"]), list[object]()
+    own = decoded(model, ids_of())
+    ch.swap(model)
+    decoded(model, ids_of())
+    taken.clear()
+    attention = model.model.layers[1].self_attn
+    handle = attention.get_submodule(part).register_forward_hook(lambda *given: seen.append(given[2]))
+    torch.testing.assert_close(decoded(model, ids_of()), own, rtol=1e-4, atol=1e-4)
+    assert len(seen) == 1
+    assert taken == ["AttentionStep"] * 2
+    handle.remove()
+    decoded(model, ids_of())
+    assert taken == ["AttentionStep"] * 5
+
+
+def test_parts_that_were_replaced_are_read() -> None:
+    model, ids = distinct(KINDS["granite"]), ids_of()
+    other = copy.deepcopy(model)
+    ch.swap(model)
+    decoded(model, ids)
+    for each in (model, other):
+        torch.manual_seed(5)
+        layer = each.model.layers[1].self_attn
+        layer.k_proj.weight = nn.Parameter(torch.randn(16, 32))
+        layer.scaling = 0.1
+        each.model.layers[2].self_attn.o_proj = nn.Linear(32, 32)
+    torch.testing.assert_close(decoded(model, ids), decoded(other, ids), rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_that_becomes_a_step_is_taken_as_one_in_a_while(
+    taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is no step is not taken apart at every call."""
+    model, ids = distinct(KINDS["arcee"]), ids_of()
+    ch.swap(model)
+    own, looks = transformers_step._taken_apart, list[int]()
+    monkeypatch.setattr(transformers_step, "_taken_apart", lambda *given: [looks.append(1), own(*given)][1])
+    for _ in range(10):
+        decoded(model, ids)
+    assert len(looks) == LAYERS
+    known = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
+    ch.swap(known)
+    for layer, other in zip(model.model.layers, known.model.layers, strict=True):
+        layer.mlp = other.mlp
+    taken.clear()
+    for _ in range(70):
+        decoded(model, ids)
+    assert taken[: 50 * LAYERS] == ["AttentionStep"] * 50 * LAYERS
+    assert taken[-LAYERS:] == ["LayerStep"] * LAYERS
+
+
+# ---- ModernBERT ---------------------------------------------------------------------------------------------
+
+STEPS: Final = ["AttentionStep", "LayerStep", "LayerStep"]
+
+
+def _modernbert(**more: Any) -> Any:
+    config = transformers.ModernBertConfig(
+        **{**SIZES, "eos_token_id": 2}, cls_token_id=1, sep_token_id=2, local_attention=6, global_attn_every_n_layers=2,
+        **more,
+    )  # fmt: skip
+    return transformers.ModernBertModel(config)
+
+
+def _states(model: Any, real: Tensor | None = None) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(ids_of(length=16), attention_mask=real).last_hidden_state
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_modernbert(bias: bool, dtype: torch.dtype, taken: list[str]) -> None:
+    model = distinct(lambda: _modernbert(norm_bias=bias, attention_bias=bias, mlp_bias=bias), dtype)
+    exact, own = _states(copy.deepcopy(model).double()), _states(model)
+    ch.swap(model)
+    for _ in range(3):
+        found = _states(model)
+        within_budget("states", found, own, exact, terms=LAYERS * 72, dtype=dtype)
+    assert taken == STEPS * 3
+    with ch.observe(model, ch.Want(entropy=True)) as watched:
+        assert torch.equal(_states(model), found)
+        assert len(list(watched)) == LAYERS
+    assert len(taken) == 9
+
+
+@pytest.mark.parametrize("left_out", [True, False])
+def test_padding_of_modernbert(left_out: bool, taken: list[str]) -> None:
+    model, real = distinct(_modernbert), torch.ones(2, 16, dtype=torch.long)
+    real[1, 5:] = 0
+    own = _states(model, real)
+    ch.swap(model, leave_padding_out=left_out)
+    for _ in range(2):
+        found = _states(model, real)
+        torch.testing.assert_close(found[real.bool()], own[real.bool()], rtol=1e-4, atol=1e-4)
+    assert taken == STEPS * 2
+
+
+def test_dropouts_of_modernbert(taken: list[str]) -> None:
+    model = distinct(lambda: _modernbert(attention_dropout=0.3, mlp_dropout=0.2))
+    ch.swap(model)
+    plain = _states(model)
+    model.train()
+    torch.manual_seed(5)
+    one, two = _states(model), _states(model)
+    torch.manual_seed(5)
+    assert torch.equal(_states(model), one)
+    assert not torch.allclose(one, two)
+    assert not torch.allclose(one, plain)
+    # Halves of a layer learn apart from it.
+    taken.clear()
+    model(ids_of(length=16)).last_hidden_state.sum().backward()
+    assert taken == ["AttentionStep"] * LAYERS
