@@ -75,6 +75,31 @@ def test_another_of_our_contenders_can_be_meant() -> None:
     assert str(verdict) == "float32 (swapped) against peer: 0.500x (lowest of 1, at a); floor 3x: SHORT"
 
 
+def test_what_falls_short_is_held_against_the_machine_s_product_rate() -> None:
+    """Work at a half and at a quarter of it could be twice and four times as fast; what is met needs no excuse."""
+    half, product = OPERATIONS / 2, {PRODUCT: 0.05}
+    lines = [
+        line("a", {"clearhead": 0.05, "peer": 0.1, **product}, operations=half),
+        line("b", {"clearhead": 0.05, "peer": 0.2, **product}, operations=half / 2),
+    ]
+
+    def said(**wanted: float) -> str:
+        floor = Floor(group=GROUP, against=("peer",), **wanted)
+        (verdict,) = verdicts(Suite(about="", rows=lambda: [], floors=(floor,)), lines)
+        return str(verdict)
+
+    assert said(each=5.0).endswith("2.000x (lowest of 2, at a); floor 5x: SHORT (at the machine's product rate 4.000x)")
+    assert said(mean=9.0).endswith(
+        "2.828x (geometric mean of 2); floor 9x: SHORT (at the machine's product rate 8.000x)"
+    )
+    assert said(each=2.0).endswith("floor 2x: met")
+    # Faster than a yardstick that was disturbed is as fast as it gets.
+    lines = [line("c", {"clearhead": 0.01, "peer": 0.02, **product}, operations=half)]
+    assert said(each=3.0).endswith("SHORT (at the machine's product rate 2.000x)")
+    lines = [line("d", {"clearhead": 0.01, "peer": 0.02})]
+    assert said(each=3.0).endswith("SHORT")
+
+
 def test_a_measured_line_survives_its_file() -> None:
     row = AttentionRow(shape=(2, 4, 1, 8), kv_heads=2, k_len=33, dtype=torch.float32)
     found = measure_row(row, repeats=6, seconds=0.0)

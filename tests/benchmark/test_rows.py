@@ -50,6 +50,9 @@ MODEL_ROWS: dict[str, Row] = {
     "decode": CausalRow(decode=True).small(),
     "decode behind padding": CausalRow(decode=True, model="Qwen2.5 0.5B", batch=2).small(),
     "decode with a memory": CausalRow(decode=True, model="Whisper base").small(),
+    "decode, windows": CausalRow(decode=True, model="Gemma 3 270M").small(),
+    "prefill, windows": CausalRow(decode=False, model="Gemma 3 270M").small(),
+    "decode, layers of other kinds": CausalRow(decode=True, model="Granite").small(),
     "decode, Llama's kind": CausalRow(decode=True, model="Qwen2.5 0.5B", dtype=torch.bfloat16).small(),
 }
 

@@ -274,8 +274,13 @@ class TestFuzz:
         score = torch.linspace(-2, 2, HEADS * T * T, dtype=torch.float64).view(1, HEADS, T, T)
         places = dict(zip(("batch", "head", "q_pos", "k_pos"), (each.double() for each in indices()), strict=True))
         meant = torch.zeros_like(score) + eval(text, {"score": score, **places})
+        # 3 % (3 / 5) is 0 or 0.6 by how 3 / 5 is rounded, which for positions is in float32.
+        narrow = {name: each.float() for name, each in {"score": score, **places}.items()}
+        again = (torch.zeros_like(score).float() + eval(text, narrow)).double()
+        sure = torch.isclose(again, meant, rtol=1e-4, atol=1e-4, equal_nan=True)
         for rule in (expression.rule(), ch.ScoreFunction(written(expression))):
-            torch.testing.assert_close(rule.apply(score, *indices()), meant, rtol=1e-9, atol=1e-9, equal_nan=True)
+            found = rule.apply(score, *indices()).expand(meant.shape)
+            torch.testing.assert_close(found[sure], meant[sure], rtol=1e-9, atol=1e-9, equal_nan=True)
 
     @given(text=CHOICES)
     @settings(max_examples=100, deadline=None, database=None)

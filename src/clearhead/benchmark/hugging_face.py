@@ -206,8 +206,36 @@ def _whisper(layers: int, positions: int) -> Any:
     return WhisperDecoder._from_config(config, attn_implementation="sdpa")
 
 
+def _gemma3(layers: int, positions: int) -> Any:
+    """Of the sizes of Gemma 3 270M, which has 18 layers, all but each sixth with a window; of few words."""
+    from transformers import Gemma3TextConfig, Gemma3TextModel
+
+    config = Gemma3TextConfig(
+        vocab_size=32768, hidden_size=640, intermediate_size=2048, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=256, sliding_window=512, max_position_embeddings=max(positions, 128),
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    return Gemma3TextModel(config)
+
+
+def _granite(layers: int, positions: int) -> Any:
+    """As wide as Qwen2.5 0.5B, of layers that no table of ours knows: what a sublayer gives is multiplied."""
+    from transformers import GraniteConfig, GraniteModel
+
+    config = GraniteConfig(
+        vocab_size=32768, hidden_size=896, intermediate_size=4864, num_hidden_layers=layers, num_attention_heads=14,
+        num_key_value_heads=2, max_position_embeddings=max(positions, 128), residual_multiplier=0.22,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    return GraniteModel(config)
+
+
 _CAUSAL: Final[dict[str, Callable[[int, int], Any]]] = {
-    "GPT-2": _gpt2, "Qwen2.5 0.5B": _qwen2, "Whisper base": _whisper,
+    "GPT-2": _gpt2, "Qwen2.5 0.5B": _qwen2, "Whisper base": _whisper, "Gemma 3 270M": _gemma3, "Granite": _granite,
+}  # fmt: skip
+#: What floors call models of a kind; of others it is Llama's.
+_KINDS: Final = {
+    "GPT-2": "", "Whisper base": ", with a memory", "Gemma 3 270M": ", windows", "Granite": ", layers of other kinds",
 }  # fmt: skip
 #: What a model writes about, where it does: half a minute of speech.
 _HEARD: Final = {"Whisper base": 1500}
@@ -219,7 +247,8 @@ class CausalRow:
 
     Args:
         decode: time the tokens that follow the prompt, one by one with a cache, in place of the prompt.
-        model: ``"GPT-2"``, ``"Qwen2.5 0.5B"`` or ``"Whisper base"``, of which this is the decoder.
+        model: ``"GPT-2"``, ``"Qwen2.5 0.5B"``, ``"Gemma 3 270M"``, ``"Granite"``, or ``"Whisper base"``, of which this
+            is the decoder.
         length: tokens of the prompt.
         layers: layers.
         batch: sequences; of several the prompts are of half the length to the whole of it, padded to the left.
@@ -245,7 +274,7 @@ class CausalRow:
     def group(self) -> str:
         """Prefill or decode, of which model, in which dtype where it is not float32."""
         what = "decode" if self.decode else "prefill"
-        named = what + {"GPT-2": "", "Whisper base": ", with a memory"}.get(self.model, ", Llama's kind")
+        named = what + _KINDS.get(self.model, ", Llama's kind")
         named += ", padded" * (self.batch > 1)
         return named if self.dtype is torch.float32 else f"{named}, {str(self.dtype).split('.')[1]}"
 
@@ -285,10 +314,11 @@ def _prefill(model: nn.Module, *, ids: Tensor, real: Tensor, heard: int | None) 
 
 
 def _decoding(model: Any, *, ids: Tensor, real: Tensor, heard: int | None) -> Call:
-    """Each call decodes the same tokens behind the same cache, which is cut back to the prompt afterwards."""
+    """Each call decodes the same tokens behind the same cache, which then holds what it held behind the prompt."""
     from transformers import DynamicCache, EncoderDecoderCache
 
-    cache: Any = DynamicCache()
+    own = DynamicCache(config=model.config) if hasattr(model.config, "layer_types") else DynamicCache()
+    cache: Any = own
     given: dict[str, Any] = {}
     if heard is not None:
         cache = EncoderDecoderCache(cache, DynamicCache())
@@ -305,11 +335,14 @@ def _decoding(model: Any, *, ids: Tensor, real: Tensor, heard: int | None) -> Ca
     prompt = ids.shape[1] - _DECODED
     with torch.no_grad():
         states(0, prompt)
+    # One that slides is not cut short.
+    before = [dict(vars(layer)) for layer in own.layers]
 
     def call() -> Groups:
         with torch.no_grad():
             found = [states(place, place + 1) for place in range(prompt, ids.shape[1])]
-        cache.crop(-_DECODED)
+        for layer, state in zip(own.layers, before, strict=True):
+            vars(layer).update(state)
         return ((torch.cat(found, dim=1),),)
 
     return call

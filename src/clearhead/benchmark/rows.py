@@ -186,12 +186,14 @@ class ModuleRow:
         dtype: of weights and inputs.
         training: whether backward is part of it.
         dropout: probability of dropping a weight, while training.
+        yardstick: as in ``AttentionRow``.
     """
 
     size: tuple[int, int, int, int]
     dtype: torch.dtype
     training: bool = False
     dropout: float = 0.0
+    yardstick: bool = False
     memory: bool = False
 
     @property
@@ -223,12 +225,14 @@ class ModuleRow:
         work = ModuleWork((batch, heads, length, width // heads), self.dtype, causal=False, training=self.training)
         shape = (batch, heads, length, width // heads)
         probe = TensorWork(shape, self.dtype, causal=False, training=self.training)
+        measure, left_out = yardsticks(self.dtype) if self.yardstick else ({}, {})
         return Case(
             title=self.title,
             calls={OURS: work.our_call(dropout=self.dropout), MODULE: work.their_call(dropout=self.dropout)},
-            exact=work.exact, plain=work.textbook_call(),
+            exact=work.exact, plain=work.textbook_call(), left_out=left_out,
             checked={OURS: work.our_call(), MODULE: work.their_call()},
-            noisy=(OURS, MODULE) if self.dropout else (), backend=lambda: probe.backend,
+            noisy=(OURS, MODULE) if self.dropout else (), yardsticks=measure, apart=(PRODUCT,),
+            backend=lambda: probe.backend,
         )  # fmt: skip
 
     def small(self) -> Self:
@@ -251,6 +255,7 @@ class EncoderRow:
         dtype: of weights and inputs.
         dropout: probability of dropping a weight or a channel.
         activation: within the feedforwards, ``"relu"`` or ``"gelu"``.
+        yardstick: as in ``AttentionRow``.
     """
 
     batch: int
@@ -262,6 +267,7 @@ class EncoderRow:
     dtype: torch.dtype
     dropout: float = 0.0
     activation: str = "relu"
+    yardstick: bool = False
     memory: bool = False
 
     @property
@@ -299,11 +305,13 @@ class EncoderRow:
             activation=self.activation,
         )  # fmt: skip
         builders = work.contenders
+        measure, left_out = yardsticks(self.dtype) if self.yardstick else ({}, {})
         return Case(
             title=self.title, calls={name: build(self.dropout) for name, build in builders.items()},
-            exact=work.exact, plain=work.their_call(),
+            exact=work.exact, plain=work.their_call(), left_out=left_out,
             checked={name: partial(_once, build) for name, build in builders.items()},
-            noisy=tuple(builders) if self.dropout else (), backend=lambda: work.backend,
+            noisy=tuple(builders) if self.dropout else (), yardsticks=measure, apart=(PRODUCT,),
+            backend=lambda: work.backend,
         )  # fmt: skip
 
     def small(self) -> Self:

@@ -90,7 +90,7 @@ def _training() -> list[Row]:
 
 def _dropout() -> list[Row]:
     return [
-        AttentionRow(shape=shape, dtype=dtype, training=True, dropout=0.1)
+        AttentionRow(shape=shape, dtype=dtype, training=True, dropout=0.1, yardstick=True)
         for dtype, shape in product(_DTYPES, _DROPPED)
     ]
 
@@ -110,12 +110,12 @@ def _window() -> list[Row]:
 
 
 def _module() -> list[Row]:
-    return [ModuleRow(size=size, dtype=dtype) for dtype, size in product(_DTYPES, _MODULES)]
+    return [ModuleRow(size=size, dtype=dtype, yardstick=True) for dtype, size in product(_DTYPES, _MODULES)]
 
 
 def _module_training() -> list[Row]:
     return [
-        ModuleRow(size=size, dtype=dtype, training=True, dropout=dropout)
+        ModuleRow(size=size, dtype=dtype, training=True, dropout=dropout, yardstick=True)
         for dtype, dropout, size in product(_DTYPES, (0.0, 0.1), _MODULES)
     ]
 
@@ -131,7 +131,7 @@ def _encoder() -> list[Row]:
     return [
         EncoderRow(
             batch=16, longest=256, embed_dim=512, num_heads=8, num_layers=4, feedforward_dim=2048, dtype=dtype,
-            dropout=dropout,
+            dropout=dropout, yardstick=True,
         )
         for dtype, dropout in product(_DTYPES, (0.0, 0.1))
     ]  # fmt: skip
@@ -171,6 +171,8 @@ def _models() -> list[Row]:
     others = (
         CausalRow(decode=True, model="Qwen2.5 0.5B", layers=8, batch=4, length=256),
         CausalRow(decode=True, model="Whisper base", layers=6, length=64),
+        *(CausalRow(decode=one, model="Gemma 3 270M", layers=18) for one in (False, True)),
+        CausalRow(decode=True, model="Granite", layers=8),
     )
     return [*encoders, CausalRow(decode=False), CausalRow(decode=True), *qwen2, *others]
 
@@ -251,7 +253,15 @@ _RATIOS: dict[str, tuple[tuple[str, str, tuple[str, ...], float | None, float | 
             for dtype in ("", ", bfloat16")
         ),
         ("decode, Llama's kind, padded", OURS, (SDPA_MODEL,), 1.0, None),
-        ("decode, with a memory", OURS, (SDPA_MODEL,), 1.0, None),
+        *(
+            (group, OURS, (SDPA_MODEL,), 1.0, None)
+            for group in (
+                "decode, with a memory",
+                "prefill, windows",
+                "decode, windows",
+                "decode, layers of other kinds",
+            )
+        ),
     ),
     "linear": (("linear, training, from 1024 tokens", OURS, (FULL,), 1.0, None),),
     "function": ((ALIBI, OURS, (DENSE,), round(1 / 3, 3), None), (LEARNED, OURS, (MADE,), round(1 / 3, 3), None)),
