@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import pytest
@@ -175,6 +178,26 @@ def test_a_layer_that_becomes_a_step_is_taken_as_one_in_a_while(
         decoded(model, ids)
     assert taken[: 50 * LAYERS] == ["AttentionStep"] * 50 * LAYERS
     assert taken[-LAYERS:] == ["LayerStep"] * LAYERS
+
+
+@pytest.mark.parametrize("name", ["granite", "qwen3 moe"])
+def test_threads_share_a_model(name: str) -> None:
+    model, ids = distinct(KINDS[name]), ids_of()
+    ch.swap(model)
+    right = decoded(model, ids)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: decoded(model, ids), range(200)))
+    assert all(torch.equal(own, right) for own in found)
+
+
+def test_a_model_that_is_gone_leaves_nothing() -> None:
+    model = distinct(KINDS["granite"])
+    ch.swap(model)
+    decoded(model, ids_of())
+    held = [weakref.ref(part) for part in (*model.model.layers, *model.parameters())]
+    del model
+    gc.collect()
+    assert not any(part() is not None for part in held)
 
 
 # ---- ModernBERT ---------------------------------------------------------------------------------------------

@@ -262,7 +262,8 @@ def _is_known_to_be_none(layer: nn.Module, marks: tuple[object, ...]) -> bool:
     known.left -= 1
     if known.left >= 0 and known.marks == marks:
         return True
-    del _NONE[layer]
+    # Another thread may have done so.
+    _NONE.pop(layer, None)
     return False
 
 
