@@ -11,8 +11,15 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import clearhead as ch
+from tests.budget import within_budget
 
-__all__ = ["decoded", "distinct", "ids_of", "learns_between_calls_without_gradients"]
+__all__ = [
+    "decoded",
+    "distinct",
+    "ids_of",
+    "learns_between_calls_without_gradients",
+    "trains_with_the_gradients_of_eager",
+]
 
 
 def distinct(make: Callable[[], Any], dtype: torch.dtype = torch.float32) -> Any:
@@ -61,3 +68,20 @@ def learns_between_calls_without_gradients(model: Any, call: Callable[[Any], Ten
                 torch.testing.assert_close(found[key], own, rtol=1e-4, atol=1e-4)
             for step in steps:
                 step.step()
+
+
+def trains_with_the_gradients_of_eager(model: Any, times: int) -> None:
+    """So many steps of training of a model, which is swapped for that, have its own gradients."""
+    ids, upstream = ids_of(), torch.randn(2, 9, 50, generator=torch.Generator().manual_seed(3))
+
+    def gradients(of: Any) -> dict[str, Tensor]:
+        output = of(ids, use_cache=False).logits
+        found = torch.autograd.grad(output, list(of.parameters()), upstream.to(output.dtype))
+        return dict(zip(dict(of.named_parameters()), found, strict=True))
+
+    exact, textbook = gradients(copy.deepcopy(model).double()), gradients(model)
+    ch.swap(model)
+    for _ in range(times):
+        found = gradients(model)
+        for key, truth in exact.items():
+            within_budget(key, found[key], textbook[key], truth, terms=18 * 72)

@@ -23,7 +23,13 @@ from clearhead.bridges import transformers_rotary as room
 from clearhead.bridges import transformers_step
 from clearhead.bridges.transformers_source import digest_of
 from clearhead.nn.layer_step import LayerStep
-from tests.bridges.hf_checks import decoded, distinct, ids_of, learns_between_calls_without_gradients
+from tests.bridges.hf_checks import (
+    decoded,
+    distinct,
+    ids_of,
+    learns_between_calls_without_gradients,
+    trains_with_the_gradients_of_eager,
+)
 from tests.bridges.hf_models import in_float64
 from tests.budget import within_budget
 
@@ -120,19 +126,7 @@ def test_the_same_bits_whoever_watches(name: str, dtype: torch.dtype, taken: lis
 @pytest.mark.parametrize("name", KINDS)
 def test_it_trains_in_one_step(name: str, taken: list[str]) -> None:
     model, ids = _model(name), ids_of()
-    upstream = torch.randn(2, 9, 50, generator=torch.Generator().manual_seed(3))
-
-    def gradients(of: Any) -> dict[str, Tensor]:
-        output = of(ids, use_cache=False).logits
-        found = torch.autograd.grad(output, list(of.parameters()), upstream.to(output.dtype))
-        return dict(zip(dict(of.named_parameters()), found, strict=True))
-
-    exact, textbook = gradients(copy.deepcopy(model).double()), gradients(model)
-    ch.swap(model)
-    for _ in range(4):
-        found = gradients(model)
-        for key, truth in exact.items():
-            within_budget(key, found[key], textbook[key], truth, terms=18 * 72)
+    trains_with_the_gradients_of_eager(model, 4)
     # So do norms of heads and of what a sublayer gives, and layers that are halves of one.
     assert taken == BY_PARTS.get(name, ["LayerStep"]) * 12
     taken.clear()
@@ -408,7 +402,7 @@ def test_a_cache_that_slides_is_written_down_once_a_length(monkeypatch: pytest.M
     monkeypatch.setattr(LayerStep, "write_forward", lambda *given: [written.append(1), own(*given)][1])
     cache = DynamicCache(config=model.config)
     decoded(model, ids_of(length=90), (30, *[1] * 60), cache)
-    # What is kept of a call is known from the second one on, and memory is asked for anew twelve times.
+    # A prompt, a few tokens until the window is full, and memory that is asked for anew.
     assert len(written) <= 6
     assert cache.get_seq_length() == 90
 

@@ -206,10 +206,11 @@ def product(
 def layer_product(
     x: Float[Tensor, "rows in"], weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None
 ) -> Float[Tensor, "rows out"]:
-    """``product([(x, weight)], right_turned=True, bias=bias)``, written down in a third of the time: of a few rows the
-    product itself takes no longer."""
-    if not _is_read(x) or not _is_read(weight) or (bias is not None and (bias.stride(0) != 1 or bias.is_neg())):
+    """``product([(x, weight)], right_turned=True, bias=bias)``, written down in two thirds of the time: of a few rows
+    the product itself takes no longer."""
+    if _lies_turned(weight) or not (bias is None or lies_plainly(bias)):
         return product([(x, weight)], right_turned=True, bias=bias)
+    x, weight = rows_of(x), rows_of(weight)
     own = ProjectionDescription.from_buffer_copy(_one_layer(x.dtype, torch.get_num_threads(), isa_index()))
     (own.rows, steps), (own.columns, width) = x.shape, weight.shape
     assert steps == width
@@ -234,10 +235,6 @@ def _one_layer(dtype: torch.dtype, threads: int, isa: int) -> bytes:
     assert own.isa == isa
     own.threads, own.dtype, own.num_terms, own.right_turned = min(threads, MAX_THREADS), DTYPES[dtype], 1, 1
     return bytes(own)
-
-
-def _is_read(matrix: Float[Tensor, "rows columns"]) -> bool:
-    return matrix.stride(1) == 1 and not matrix.is_neg()
 
 
 class _Called(Protocol):

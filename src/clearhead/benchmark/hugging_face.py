@@ -187,11 +187,15 @@ def _qwen2(layers: int, positions: int) -> Any:
     """Of the sizes of Qwen2.5 0.5B (Qwen team 2024, table 1), which has 24 layers; of few words, as none is written."""
     from transformers import Qwen2Config, Qwen2Model
 
-    config = Qwen2Config(
-        vocab_size=32768, hidden_size=896, intermediate_size=4864, num_hidden_layers=layers, num_attention_heads=14,
-        num_key_value_heads=2, max_position_embeddings=max(positions, 128), attn_implementation="sdpa",
-    )  # fmt: skip
-    return Qwen2Model(config)
+    return Qwen2Model(Qwen2Config(**_qwen2_size(layers, positions)))
+
+
+def _qwen2_size(layers: int, positions: int) -> dict[str, Any]:
+    return {
+        "vocab_size": 32768, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": layers,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": max(positions, 128),
+        "attn_implementation": "sdpa",
+    }  # fmt: skip
 
 
 def _whisper(layers: int, positions: int) -> Any:
@@ -222,12 +226,7 @@ def _granite(layers: int, positions: int) -> Any:
     """As wide as Qwen2.5 0.5B, of layers that no table of ours knows: what a sublayer gives is multiplied."""
     from transformers import GraniteConfig, GraniteModel
 
-    config = GraniteConfig(
-        vocab_size=32768, hidden_size=896, intermediate_size=4864, num_hidden_layers=layers, num_attention_heads=14,
-        num_key_value_heads=2, max_position_embeddings=max(positions, 128), residual_multiplier=0.22,
-        attn_implementation="sdpa",
-    )  # fmt: skip
-    return GraniteModel(config)
+    return GraniteModel(GraniteConfig(**_qwen2_size(layers, positions), residual_multiplier=0.22))
 
 
 _CAUSAL: Final[dict[str, Callable[[int, int], Any]]] = {

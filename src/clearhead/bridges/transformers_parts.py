@@ -22,7 +22,7 @@ from clearhead.nn.linear import looked_at
 from clearhead.nn.norm import NormLike, normed, takes_norm
 from clearhead.projection import Layer, project, project_activate, project_activate_project
 
-__all__ = ["Fed", "activation_of", "faster", "feedforward_of", "norm_of", "original", "plain_layer"]
+__all__ = ["Fed", "activation_of", "drop_in", "faster", "feedforward_of", "norm_of", "original", "plain_layer"]
 
 
 class SwappedConv1D(Conv1D):  # type: ignore[misc]
@@ -173,6 +173,11 @@ class Fed(NamedTuple):
     halved: bool = False
 
 
+def drop_in(module: nn.Module, name: str | None) -> float | None:
+    """The probability with which a part of a module drops now, 0 where there is none; None where it is not known."""
+    return 0.0 if name is None else drop_of(getattr(module, name))
+
+
 def feedforward_of(module: nn.Module) -> Fed | None:
     """What one of ours by source is, where it is nothing else."""
     parts = _FED.get(way_of(type(module)))
@@ -183,7 +188,7 @@ def feedforward_of(module: nn.Module) -> Fed | None:
     names = [name for name in (parts.gate, parts.expand, parts.contract) if name is not None]
     layers = [layer for name in names if (layer := plain_layer(getattr(module, name))) is not None]
     activation = activation_of(getattr(module, parts.activation))
-    after, hidden = (0.0 if name is None else drop_of(getattr(module, name)) for name in (parts.last, parts.hidden))
+    after, hidden = drop_in(module, parts.last), drop_in(module, parts.hidden)
     if activation is None or after is None or hidden is None or len(layers) < len(names):
         return None
     return Fed(layers, activation, after, hidden)
@@ -198,7 +203,7 @@ def _halved(module: nn.Module, parts: _Parts) -> Fed | None:
         plain_layer(getattr(module, parts.contract)),
         activation_of(getattr(module, parts.activation)),
     )
-    hidden = 0.0 if parts.hidden is None else drop_of(getattr(module, parts.hidden))
+    hidden = drop_in(module, parts.hidden)
     if halves is None or contract is None or activation is None or hidden is None:
         return None
     return Fed([*halves, contract], activation, 0.0, hidden, halved=True)

@@ -12,8 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +20,14 @@ from torch import Tensor, nn
 from clearhead.bridges.torch_parts import is_plain
 from clearhead.bridges.transformers_angles import angles_of, fits
 from clearhead.bridges.transformers_attention import NAME, attend_for, scale_of
-from clearhead.bridges.transformers_parts import feedforward_of, norm_of, plain_layer
+from clearhead.bridges.transformers_parts import drop_in, feedforward_of, norm_of, plain_layer
 from clearhead.bridges.transformers_self_attention import attended_in_one_step
 from clearhead.bridges.transformers_source import Way, digest_of, known_by_source, made_of, way_of
 from clearhead.bridges.transformers_step import Kind, hooked_now, layer_in_one_step
 from clearhead.nn.feedforward import drop_of
 from clearhead.nn.fused_attention import Projections
 from clearhead.nn.fused_layer import LayerParts
-from clearhead.nn.unchanged import Unchanged
+from clearhead.nn.unchanged import TakenApart
 from clearhead.positions import turned_by_token
 from clearhead.projection import are_plain
 from clearhead.scores import SoftCap
@@ -154,7 +153,11 @@ TURNING: Final = {
 }
 
 
-# ---- attention, by the kernels part by part -----------------------------------------------------------------
+# ---- attention by itself: one step, or by the kernels part by part ------------------------------------------
+
+_APART: Final = TakenApart[tuple[Projections, float]]()
+#: Of what an attention or a layer is called with, that which says nothing of what is computed.
+_UNREAD: Final = ("position_ids", "use_cache")
 
 
 def _attended(
@@ -188,30 +191,11 @@ def _in_one_step(
 ) -> Tensor | None:  # fmt: skip
     """All of it but what is dropped of it, where its parts are what they were."""
     like, parts = (x.shape[-1], x.dtype, *_marks_of(attention)), [*attention._modules.values()]
-    known = _APART.get(attention)
-    if known is None or known.like != like or known.parts != parts or not known.unchanged.holds():
-        unchanged = Unchanged(*(part for part in parts if part is not None))
-        if not unchanged.holds():
-            return None
-        known = _APART[attention] = _Apart(parts, unchanged, like, _projections_of(attention, x))
-    if known.found is None:
+    found = _APART.of(attention, like, parts, lambda: _projections_of(attention, x))
+    if found is None:
         return None
     options = {name: option for name, option in options.items() if name not in _UNREAD}
-    return attended_in_one_step(attention, known.found[0], x, mask, past, options, positions)
-
-
-class _Apart(NamedTuple):
-    """An attention taken apart, for tokens of one width and dtype: its parts, and what they make, if it is a step."""
-
-    parts: list[nn.Module | None]
-    unchanged: Unchanged
-    like: tuple[object, ...]
-    found: tuple[Projections, float] | None
-
-
-_APART: Final[WeakKeyDictionary[nn.Module, _Apart]] = WeakKeyDictionary()
-#: Of what an attention or a layer is called with, that which says nothing of what is computed.
-_UNREAD: Final = ("position_ids", "use_cache")
+    return attended_in_one_step(attention, found[0], x, mask, past, options, positions)
 
 
 def _form_of(attention: Any) -> AttentionForm | None:
@@ -307,7 +291,7 @@ def _projections_of(attention: Any, x: Tensor) -> tuple[Projections, float] | No
     layers = [layer for name in paths if (layer := plain_layer(getattr(attention, name))) is not None]
     head = x[..., : attention.head_dim]
     norms = [norm for name in form.head_norms if (norm := norm_of(getattr(attention, name), head)) is not None]
-    drop = 0.0 if form.drop is None else drop_of(getattr(attention, form.drop))
+    drop = drop_in(attention, form.drop)
     if len(layers) < len(paths) or len(norms) < len(form.head_norms) or drop is None:
         return None
     *sources, last = layers

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, Self
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +15,14 @@ from clearhead.bridges.torch_parts import is_plain
 from clearhead.bridges.transformers_attention import attend_for, is_causal_alone
 from clearhead.bridges.transformers_cache import CacheLayer, of_memory, of_own_tokens
 from clearhead.bridges.transformers_masks import MaskTensor
-from clearhead.bridges.transformers_self_attention import OwnTokens, attended, may_be_read, own_tokens
+from clearhead.bridges.transformers_self_attention import attended, may_be_read, own_tokens
 from clearhead.masks import Mask
 from clearhead.masks.base import conjuncts
 from clearhead.masks.parts import is_padding
 from clearhead.nn.fused_attention import Projections
 from clearhead.nn.fused_layer import LayerParts, Layers, fused_layers, of_parts
 from clearhead.nn.held import Held
-from clearhead.nn.unchanged import Unchanged
+from clearhead.nn.unchanged import TakenApart
 from clearhead.projection import NATIVE, Layer, project, project_activate_project
 from clearhead.shapes import Float
 from clearhead.watch import watched
@@ -91,39 +90,7 @@ class Memory:
         return _Reading(mask, held) if known else None
 
 
-@dataclass(frozen=True)
-class _Apart:
-    """A layer taken apart, for tokens of one width and dtype.
-
-    Attributes:
-        attentions: those of the layer.
-        parts: of the layer and of these.
-        unchanged: whether the parts are what they were, all but the attentions.
-        like: width and dtype of the tokens, and what the attentions are besides their parts.
-        layers: as a step takes it; None of one that is no step.
-    """
-
-    attentions: list[Any]
-    parts: list[nn.Module | None]
-    unchanged: Unchanged
-    like: tuple[object, ...]
-    layers: Layers | None
-
-
-_APART: Final[WeakKeyDictionary[nn.Module, _Apart]] = WeakKeyDictionary()
-
-
-@dataclass
-class _None:
-    """A layer that is no step: gradients, dtype and mode with which that was found, and for how many more calls like
-    that nobody looks again. Somebody may have put a part there since then that makes it one."""
-
-    marks: tuple[object, ...]
-    left: int
-
-
-_NONE: Final[WeakKeyDictionary[nn.Module, _None]] = WeakKeyDictionary()
-_SKIPPED: Final = 63
+_APART: Final = TakenApart[Layers]()
 
 
 def layer_in_one_step(
@@ -143,30 +110,29 @@ def layer_in_one_step(
         positions: as in ``angles_of``, of an attention that turns queries and keys.
         memory: of a layer that has one.
     """
-    marks = (torch.is_grad_enabled(), getattr(x, "dtype", None), layer.training)
-    if _is_known_to_be_none(layer, marks) or not may_be_read(x, past, options):
+    if not may_be_read(x, past, options):
         return None
     try:
         apart = _taken_apart(kind, layer, x)
     except AttributeError:
         # Something stands there that is not what the kind says.
         return None
-    if apart is None or apart.layers is None:
-        # Whoever looks at an attention may stop at any time.
-        if apart is not None and not any(map(hooked_now, apart.attentions)):
-            _NONE[layer] = _None(marks, _SKIPPED)
+    if apart is None:
         return None
-    own = apart.layers.parts[0].attentions[0]
-    read = own_tokens(apart.attentions[0], own, x, mask, past, options.get("is_causal"), positions)
-    call = _call_of(apart, apart.layers, x, read)
-    if call is not None and memory is not None:
-        call = call.with_memory(memory, past)
-    elif call is not None and past is None:
+    attentions, layers = apart
+    own = layers.parts[0].attentions[0]
+    read = own_tokens(attentions[0], own, x, mask, past, options.get("is_causal"), positions)
+    if read is None:
+        return None
+    call = _Call(
+        attentions, layers, (x,), (read.mask,), read.causal, (read.held,), read.cached, read.angles,
         # A cache keeps its places.
-        call = replace(call, packed=_packed(layer, x, mask))
-    if call is None:
+        packed=_packed(layer, x, mask) if memory is None and past is None else None,
+    )  # fmt: skip
+    whole = call if memory is None else call.with_memory(memory, past)
+    if whole is None:
         return None
-    return call.for_watchers(mask, past, memory) if watched() else call.at_once()
+    return whole.for_watchers(mask, past, memory) if watched() else whole.at_once()
 
 
 @dataclass(frozen=True)
@@ -174,8 +140,8 @@ class _Call:
     """A call of a layer that a step may take.
 
     Attributes:
-        apart: the layer.
-        layers: as a step takes it.
+        attentions: those of the layer.
+        layers: it as a step takes it.
         tokens: its own, and those of a memory whose keys and values are not there yet.
         masks: of each attention.
         causal: whether the first is causal where it was given no mask.
@@ -185,7 +151,7 @@ class _Call:
         packed: how they are laid end to end, and their mask then, where they are.
     """
 
-    apart: _Apart
+    attentions: list[Any]
     layers: Layers
     tokens: tuple[Tensor, ...]
     masks: tuple[Mask | None, ...]
@@ -197,7 +163,7 @@ class _Call:
 
     def with_memory(self, memory: Memory, past: Any) -> Self | None:
         """The same with a memory; None where it is for others to read it."""
-        read = memory.read_by(self.apart.attentions[1], past, len(self.tokens[0]))
+        read = memory.read_by(self.attentions[1], past, len(self.tokens[0]))
         if read is None:
             return None
         tokens = self.tokens if read.held is not None else (*self.tokens, memory.states)
@@ -220,7 +186,7 @@ class _Call:
 
     def for_watchers(self, mask: Any, past: Any, memory: Memory | None) -> Tensor | None:
         """The output part by part, or None; of what the layer was called with."""
-        (attention, *others), parts = self.apart.attentions, self.layers.parts[0]
+        (attention, *others), parts = self.attentions, self.layers.parts[0]
         own, *to_memory = parts.attentions
         sublayers: list[Callable[[Tensor], Tensor]] = [
             partial(
@@ -236,13 +202,6 @@ class _Call:
         return laid.leave(laid.enter(output))
 
 
-def _call_of(apart: _Apart, layers: Layers, x: Tensor, own: OwnTokens | None) -> _Call | None:
-    """A call as far as a layer's own tokens go."""
-    if own is None:
-        return None
-    return _Call(apart, layers, (x,), (own.mask,), own.causal, (own.held,), own.cached, own.angles)
-
-
 def _packed(layer: Any, x: Tensor, given: Any) -> tuple[Packed, Mask] | None:
     """How a layer's tokens are laid end to end, and what they attend to then, where that is asked for and pays."""
     if type(given) is not MaskTensor or not layer.leaves_padding_out:
@@ -254,39 +213,21 @@ def _packed(layer: Any, x: Tensor, given: Any) -> tuple[Packed, Mask] | None:
     return found if rows * x.shape[2] ** 2 >= _LEAST_LEFT_OUT else None
 
 
-def _is_known_to_be_none(layer: nn.Module, marks: tuple[object, ...]) -> bool:
-    """Whether a layer that was no step shortly before is not looked at again."""
-    known = _NONE.get(layer)
-    if known is None:
-        return False
-    known.left -= 1
-    if known.left >= 0 and known.marks == marks:
-        return True
-    # Another thread may have done so.
-    _NONE.pop(layer, None)
-    return False
-
-
-def _taken_apart(kind: Kind, layer: Any, x: Float[Tensor, "batch len width"]) -> _Apart | None:
-    """What a layer is as a step, where all there is to it is that."""
+def _taken_apart(kind: Kind, layer: Any, x: Float[Tensor, "batch len width"]) -> tuple[list[Any], Layers] | None:
+    """A layer's attentions, and what it is as a step, where all there is to it is that."""
     attentions = kind.attentions(layer)
     own = [part for each in attentions for part in (type(each), each.config._attn_implementation, hooked_now(each))]
     # What is a view of a weight, as GPT-2's are of theirs, learns only where it was made with gradients.
     like = x.shape[-1], x.dtype, torch.is_grad_enabled(), *own, *kind.marks(layer)
-    known = _APART.get(layer)
     parts = [*layer._modules.values(), *[part for each in attentions for part in each._modules.values()]]
-    if known is not None and known.like == like and known.parts == parts and known.unchanged.holds():
-        return known
-    found = kind.parts(layer, x)
+
+    def layers() -> Layers | None:
+        found = kind.parts(layer, x)
+        return None if found is None else Layers([found])
+
     # Attentions are asked each time, for they may have hooks that do nothing now.
-    others = [part for part in parts if part is not None and part not in attentions]
-    unchanged = Unchanged(*others, apart_from=attentions)
-    apart = _Apart(attentions, parts, unchanged, like, None if found is None else Layers([found]))
-    if not unchanged.holds():
-        return None
-    # One that is none would be taken apart at every call.
-    _APART[layer] = apart
-    return apart
+    found = _APART.of(layer, like, parts, layers, apart_from=attentions)
+    return None if found is None else (attentions, found)
 
 
 def hooked_now(module: nn.Module) -> bool:

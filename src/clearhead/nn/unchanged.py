@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Final
+from typing import Final, Generic, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from clearhead.backends.guards import versions
 
-__all__ = ["Unchanged"]
+__all__ = ["TakenApart", "Unchanged"]
 
 #: Of what is called around ``forward``. Whoever registers something there changes no attribute.
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -60,3 +61,42 @@ class Unchanged:
 
     def _values_now(self) -> list[object]:
         return [value for own in self._state for value in own.values()]
+
+
+Found = TypeVar("Found")
+
+
+class _Known(NamedTuple):
+    like: tuple[object, ...]
+    parts: list[nn.Module | None]
+    unchanged: Unchanged
+    found: object
+
+
+class TakenApart(Generic[Found]):
+    """What modules were found to be, if anything, for as long as their parts are what they were."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
+
+    def of(
+        self, module: nn.Module, like: tuple[object, ...], parts: list[nn.Module | None],
+        find: Callable[[], Found | None], *, apart_from: Sequence[nn.Module] = (),
+    ) -> Found | None:  # fmt: skip
+        """What ``find`` makes of a module, or made of it before; None where that is nothing, or a part is hooked.
+
+        Args:
+            module: it.
+            like: what else decides.
+            parts: those that are asked whether they are what they were.
+            find: what it is.
+            apart_from: as in ``Unchanged``; these may be hooked.
+        """
+        known = self._known.get(module)
+        if known is None or known.like != like or known.parts != parts or not known.unchanged.holds():
+            others = [part for part in parts if part is not None and part not in apart_from]
+            unchanged = Unchanged(*others, apart_from=apart_from)
+            if not unchanged.holds():
+                return None
+            known = self._known[module] = _Known(like, parts, unchanged, find())
+        return known.found  # type: ignore[return-value]
