@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +94,19 @@ class Memory:
 _APART: Final = TakenApart[Layers]()
 
 
+@dataclass
+class _None:
+    """A layer that is no step: gradients, dtype and mode with which that was found, and for how many more calls like
+    that nobody looks whether it still is none, which takes as long as a tenth of one token through a narrow layer."""
+
+    marks: tuple[object, ...]
+    left: int
+
+
+_NONE: Final[WeakKeyDictionary[nn.Module, _None]] = WeakKeyDictionary()
+_SKIPPED: Final = 63
+
+
 def layer_in_one_step(
     kind: Kind, layer: Any, x: Float[Tensor, "batch len width"], mask: Any, past: Any, options: Mapping[str, Any],
     positions: Any = None, memory: Memory | None = None,
@@ -110,7 +124,8 @@ def layer_in_one_step(
         positions: as in ``angles_of``, of an attention that turns queries and keys.
         memory: of a layer that has one.
     """
-    if not may_be_read(x, past, options):
+    marks = (torch.is_grad_enabled(), getattr(x, "dtype", None), layer.training)
+    if _is_known_to_be_none(layer, marks) or not may_be_read(x, past, options):
         return None
     try:
         apart = _taken_apart(kind, layer, x)
@@ -118,6 +133,9 @@ def layer_in_one_step(
         # Something stands there that is not what the kind says.
         return None
     if apart is None:
+        # Whoever looks at an attention may stop at any time.
+        if _APART.is_nothing(layer) and not any(map(hooked_now, kind.attentions(layer))):
+            _NONE[layer] = _None(marks, _SKIPPED)
         return None
     attentions, layers = apart
     own = layers.parts[0].attentions[0]
@@ -211,6 +229,19 @@ def _packed(layer: Any, x: Tensor, given: Any) -> tuple[Packed, Mask] | None:
         return None
     rows = x.shape[0] * x.shape[1] - len(found[0].places)
     return found if rows * x.shape[2] ** 2 >= _LEAST_LEFT_OUT else None
+
+
+def _is_known_to_be_none(layer: nn.Module, marks: tuple[object, ...]) -> bool:
+    """Whether a layer that was no step shortly before is not looked at again."""
+    known = _NONE.get(layer)
+    if known is None:
+        return False
+    known.left -= 1
+    if known.left >= 0 and known.marks == marks:
+        return True
+    # Another thread may have done so.
+    _NONE.pop(layer, None)
+    return False
 
 
 def _taken_apart(kind: Kind, layer: Any, x: Float[Tensor, "batch len width"]) -> tuple[list[Any], Layers] | None:

@@ -100,3 +100,8 @@ class TakenApart(Generic[Found]):
                 return None
             known = self._known[module] = _Known(like, parts, unchanged, find())
         return known.found  # type: ignore[return-value]
+
+    def is_nothing(self, module: nn.Module) -> bool:
+        """Whether it was found to be nothing when it was looked at last."""
+        known = self._known.get(module)
+        return known is not None and known.found is None
