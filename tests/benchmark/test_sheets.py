@@ -10,7 +10,7 @@ from clearhead.benchmark import Journal, Point
 from clearhead.benchmark.block import block, write_block
 from clearhead.benchmark.peers import SDPA
 from clearhead.benchmark.product import PRODUCT
-from clearhead.benchmark.sheets import grid_sheet, suite_sheet
+from clearhead.benchmark.sheets import floors_sheet, grid_sheet, suite_sheet
 from clearhead.benchmark.sparse_rows import FULL, SparsePoint
 from clearhead.benchmark.timing import Timing
 from tests.benchmark.test_lines import line
@@ -37,6 +37,22 @@ def test_a_suite_shows_medians_ratios_rates_and_floors() -> None:
     ):  # fmt: skip
         assert words in notes
     assert "floor" not in "\n".join(suite_sheet("forward", [one], judged=False).notes[:-2])
+
+
+def test_floors_stand_in_one_table_with_what_the_machine_would_give() -> None:
+    slow = line(FORWARD, {"clearhead": 0.010, SDPA: 0.015, PRODUCT: 0.1})
+    lines = {"forward": [slow], "window": [line("w", {"clearhead": 1.0, SDPA: 30.0}, group="bfloat16")]}
+    sheet = floors_sheet(lines)
+    rate, reach = "the machine's product rate", f"{1.5 / (slow.share('clearhead') or 0):.2f}"
+    assert sheet.rows == [
+        ["forward", "float32", "SDPA", "lowest of 1", "1.50", reach, "2", "SHORT"],
+        ["forward", "float32", "SDPA", "mean of 1", "1.50", reach, "2.4", "SHORT"],
+        ["forward", "float32, 1x12x8192x64 full", rate, "lowest of 1", "0.58", "", "0.85", "SHORT"],
+        ["window", "bfloat16", "SDPA", "lowest of 1", "30.00", "", "20", "met"],
+    ]
+    assert sheet.notes[0] == "4 floors, 3 short"
+    assert len(sheet.notes) == 2
+    assert len(floors_sheet({"window": lines["window"]}).notes) == 1, "nothing to explain where no rate was timed"
 
 
 def test_a_decode_row_shows_how_fast_the_cache_is_read() -> None:
@@ -66,9 +82,10 @@ def test_the_block_holds_every_suite_of_the_folder_and_replaces_the_old_one(tmp_
     sparse = SparsePoint(title="s", mode="forward", length=1024, timings=timings, errors=dict.fromkeys(timings, 1e-7))
     Journal(tmp_path / "sparse.json", command="clearhead bench --sparse", load_before=0.1).add(sparse.to_dict())
     text = block(tmp_path)
-    places = [text.index(f"### {name}") for name in ("decode", "window", "sparse", "grid")]
+    places = [text.index(f"### {name}") for name in ("floors", "decode", "window", "sparse", "grid")]
     assert places == sorted(places)
     assert "| window, forward | 1 (0.25x) | from 1024 |" in text
+    assert "| window | float32 | SDPA | lowest of 1 | 30.00 |  | 20 | met |" in text
     assert "`clearhead bench --suite decode`" in text
     assert (f"kernels {native_library.isa_name()}, load" in text) == (native_library.library() is not None)
     assert "| d (native) | 1 [1, 1] | 2 (2.00x) [2, 2] |" in text

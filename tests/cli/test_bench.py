@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.benchmark.test_lines import line
 from typer.testing import CliRunner
 
 from clearhead.benchmark import Line
@@ -110,6 +111,22 @@ def test_an_interrupted_suite_keeps_its_rows_and_goes_on_from_there(
     assert run(*words, "--resume")[0] == 0
     assert len(asked) == 3, "the first row was kept, the second measured"
     assert len(json.loads((tmp_path / "decode.json").read_text())["rows"]) == 2
+
+
+def test_several_suites_end_in_one_table_of_their_floors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from clearhead import benchmark
+    from clearhead.benchmark.peers import SDPA
+
+    def told(row: Row, **_: object) -> Line:
+        return line(row.title, {"clearhead": 0.001, SDPA: 0.019}, group=row.group)
+
+    monkeypatch.setattr(benchmark, "measure_row", told)
+    monkeypatch.setattr(benchmark, "check_backends", lambda: {})
+    code, out, err = run("--suite", "decode,window", "--out", str(tmp_path))
+    assert code == 0, err
+    assert "floors: what has to be reached, and what was" in out
+    assert "4 floors, 2 short" in out.splitlines(), "decode's are met, window's are not"
+    assert "floors:" not in run("--suite", "decode", "--out", str(tmp_path))[1], "one suite says so itself"
 
 
 def test_the_grid_is_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

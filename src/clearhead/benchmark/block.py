@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from clearhead.benchmark.journal import Journal
 from clearhead.benchmark.lines import Line
-from clearhead.benchmark.sheets import GRID, Sheet, grid_sheet, suite_sheet
+from clearhead.benchmark.sheets import GRID, Sheet, floors_sheet, grid_sheet, suite_sheet
 from clearhead.benchmark.sparse_rows import SPARSE, SparsePoint, sparse_sheet
 from clearhead.benchmark.suites import SUITES
 from clearhead.benchmark.sweep import Point
@@ -18,8 +18,16 @@ __all__ = ["block", "write_block"]
 _BEGIN, _END = "<!-- bench: begin -->", "<!-- bench: end -->"
 
 
+def _lines(found: Mapping[str, Any]) -> list[Line]:
+    return [Line.from_dict(row) for row in found["rows"]]
+
+
+def _is_small(found: Mapping[str, Any]) -> bool:
+    return bool(found["head"].get("small"))
+
+
 def _suite(name: str, found: Mapping[str, Any]) -> Sheet:
-    return suite_sheet(name, [Line.from_dict(row) for row in found["rows"]], judged=not found["head"].get("small"))
+    return suite_sheet(name, _lines(found), judged=not _is_small(found))
 
 
 def _grid(name: str, found: Mapping[str, Any]) -> Sheet:
@@ -37,13 +45,17 @@ _SHEETS: Final[Mapping[str, Callable[[str, Mapping[str, Any]], Sheet]]] = {
 
 
 def block(folder: Path) -> str:
-    """Everything measured in ``folder`` as one Markdown block between its markers."""
+    """Everything measured in ``folder`` as one Markdown block between its markers: floors first, then each suite."""
+    paths = {name: folder / f"{name}.json" for name in _SHEETS}
+    measured = {name: Journal.read(path) for name, path in paths.items() if path.exists()}
+    floors = floors_sheet(
+        {name: _lines(found) for name, found in measured.items() if name in SUITES and not _is_small(found)}
+    )
     sections = ["## Speed", "", _HOW, ""]
-    for name, sheet in _SHEETS.items():
-        path = folder / f"{name}.json"
-        if path.exists():
-            found = Journal.read(path)
-            sections += [sheet(name, found).markdown(), f"{_source(found['head'])}", ""]
+    if floors.rows:
+        sections += [floors.markdown()]
+    for name, found in measured.items():
+        sections += [_SHEETS[name](name, found).markdown(), f"{_source(found['head'])}", ""]
     return "\n".join([_BEGIN, *sections, _END])
 
 

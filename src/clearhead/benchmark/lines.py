@@ -134,9 +134,13 @@ class Verdict:
         """Whether the floor was reached."""
         return self.found >= self.wanted
 
+    @property
+    def against(self) -> str:
+        """Who clearhead was held against, in words."""
+        return " or ".join(map(short_name, self.floor.against)) or "the machine's product rate"
+
     def __str__(self) -> str:
         unit = "" if self.kind == "share" else "x"
-        against = " or ".join(map(short_name, self.floor.against)) or "the machine's product rate"
         what = {
             "each": f"lowest of {self.rows}, at {self.where}", "share": f"lowest of {self.rows}, at {self.where}",
             "mean": f"geometric mean of {self.rows}",
@@ -146,7 +150,7 @@ class Verdict:
         found = f"{self.found:.3f}{unit} ({what}); floor {self.wanted:g}{unit}: {verdict}"
         if not self.met and self.reach is not None:
             found += f" (at the machine's product rate {self.reach:.3f}{unit})"
-        return f"{self.floor.group}{who} against {against}: {found}"
+        return f"{self.floor.group}{who} against {self.against}: {found}"
 
 
 def unjudged(suite: Suite, lines: Sequence[Line]) -> list[str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from clearhead.benchmark.lines import Line, product_rates, unjudged, verdicts
+from clearhead.benchmark.lines import Line, Verdict, product_rates, unjudged, verdicts
 from clearhead.benchmark.peers import OURS, short_name
 from clearhead.benchmark.product import PRODUCT
 from clearhead.benchmark.suites import SUITES
@@ -17,8 +17,9 @@ from clearhead.benchmark.timing import Timing, geometric_mean
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["GRID", "Sheet", "grid_sheet", "suite_sheet"]
+__all__ = ["FLOORS", "GRID", "Sheet", "floors_sheet", "grid_sheet", "suite_sheet"]
 
+FLOORS = "floors"
 GRID = "grid"
 
 
@@ -119,6 +120,30 @@ def _means(lines: Sequence[Line], peers: Sequence[str]) -> list[str]:
                 mean, low, high = geometric_mean(ratios), min(ratios), max(ratios)
                 notes.append(f"{group}, {short_name(peer)}: geometric mean {mean:.2f}x ({low:.2f} to {high:.2f})")
     return notes
+
+
+def floors_sheet(measured: Mapping[str, Sequence[Line]]) -> Sheet:
+    """Every floor of the suites that were measured, one a row: what was found, and whether that is enough."""
+    judged = [(name, verdict) for name, lines in measured.items() for verdict in verdicts(SUITES[name], lines)]
+    short = sum(not verdict.met for _, verdict in judged)
+    notes = [f"{len(judged)} floors, {short} short"] + [
+        "at product rate: what the same rows would come to if all of them ran as fast as the machine multiplies"
+    ] * any(verdict.reach is not None for _, verdict in judged)
+    return Sheet(
+        title=FLOORS, about="what has to be reached, and what was",
+        header=["suite", "rows", "against", "figure", "found", "at product rate", "floor", ""],
+        rows=[[name, *_floor_cells(verdict)] for name, verdict in judged], notes=notes,
+    )  # fmt: skip
+
+
+def _floor_cells(verdict: Verdict) -> list[str]:
+    floor = verdict.floor
+    rows = f"{floor.group}, {floor.only}" if floor.only else floor.group
+    return [
+        rows if floor.ours == OURS else f"{rows} ({floor.ours})", verdict.against,
+        f"mean of {verdict.rows}" if verdict.kind == "mean" else f"lowest of {verdict.rows}", f"{verdict.found:.2f}",
+        _number(verdict.reach, "{:.2f}"), f"{verdict.wanted:.3g}", "met" if verdict.met else "SHORT",
+    ]  # fmt: skip
 
 
 def grid_sheet(points: Sequence[Point]) -> Sheet:

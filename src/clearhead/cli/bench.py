@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from clearhead.benchmark import Journal, Result, Setting
+    from clearhead.benchmark import Journal, Line, Result, Setting
     from clearhead.benchmark.sheets import Sheet
 
 __all__ = ["command"]
@@ -151,8 +151,9 @@ class _Taking:
             typer.echo(
                 f"backend {backend}: {calls} small calls right" if calls else f"backend {backend}: not usable here"
             )
-        for name in names:
-            self._suite(name, before)
+        measured = {name: self._suite(name, before) for name in names}
+        if len(measured) > 1 and not self.quick:
+            _show_floors(measured)
         if with_grid:
             self._grid(before)
         if with_sparse:
@@ -162,7 +163,7 @@ class _Taking:
             write_block(results, block(self.out))
             typer.echo(f"wrote the block 'bench' into {results}")
 
-    def _suite(self, name: str, before: float | None) -> None:
+    def _suite(self, name: str, before: float | None) -> list[Line]:
         from clearhead.benchmark import SUITES, Line, measure_row
         from clearhead.benchmark.sheets import suite_sheet
 
@@ -179,6 +180,7 @@ class _Taking:
         lines = [Line.from_dict(journal.rows[title]) for title in by_title]
         if lines:
             _show_sheet(suite_sheet(name, lines, judged=not self.quick), journal)
+        return lines
 
     def _grid(self, before: float | None) -> None:
         from clearhead.benchmark import Point, grid_rows, walk
@@ -226,12 +228,24 @@ class _Taking:
 
 
 def _show_sheet(sheet: Sheet, journal: Journal) -> None:
+    _print_sheet(sheet)
+    _console(_SHEET_WIDTH).print(f"{sheet.title}: wrote {journal.path}", soft_wrap=True)
+
+
+def _show_floors(measured: Mapping[str, Sequence[Line]]) -> None:
+    from clearhead.benchmark.sheets import floors_sheet
+
+    sheet = floors_sheet(measured)
+    if sheet.rows:
+        _print_sheet(sheet)
+
+
+def _print_sheet(sheet: Sheet) -> None:
     console = _console(_SHEET_WIDTH)
     if sheet.rows:
         console.print(sheet.table())
     for note in sheet.notes:
         console.print(note, soft_wrap=True)
-    console.print(f"{sheet.title}: wrote {journal.path}", soft_wrap=True)
 
 
 def _shapes_measured(
