@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 17
+#define CH_ABI 18
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_RUNS 4
 #define CH_MAX_RULES 8
@@ -386,6 +386,10 @@ CH_EXPORT int ch_isa_usable(int index);
 /* The one that -1 stands for: the widest usable one whose products run here as fast as the next one's, which is measured
  * at the first call (a processor may have bfloat16's products and run them at half the rate of float32's). */
 CH_EXPORT int ch_isa_best(void);
+/* How many multiplications and additions a second so many threads do in the product that every kernel is made of, where all
+ * that it reads and writes lies in the innermost caches: what no kernel of the set exceeds on this machine. -1 stands for
+ * the best set; 0 where dtype, set or threads are out of range. Takes some 20 ms. */
+CH_EXPORT double ch_product_rate(int32_t dtype, int32_t isa, int32_t threads);
 
 CH_EXPORT int ch_forward(const ch_attention* work);
 CH_EXPORT int ch_backward(const ch_attention* work);

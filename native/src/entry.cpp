@@ -11,6 +11,7 @@
 #include <sys/sysctl.h>
 #endif
 
+#include "checks.h"
 #include "isa.h"
 #include "scratch.h"
 
@@ -143,6 +144,12 @@ int ch_isa_best(void) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   pthread_once(&once, clearhead::find_best);
   return clearhead::best;
+}
+
+double ch_product_rate(int32_t dtype, int32_t isa, int32_t threads) {
+  const clearhead::Kernels* kernels = clearhead::kernels_of(isa);
+  if (kernels == nullptr || dtype < 0 || dtype > CH_FLOAT16 || threads < 1 || threads > clearhead::most_threads) return 0.0;
+  return kernels->rate(dtype, clearhead::after_fork() ? 1 : threads);
 }
 
 int ch_run(const ch_call* calls, int32_t count, int32_t* done) {

@@ -53,11 +53,18 @@ template <template <class> class Work, class Description> int run_each(const Des
   }
 }
 
+double rate(int dtype, int threads) {
+#if defined(CH_BF16DOT)
+  if (dtype == CH_BFLOAT16) return rate_of<Pairs>(threads);
+#endif
+  return rate_of<Single>(threads);
+}
+
 template <class Way> int run_linear(const ch_linear* w) { return Way(*w).run(); }
 
 }  // namespace
 
-extern const clearhead::Kernels kernels = {pairs_pay, run_dtype<Forward>, run_dtype<Backward>, run_linear<LinearForward>,
+extern const clearhead::Kernels kernels = {pairs_pay, rate, run_dtype<Forward>, run_dtype<Backward>, run_linear<LinearForward>,
                                            run_linear<LinearBackward>, run_projection, run_each<Dropping>,
                                            run_each<NormForward>, run_each<NormBackward>,
                                            run_each<Appending>, run_each<Rotating>};

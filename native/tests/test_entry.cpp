@@ -207,6 +207,14 @@ void answers() {
   check(ch_isa_name(-1) == nullptr && ch_isa_name(99) == nullptr, "ch_isa_name past the ends");
   check(ch_isa_usable(-1) == 0 && ch_isa_usable(99) == 0, "ch_isa_usable past the ends");
   check(ch_isa_usable(ch_isa_best()) == 1, "the best set must be usable");
+  for (int isa : usable_sets())
+    for (int32_t dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
+      check(ch_product_rate(dtype, isa, 2) > 1e6, std::string("a rate of products, ") + ch_isa_name(isa));
+  check(ch_product_rate(CH_FLOAT32, -1, 1) > 1e6, "a rate of the best set's products");
+  check(ch_product_rate(-1, -1, 1) == 0.0 && ch_product_rate(3, -1, 1) == 0.0, "ch_product_rate of no dtype");
+  check(ch_product_rate(CH_FLOAT32, 99, 1) == 0.0 && ch_product_rate(CH_FLOAT32, -2, 1) == 0.0, "ch_product_rate of no set");
+  check(ch_product_rate(CH_FLOAT32, -1, 0) == 0.0 && ch_product_rate(CH_FLOAT32, -1, 1 << 20) == 0.0,
+        "ch_product_rate of no threads");
   check(std::strcmp(ch_message(12345), "no such code") == 0, "ch_message of no code");
   expect(ch_forward(nullptr), CH_BAD_POINTER, "forward of nothing");
   expect(ch_backward(nullptr), CH_BAD_POINTER, "backward of nothing");

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from clearhead.backends import native_library, native_memory
+from clearhead.backends.native_rate import product_rate
 from clearhead.benchmark.machine import load, machine, threads, torch_build, versions
 from clearhead.benchmark.timing import Timing, interleaved
 from clearhead.dispatch import BACKENDS
@@ -96,7 +97,7 @@ def diagnose() -> Diagnosis:
     return Diagnosis(
         machine=found, versions=versions(), torch=torch_build(), threads=threads(),
         backends={backend.name: {"what": backend.summary, **backend.capability.row()} for backend in BACKENDS},
-        extras=extras, compiler=compiler, rates=[*_product_rates(), *_attention_rates()],
+        extras=extras, compiler=compiler, rates=[*_limits(), *_product_rates(), *_attention_rates()],
         projections=[measured(kind, dtype) for dtype in DTYPES for kind in KINDS], kernels=_kernels(),
         paces=[measured_pace(dtype) for dtype in sorted(unknown(), key=str)],
         missing=_missing(found, extras, compiler),
@@ -175,6 +176,16 @@ def _compiler() -> dict[str, str] | None:
             continue
         return {"path": path, "version": (answer.stdout.splitlines() or ["unknown"])[0]}
     return None
+
+
+def _limits() -> list[Rate]:
+    """What none of the kernels exceeds: their product in the first caches."""
+    title, why = "the kernels' product in the first caches", native_library.reason()
+    rates = {str(dtype)[6:]: product_rate(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    return [
+        Rate(title, name, None, f"the library {why}") if rate is None else Rate(title, name, float(f"{rate:.4g}"))
+        for name, rate in rates.items()
+    ]
 
 
 def _product_rates() -> list[Rate]:

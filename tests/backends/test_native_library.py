@@ -98,6 +98,7 @@ long long ch_rotation_description_size(void) { return %d; }
 const char* ch_isa_name(int index) { return index == 0 ? "modern" : index == 1 ? "plain" : 0; }
 int ch_isa_usable(int index) { return index == 1; }
 int ch_isa_best(void) { return 1; }
+double ch_product_rate(int dtype, int isa, int threads) { return 1e9; }
 int ch_forward(void* work) { return 0; }
 int ch_backward(void* work) { return 0; }
 int ch_linear_forward(void* work) { return 0; }

@@ -39,7 +39,7 @@ def test_json_holds_the_same_and_every_rate_or_its_reason() -> None:
     read = json.loads(result.stdout)
     assert list(read["backends"]) == list(backend_names())
     assert read["torch"]["version"] == torch.__version__
-    assert len(read["rates"]) == 2 + len(backend_names())
+    assert len(read["rates"]) == 4 + len(backend_names())
     for rate in read["rates"]:
         assert (rate["gflops"] is None) == bool(rate["reason"])
         assert rate["gflops"] is None or rate["gflops"] > 0

@@ -32,7 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
-ABI: Final = 17
+ABI: Final = 18
 MAX_HEAD_DIM: Final = 256
 MAX_RUNS: Final = 4
 MAX_RULES: Final = 8
@@ -437,6 +437,7 @@ def _declare(found: ctypes.CDLL) -> None:
     for name in _SIZES:
         getattr(found, name).restype = _int64
     found.ch_isa_best.restype = ctypes.c_int
+    found.ch_product_rate.argtypes, found.ch_product_rate.restype = [_int32] * 3, ctypes.c_double
     found.ch_run.argtypes = [ctypes.POINTER(Call), _int32, ctypes.POINTER(_int32)]
     found.ch_kept_memory.restype = _int64
     found.ch_keep_memory.argtypes, found.ch_keep_memory.restype = [_int64], _int64

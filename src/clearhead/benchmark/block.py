@@ -68,12 +68,17 @@ _HOW = (
 def _source(head: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items() if name != "clearhead")
     # What was measured before the set was written down does not say it.
-    machine, kernels = head["machine"], f"kernels {head['kernels']}, " if head.get("kernels") else ""
+    machine, kernels = head["machine"], f"kernels {head['kernels']}{_limits(head)}, " if head.get("kernels") else ""
     return (
         f"`{head['command']}`, {head['taken']}: {head['threads']['intra_op']} threads, {machine['cores']} cores "
         f"{machine['processor']} ({', '.join(machine['instructions'])}), {kernels}"
         f"load before {head['load_before']}; {versions}."
     )
+
+
+def _limits(head: Mapping[str, Any]) -> str:
+    rates = [f"{rate:.0f} GFLOP/s in {dtype}" for dtype, rate in head.get("limits", {}).items() if rate is not None]
+    return f" (at most {' and '.join(rates)})" if rates else ""
 
 
 def write_block(path: Path, text: str) -> None:

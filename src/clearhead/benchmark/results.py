@@ -7,7 +7,10 @@ from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any
 
+import torch
+
 from clearhead.backends.native_library import isa_name
+from clearhead.backends.native_rate import product_rate
 from clearhead.benchmark.cases import Case, Setting, case_of
 from clearhead.benchmark.machine import machine, threads, torch_build, versions
 from clearhead.benchmark.memory import peak_extra_bytes
@@ -122,7 +125,11 @@ def report(results: Sequence[Result], *, command: str, load_before: float | None
 
 
 def facts(*, command: str, load_before: float | None = None) -> dict[str, Any]:
-    """What a figure needs beside it; ``kernels`` is the instruction set that clearhead's run on, None without them."""
+    """What a figure needs beside it.
+
+    ``kernels`` is the instruction set that clearhead's run on, None without them, ``limits`` the GFLOP/s of their
+    product in the first caches, which nothing that is made of it exceeds.
+    """
     return {
         "command": command,
         "taken": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -131,5 +138,6 @@ def facts(*, command: str, load_before: float | None = None) -> dict[str, Any]:
         "versions": versions(),
         "torch": torch_build(),
         "kernels": isa_name(),
+        "limits": {str(dtype)[6:]: product_rate(dtype) for dtype in (torch.float32, torch.bfloat16)},
         "threads": threads(),
     }

@@ -97,7 +97,7 @@ def _rates(console: Console, found: Diagnosis) -> None:
     console.print("measured, GFLOP/s", style="bold")
     for rate in found.rates:
         speed = f"{rate.gflops:,.0f}" if rate.gflops is not None else f"not run: {rate.reason}"
-        console.print(f"  {rate.what + ' ' + rate.dtype:<42} {speed}", soft_wrap=True)
+        console.print(f"  {rate.what + ' ' + rate.dtype:<49} {speed}", soft_wrap=True)
 
 
 def _projections(console: Console, found: Diagnosis) -> None:
