@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from clearhead.backends import native_library
 from clearhead.benchmark import Floor, Line, Suite, Timing, measure_row, verdicts
 from clearhead.benchmark.lines import product_rates, unjudged
 from clearhead.benchmark.product import OPERATIONS, PRODUCT
@@ -75,12 +76,11 @@ def test_another_of_our_contenders_can_be_meant() -> None:
     assert str(verdict) == "float32 (swapped) against peer: 0.500x (lowest of 1, at a); floor 3x: SHORT"
 
 
-def test_what_falls_short_is_held_against_the_machine_s_product_rate() -> None:
+def test_what_falls_short_is_held_against_the_machine_s_limit() -> None:
     """Work at a half and at a quarter of it could be twice and four times as fast; what is met needs no excuse."""
-    half, product = OPERATIONS / 2, {PRODUCT: 0.05}
     lines = [
-        line("a", {"clearhead": 0.05, "peer": 0.1, **product}, operations=half),
-        line("b", {"clearhead": 0.05, "peer": 0.2, **product}, operations=half / 2),
+        line("a", {"clearhead": 0.05, "peer": 0.1}, operations=5e9, limit=200.0),
+        line("b", {"clearhead": 0.05, "peer": 0.2}, operations=2.5e9, limit=200.0),
     ]
 
     def said(**wanted: float) -> str:
@@ -88,16 +88,32 @@ def test_what_falls_short_is_held_against_the_machine_s_product_rate() -> None:
         (verdict,) = verdicts(Suite(about="", rows=lambda: [], floors=(floor,)), lines)
         return str(verdict)
 
-    assert said(each=5.0).endswith("2.000x (lowest of 2, at a); floor 5x: SHORT (at the machine's product rate 4.000x)")
-    assert said(mean=9.0).endswith(
-        "2.828x (geometric mean of 2); floor 9x: SHORT (at the machine's product rate 8.000x)"
-    )
+    assert said(each=5.0).endswith("2.000x (lowest of 2, at a); floor 5x: SHORT (at the machine's limit 4.000x)")
+    assert said(mean=9.0).endswith("2.828x (geometric mean of 2); floor 9x: SHORT (at the machine's limit 8.000x)")
     assert said(each=2.0).endswith("floor 2x: met")
-    # Faster than a yardstick that was disturbed is as fast as it gets.
-    lines = [line("c", {"clearhead": 0.01, "peer": 0.02, **product}, operations=half)]
-    assert said(each=3.0).endswith("SHORT (at the machine's product rate 2.000x)")
+    # Faster than a limit that was disturbed when it was measured is as fast as it gets.
+    lines = [line("c", {"clearhead": 0.01, "peer": 0.02}, operations=5e9, limit=200.0)]
+    assert said(each=3.0).endswith("SHORT (at the machine's limit 2.000x)")
     lines = [line("d", {"clearhead": 0.01, "peer": 0.02})]
     assert said(each=3.0).endswith("SHORT")
+
+
+@pytest.mark.parametrize(("q_len", "bound"), [(33, False), (1, True)])
+def test_the_limit_is_measured_where_multiplying_is_what_takes_time(q_len: int, bound: bool) -> None:
+    row = AttentionRow(shape=(2, 4, q_len, 8), k_len=33 if bound else None, dtype=torch.float32)
+    found = measure_row(row, repeats=1, seconds=None)
+    has_kernels = native_library.library() is not None
+    assert (found.limit is not None) == (has_kernels and not bound), "reading its cache is what decoding does"
+    assert Line.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    if found.limit is not None:
+        assert found.share_of_limit("clearhead") == pytest.approx((found.rate("clearhead") or 0.0) / found.limit)
+
+
+def test_a_line_of_an_older_file_has_no_limit() -> None:
+    values = line("a", {"clearhead": 0.05}, limit=200.0).to_dict()
+    assert Line.from_dict(values).limit == 200.0
+    del values["limit"]
+    assert Line.from_dict(values).limit is None
 
 
 def test_a_measured_line_survives_its_file() -> None:

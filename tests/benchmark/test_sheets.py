@@ -41,10 +41,10 @@ def test_a_suite_shows_medians_ratios_rates_and_floors() -> None:
 
 
 def test_floors_stand_in_one_table_with_what_the_machine_would_give() -> None:
-    slow = line(FORWARD, {"clearhead": 0.010, SDPA: 0.015, PRODUCT: 0.1})
+    slow = line(FORWARD, {"clearhead": 0.010, SDPA: 0.015, PRODUCT: 0.1}, limit=125.0)
     lines = {"forward": [slow], "window": [line("w", {"clearhead": 1.0, SDPA: 30.0}, group="bfloat16")]}
     sheet = floors_sheet(lines)
-    rate, reach = "the machine's product rate", f"{1.5 / (slow.share('clearhead') or 0):.2f}"
+    rate, reach = "the machine's product rate", f"{1.5 / 0.8:.2f}"
     assert sheet.rows == [
         ["forward", "float32", "SDPA", "lowest of 1", "1.50", reach, "2", "SHORT"],
         ["forward", "float32", "SDPA", "mean of 1", "1.50", reach, "2.4", "SHORT"],
@@ -54,6 +54,13 @@ def test_floors_stand_in_one_table_with_what_the_machine_would_give() -> None:
     assert sheet.notes[0] == "4 floors, 3 short"
     assert len(sheet.notes) == 2
     assert len(floors_sheet({"window": lines["window"]}).notes) == 1, "nothing to explain where no rate was timed"
+
+
+def test_a_row_shows_how_near_the_limit_it_is() -> None:
+    rows = [line("a", {"clearhead": 0.010, SDPA: 0.015}, limit=125.0), line("b", {"clearhead": 0.010, SDPA: 0.015})]
+    sheet = suite_sheet("training", rows)
+    assert [dict(zip(sheet.header, row, strict=True))["of limit"] for row in sheet.rows] == ["0.80", ""]
+    assert "of limit" not in suite_sheet("training", rows[1:]).header
 
 
 def test_a_decode_row_shows_how_fast_the_cache_is_read() -> None:

@@ -63,6 +63,7 @@ def suite_sheet(name: str, lines: Sequence[Line], *, judged: bool = True) -> She
     extra = {
         "GFLOP/s": any(line.operations for line in lines),
         "of product rate": any(PRODUCT in line.timings for line in lines),
+        "of limit": any(line.limit for line in lines),
         "GB/s": any(line.memory_read for line in lines),
         "MiB above inputs": any(line.memory for line in lines),
     }  # fmt: skip
@@ -71,6 +72,7 @@ def suite_sheet(name: str, lines: Sequence[Line], *, judged: bool = True) -> She
     for line in lines:
         own = {
             "GFLOP/s": _number(line.rate(OURS), "{:.0f}"), "of product rate": _number(line.share(OURS), "{:.2f}"),
+            "of limit": _number(line.share_of_limit(OURS), "{:.2f}"),
             "GB/s": _bandwidths(line, peers), "MiB above inputs": _memories(line, peers),
         }  # fmt: skip
         cells = [_cell(line, peer) for peer in (OURS, *peers)]
@@ -127,13 +129,18 @@ def floors_sheet(measured: Mapping[str, Sequence[Line]]) -> Sheet:
     judged = [(name, verdict) for name, lines in measured.items() for verdict in verdicts(SUITES[name], lines)]
     short = sum(not verdict.met for _, verdict in judged)
     notes = [f"{len(judged)} floors, {short} short"] + [
-        "at product rate: what the same rows would come to if all of them ran as fast as the machine multiplies"
-    ] * any(verdict.reach is not None for _, verdict in judged)
+        "at the limit: what rows that are short would come to at the rate of the kernels' product in "
+        "the first caches; more is not to be had on this machine"
+    ] * any(_reach(verdict) for _, verdict in judged)
     return Sheet(
         title=FLOORS, about="what has to be reached, and what was",
-        header=["suite", "rows", "against", "figure", "found", "at product rate", "floor", ""],
+        header=["suite", "rows", "against", "figure", "found", "at the limit", "floor", ""],
         rows=[[name, *_floor_cells(verdict)] for name, verdict in judged], notes=notes,
     )  # fmt: skip
+
+
+def _reach(verdict: Verdict) -> str:
+    return "" if verdict.met else _number(verdict.reach, "{:.2f}")
 
 
 def _floor_cells(verdict: Verdict) -> list[str]:
@@ -142,7 +149,7 @@ def _floor_cells(verdict: Verdict) -> list[str]:
     return [
         rows if floor.ours == OURS else f"{rows} ({floor.ours})", verdict.against,
         f"mean of {verdict.rows}" if verdict.kind == "mean" else f"lowest of {verdict.rows}", f"{verdict.found:.2f}",
-        _number(verdict.reach, "{:.2f}"), f"{verdict.wanted:.3g}", "met" if verdict.met else "SHORT",
+        _reach(verdict), f"{verdict.wanted:.3g}", "met" if verdict.met else "SHORT",
     ]  # fmt: skip
 
 
