@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clearhead.backends import native_library, native_projection
+from clearhead.backends import native_header, native_library, native_projection
 from clearhead.backends.native_projection import MAX_TERMS, Product, product
 from clearhead.errors import UnsupportedError
 from clearhead.projection import KINDS, choice, measured, paths, products, project
@@ -254,7 +254,7 @@ def _force(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert library is not None
     index = next(place for place in range(99) if library.ch_isa_name(place) == name.encode())
     monkeypatch.setattr(native_library, "isa_index", lambda: index)
-    assert native_library.ProjectionDescription.new().isa == index
+    assert native_library.new_description(native_header.ProjectionDescription).isa == index
 
 
 @needs_native

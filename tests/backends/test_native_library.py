@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.backends import native_library
+from clearhead.backends import native_header, native_library
 from tests.backends.test_native_instruction_sets import force
 from tests.processes import told
 
@@ -33,10 +33,10 @@ C_TYPES: dict[str, Any] = {
     "uint64_t": ctypes.c_uint64,
     "float": ctypes.c_float,
     "double": ctypes.c_double,
-    "ch_tensor": native_library.TensorView,
-    "ch_table": native_library.Table,
-    "ch_rule": native_library.Rule,
-    "ch_term": native_library.Term,
+    "ch_tensor": native_header.TensorView,
+    "ch_table": native_header.Table,
+    "ch_rule": native_header.Rule,
+    "ch_term": native_header.Term,
 }
 
 
@@ -64,13 +64,16 @@ def fields_of(struct: str) -> list[tuple[str, Any]]:
         base = ctypes.c_void_p if kind.endswith("*") else C_TYPES[kind]
         for name in (part.strip() for part in names.split(",")):
             name, _, limit = name.rstrip("]").partition("[CH_")
-            fields.append((name, base * getattr(native_library, limit) if limit else base))
+            fields.append((name, base * getattr(native_header, limit) if limit else base))
     return fields
 
 
 def in_a_new_process(code: str, **environment: str) -> str:
     cleared = {"CLEARHEAD_NATIVE": "", "CLEARHEAD_ISA": ""}
-    done = told(f"from clearhead.backends import native_library as n\n{code}", environment=cleared | environment)
+    done = told(
+        f"from clearhead.backends import native_header as h, native_library as n\n{code}",
+        environment=cleared | environment,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -115,23 +118,23 @@ long long ch_kept_memory(void) { return 0; }
 long long ch_keep_memory(long long bytes) { return 0; }
 const char* ch_message(int code) { return "words"; }
 """
-SIZE = ctypes.sizeof(native_library.Description)
+SIZE = ctypes.sizeof(native_header.Description)
 OTHERS = (
-    native_library.LinearDescription, native_library.ProjectionDescription, native_library.DropoutDescription,
-    native_library.NormDescription, native_library.AppendDescription, native_library.RotationDescription,
+    native_header.LinearDescription, native_header.ProjectionDescription, native_header.DropoutDescription,
+    native_header.NormDescription, native_header.AppendDescription, native_header.RotationDescription,
 )  # fmt: skip
 SIZES = (SIZE, *map(ctypes.sizeof, OTHERS))
-GOOD = FAKE % (native_library.ABI, *SIZES)
+GOOD = FAKE % (native_header.ABI, *SIZES)
 
 # Large enough a call that two threads share it.
 FORK = """
 import os, torch
 def call():
-    d, tensors = n.Description.new(), [torch.randn(1, 8, 256, 64) for _ in range(4)]
+    d, tensors = n.new_description(h.Description), [torch.randn(1, 8, 256, 64) for _ in range(4)]
     d.batch, d.heads, d.kv_heads, d.q_len, d.k_len, d.head_dim, d.value_dim = 1, 8, 8, 256, 256, 64, 64
     d.threads, d.scale = 2, 0.125
     for name, tensor in zip(("query", "key", "value", "output"), tensors):
-        setattr(d, name, n.TensorView(tensor.data_ptr(), *tensor.stride()[:3]))
+        setattr(d, name, h.TensorView(tensor.data_ptr(), *tensor.stride()[:3]))
     return n.library().ch_forward(d)
 first = call()
 child = os.fork()
@@ -147,18 +150,18 @@ class TestMirror:
     @pytest.mark.parametrize(
         ("struct", "mirror"),
         [
-            ("ch_tensor", native_library.TensorView),
-            ("ch_table", native_library.Table),
-            ("ch_rule", native_library.Rule),
-            ("ch_attention", native_library.Description),
-            ("ch_linear", native_library.LinearDescription),
-            ("ch_term", native_library.Term),
-            ("ch_projection", native_library.ProjectionDescription),
-            ("ch_dropout", native_library.DropoutDescription),
-            ("ch_norm", native_library.NormDescription),
-            ("ch_append", native_library.AppendDescription),
-            ("ch_rotation", native_library.RotationDescription),
-            ("ch_call", native_library.Call),
+            ("ch_tensor", native_header.TensorView),
+            ("ch_table", native_header.Table),
+            ("ch_rule", native_header.Rule),
+            ("ch_attention", native_header.Description),
+            ("ch_linear", native_header.LinearDescription),
+            ("ch_term", native_header.Term),
+            ("ch_projection", native_header.ProjectionDescription),
+            ("ch_dropout", native_header.DropoutDescription),
+            ("ch_norm", native_header.NormDescription),
+            ("ch_append", native_header.AppendDescription),
+            ("ch_rotation", native_header.RotationDescription),
+            ("ch_call", native_header.Call),
         ],
     )
     def test_fields(self, struct: str, mirror: type[ctypes.Structure]) -> None:
@@ -168,14 +171,14 @@ class TestMirror:
     @pytest.mark.parametrize(
         ("prefix", "mirror"),
         [
-            ("CH_RULE_", native_library.RuleKind),
-            ("CH_FEATURE_", native_library.Feature),
-            ("CH_", native_library.Verb),
-            ("CH_", native_library.Activation),
-            ("CH_GATE_", native_library.Gate),
-            ("CH_NORM_", native_library.NormKind),
-            ("CH_", native_library.Code),
-            ("CH_", native_library.Dtype),
+            ("CH_RULE_", native_header.RuleKind),
+            ("CH_FEATURE_", native_header.Feature),
+            ("CH_", native_header.Verb),
+            ("CH_", native_header.Activation),
+            ("CH_GATE_", native_header.Gate),
+            ("CH_NORM_", native_header.NormKind),
+            ("CH_", native_header.Code),
+            ("CH_", native_header.Dtype),
         ],
     )
     def test_numbers(self, prefix: str, mirror: Any) -> None:
@@ -184,8 +187,8 @@ class TestMirror:
 
     def test_every_number_is_mirrored(self) -> None:
         mirrors = [
-            *native_library.RuleKind, *native_library.Code, *native_library.Dtype, *native_library.Feature,
-            *native_library.Verb, *native_library.Activation, *native_library.Gate, *native_library.NormKind,
+            *native_header.RuleKind, *native_header.Code, *native_header.Dtype, *native_header.Feature,
+            *native_header.Verb, *native_header.Activation, *native_header.Gate, *native_header.NormKind,
         ]  # fmt: skip
         assert len(re.findall(r"CH_\w+ = \d+", header())) == len(mirrors)
 
@@ -195,7 +198,7 @@ class TestMirror:
     def test_limits(self, name: str) -> None:
         found = re.search(rf"#define CH_{name} (\d+)", header())
         assert found
-        assert int(found[1]) == getattr(native_library, name)
+        assert int(found[1]) == getattr(native_header, name)
 
 
 @needs_library
@@ -231,20 +234,20 @@ class TestLoaded:
         assert found.ch_description_size() == SIZE
 
     def test_every_code_has_words(self, fresh: None) -> None:
-        words = {native_library.message(code) for code in native_library.Code}
-        assert len(words) == len(native_library.Code)
+        words = {native_library.message(code) for code in native_header.Code}
+        assert len(words) == len(native_header.Code)
         assert native_library.message(999) == "no such code"
         assert "no such code" not in words
 
     def test_a_bad_description_is_refused_in_words(self, fresh: None) -> None:
-        found, description = native_library.library(), native_library.Description.new()
+        found, description = native_library.library(), native_library.new_description(native_header.Description)
         description.head_dim = 999
         assert found is not None
         said = native_library.message(found.ch_forward(description))
         assert said == "a count is negative, too large, or does not divide"
 
     def test_an_empty_call_is_done(self, fresh: None) -> None:
-        found, description = native_library.library(), native_library.Description.new()
+        found, description = native_library.library(), native_library.new_description(native_header.Description)
         description.head_dim = description.value_dim = 8
         assert found is not None
         assert (found.ch_forward(description), found.ch_backward(description)) == (0, 0)
@@ -307,21 +310,21 @@ class TestRefused:
         assert "\n" not in said
 
     def test_functions_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path = a_library(tmp_path, f"int ch_abi(void) {{ return {native_library.ABI}; }}")
+        path = a_library(tmp_path, f"int ch_abi(void) {{ return {native_header.ABI}; }}")
         monkeypatch.setattr(native_library, "PATH", path)
         assert "ch_description_size" in (native_library.reason() or "")
 
     def test_another_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        abi = native_library.ABI + 1
+        abi = native_header.ABI + 1
         monkeypatch.setattr(native_library, "PATH", a_library(tmp_path, f"int ch_abi(void) {{ return {abi}; }}"))
         assert native_library.library() is None
-        expected = f"is of another version of clearhead ({abi} instead of {native_library.ABI}): install again"
+        expected = f"is of another version of clearhead ({abi} instead of {native_header.ABI}): install again"
         assert native_library.reason() == expected
 
     @pytest.mark.parametrize("place", range(len(SIZES)))
     def test_descriptions_of_another_size(self, place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sizes = tuple(size + 8 * (place == other) for other, size in enumerate(SIZES))
-        monkeypatch.setattr(native_library, "PATH", a_library(tmp_path, FAKE % (native_library.ABI, *sizes)))
+        monkeypatch.setattr(native_library, "PATH", a_library(tmp_path, FAKE % (native_header.ABI, *sizes)))
         assert native_library.library() is None
         expected = f"is of another version of clearhead ({sizes} instead of {SIZES}): install again"
         assert native_library.reason() == expected
@@ -337,11 +340,11 @@ class TestRefused:
         monkeypatch.setattr(native_library, "PATH", a_library(tmp_path, GOOD))
         assert native_library.isa_names() == ["plain"]
         assert (native_library.isa_index(), native_library.isa_name()) == (1, "plain")
-        assert native_library.Description.new().isa == 1
+        assert native_library.new_description(native_header.Description).isa == 1
 
 
 def test_a_new_description_bounds_nothing() -> None:
-    made = native_library.Description.new()
-    assert (made.size, made.abi, made.threads) == (SIZE, native_library.ABI, 1)
+    made = native_library.new_description(native_header.Description)
+    assert (made.size, made.abi, made.threads) == (SIZE, native_header.ABI, 1)
     assert (made.before, made.after) == (2**63 - 1, 2**63 - 1)
     assert (made.runs, made.num_rules, made.block_size, made.sink, made.output32) == (0, 0, 0, None, None)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clearhead.backends import native_prepared
 from clearhead.backends.native_append import Append
-from clearhead.backends.native_library import Call, Description, ProjectionDescription, Rule, TensorView
+from clearhead.backends.native_header import Call, Description, ProjectionDescription, Rule, TensorView
 from clearhead.backends.native_prepared import Prepared, Stretch, Written, _pointers
 from clearhead.backends.native_projection import Product
 from tests.agreement import needs_native

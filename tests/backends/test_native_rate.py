@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from clearhead.backends import native_library
+from clearhead.backends import native_header, native_library
 from clearhead.backends.native_rate import product_rate
 from tests.backends.test_native_instruction_sets import SETS, force
 
@@ -62,7 +62,7 @@ def test_threads_are_those_of_torch_unless_they_are_named(monkeypatch: pytest.Mo
     assert product_rate(torch.float32) == 1.0
     product_rate(torch.float32, threads=3)
     product_rate(torch.float32, threads=10**9)
-    assert asked == [torch.get_num_threads(), 3, native_library.MAX_THREADS]
+    assert asked == [torch.get_num_threads(), 3, native_header.MAX_THREADS]
 
 
 def test_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

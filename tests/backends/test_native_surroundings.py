@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import clearhead as ch
 from clearhead.backends import native_replay, native_work
-from clearhead.backends.native_library import Code
+from clearhead.backends.native_header import Code
 from tests.agreement import draw, needs_native
 
 pytestmark = needs_native

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clearhead import linear
-from clearhead.backends import native_library
+from clearhead.backends import native_header, native_library
 from clearhead.backends.native_library import library, reason
 from clearhead.linear import LinearState, forms, native
 from clearhead.masks import Padding
@@ -115,7 +115,7 @@ def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     assert found is not None
     index = next(place for place in range(99) if found.ch_isa_name(place) == request.param.encode())
     monkeypatch.setattr(native_library, "isa_index", lambda: index)
-    assert native_library.LinearDescription.new().isa == index
+    assert native_library.new_description(native_header.LinearDescription).isa == index
 
 
 @every_member

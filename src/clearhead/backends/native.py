@@ -13,15 +13,8 @@ from torch.autograd import forward_ad
 
 from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import Contained, contained, only_finite
-from clearhead.backends.native_library import (
-    DTYPES,
-    MAX_BLOCK,
-    MAX_HEAD_DIM,
-    MAX_RULES,
-    Description,
-    in_memory,
-    reason,
-)
+from clearhead.backends.native_header import DTYPES, MAX_BLOCK, MAX_HEAD_DIM, MAX_RULES, Description
+from clearhead.backends.native_library import in_memory, reason
 from clearhead.backends.native_replay import FEW_NUMBERS, remember
 from clearhead.backends.native_statistics import DIFFERENTIABLE, Grads
 from clearhead.backends.native_work import BackwardWork, ForwardWork, Rows

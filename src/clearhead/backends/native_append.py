@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clearhead.backends.native_library import DTYPES, MAX_THREADS, AppendDescription, TensorView, Verb
+from clearhead.backends.native_header import DTYPES, MAX_THREADS, AppendDescription, TensorView, Verb
+from clearhead.backends.native_library import new_description
 from clearhead.backends.native_prepared import Counter
 from clearhead.shapes import Float
 
@@ -30,7 +31,7 @@ class Append:
     ) -> None:
         assert first + source.shape[2] <= target.shape[2]
         assert source.dtype is target.dtype
-        own = AppendDescription.new()
+        own = new_description(AppendDescription)
         own.threads = min(torch.get_num_threads(), MAX_THREADS)
         own.dtype, own.first = DTYPES[source.dtype], first
         own.batch, own.heads, own.rows, own.columns = source.shape

@@ -7,16 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from clearhead.backends.native_library import (
-    DTYPES,
-    LEVELS,
-    MAX_THREADS,
-    Code,
-    DropoutDescription,
-    Verb,
-    library,
-    message,
-)
+from clearhead.backends.native_header import DTYPES, LEVELS, MAX_THREADS, Code, DropoutDescription, Verb
+from clearhead.backends.native_library import library, message, new_description
 from clearhead.backends.native_memory import new_tensor
 from clearhead.shapes import Float
 
@@ -79,7 +71,7 @@ class Drop:
         self, x: Float[Tensor, "rows columns"], levels: int, seed: int, added: Float[Tensor, "rows columns"] | None,
         output: Float[Tensor, "rows columns"] | None = None,
     ) -> None:  # fmt: skip
-        own = DropoutDescription.new()
+        own = new_description(DropoutDescription)
         own.threads = min(torch.get_num_threads(), MAX_THREADS)
         own.dtype, own.dropped, own.seed = DTYPES[x.dtype], levels, seed
         own.rows, own.columns = x.shape

@@ -18,7 +18,8 @@ from typing import Final, cast
 import torch
 from torch import Tensor
 
-from clearhead.backends.native_library import DTYPES, MAX_AXES, library, quick
+from clearhead.backends.native_header import DTYPES, MAX_AXES
+from clearhead.backends.native_library import library, quick
 from clearhead.errors import UnsupportedError
 
 __all__ = ["LEAST", "kept_memory", "limit", "maker_like", "new_tensor", "release_memory", "room_like"]

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clearhead.backends.native_library import DTYPES, MAX_THREADS, NormDescription, NormKind, Verb
+from clearhead.backends.native_header import DTYPES, MAX_THREADS, NormDescription, NormKind, Verb
+from clearhead.backends.native_library import new_description
 from clearhead.backends.native_memory import new_tensor
 from clearhead.shapes import Float
 
@@ -123,7 +124,7 @@ class NormBackward:
 
 
 def _description(x: Float[Tensor, "rows columns"], norm: Norm, levels: int, seed: int) -> NormDescription:
-    own = NormDescription.new()
+    own = new_description(NormDescription)
     own.threads = min(torch.get_num_threads(), MAX_THREADS)
     own.dtype, own.dropped, own.seed = DTYPES[x.dtype], levels, seed
     own.rows, own.columns = x.shape

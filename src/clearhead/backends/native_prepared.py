@@ -15,7 +15,8 @@ from typing import Any, Final, Generic, TypeVar
 
 from torch import Tensor
 
-from clearhead.backends.native_library import Call, Verb, library, run
+from clearhead.backends.native_header import Call, Verb
+from clearhead.backends.native_library import library, run
 from clearhead.backends.native_memory import maker_like
 
 __all__ = ["Counter", "Kept", "Prepared", "Stretch", "Stretches", "Strides", "Written", "put_elsewhere", "strides_of"]

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from clearhead.backends.native_library import (
+from clearhead.backends.native_header import (
     DTYPES,
     MAX_TERMS,
     MAX_THREADS,
@@ -20,11 +20,8 @@ from clearhead.backends.native_library import (
     ProjectionDescription,
     Term,
     Verb,
-    isa_index,
-    library,
-    message,
-    run,
 )
+from clearhead.backends.native_library import isa_index, library, message, new_description, run
 from clearhead.backends.native_memory import new_tensor
 from clearhead.shapes import Float
 
@@ -101,7 +98,7 @@ class Product:
             right_turned = not right_turned
         laid = [(rows_of(left), rows_of(right)) for left, right in terms]
         left, right = laid[0]
-        own = ProjectionDescription.new()
+        own = new_description(ProjectionDescription)
         own.threads = min(torch.get_num_threads(), MAX_THREADS)
         own.dtype, own.num_terms = DTYPES[left.dtype], len(laid)
         own.left_turned, own.right_turned = left_turned, right_turned
@@ -231,7 +228,7 @@ def layer_product(
 @lru_cache(maxsize=32)
 def _one_layer(dtype: torch.dtype, threads: int, isa: int) -> bytes:
     """What the descriptions of such products have alike."""
-    own = ProjectionDescription.new()
+    own = new_description(ProjectionDescription)
     assert own.isa == isa
     own.threads, own.dtype, own.num_terms, own.right_turned = min(threads, MAX_THREADS), DTYPES[dtype], 1, 1
     return bytes(own)

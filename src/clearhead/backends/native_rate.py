@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from clearhead.backends.native_library import DTYPES, MAX_THREADS, isa_index, library
+from clearhead.backends.native_header import DTYPES, MAX_THREADS
+from clearhead.backends.native_library import isa_index, library
 
 __all__ = ["product_rate"]
 

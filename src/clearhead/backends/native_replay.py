@@ -23,7 +23,8 @@ from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 
 from clearhead.backends.guards import alike
-from clearhead.backends.native_library import Code, Description, in_memory, library, message, quick
+from clearhead.backends.native_header import Code, Description
+from clearhead.backends.native_library import in_memory, library, message, quick
 from clearhead.backends.native_memory import maker_like
 from clearhead.problem import draw_seed
 

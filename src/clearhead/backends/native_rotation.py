@@ -7,16 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from clearhead.backends.native_library import (
-    DTYPES,
-    MAX_THREADS,
-    Code,
-    RotationDescription,
-    TensorView,
-    Verb,
-    library,
-    message,
-)
+from clearhead.backends.native_header import DTYPES, MAX_THREADS, Code, RotationDescription, TensorView, Verb
+from clearhead.backends.native_library import library, message, new_description
 from clearhead.backends.native_memory import room_like
 from clearhead.backends.native_prepared import Counter
 from clearhead.shapes import Float
@@ -70,7 +62,7 @@ class Rotation:
         assert table.is_contiguous()
         assert table.shape[1] == x.shape[3]
         target = x if target is None else target
-        own = RotationDescription.new()
+        own = new_description(RotationDescription)
         own.threads = min(torch.get_num_threads(), MAX_THREADS)
         own.dtype, own.back, own.first, own.positions = DTYPES[x.dtype], back, first, len(table)
         own.batch, own.heads, own.rows, own.columns = x.shape

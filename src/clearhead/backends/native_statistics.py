@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from clearhead.backends.native_library import Statistics
+from clearhead.backends.native_header import Statistics
 from clearhead.problem import Problem
 from clearhead.statistics import Want
 

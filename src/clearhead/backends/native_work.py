@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clearhead.backends.native_library import (
+from clearhead.backends.native_header import (
     DTYPES,
     MAX_THREADS,
     TILE,
@@ -20,9 +20,8 @@ from clearhead.backends.native_library import (
     Table,
     TensorView,
     Verb,
-    library,
-    message,
 )
+from clearhead.backends.native_library import library, message, new_description
 from clearhead.backends.native_memory import new_tensor, room_like
 from clearhead.backends.native_statistics import Gathered, kernel_gives
 from clearhead.errors import UnsupportedError
@@ -58,7 +57,7 @@ class Work:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.held: list[Tensor] = []
-        description = Description.new()
+        description = new_description(Description)
         description.threads = min(torch.get_num_threads(), MAX_THREADS)
         description.dtype = DTYPES[problem.query.dtype]
         description.batch, description.heads, description.kv_heads = (

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from clearhead.backends.native_library import (
+from clearhead.backends.native_header import (
     LINEAR_PAD,
     MAX_CHUNK,
     MAX_HEAD_DIM,
@@ -22,10 +22,8 @@ from clearhead.backends.native_library import (
     Feature,
     LinearDescription,
     TensorView,
-    in_memory,
-    library,
-    message,
-)  # fmt: skip
+)
+from clearhead.backends.native_library import in_memory, library, message, new_description
 from clearhead.backends.native_memory import new_tensor, room_like
 from clearhead.linear.again import Parts, gradients_again, recorded
 from clearhead.linear.feature_maps import FEATURE_MAPS, FeatureMap
@@ -114,7 +112,7 @@ class _Work:
         assert value is not None
         self.held: list[Tensor] = []
         self.query, self.value = query, value
-        own = self.description = LinearDescription.new()
+        own = self.description = new_description(LinearDescription)
         own.threads = min(torch.get_num_threads(), MAX_THREADS)
         own.feature_map, own.scale, own.chunk = _FEATURES[setting.feature_map.name], setting.scale, setting.chunk
         own.batch, own.kv_heads, own.length, own.features = key.shape

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from clearhead.backends import native
 from clearhead.backends.native_append import Append
-from clearhead.backends.native_library import Verb
+from clearhead.backends.native_header import Verb
 from clearhead.backends.native_memory import new_tensor
 from clearhead.backends.native_norm import Norm, NormForward, NormKind
 from clearhead.backends.native_prepared import Written

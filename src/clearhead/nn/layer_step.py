@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead.backends.native_dropout import LEVELS, Drop, dropped
-from clearhead.backends.native_library import Verb
+from clearhead.backends.native_header import Verb
 from clearhead.backends.native_memory import new_tensor
 from clearhead.backends.native_norm import Norm, NormBackward, NormForward, NormKind
 from clearhead.backends.native_prepared import Counter, Written

@@ -7,7 +7,7 @@ from ctypes import Structure
 
 from torch import Tensor
 
-from clearhead.backends.native_library import Verb
+from clearhead.backends.native_header import Verb
 from clearhead.backends.native_prepared import Counter, Written, put_elsewhere
 from clearhead.nn.held import Held
 from clearhead.nn.layer_step import LayerKind, LayerStep

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from clearhead.backends.guards import alike
-from clearhead.backends.native_library import Code
+from clearhead.backends.native_header import Code
 from clearhead.backends.native_prepared import Kept, Stretches, Strides, Written, strides_of
 from clearhead.backends.native_projection import check as check_product
 from clearhead.backends.native_projection import rows_of

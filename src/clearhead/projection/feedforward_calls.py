@@ -7,7 +7,7 @@ from ctypes import Structure
 
 from torch import Tensor
 
-from clearhead.backends.native_library import Verb
+from clearhead.backends.native_header import Verb
 from clearhead.backends.native_projection import Gate, Product, WeightGradients
 from clearhead.projection.activations import Activation
 from clearhead.projection.paths import Layer
