@@ -86,6 +86,10 @@ def test_suites_are_measured_written_and_put_into_a_markdown_file(tmp_path: Path
     assert read["head"]["command"] == "clearhead bench --suite decode --quick --repeats 3"
     assert [row["group"] for row in read["rows"]] == ["float32"] * 2 + ["bfloat16"] * 2
     assert "### module" in results.read_text()
+    again = tmp_path / "again.md"
+    code, out, err = run("--out", str(folder), "--results", str(again))
+    assert (code, out, err) == (0, f"wrote the block 'bench' into {again}\n", ""), "nothing is measured a second time"
+    assert again.read_text() == results.read_text()
 
 
 def test_an_interrupted_suite_keeps_its_rows_and_goes_on_from_there(
@@ -162,7 +166,11 @@ def test_nothing_is_timed_while_a_backend_is_wrong(tmp_path: Path, monkeypatch: 
         (("--suite", ""), "--suite must hold only"),
         (("--suite", "decode", "--shape", "1,2,3,4"), "--shape must not stand with --suite or --grid"),
         (("--grid", "--shape", "1,2,3,4"), "--shape must not stand with --suite or --grid"),
-        (("--results", "R.md"), "--results must stand with --suite or --grid"),
+        (("--results", "R.md"), "--results must have suites, the grid or patterns to show; got none of them in"),
+        (
+            ("--results", "R.md", "--shape", "1,2,3,4"),
+            "--results must have suites, the grid or patterns to show; got --shape",
+        ),
         (("--shape", "1,2,3"), "--shape must be four whole numbers of at least 1; got '1,2,3'"),
         (("--shape", "1,2,3,four"), "--shape must be four whole numbers"),
         (("--shape", "0,2,3,4"), "--shape must be four whole numbers"),

@@ -13,7 +13,7 @@ from clearhead.benchmark.sparse_rows import SPARSE, SparsePoint, sparse_sheet
 from clearhead.benchmark.suites import SUITES
 from clearhead.benchmark.sweep import Point
 
-__all__ = ["block", "write_block"]
+__all__ = ["block", "measured", "write_block"]
 
 _BEGIN, _END = "<!-- bench: begin -->", "<!-- bench: end -->"
 
@@ -44,17 +44,21 @@ _SHEETS: Final[Mapping[str, Callable[[str, Mapping[str, Any]], Sheet]]] = {
 }  # fmt: skip
 
 
+def measured(folder: Path) -> dict[str, Path]:
+    """The files of suites, patterns and the grid in ``folder``, in the order of the block."""
+    return {name: path for name in _SHEETS if (path := folder / f"{name}.json").exists()}
+
+
 def block(folder: Path) -> str:
     """Everything measured in ``folder`` as one Markdown block between its markers: floors first, then each suite."""
-    paths = {name: folder / f"{name}.json" for name in _SHEETS}
-    measured = {name: Journal.read(path) for name, path in paths.items() if path.exists()}
+    journals = {name: Journal.read(path) for name, path in measured(folder).items()}
     floors = floors_sheet(
-        {name: _lines(found) for name, found in measured.items() if name in SUITES and not _is_small(found)}
+        {name: _lines(found) for name, found in journals.items() if name in SUITES and not _is_small(found)}
     )
     sections = ["## Speed", "", _HOW, ""]
     if floors.rows:
         sections += [floors.markdown()]
-    for name, found in measured.items():
+    for name, found in journals.items():
         sections += [_SHEETS[name](name, found).markdown(), f"{_source(found['head'])}", ""]
     return "\n".join([_BEGIN, *sections, _END])
 

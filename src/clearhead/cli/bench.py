@@ -60,7 +60,8 @@ def command(
     out: Annotated[Path, typer.Option(help="Folder for what was measured.")] = Path("clearhead-bench"),
     resume: Annotated[bool, typer.Option("--resume", help="Keep rows of suites that are in --out already.")] = False,
     results: Annotated[
-        Path | None, typer.Option(help="Markdown file to put all suites of --out into.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Markdown file to put all suites of --out into, measured now or before.", metavar="FILE"),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small shapes, few rounds: about 15 seconds.")] = False,
 ) -> None:
@@ -76,7 +77,7 @@ def command(
     if list_suites:
         return _list()
     dtypes, pace = _dtypes(dtype), _pace(repeats, quick)
-    names = _suites(suite, shape, results, grid)
+    names = _suites(suite, shape, grid)
     if sparse and shape:
         raise UnsupportedError.about(
             _FUNCTION, "--shape", must="not stand with --sparse", got="both", then="Leave one out."
@@ -94,7 +95,22 @@ def command(
     if names or grid or sparse:
         taken = _Taking(out, words, dtypes, _SUITE_PACE if repeats is None and not quick else pace, quick, resume)
         return taken.all(names, with_grid=grid, with_sparse=sparse, results=results)
+    if results is not None:
+        return _put_together(results, out, shape)
     _shapes_measured(shapes, dtypes, pace, out, words)
+
+
+def _put_together(results: Path, out: Path, shape: list[str] | None = None) -> None:
+    """What suites, the grid or patterns have left in a folder, into a Markdown file; nothing is measured."""
+    from clearhead.benchmark.block import block, measured, write_block
+
+    if shape or not measured(out):
+        raise UnsupportedError.about(
+            _FUNCTION, "--results", must="have suites, the grid or patterns to show",
+            got="--shape" if shape else f"none of them in {out}", then="Add --suite all, or name a folder with --out.",
+        )  # fmt: skip
+    write_block(results, block(out))
+    typer.echo(f"wrote the block 'bench' into {results}")
 
 
 def _list() -> None:
@@ -106,14 +122,9 @@ def _list() -> None:
     typer.echo(f"--grid  {'':<16} {len(grid_rows()):>3} calls tiny to large, where is clearhead slower than SDPA?")
 
 
-def _suites(text: str | None, shape: list[str] | None, results: Path | None, with_grid: bool) -> list[str]:
-    if text is None:
-        if results is not None and not with_grid:
-            raise UnsupportedError.about(
-                _FUNCTION, "--results", must="stand with --suite or --grid", got="neither", then="Add --suite all."
-            )
-        if not with_grid:
-            return []
+def _suites(text: str | None, shape: list[str] | None, with_grid: bool) -> list[str]:
+    if text is None and not with_grid:
+        return []
     if shape:
         raise UnsupportedError.about(
             _FUNCTION, "--shape", must="not stand with --suite or --grid", got="both", then="Leave one out."
@@ -144,7 +155,6 @@ class _Taking:
     def all(self, names: Sequence[str], *, with_grid: bool, with_sparse: bool, results: Path | None) -> None:
         """Check the backends, measure, show, and put the Markdown block where it was asked for."""
         from clearhead.benchmark import check_backends, load
-        from clearhead.benchmark.block import block, write_block
 
         before = load()
         for backend, calls in check_backends().items():
@@ -160,8 +170,7 @@ class _Taking:
             self._sparse(before)
         _warn(before)
         if results is not None:
-            write_block(results, block(self.out))
-            typer.echo(f"wrote the block 'bench' into {results}")
+            _put_together(results, self.out)
 
     def _suite(self, name: str, before: float | None) -> list[Line]:
         from clearhead.benchmark import SUITES, Line, measure_row
