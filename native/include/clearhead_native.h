@@ -386,9 +386,9 @@ CH_EXPORT int ch_isa_usable(int index);
 /* The one that -1 stands for: the widest usable one whose products run here as fast as the next one's, which is measured
  * at the first call (a processor may have bfloat16's products and run them at half the rate of float32's). */
 CH_EXPORT int ch_isa_best(void);
-/* How many multiplications and additions a second so many threads do in the product that every kernel is made of, where all
- * that it reads and writes lies in the innermost caches: what no kernel of the set exceeds on this machine. -1 stands for
- * the best set; 0 where dtype, set or threads are out of range. Takes some 20 ms. */
+/* How many multiplications and additions a second so many threads do in the product that every kernel is made of, of 64 steps
+ * whose operands and sums lie in the innermost caches: kernels of the set exceed it by hundredths at most, where sums of more
+ * steps are written less often. -1 stands for the best set; 0 where dtype, set or threads are out of range. Takes some 20 ms. */
 CH_EXPORT double ch_product_rate(int32_t dtype, int32_t isa, int32_t threads);
 
 CH_EXPORT int ch_forward(const ch_attention* work);

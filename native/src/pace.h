@@ -34,16 +34,16 @@ template <class M> double rate_of(int threads) {
   double best = 0.0;
   int times = 16;
   for (int round = 0; round < ROUNDS; round++) {
-    int64_t slowest = 1;
+    int64_t slowest = 1;  // at least, for it is divided by
 #pragma omp parallel num_threads(threads) reduction(max : slowest)
     {
       Pace<M> own;
       slowest = own.nanoseconds_of(times);
     }
-    const double rate = threads * Pace<M>::operations_of(times) / (double)most(slowest, (int64_t)1) * 1e9;
+    const double rate = threads * Pace<M>::operations_of(times) / (double)slowest * 1e9;
     if (rate > best) best = rate;
     // Rounds long enough for the clock, and short enough for what else the machine does.
-    const double wanted = NANOSECONDS / (double)most(slowest, (int64_t)1) * times;
+    const double wanted = NANOSECONDS / (double)slowest * times;
     times = wanted < 1.0 ? 1 : wanted > 1e6 ? 1000000 : (int)wanted;
   }
   return best;

@@ -179,7 +179,7 @@ def _compiler() -> dict[str, str] | None:
 
 
 def _limits() -> list[Rate]:
-    """What none of the kernels exceeds: their product in the first caches."""
+    """What the kernels could come to: their product in the first caches."""
     title, why = "the kernels' product in the first caches", native_library.reason()
     rates = {str(dtype)[6:]: product_rate(dtype) for dtype in (torch.float32, torch.bfloat16)}
     return [

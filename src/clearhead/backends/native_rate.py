@@ -13,8 +13,10 @@ __all__ = ["product_rate"]
 def product_rate(dtype: torch.dtype, threads: int | None = None) -> float | None:
     """The GFLOP/s of the product that every kernel is made of, where all it reads and writes lies in the first caches.
 
-    ``2 * rows * steps * columns / time``, the best of 20 rounds of a millisecond, each by its slowest thread. Attention
-    and linear layers have to fetch what they multiply, take exponentials and round, so none is faster.
+    ``2 * rows * steps * columns / time`` over 64 steps, as many as a head has channels; the best of 20 rounds of a
+    millisecond, each by its slowest thread. Attention and linear layers fetch what they multiply, take exponentials and
+    round besides. Sums of more steps are written less often: on Zen 4 a loop that writes none is 1 % faster in float32
+    and 3 % in bfloat16, and nothing exceeds that.
 
     Args:
         dtype: what is multiplied; 16 bits as pairs where the instruction set has them, else widened.

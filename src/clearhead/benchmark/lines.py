@@ -131,7 +131,7 @@ class Verdict:
         where: the row of the lowest, empty for a mean.
         rows: from how many rows.
         reach: what the same rows would come to if each ran at the limit, the rate of the kernels' product in the first
-            caches: more is not to be had on this machine by doing the same work faster.
+            caches: little more is to be had on this machine by doing the same work faster (``native_rate``).
     """
 
     floor: Floor

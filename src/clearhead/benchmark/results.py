@@ -128,7 +128,7 @@ def facts(*, command: str, load_before: float | None = None) -> dict[str, Any]:
     """What a figure needs beside it.
 
     ``kernels`` is the instruction set that clearhead's run on, None without them, ``limits`` the GFLOP/s of their
-    product in the first caches, which nothing that is made of it exceeds.
+    product in the first caches, which hardly anything that is made of it exceeds.
     """
     return {
         "command": command,

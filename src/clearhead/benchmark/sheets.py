@@ -17,9 +17,8 @@ from clearhead.benchmark.timing import Timing, geometric_mean
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["FLOORS", "GRID", "Sheet", "floors_sheet", "grid_sheet", "suite_sheet"]
+__all__ = ["GRID", "Sheet", "floors_sheet", "grid_sheet", "suite_sheet"]
 
-FLOORS = "floors"
 GRID = "grid"
 
 
@@ -130,10 +129,10 @@ def floors_sheet(measured: Mapping[str, Sequence[Line]]) -> Sheet:
     short = sum(not verdict.met for _, verdict in judged)
     notes = [f"{len(judged)} floors, {short} short"] + [
         "at the limit: what rows that are short would come to at the rate of the kernels' product in "
-        "the first caches; more is not to be had on this machine"
+        "the first caches; little more is to be had on this machine"
     ] * any(_reach(verdict) for _, verdict in judged)
     return Sheet(
-        title=FLOORS, about="what has to be reached, and what was",
+        title="floors", about="what has to be reached, and what was",
         header=["suite", "rows", "against", "figure", "found", "at the limit", "floor", ""],
         rows=[[name, *_floor_cells(verdict)] for name, verdict in judged], notes=notes,
     )  # fmt: skip
