@@ -38,8 +38,6 @@ ch_attention describe_attention(Dtype dtype);
 // Writes scale, dropout, mask and rules into a description whose sizes are set.
 void describe_options(const char* function, ch_attention& work, const AttentionOptions& options);
 
-ch_tensor view_of(const Tensor& tensor);
-
 inline constexpr const char* attention_options_schema =
     "int? before=None, int? after=None, float dropout=0.0, int seed=0, int query_offset=0, "
     "Tensor? start=None, Tensor? stop=None, Tensor? allowed=None, Tensor? blocks=None, int block_size=0, "

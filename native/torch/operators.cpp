@@ -1,5 +1,6 @@
 // Registers the operators with torch's dispatcher when the library is loaded.
-#include "attention.h"
+#include "block.h"
+#include "layers.h"
 
 #include <exception>
 
@@ -24,6 +25,27 @@ std::vector<Operator> operators() {
        "float scale, " + options +
            ", Tensor? grad_lse=None, Tensor?[]? statistics=None, int sink_keys=0, int[]? rule_slots=None) -> (Tensor[], bool)",
        attention_gradients},
+      {"linear", "linear(Tensor x, Tensor weight, Tensor? bias=None, int activation=0) -> Tensor", linear_forward},
+      {"linear_input_gradient", "linear_input_gradient(Tensor[]? grads, Tensor[]? weights) -> Tensor", linear_input_gradient},
+      {"linear_weight_gradient", "linear_weight_gradient(Tensor grad, Tensor x, bool bias) -> (Tensor, Tensor)",
+       linear_weight_gradient},
+      {"norm", "norm(Tensor x, Tensor? weight, Tensor? bias, int kind, float epsilon, bool training=False) -> (Tensor, Tensor)",
+       norm_forward},
+      {"norm_gradients",
+       "norm_gradients(Tensor grad, Tensor x, Tensor moments, Tensor? weight, Tensor? bias, int kind, float epsilon, "
+       "bool of_weight, bool of_bias) -> (Tensor, Tensor, Tensor)",
+       norm_gradients},
+      {"rotary", "rotary(Tensor x, Tensor table, int first=0, bool back=False) -> Tensor", rotary},
+      {"dropout_add", "dropout_add(Tensor x, Tensor? residual, int levels, int seed) -> Tensor", dropout_add_forward},
+      {"cache_append", "cache_append(Tensor(a!) cache, Tensor new, int first) -> ()", cache_append},
+      {"block_forward",
+       "block_forward(Tensor[]? tokens, Tensor[]? tensors, Tensor(a!)[]? caches, int[]? integers, float[]? numbers, "
+       "bool training) -> Tensor[]",
+       block_forward},
+      {"block_backward",
+       "block_backward(Tensor grad, Tensor[]? tokens, Tensor[]? tensors, Tensor[]? saved, int[]? integers, "
+       "float[]? numbers, int[]? needs) -> (Tensor[], bool)",
+       block_backward},
   };
 }
 

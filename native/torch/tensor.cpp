@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <new>
 #include <stdexcept>
+#include <stdlib.h>
 #include <string.h>
 
 #include "../src/memory.h"
@@ -12,6 +13,7 @@ namespace {
 
 // Bytes from which a tensor's memory comes from the library's own pool. Below, malloc has some ready more often than not.
 constexpr int64_t least_pooled = int64_t{1} << 20;
+constexpr size_t alignment = 64;
 constexpr int32_t most_threads = 4096;
 
 // torch's numbers of the dtypes above, in their order.
@@ -170,15 +172,20 @@ Tensor empty_heads(const Tensor& like, int64_t dim) {
 }
 
 Workspace::~Workspace() {
-  for (const Block& block : blocks_) give_memory(block.data, block.bytes);
+  for (const Block& block : blocks_) {
+    if (block.pooled) give_memory(block.data, block.bytes);
+    else free(block.data);
+  }
 }
 
 void* Workspace::take(int64_t bytes) {
   if (bytes <= 0) return nullptr;
   blocks_.reserve(blocks_.size() + 1);
-  void* data = take_memory(static_cast<size_t>(bytes));
+  const bool pooled = bytes >= least_pooled && memory_limit() > 0;
+  const size_t size = (static_cast<size_t>(bytes) + alignment - 1) / alignment * alignment;
+  void* data = pooled ? take_memory(size) : aligned_alloc(alignment, size);
   if (data == nullptr) throw std::bad_alloc();
-  blocks_.push_back({data, static_cast<size_t>(bytes)});
+  blocks_.push_back({data, size, pooled});
   return data;
 }
 

@@ -63,6 +63,9 @@ class Tensor {
   Dtype dtype_ = Dtype::other;
 };
 
+// [batch, heads, rows, contiguous columns] as the kernels take it.
+ch_tensor view_of(const Tensor& tensor);
+
 using Sizes = std::vector<int64_t>;
 
 // New tensors, their elements unknown. Large ones lie in memory that freed ones left (native/src/memory.h).
@@ -85,6 +88,7 @@ class Workspace {
   struct Block {
     void* data;
     size_t bytes;
+    bool pooled;
   };
   std::vector<Block> blocks_;
 };

@@ -10,6 +10,9 @@ from typing import Any, ClassVar, Final, Self
 import torch
 
 from clearhead.backends.dropout import LEVELS as LEVELS
+from clearhead.ops.kinds import Activation as Activation
+from clearhead.ops.kinds import Gate as Gate
+from clearhead.ops.kinds import NormKind as NormKind
 
 __all__ = [
     "ABI", "DTYPES", "LEVELS", "LINEAR_PAD", "MAX_AXES", "MAX_BLOCK", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES",
@@ -65,32 +68,6 @@ class Feature(IntEnum):
     IDENTITY = 0
     ELU = 1
     RELU = 2
-
-
-class Activation(IntEnum):
-    """``ch_activation``: of a product's sums on their way out."""
-
-    PLAIN = 0
-    RELU = 1
-    GELU = 2
-    GELU_TANH = 3
-    SILU = 4
-    QUICK_GELU = 5
-
-
-class Gate(IntEnum):
-    """``ch_gate``: what forward left for the way back through an activation."""
-
-    OUTPUT = 0
-    SLOPE = 1
-
-
-class NormKind(IntEnum):
-    """``ch_norm_kind``."""
-
-    LAYER = 0
-    RMS = 1
-    RMS_FROM_ONE = 2
 
 
 class Code(IntEnum):

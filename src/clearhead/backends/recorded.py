@@ -2,6 +2,7 @@
 
 The kernels compute gradients without a history. Where a gradient is to be differentiated (``create_graph=True``, or
 forward differentiation), or many gradients arrive as one (``is_grads_batched=True``), forward is computed once more by
+torch's operations and differentiated by autograd.
 """
 
 from __future__ import annotations

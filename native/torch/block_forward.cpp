@@ -1,0 +1,204 @@
+#include "block_parts.h"
+
+namespace clearhead::torch {
+namespace {
+
+// One block: what backward reads is a new tensor while training, and memory of the call otherwise.
+class Forward {
+ public:
+  Forward(const BlockCall& call, const BlockSpec& block, std::vector<Tensor>* saved)
+      : call_(call), block_(block), saved_(saved), dtype_(call.dtype), rows_(call.batch * call.length) {}
+
+  void run(const Matrix& tokens, const Matrix& output) {
+    if (!block_.residual) sublayer(0, tokens, &output);
+    else if (block_.pre_norm) norms_before(tokens, output);
+    else norms_behind(tokens, output);
+  }
+
+ private:
+  bool training() const { return saved_ != nullptr; }
+  Tensor& save(Dtype dtype, const Sizes& sizes) {
+    saved_->push_back(empty(dtype, sizes));
+    return saved_->back();
+  }
+  Matrix scratch(int64_t rows, int64_t columns) {
+    return {workspace_.take(rows * columns * size_of(dtype_)), rows, columns, columns};
+  }
+  Matrix saved_matrix(int64_t rows, int64_t columns) {
+    return training() ? matrix_of(save(dtype_, {rows, columns})) : scratch(rows, columns);
+  }
+  float* saved_moments() { return training() ? save(Dtype::float32, {rows_, 2}).as<float>() : nullptr; }
+
+  void norms_before(Matrix stream, const Matrix& output) {
+    Matrix given;
+    for (size_t place = 0; place < block_.sublayers(); ++place) {
+      NormForward call;
+      call.input = stream;
+      if (given) {
+        const AroundSpec& before = block_.around[place - 1];
+        const Matrix sum = saved_matrix(rows_, call_.width);
+        call.input = given, call.added = stream.data, call.dropped = before.dropped, call.seed = before.seed;
+        call.sum = sum.data;
+        stream = sum;
+      }
+      call.moments = saved_moments();
+      const Matrix normed = saved_matrix(rows_, call_.width);
+      call.output = normed.data;
+      norm(dtype_, block_.around[place].norm.norm, call);
+      given = sublayer(place, normed, nullptr);
+    }
+    const AroundSpec& last = block_.around.back();
+    dropout_add(dtype_, given, last.dropped, last.seed, stream.data, output.data);
+  }
+
+  void norms_behind(Matrix stream, const Matrix& output) {
+    for (size_t place = 0; place < block_.sublayers(); ++place) {
+      const AroundSpec& around = block_.around[place];
+      const bool last = place + 1 == block_.sublayers();
+      NormForward call;
+      call.input = sublayer(place, stream, nullptr);
+      call.added = stream.data, call.dropped = around.dropped, call.seed = around.seed;
+      if (training()) call.sum = matrix_of(save(dtype_, {rows_, call_.width})).data;
+      call.moments = saved_moments();
+      const Matrix normed = last ? output : saved_matrix(rows_, call_.width);
+      call.output = normed.data;
+      norm(dtype_, around.norm.norm, call);
+      stream = normed;
+    }
+  }
+
+  // What a sublayer gives, [rows, width], in `output` where that is not null.
+  Matrix sublayer(size_t place, const Matrix& x, const Matrix* output) {
+    const bool attends = place < block_.attentions.size();
+    const int64_t width = attends ? block_.attentions[place].last.layer.out : block_.feedforward.layers.back().layer.out;
+    const Matrix given = output != nullptr ? *output : scratch(rows_, width);
+    if (attends) attend(place, x, given);
+    else feed(x, given);
+    if (!block_.residual || !block_.around[place].has_result_norm) return given;
+    NormForward call;
+    const Matrix normed = scratch(rows_, width);
+    call.input = given, call.output = normed.data;
+    norm(dtype_, block_.around[place].result_norm.norm, call);
+    return normed;
+  }
+
+  void attend(size_t place, const Matrix& x, const Matrix& output) {
+    const AttentionSpec& spec = block_.attentions[place];
+    const bool memory = reads_memory(call_, block_, place);
+    const Matrix read[] = {x, memory ? matrix_of(call_.tokens[1]) : x};
+    const int64_t k_len = memory ? call_.tokens[1].size(1) : call_.length;
+    std::vector<Matrix> projected;
+    for (const Source& source : sources_of(spec, memory ? 2 : 1, dtype_)) {
+      projected.push_back(saved_matrix(read[source.tokens].rows, source.layer.out));
+      linear(dtype_, read[source.tokens], source.layer, projected.back());
+    }
+    for (size_t which = 0; which < spec.head_norms.size() && which < projected.size(); ++which) {
+      const Matrix heads = {projected[which].data, projected[which].rows * projected[which].columns / spec.head_dim,
+                            spec.head_dim, spec.head_dim};
+      const Matrix normed = scratch(projected[which].rows, projected[which].columns);
+      NormForward call;
+      call.input = heads, call.output = normed.data;
+      norm(dtype_, spec.head_norms[which].norm, call);
+      projected[which] = normed;
+    }
+    std::vector<ch_tensor> heads = split_heads(spec, projected, call_.length, k_len, dtype_);
+    rotate_heads(call_, spec, heads, heads.size() > 1, k_len, false);
+    ch_attention work = describe_heads(call_, spec, attended_keys(spec, k_len));
+    if (spec.cache == Cache::grows) {
+      const Tensor* caches[] = {spec.cached_key, spec.cached_value};
+      for (size_t which = 0; which < 2; ++which)
+        append_rows(dtype_, call_.batch, spec.kv_heads, call_.length, spec.head_dim, spec.cached, heads[which + 1],
+                    view_of(*caches[which]));
+    }
+    work.query = heads[0];
+    work.key = spec.cache == Cache::none ? heads[1] : view_of(*spec.cached_key);
+    work.value = spec.cache == Cache::none ? heads[2] : view_of(*spec.cached_value);
+    run_attention(spec, work, output);
+  }
+
+  int64_t attended_keys(const AttentionSpec& spec, int64_t k_len) const {
+    if (spec.cache == Cache::none) return k_len;
+    return spec.cache == Cache::grows ? spec.cached + call_.length : spec.cached;
+  }
+
+  void run_attention(const AttentionSpec& spec, ch_attention& work, const Matrix& output) {
+    const Matrix joined = saved_matrix(rows_, spec.heads * spec.head_dim);
+    work.output = heads_in(joined, 0, call_.length, spec.head_dim, dtype_);
+    if (training()) {
+      work.softmax = save(Dtype::float32, {work.batch, work.heads, work.q_len, 2}).as<float>();
+      if (dtype_ != Dtype::float32 && saves_output(work))
+        work.output32 = save(Dtype::float32, {work.batch, work.heads, work.q_len, work.value_dim}).as<float>();
+    }
+    check_kernel(ch_forward(&work), "attention");
+    linear(dtype_, joined, spec.last.layer, output);
+  }
+
+  void feed(const Matrix& x, const Matrix& output) {
+    const FeedForwardSpec& spec = block_.feedforward;
+    const int64_t width = spec.layers.back().layer.in;
+    Epilogue first;
+    first.activation = spec.activation, first.dropped = spec.dropped, first.seed = spec.seed;
+    const bool slopes = training() && (spec.gated() || !keeps_output(spec.activation));
+    if (!spec.gated()) {
+      const Matrix hidden = saved_matrix(x.rows, width);
+      if (slopes) first.slope = saved_matrix(x.rows, width);
+      linear(dtype_, x, spec.layers[0].layer, hidden, first);
+      linear(dtype_, hidden, spec.layers[1].layer, output);
+      return;
+    }
+    const Matrix activated = saved_matrix(x.rows, width);
+    if (slopes) first.slope = scratch(x.rows, width);
+    linear(dtype_, x, spec.layers[0].layer, activated, first);
+    // What is dropped of one factor is dropped of the product.
+    Epilogue second;
+    second.gate = activated, second.gate_kind = CH_GATE_SLOPE, second.slope_gate = first.slope;
+    const Matrix hidden = saved_matrix(x.rows, width);
+    if (slopes) second.slope = saved_matrix(x.rows, width);
+    linear(dtype_, x, spec.layers[1].layer, hidden, second);
+    linear(dtype_, hidden, spec.layers[2].layer, output);
+  }
+
+  const BlockCall& call_;
+  const BlockSpec& block_;
+  std::vector<Tensor>* saved_;
+  Dtype dtype_;
+  int64_t rows_;
+  Workspace workspace_;
+};
+
+int64_t output_width(const BlockSpec& block) {
+  return block.attentions.empty() ? block.feedforward.layers.back().layer.out : block.attentions.back().last.layer.out;
+}
+
+}  // namespace
+
+void block_forward(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  BlockCall call;
+  call.tokens = arguments.tensors(), call.tensors = arguments.tensors(), call.caches = arguments.tensors();
+  const std::vector<int64_t> integers = arguments.integers();
+  const std::vector<double> numbers = arguments.numbers();
+  const bool training = arguments.flag();
+  read_blocks(call, integers, numbers);
+  if (training && (call.blocks.size() > 1 || !call.caches.empty()))
+    fail("block", "training", "be of one block without caches", std::to_string(call.blocks.size()), "Run blocks one by one.");
+  std::vector<Tensor> results;
+  const int64_t width = call.blocks[0].residual ? call.width : output_width(call.blocks[0]);
+  results.push_back(empty(call.dtype, {call.batch, call.length, width}));
+  const Matrix output = matrix_of(results[0]);
+  Workspace workspace;
+  Matrix second = output;
+  if (call.blocks.size() > 1) second.data = workspace.take(output.rows * output.columns * size_of(call.dtype));
+  Matrix stream = matrix_of(call.tokens[0]);
+  std::vector<Tensor> saved;
+  for (size_t place = 0; place < call.blocks.size(); ++place) {
+    // Blocks write in turn to the output and to a second buffer, so that the last one's result is the output.
+    const Matrix target = (call.blocks.size() - 1 - place) % 2 == 0 ? output : second;
+    Forward(call, call.blocks[place], training ? &saved : nullptr).run(stream, target);
+    stream = target;
+  }
+  for (Tensor& tensor : saved) results.push_back(std::move(tensor));
+  Results(stack).tensors(std::move(results));
+}
+
+}  // namespace clearhead::torch

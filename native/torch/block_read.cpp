@@ -1,0 +1,232 @@
+// Reads what a block is from the lists that Python wrote, and checks that its parts fit each other.
+#include "block.h"
+
+namespace clearhead::torch {
+namespace {
+
+constexpr const char* name = "block";
+constexpr int64_t most_parts = 1 << 20;
+
+std::string words(int64_t number) { return std::to_string(number); }
+
+// Walks along the three lists.
+class Reader {
+ public:
+  Reader(BlockCall& call, const std::vector<int64_t>& integers, const std::vector<double>& numbers)
+      : call_(call), integers_(integers), numbers_(numbers) {}
+
+  int64_t integer() {
+    if (integer_ >= integers_.size()) fail(name, "integers", "say what every block is", "too few", "Use clearhead.ops.block.");
+    return integers_[integer_++];
+  }
+  int64_t integer(int64_t low, int64_t high, const char* what) {
+    const int64_t value = integer();
+    if (value < low || value > high)
+      fail(name, what, "be from " + words(low) + " to " + words(high), words(value), "Use clearhead.ops.block.");
+    return value;
+  }
+  bool flag() { return integer(0, 1, "a flag") == 1; }
+  double number() {
+    if (number_ >= numbers_.size()) fail(name, "numbers", "say what every block is", "too few", "Use clearhead.ops.block.");
+    return numbers_[number_++];
+  }
+  Slot slot() {
+    if (tensor_ >= call_.tensors.size()) fail(name, "tensors", "be those of every block", "too few", "Use clearhead.ops.block.");
+    const int64_t place = static_cast<int64_t>(tensor_++);
+    return {&call_.tensors[static_cast<size_t>(place)], place};
+  }
+  // A tensor behind a flag that says whether there is one.
+  Slot optional_slot() { return flag() ? slot() : Slot{}; }
+  Tensor optional_tensor() { return flag() ? slot().tensor->reference() : Tensor(); }
+  const Tensor* cache() {
+    if (cache_ >= call_.caches.size()) fail(name, "caches", "be keys and values of each cache", "too few", "Use clearhead.ops.block.");
+    return &call_.caches[cache_++];
+  }
+  void check_end() const {
+    if (integer_ != integers_.size() || number_ != numbers_.size() || tensor_ != call_.tensors.size() ||
+        cache_ != call_.caches.size())
+      fail(name, "integers, numbers, tensors and caches", "be those of the blocks alone", "more", "Use clearhead.ops.block.");
+  }
+
+ private:
+  BlockCall& call_;
+  const std::vector<int64_t>& integers_;
+  const std::vector<double>& numbers_;
+  size_t integer_ = 0, number_ = 0, tensor_ = 0, cache_ = 0;
+};
+
+LinearSpec read_linear(Reader& reader, BlockCall& call) {
+  LinearSpec spec;
+  spec.weight = reader.slot(), spec.bias = reader.optional_slot();
+  const Tensor none;
+  spec.layer = linear_of(name, *spec.weight.tensor, spec.bias.tensor ? *spec.bias.tensor : none, call.dtype, call.copies);
+  return spec;
+}
+
+NormSpec read_norm(Reader& reader, BlockCall& call, int64_t width) {
+  NormSpec spec;
+  spec.norm.kind = static_cast<int32_t>(reader.integer(CH_NORM_LAYER, CH_NORM_RMS_FROM_ONE, "a norm's kind"));
+  spec.norm.epsilon = reader.number();
+  spec.weight = reader.optional_slot(), spec.bias = reader.optional_slot();
+  for (const Slot* part : {&spec.weight, &spec.bias}) {
+    if (part->tensor == nullptr) continue;
+    if (!part->tensor->is_shaped({width}) || part->tensor->dtype() != call.dtype || !part->tensor->contiguous())
+      fail(name, "a norm's weight and bias", "be contiguous [" + words(width) + "] in the tokens' dtype",
+           part->tensor->shape(), "Use clearhead.ops.block.");
+  }
+  spec.norm.weight = spec.weight.tensor ? spec.weight.tensor->data() : nullptr;
+  spec.norm.bias = spec.bias.tensor ? spec.bias.tensor->data() : nullptr;
+  return spec;
+}
+
+void read_mask(Reader& reader, Mask& mask) {
+  if (reader.flag()) mask.before = reader.integer();
+  if (reader.flag()) mask.after = reader.integer();
+  mask.start = reader.optional_tensor();
+  if (mask.start) mask.stop = reader.slot().tensor->reference();
+  mask.allowed = reader.optional_tensor(), mask.blocks = reader.optional_tensor();
+  if (mask.blocks) mask.block_size = reader.integer();
+}
+
+void read_rules(Reader& reader, Rules& rules) {
+  for (int64_t count = reader.integer(0, CH_MAX_RULES, "the number of score rules"); count > 0; --count) {
+    rules.kinds.push_back(reader.integer(CH_RULE_SLOPE, CH_RULE_SOFTCAP, "a score rule's kind"));
+    if (rules.kinds.back() == CH_RULE_SOFTCAP) rules.values.push_back(reader.number());
+    else rules.tables.push_back(reader.slot().tensor->reference());
+  }
+  rules.sink = reader.optional_tensor();
+}
+
+void check_cache(const BlockCall& call, const AttentionSpec& spec) {
+  for (const Tensor* part : {spec.cached_key, spec.cached_value}) {
+    if (part->dim() != 4 || part->size(0) != call.batch || part->size(1) != spec.kv_heads ||
+        part->size(3) != spec.head_dim || part->dtype() != call.dtype || part->stride(3) != 1)
+      fail(name, "a cache", "hold keys and values [batch, kv_heads, capacity, head_dim] in the tokens' dtype", part->shape(),
+           "Use ch.KVCache.");
+    const int64_t needed = spec.cached + (spec.cache == Cache::grows ? call.length : 0);
+    if (spec.cached < 0 || needed > part->size(2))
+      fail(name, "a cache", "have room for " + words(needed) + " tokens", part->shape(), "Use ch.KVCache.");
+  }
+}
+
+// Widths of the projections against heads and tokens.
+void check_attention(const BlockCall& call, const AttentionSpec& spec, bool reads_memory) {
+  const int64_t heads = spec.heads + 2 * spec.kv_heads;
+  const bool together = spec.sources.size() == 1;
+  const int64_t memory_width = reads_memory ? call.tokens[1].size(2) : call.width;
+  for (size_t place = 0; place < spec.sources.size(); ++place) {
+    const Linear& layer = spec.sources[place].layer;
+    const int64_t count = together ? heads : place == 0 ? spec.heads : spec.kv_heads;
+    const int64_t in = place > 0 ? memory_width : call.width;
+    const bool unread = place > 0 && spec.cache == Cache::memory;
+    if (layer.out != count * spec.head_dim || (!unread && layer.in != in) || (together && memory_width != call.width))
+      fail(name, "a projection", "be [" + words(count * spec.head_dim) + ", " + words(in) + "]",
+           spec.sources[place].weight.tensor->shape(), "Use clearhead.ops.block.");
+  }
+  if (spec.last.layer.in != spec.heads * spec.head_dim)
+    fail(name, "the output projection", "read " + words(spec.heads * spec.head_dim) + " channels",
+         spec.last.weight.tensor->shape(), "Use clearhead.ops.block.");
+  if (spec.table == nullptr) return;
+  const Tensor& table = *spec.table;
+  if (table.dim() != 2 || table.size(1) != spec.head_dim || table.dtype() != Dtype::float32 || !table.contiguous() ||
+      spec.head_dim % 2 != 0)
+    fail(name, "a rotary table", "be contiguous float32 [positions, head_dim] of an even head_dim", table.shape(),
+         "Use ch.positions.");
+}
+
+AttentionSpec read_attention(Reader& reader, BlockCall& call, bool reads_memory) {
+  AttentionSpec spec;
+  const bool together = reader.flag();
+  spec.heads = reader.integer(1, most_parts, "heads"), spec.kv_heads = reader.integer(1, most_parts, "kv_heads");
+  for (int place = 0; place < (together ? 1 : 3); ++place) spec.sources.push_back(read_linear(reader, call));
+  spec.last = read_linear(reader, call);
+  const int64_t count = together ? spec.heads + 2 * spec.kv_heads : spec.heads;
+  spec.head_dim = spec.sources[0].layer.out / count;
+  if (spec.head_dim < 1 || spec.head_dim > CH_MAX_HEAD_DIM || spec.heads % spec.kv_heads != 0)
+    fail(name, "heads", "divide the projections, kv_heads divide heads, and head_dim be 1 to 256", words(spec.heads),
+         "Use clearhead.ops.block.");
+  if (reader.flag())
+    for (int place = 0; place < 2; ++place) spec.head_norms.push_back(read_norm(reader, call, spec.head_dim));
+  spec.rotary = static_cast<Rotary>(reader.integer(0, 2, "rotary"));
+  if (spec.rotary != Rotary::none) spec.table = reader.slot().tensor;
+  spec.cache = static_cast<Cache>(reader.integer(0, 2, "a cache's kind"));
+  if (spec.cache != Cache::none) {
+    spec.cached = reader.integer();
+    spec.cached_key = reader.cache(), spec.cached_value = reader.cache();
+    check_cache(call, spec);
+  }
+  AttentionOptions& options = spec.options;
+  options.scale = reader.number(), options.dropout = reader.number();
+  options.seed = static_cast<uint64_t>(reader.integer()), options.query_offset = reader.integer();
+  read_mask(reader, options.mask);
+  read_rules(reader, options.rules);
+  check_attention(call, spec, reads_memory);
+  return spec;
+}
+
+FeedForwardSpec read_feedforward(Reader& reader, BlockCall& call) {
+  FeedForwardSpec spec;
+  for (int64_t left = reader.integer(2, 3, "the number of a feedforward's layers"); left > 0; --left)
+    spec.layers.push_back(read_linear(reader, call));
+  spec.activation = static_cast<int32_t>(reader.integer(CH_PLAIN, CH_QUICK_GELU, "an activation"));
+  spec.dropped = static_cast<int32_t>(reader.integer(0, CH_LEVELS - 1, "dropout"));
+  spec.seed = static_cast<uint64_t>(reader.integer());
+  const int64_t hidden = spec.layers.back().layer.in;
+  for (size_t place = 0; place + 1 < spec.layers.size(); ++place) {
+    const Linear& layer = spec.layers[place].layer;
+    if (layer.in != call.width || layer.out != hidden)
+      fail(name, "a feedforward's layer", "be [" + words(hidden) + ", " + words(call.width) + "]",
+           spec.layers[place].weight.tensor->shape(), "Use clearhead.ops.block.");
+  }
+  return spec;
+}
+
+BlockSpec read_block(Reader& reader, BlockCall& call) {
+  BlockSpec spec;
+  spec.residual = reader.flag(), spec.pre_norm = reader.flag();
+  const int64_t attentions = reader.integer(0, 2, "the number of attentions");
+  for (int64_t place = 0; place < attentions; ++place)
+    spec.attentions.push_back(read_attention(reader, call, call.tokens.size() > 1 && place == attentions - 1));
+  spec.has_feedforward = reader.flag();
+  if (spec.has_feedforward) spec.feedforward = read_feedforward(reader, call);
+  if (spec.sublayers() == 0 || (!spec.residual && spec.sublayers() != 1))
+    fail(name, "a block", "have sublayers, and one alone without residuals", words(static_cast<int64_t>(spec.sublayers())),
+         "Use clearhead.ops.block.");
+  if (!spec.residual) return spec;
+  for (size_t place = 0; place < spec.sublayers(); ++place) {
+    AroundSpec around;
+    around.norm = read_norm(reader, call, call.width);
+    around.has_result_norm = reader.flag();
+    if (around.has_result_norm) around.result_norm = read_norm(reader, call, call.width);
+    around.dropped = static_cast<int32_t>(reader.integer(0, CH_LEVELS - 1, "dropout"));
+    around.seed = static_cast<uint64_t>(reader.integer());
+    const Linear& last = place < spec.attentions.size() ? spec.attentions[place].last.layer : spec.feedforward.layers.back().layer;
+    if (last.out != call.width)
+      fail(name, "a sublayer", "give the tokens' width " + words(call.width), words(last.out), "Use clearhead.ops.block.");
+    spec.around.push_back(std::move(around));
+  }
+  return spec;
+}
+
+}  // namespace
+
+void read_blocks(BlockCall& call, const std::vector<int64_t>& integers, const std::vector<double>& numbers) {
+  if (call.tokens.empty() || call.tokens.size() > 2)
+    fail(name, "tokens", "be one or two", words(static_cast<int64_t>(call.tokens.size())), "Use clearhead.ops.block.");
+  for (Tensor& tokens : call.tokens) {
+    if (tokens.dim() != 3 || tokens.dtype() > Dtype::float16 || tokens.dtype() != call.tokens[0].dtype() ||
+        tokens.size(0) != call.tokens[0].size(0) || tokens.elements() == 0)
+      fail(name, "tokens", "be [batch, len, width], not empty, in float32, bfloat16 or float16", tokens.shape(),
+           "Use clearhead.ops.block.");
+    tokens = std::move(tokens).as_contiguous();
+  }
+  call.dtype = call.tokens[0].dtype();
+  call.batch = call.tokens[0].size(0), call.length = call.tokens[0].size(1), call.width = call.tokens[0].size(2);
+  Reader reader(call, integers, numbers);
+  const int64_t count = reader.integer(1, most_parts, "the number of blocks");
+  call.blocks.reserve(static_cast<size_t>(count));
+  for (int64_t place = 0; place < count; ++place) call.blocks.push_back(read_block(reader, call));
+  reader.check_end();
+}
+
+}  // namespace clearhead::torch

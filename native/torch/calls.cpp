@@ -1,0 +1,186 @@
+#include "calls.h"
+
+#include <string.h>
+
+namespace clearhead::torch {
+namespace {
+
+template <class Description> Description describe(Dtype dtype) {
+  Description work = {};
+  work.size = sizeof(work), work.abi = CH_ABI, work.isa = instruction_set, work.threads = threads();
+  work.dtype = static_cast<int32_t>(dtype);
+  return work;
+}
+
+void* offset(const void* data, int64_t elements, Dtype dtype) {
+  return const_cast<char*>(static_cast<const char*>(data)) + elements * size_of(dtype);
+}
+
+void set_epilogue(ch_projection& work, const Epilogue& epilogue) {
+  work.activation = epilogue.activation, work.dropped = epilogue.dropped, work.seed = epilogue.seed;
+  work.slope = epilogue.slope.data, work.slope_row = epilogue.slope.step;
+  work.gate = epilogue.gate.data, work.gate_row = epilogue.gate.step;
+  work.gate_kind = epilogue.gate ? epilogue.gate_kind : CH_GATE_OUTPUT;
+  work.slope_gate = epilogue.slope_gate.data, work.slope_gate_row = epilogue.slope_gate.step;
+}
+
+void run(const ch_projection& work) {
+  if (work.rows > 0 && work.columns > 0) check_kernel(ch_project(&work), "linear");
+}
+
+}  // namespace
+
+Matrix Matrix::columns_from(int64_t first, int64_t count, Dtype dtype) const {
+  return {offset(data, first, dtype), rows, count, step};
+}
+
+Matrix Matrix::rows_from(int64_t first, int64_t count, Dtype dtype) const {
+  return {offset(data, first * step, dtype), count, columns, step};
+}
+
+Linear Linear::outputs_from(int64_t first, int64_t count, Dtype dtype) const {
+  Linear part = *this;
+  part.weight = offset(weight, transposed ? first : first * step, dtype), part.out = count;
+  part.bias = bias == nullptr ? nullptr : offset(bias, first, dtype);
+  return part;
+}
+
+Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias, Dtype dtype, std::vector<Tensor>& copies) {
+  if (weight.dim() != 2 || weight.dtype() != dtype)
+    fail(function, "weight", std::string("be [out, in] of ") + name_of(dtype), weight.shape(), "Convert with .to(dtype).");
+  if (bias && (!bias.is_shaped({weight.size(0)}) || bias.dtype() != dtype))
+    fail(function, "bias", "be [out] in the weight's dtype", bias.shape(), "Pass None for no bias.");
+  Linear layer;
+  layer.out = weight.size(0), layer.in = weight.size(1);
+  const Tensor* read = &weight;
+  layer.transposed = weight.stride(0) == 1 && weight.stride(1) != 1 && layer.in > 1;
+  if (!layer.transposed && weight.stride(1) != 1 && layer.in > 1) {
+    copies.push_back(weight.reference().as_contiguous());
+    read = &copies.back();
+  }
+  layer.weight = read->data(), layer.step = read->stride(layer.transposed ? 1 : 0);
+  if (bias) {
+    const Tensor* dense = &bias;
+    if (!bias.contiguous()) {
+      copies.push_back(bias.reference().as_contiguous());
+      dense = &copies.back();
+    }
+    layer.bias = dense->data();
+  }
+  return layer;
+}
+
+void linear(Dtype dtype, const Matrix& x, const Linear& layer, const Matrix& output, const Epilogue& epilogue) {
+  ch_projection work = describe<ch_projection>(dtype);
+  work.num_terms = 1, work.right_turned = layer.transposed ? 0 : 1;
+  work.rows = x.rows, work.columns = layer.out;
+  work.terms[0] = {x.data, layer.weight, x.step, layer.step, x.columns};
+  work.bias = layer.bias, work.output = output.data, work.output_row = output.step;
+  set_epilogue(work, epilogue);
+  run(work);
+}
+
+void input_gradient(Dtype dtype, const std::vector<InputTerm>& terms, const Matrix& output, const Epilogue& epilogue) {
+  ch_projection work = describe<ch_projection>(dtype);
+  work.num_terms = static_cast<int32_t>(terms.size());
+  work.rows = output.rows, work.columns = output.columns, work.output = output.data, work.output_row = output.step;
+  bool all_transposed = true, any_transposed = false;
+  for (const InputTerm& term : terms) {
+    all_transposed = all_transposed && term.layer.transposed;
+    any_transposed = any_transposed || term.layer.transposed;
+  }
+  work.right_turned = all_transposed ? 1 : 0;
+  Workspace copies;
+  for (size_t place = 0; place < terms.size(); ++place) {
+    const auto& [grad, layer] = terms[place];
+    ch_term& term = work.terms[place];
+    term = {grad.data, layer.weight, grad.step, layer.step, layer.out};
+    if (any_transposed && !all_transposed && layer.transposed) {
+      // One call reads all its right factors alike.
+      const int64_t size = size_of(dtype);
+      char* copy = static_cast<char*>(copies.take(layer.out * layer.in * size));
+      for (int64_t row = 0; row < layer.out; ++row)
+        for (int64_t column = 0; column < layer.in; ++column)
+          memcpy(copy + (row * layer.in + column) * size, offset(layer.weight, column * layer.step + row, dtype),
+                 static_cast<size_t>(size));
+      term.right = copy, term.right_row = layer.in;
+    }
+  }
+  set_epilogue(work, epilogue);
+  run(work);
+}
+
+void weight_gradient(Dtype dtype, const Matrix& grad, const Matrix& x, const Matrix& weight, void* bias) {
+  ch_projection work = describe<ch_projection>(dtype);
+  work.num_terms = 1, work.left_turned = 1;
+  work.rows = grad.columns, work.columns = x.columns;
+  work.terms[0] = {grad.data, x.data, grad.step, x.step, grad.rows};
+  work.output = weight.data, work.output_row = weight.step, work.row_sums = bias;
+  run(work);
+}
+
+void bias_gradient(Dtype dtype, const Matrix& grad, void* bias) {
+  // The weight's gradient against one column of ones.
+  Workspace workspace;
+  const int64_t size = size_of(dtype);
+  char* ones = static_cast<char*>(workspace.take(grad.rows * size));
+  char* unread = static_cast<char*>(workspace.take(grad.columns * size));
+  const float one = 1.0f;
+  const uint16_t bfloat16_one = 0x3f80, float16_one = 0x3c00;
+  for (int64_t row = 0; row < grad.rows; ++row) {
+    const void* number = dtype == Dtype::float32 ? static_cast<const void*>(&one)
+                         : dtype == Dtype::bfloat16 ? static_cast<const void*>(&bfloat16_one) : &float16_one;
+    memcpy(ones + row * size, number, static_cast<size_t>(size));
+  }
+  weight_gradient(dtype, grad, {ones, grad.rows, 1, 1}, {unread, grad.columns, 1, 1}, bias);
+}
+
+void norm(Dtype dtype, const Norm& norm, const NormForward& call) {
+  if (call.input.rows == 0) return;
+  ch_norm work = describe<ch_norm>(dtype);
+  work.kind = norm.kind, work.epsilon = norm.epsilon, work.weight = norm.weight, work.bias = norm.bias;
+  work.rows = call.input.rows, work.columns = call.input.columns;
+  work.dropped = call.dropped, work.seed = call.seed;
+  work.input = call.input.data, work.added = call.added, work.sum = call.sum, work.moments = call.moments;
+  work.output = call.output;
+  check_kernel(ch_norm_forward(&work), "norm");
+}
+
+void norm_backward(Dtype dtype, const Norm& norm, const NormBackward& call) {
+  ch_norm work = describe<ch_norm>(dtype);
+  work.kind = norm.kind, work.epsilon = norm.epsilon, work.weight = norm.weight;
+  work.rows = call.sum.rows, work.columns = call.sum.columns;
+  work.dropped = call.dropped, work.seed = call.seed;
+  work.sum = call.sum.data, work.moments = const_cast<float*>(call.moments);
+  work.grad_output = call.grad_output, work.grad_more = call.grad_more, work.grad_arrived = call.grad_at_sum;
+  work.grad_sum = call.grad_sum, work.grad_input = call.grad_input;
+  work.grad_weight = call.grad_weight, work.grad_bias = call.grad_bias;
+  check_kernel(ch_norm_backward(&work), "norm");
+}
+
+void dropout_add(Dtype dtype, const Matrix& input, int32_t dropped, uint64_t seed, const void* added, void* output) {
+  if (input.rows == 0 || input.columns == 0) return;
+  ch_dropout work = describe<ch_dropout>(dtype);
+  work.dropped = dropped, work.seed = seed, work.rows = input.rows, work.columns = input.columns;
+  work.input = input.data, work.added = added, work.output = output;
+  check_kernel(ch_drop(&work), "dropout");
+}
+
+void rotate(Dtype dtype, const Rotation& call) {
+  ch_rotation work = describe<ch_rotation>(dtype);
+  work.back = call.back ? 1 : 0;
+  work.batch = call.batch, work.heads = call.heads, work.rows = call.rows, work.columns = call.columns;
+  work.first = call.first, work.positions = call.positions, work.table = call.table;
+  work.source = call.source, work.target = call.target;
+  check_kernel(ch_rotate(&work), "rotary");
+}
+
+void append_rows(Dtype dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns, int64_t first,
+                 const ch_tensor& source, const ch_tensor& target) {
+  ch_append work = describe<ch_append>(dtype);
+  work.batch = batch, work.heads = heads, work.rows = rows, work.columns = columns, work.first = first;
+  work.source = source, work.target = target;
+  check_kernel(ch_append_rows(&work), "cache_append");
+}
+
+}  // namespace clearhead::torch

@@ -1,0 +1,115 @@
+// The kernels' calls on matrices in memory, one function each: what operators and whole layers are made of.
+#pragma once
+
+#include "tensor.h"
+
+namespace clearhead::torch {
+
+// [rows, columns] in memory, rows `step` elements apart.
+struct Matrix {
+  void* data = nullptr;
+  int64_t rows = 0, columns = 0, step = 0;
+
+  explicit operator bool() const { return data != nullptr; }
+  // Columns `first` to `first + count`, or rows likewise.
+  Matrix columns_from(int64_t first, int64_t count, Dtype dtype) const;
+  Matrix rows_from(int64_t first, int64_t count, Dtype dtype) const;
+};
+
+// A linear layer: `weight` is [out, in] and lies so, or transposed as [in, out]; `bias` is null for none.
+struct Linear {
+  const void* weight = nullptr;
+  int64_t out = 0, in = 0, step = 0;
+  bool transposed = false;
+  const void* bias = nullptr;
+
+  // Rows `first` to `first + count` of the weight, with their part of the bias.
+  Linear outputs_from(int64_t first, int64_t count, Dtype dtype) const;
+};
+
+// Reads a weight [out, in] and a bias [out], which may be undefined. What the kernels cannot read where it lies is copied
+// into `copies`, which must outlive the result.
+Linear linear_of(const char* function, const Tensor& weight, const Tensor& bias, Dtype dtype, std::vector<Tensor>& copies);
+
+// What a forward GEMM does with its sums besides the bias.
+struct Epilogue {
+  int32_t activation = CH_PLAIN;  // enum ch_activation
+  int32_t dropped = 0;            // of CH_LEVELS
+  uint64_t seed = 0;
+  Matrix slope;                   // written: the derivative of the activation, or of the product with a gate
+  Matrix gate;                    // by which sums are multiplied (CH_GATE_SLOPE), or a ReLU's output (CH_GATE_OUTPUT)
+  int32_t gate_kind = CH_GATE_OUTPUT;
+  Matrix slope_gate;
+};
+
+// output = epilogue(x weight^T + bias)
+void linear(Dtype dtype, const Matrix& x, const Linear& layer, const Matrix& output, const Epilogue& epilogue = {});
+
+// One term of an input's gradient: grad weight.
+struct InputTerm {
+  Matrix grad;
+  Linear layer;
+};
+
+// output = epilogue(sum over terms of grad weight); at most CH_MAX_TERMS terms.
+void input_gradient(Dtype dtype, const std::vector<InputTerm>& terms, const Matrix& output, const Epilogue& epilogue = {});
+
+// weight = grad^T x, and bias = the sum of grad's rows where it is not null.
+void weight_gradient(Dtype dtype, const Matrix& grad, const Matrix& x, const Matrix& weight, void* bias);
+
+// bias = the sum of grad's rows, without a weight's gradient beside it.
+void bias_gradient(Dtype dtype, const Matrix& grad, void* bias);
+
+// A norm: its kind (enum ch_norm_kind), epsilon, weight and bias, null where there are none.
+struct Norm {
+  int32_t kind = CH_NORM_LAYER;
+  double epsilon = 0.0;
+  const void* weight = nullptr;
+  const void* bias = nullptr;
+};
+
+// sum = dropped(input) + added; output = norm(sum). All contiguous; sum and moments are written where they are not null.
+struct NormForward {
+  Matrix input;
+  const void* added = nullptr;
+  int32_t dropped = 0;
+  uint64_t seed = 0;
+  void* sum = nullptr;
+  float* moments = nullptr;
+  void* output = nullptr;
+};
+void norm(Dtype dtype, const Norm& norm, const NormForward& call);
+
+// The gradients of NormForward's input and of what was added (grad_sum); null pointers are absent, or not wanted.
+struct NormBackward {
+  Matrix sum;
+  const float* moments = nullptr;
+  int32_t dropped = 0;
+  uint64_t seed = 0;
+  const void* grad_output = nullptr;
+  const void* grad_more = nullptr;
+  const void* grad_at_sum = nullptr;
+  void* grad_sum = nullptr;
+  void* grad_input = nullptr;  // only where elements were dropped: elsewhere grad_sum is the same
+  void* grad_weight = nullptr;
+  void* grad_bias = nullptr;
+};
+void norm_backward(Dtype dtype, const Norm& norm, const NormBackward& call);
+
+// output = dropped(input) + added, contiguous; added is null for none.
+void dropout_add(Dtype dtype, const Matrix& input, int32_t dropped, uint64_t seed, const void* added, void* output);
+
+// Rotary positions of [batch, heads, rows, columns] by a table [positions, columns] of cosines, then sines.
+struct Rotation {
+  int64_t batch = 0, heads = 0, rows = 0, columns = 0, first = 0, positions = 0;
+  const float* table = nullptr;
+  ch_tensor source = {}, target = {};
+  bool back = false;
+};
+void rotate(Dtype dtype, const Rotation& call);
+
+// target[:, :, first + r] = source[:, :, r]
+void append_rows(Dtype dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns, int64_t first,
+                 const ch_tensor& source, const ch_tensor& target);
+
+}  // namespace clearhead::torch

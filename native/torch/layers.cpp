@@ -1,0 +1,233 @@
+#include "layers.h"
+
+#include "calls.h"
+
+namespace clearhead::torch {
+namespace {
+
+std::string words(int64_t number) { return std::to_string(number); }
+
+void check_dtype(const char* function, const char* argument, const Tensor& tensor) {
+  if (tensor.dtype() > Dtype::float16)
+    fail(function, argument, "be float32, bfloat16 or float16", tensor.shape(), "Convert with .to(dtype).");
+}
+
+// [*batch, width] as [rows, width]; rows may be strided where there is one batch axis.
+struct Flat {
+  Tensor tensor;
+  Matrix matrix;
+};
+
+Flat flat(const char* function, const char* argument, Tensor given) {
+  check_dtype(function, argument, given);
+  if (given.dim() == 0) fail(function, argument, "have an axis of channels", given.shape(), "Use .unsqueeze.");
+  const int64_t width = given.size(given.dim() - 1);
+  if (given.dim() == 2) {
+    Flat result = {std::move(given).with_contiguous_rows(), {}};
+    result.matrix = {result.tensor.data(), result.tensor.size(0), width, result.tensor.size(0) > 1 ? result.tensor.stride(0) : width};
+    return result;
+  }
+  Flat result = {std::move(given).as_contiguous(), {}};
+  result.matrix = {result.tensor.data(), width == 0 ? 0 : result.tensor.elements() / width, width, width};
+  return result;
+}
+
+Sizes sizes_with(const Tensor& like, int64_t width) {
+  Sizes sizes;
+  for (int64_t axis = 0; axis + 1 < like.dim(); ++axis) sizes.push_back(like.size(axis));
+  sizes.push_back(width);
+  return sizes;
+}
+
+Matrix written(const Tensor& tensor) {
+  const int64_t width = tensor.size(tensor.dim() - 1);
+  return {tensor.data(), width == 0 ? 0 : tensor.elements() / width, width, width};
+}
+
+Norm norm_of(const char* function, const Tensor& x, const Tensor& weight, const Tensor& bias, int64_t kind, double epsilon) {
+  const int64_t width = x.size(x.dim() - 1);
+  for (const Tensor* part : {&weight, &bias}) {
+    if (*part && (!part->is_shaped({width}) || part->dtype() != x.dtype() || !part->contiguous()))
+      fail(function, "weight and bias", "be contiguous [" + words(width) + "] in the dtype of x", part->shape(),
+           "Convert with .to(dtype).");
+  }
+  if (kind < CH_NORM_LAYER || kind > CH_NORM_RMS_FROM_ONE)
+    fail(function, "kind", "be 0, 1 or 2", words(kind), "See clearhead.ops.kinds.NormKind.");
+  if (!(epsilon >= 0.0)) fail(function, "epsilon", "be 0 or more", std::to_string(epsilon), "1e-5 is usual.");
+  return {static_cast<int32_t>(kind), epsilon, weight ? weight.data() : nullptr, bias ? bias.data() : nullptr};
+}
+
+}  // namespace
+
+void linear_forward(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  Tensor given = arguments.tensor(), weight = arguments.tensor(), bias = arguments.optional_tensor();
+  const int64_t activation = arguments.integer();
+  const Flat x = flat("linear", "x", std::move(given));
+  std::vector<Tensor> copies;
+  const Linear layer = linear_of("linear", weight, bias, x.tensor.dtype(), copies);
+  if (layer.in != x.matrix.columns)
+    fail("linear", "weight", "read " + words(x.matrix.columns) + " channels", weight.shape(), "Check the layer's widths.");
+  if (activation < CH_PLAIN || activation > CH_QUICK_GELU)
+    fail("linear", "activation", "be 0 to 5", words(activation), "See clearhead.ops.kinds.Activation.");
+  Tensor output = empty(x.tensor.dtype(), sizes_with(x.tensor, layer.out));
+  Epilogue epilogue;
+  epilogue.activation = static_cast<int32_t>(activation);
+  linear(x.tensor.dtype(), x.matrix, layer, written(output), epilogue);
+  Results(stack).tensor(std::move(output));
+}
+
+void linear_input_gradient(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  std::vector<Tensor> grads = arguments.tensors(), weights = arguments.tensors();
+  const char* name = "linear_input_gradient";
+  if (grads.empty() || grads.size() != weights.size() || grads.size() > CH_MAX_TERMS)
+    fail(name, "grads and weights", "be as many, 1 to " + words(CH_MAX_TERMS), words(static_cast<int64_t>(grads.size())),
+         "Add the gradients of more layers.");
+  std::vector<Flat> rows;
+  std::vector<Tensor> copies;
+  std::vector<InputTerm> terms;
+  const Tensor none;
+  for (size_t place = 0; place < grads.size(); ++place) {
+    rows.push_back(flat(name, "grads", std::move(grads[place])));
+    const Linear layer = linear_of(name, weights[place], none, rows[0].tensor.dtype(), copies);
+    if (layer.out != rows[place].matrix.columns || rows[place].matrix.rows != rows[0].matrix.rows ||
+        layer.in != weights[0].size(1) || rows[place].tensor.dtype() != rows[0].tensor.dtype())
+      fail(name, "grads and weights", "be [*batch, out] and [out, in] of one batch and in", weights[place].shape(),
+           "Check the layers' widths.");
+    terms.push_back({rows[place].matrix, layer});
+  }
+  Tensor output = empty(rows[0].tensor.dtype(), sizes_with(rows[0].tensor, terms[0].layer.in));
+  input_gradient(rows[0].tensor.dtype(), terms, written(output));
+  Results(stack).tensor(std::move(output));
+}
+
+void linear_weight_gradient(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  Tensor arrived = arguments.tensor(), given = arguments.tensor();
+  const bool with_bias = arguments.flag();
+  const char* name = "linear_weight_gradient";
+  const Flat grad = flat(name, "grad", std::move(arrived)), x = flat(name, "x", std::move(given));
+  if (grad.matrix.rows != x.matrix.rows || grad.tensor.dtype() != x.tensor.dtype())
+    fail(name, "grad and x", "have the same rows and dtype", grad.tensor.shape(), "Pass the gradient as it arrived.");
+  const Dtype dtype = x.tensor.dtype();
+  Tensor weight = empty(dtype, {grad.matrix.columns, x.matrix.columns});
+  Tensor bias = empty(dtype, {with_bias ? grad.matrix.columns : 0});
+  weight_gradient(dtype, grad.matrix, x.matrix, written(weight), with_bias ? bias.data() : nullptr);
+  Results results(stack);
+  results.tensor(std::move(weight));
+  results.tensor(std::move(bias));
+}
+
+void norm_forward(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  Tensor given = arguments.tensor(), weight = arguments.optional_tensor(), bias = arguments.optional_tensor();
+  const int64_t kind = arguments.integer();
+  const double epsilon = arguments.number();
+  const bool training = arguments.flag();
+  check_dtype("norm", "x", given);
+  if (given.dim() == 0) fail("norm", "x", "have an axis of channels", given.shape(), "Use .unsqueeze.");
+  const Tensor x = std::move(given).as_contiguous();
+  const Norm what = norm_of("norm", x, weight, bias, kind, epsilon);
+  Tensor output = empty(x.dtype(), sizes_with(x, x.size(x.dim() - 1)));
+  const Matrix rows = written(x);
+  Tensor moments = empty(Dtype::float32, {training ? rows.rows : 0, 2});
+  NormForward call;
+  call.input = rows, call.output = output.data(), call.moments = training ? moments.as<float>() : nullptr;
+  norm(x.dtype(), what, call);
+  Results results(stack);
+  results.tensor(std::move(output));
+  results.tensor(std::move(moments));
+}
+
+void norm_gradients(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  Tensor arrived = arguments.tensor(), given = arguments.tensor(), moments = arguments.tensor();
+  Tensor weight = arguments.optional_tensor(), bias = arguments.optional_tensor();
+  const int64_t kind = arguments.integer();
+  const double epsilon = arguments.number();
+  const bool of_weight = arguments.flag(), of_bias = arguments.flag();
+  const char* name = "norm_gradients";
+  check_dtype(name, "x", given);
+  const Tensor grad = std::move(arrived).as_contiguous(), x = std::move(given).as_contiguous();
+  if (x.dim() == 0 || grad.dtype() != x.dtype() || grad.elements() != x.elements())
+    fail(name, "grad", "have the shape and dtype of x", grad.shape(), "Pass the gradient as it arrived.");
+  const Norm what = norm_of(name, x, weight, bias, kind, epsilon);
+  const Matrix rows = written(x);
+  if (!moments.is_shaped({rows.rows, 2}) || moments.dtype() != Dtype::float32 || !moments.contiguous())
+    fail(name, "moments", "be what forward returned", moments.shape(), "Call forward with training=True.");
+  Tensor of_x = empty(x.dtype(), sizes_with(x, rows.columns));
+  Tensor weight_grad = empty(x.dtype(), {of_weight && weight ? rows.columns : 0});
+  Tensor bias_grad = empty(x.dtype(), {of_bias && bias ? rows.columns : 0});
+  NormBackward call;
+  call.sum = rows, call.moments = moments.as<float>(), call.grad_output = grad.data(), call.grad_sum = of_x.data();
+  if (of_weight && weight) call.grad_weight = weight_grad.data();
+  if (of_bias && bias) call.grad_bias = bias_grad.data();
+  norm_backward(x.dtype(), what, call);
+  Results results(stack);
+  results.tensor(std::move(of_x));
+  results.tensor(std::move(weight_grad));
+  results.tensor(std::move(bias_grad));
+}
+
+void rotary(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  Tensor given = arguments.tensor(), table = arguments.tensor();
+  const int64_t first = arguments.integer();
+  const bool back = arguments.flag();
+  check_dtype("rotary", "x", given);
+  if (given.dim() != 4 || given.size(3) % 2 != 0)
+    fail("rotary", "x", "be [batch, heads, len, head_dim] of an even head_dim", given.shape(), "Add the missing axes.");
+  if (table.dim() != 2 || table.size(1) != given.size(3) || table.dtype() != Dtype::float32 || !table.contiguous())
+    fail("rotary", "table", "be contiguous float32 [positions, head_dim]", table.shape(), "Use ch.positions.");
+  if (first < 0 || first + given.size(2) > table.size(0))
+    fail("rotary", "first", "leave every token a position in the table", words(first), "Make a longer table.");
+  const Tensor x = std::move(given).with_contiguous_rows();
+  Tensor output = empty_heads(x, x.size(3));
+  Rotation call;
+  call.batch = x.size(0), call.heads = x.size(1), call.rows = x.size(2), call.columns = x.size(3);
+  call.first = first, call.positions = table.size(0), call.table = table.as<float>(), call.back = back;
+  call.source = view_of(x), call.target = view_of(output);
+  if (x.elements() > 0) rotate(x.dtype(), call);
+  Results(stack).tensor(std::move(output));
+}
+
+void dropout_add_forward(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  Tensor given = arguments.tensor(), residual = arguments.optional_tensor();
+  const int64_t levels = arguments.integer();
+  const uint64_t seed = static_cast<uint64_t>(arguments.integer());
+  check_dtype("dropout_add", "x", given);
+  if (levels < 0 || levels >= CH_LEVELS)
+    fail("dropout_add", "levels", "be 0 to " + words(CH_LEVELS - 1), words(levels), "It is the probability times 65536.");
+  if (given.dim() == 0) fail("dropout_add", "x", "have an axis", given.shape(), "Use .unsqueeze.");
+  const Tensor x = std::move(given).as_contiguous();
+  if (residual) {
+    if (residual.dtype() != x.dtype() || residual.elements() != x.elements())
+      fail("dropout_add", "residual", "have the shape and dtype of x", residual.shape(), "Pass None for no residual.");
+    residual = std::move(residual).as_contiguous();
+  }
+  Tensor output = empty(x.dtype(), sizes_with(x, x.size(x.dim() - 1)));
+  dropout_add(x.dtype(), written(x), static_cast<int32_t>(levels), seed, residual ? residual.data() : nullptr, output.data());
+  Results(stack).tensor(std::move(output));
+}
+
+void cache_append(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const Tensor cache = arguments.tensor();
+  Tensor given = arguments.tensor();
+  const int64_t first = arguments.integer();
+  check_dtype("cache_append", "new", given);
+  const Tensor fresh = std::move(given).with_contiguous_rows();
+  if (cache.dim() != 4 || fresh.dim() != 4 || cache.dtype() != fresh.dtype() || cache.size(0) != fresh.size(0) ||
+      cache.size(1) != fresh.size(1) || cache.size(3) != fresh.size(3) || cache.stride(3) != 1)
+    fail("cache_append", "new", "be [batch, kv_heads, new, head_dim] as the cache is, " + cache.shape(), fresh.shape(),
+         "Use one cache per layer and per batch.");
+  if (first < 0 || first + fresh.size(2) > cache.size(2))
+    fail("cache_append", "first", "leave room for " + words(fresh.size(2)) + " tokens in " + words(cache.size(2)), words(first),
+         "Make a larger cache.");
+  if (fresh.elements() > 0)
+    append_rows(fresh.dtype(), fresh.size(0), fresh.size(1), fresh.size(2), fresh.size(3), first, view_of(fresh), view_of(cache));
+}
+
+}  // namespace clearhead::torch

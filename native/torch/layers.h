@@ -1,0 +1,17 @@
+// The operators of single layers: linear, norm, rotary, dropout and a cache's append.
+#pragma once
+
+#include "arguments.h"
+
+namespace clearhead::torch {
+
+void linear_forward(StableIValue* stack, uint64_t, uint64_t);
+void linear_input_gradient(StableIValue* stack, uint64_t, uint64_t);
+void linear_weight_gradient(StableIValue* stack, uint64_t, uint64_t);
+void norm_forward(StableIValue* stack, uint64_t, uint64_t);
+void norm_gradients(StableIValue* stack, uint64_t, uint64_t);
+void rotary(StableIValue* stack, uint64_t, uint64_t);
+void dropout_add_forward(StableIValue* stack, uint64_t, uint64_t);
+void cache_append(StableIValue* stack, uint64_t, uint64_t);
+
+}  // namespace clearhead::torch

@@ -1,0 +1,152 @@
+"""Whole blocks by the operators ``clearhead::block_forward`` and ``clearhead::block_backward``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from clearhead.backends.recorded import is_recorded, recorded_gradients
+from clearhead.shapes import Float
+
+__all__ = ["LEVELS", "Tape", "run_blocks"]
+
+#: Dropout of activations drops a whole number of so many (``CH_LEVELS``).
+LEVELS: Final = 65536
+
+
+@dataclass
+class Tape:
+    """What blocks are, as the lists that the operators read, in the order of native/torch/block_read.cpp.
+
+    Attributes:
+        integers: counts, kinds, flags, positions and seeds.
+        numbers: epsilons, scales, probabilities and caps.
+        tensors: weights, biases, tables, masks and rules.
+        caches: keys and values of each cache, which forward writes to.
+    """
+
+    integers: list[int] = field(default_factory=list)
+    numbers: list[float] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    caches: list[Tensor] = field(default_factory=list)
+
+    def integer(self, *values: int) -> None:
+        self.integers.extend(values)
+
+    def number(self, *values: float) -> None:
+        self.numbers.extend(values)
+
+    def tensor(self, tensor: Tensor) -> None:
+        self.tensors.append(tensor)
+
+    def optional(self, tensor: Tensor | None) -> None:
+        """A flag, and the tensor where there is one."""
+        self.integers.append(tensor is not None)
+        if tensor is not None:
+            self.tensors.append(tensor)
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> None:
+        """A linear layer."""
+        self.tensors.append(weight)
+        self.optional(bias)
+
+    def norm(self, kind: int, epsilon: float, weight: Tensor | None, bias: Tensor | None) -> None:
+        """A norm."""
+        self.integers.append(kind)
+        self.numbers.append(epsilon)
+        self.optional(weight)
+        self.optional(bias)
+
+    def mask(self, options: Mapping[str, Any]) -> None:
+        """A mask, from the arguments that ``clearhead.ops.attention.options_of`` gives for it."""
+        for name in ("before", "after"):
+            bound = options.get(name)
+            self.integers.append(bound is not None)
+            if bound is not None:
+                self.integers.append(bound)
+        self.optional(options.get("start"))
+        if "stop" in options:
+            self.tensors.append(options["stop"])
+        self.optional(options.get("allowed"))
+        self.optional(options.get("blocks"))
+        if "blocks" in options:
+            self.integers.append(options["block_size"])
+
+    def rules(self, options: Mapping[str, Any]) -> None:
+        """Score rules, likewise."""
+        kinds: Sequence[int] = options.get("rule_kinds", ())
+        self.integers.append(len(kinds))
+        self.integers.extend(kinds)
+        self.numbers.extend(options.get("rule_values", ()))
+        self.tensors.extend(options.get("rule_tables", ()))
+        self.optional(options.get("sink"))
+
+
+#: Computes a block's output of other tensors in the place of its own, by operations that autograd knows.
+Recompute = Callable[[Mapping[int, Tensor], Sequence[Tensor]], Tensor]
+
+
+class _Block(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tape: Tape, recompute: Recompute, sequences: int, *inputs: Tensor) -> Tensor:
+        tokens, tensors = [*inputs[:sequences]], [*inputs[sequences:]]
+        output: Tensor
+        output, *saved = torch.ops.clearhead.block_forward.default(
+            tokens, tensors, [], tape.integers, tape.numbers, True
+        )
+        ctx.lists, ctx.sequences, ctx.recompute = (tape.integers, tape.numbers), sequences, recompute
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs, *saved)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[3:]
+        if grad is None:
+            return (None,) * (3 + len(needs))
+        # Unpacked once: a checkpoint recomputes them for it.
+        tensors = ctx.saved_tensors
+        inputs, saved = tensors[: len(needs)], [*tensors[len(needs) :]]
+        if not is_recorded(grad):
+            tokens, own = [*inputs[: ctx.sequences]], [*inputs[ctx.sequences :]]
+            found, finite = torch.ops.clearhead.block_backward.default(
+                grad, tokens, own, saved, *ctx.lists, [*map(int, needs)]
+            )
+            if finite:
+                results = iter(found)
+                return None, None, None, *(next(results) if needed else None for needed in needs)
+        return None, None, None, *_by_parts(ctx, inputs, grad, needs)
+
+
+def _by_parts(ctx: Any, inputs: Sequence[Tensor], grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+    """Gradients op by op: where they are recorded, or where NaN or infinity meets a mask."""
+
+    def compute(copies: list[Tensor | None]) -> list[Tensor]:
+        places = {id(own): copy for own, copy in zip(inputs, copies, strict=True) if copy is not None}
+        tokens = [part for part in copies[: ctx.sequences] if part is not None]
+        return [ctx.recompute(places, tokens)]
+
+    return recorded_gradients(compute, inputs, [grad], needs)
+
+
+def run_blocks(
+    tokens: Sequence[Float[Tensor, "batch _len _width"]], tape: Tape, recompute: Recompute | None = None
+) -> Float[Tensor, "batch len width"]:
+    """The output of blocks, each of which reads what the one before it gives.
+
+    Args:
+        tokens: those of the first block and, where attentions read one, the memory.
+        tape: the blocks.
+        recompute: the same op by op, of a single block that learns; None where no gradient is wanted.
+    """
+    if recompute is None:
+        output: Tensor = torch.ops.clearhead.block_forward.default(
+            [*tokens], tape.tensors, tape.caches, tape.integers, tape.numbers, False
+        )[0]
+        return output
+    output = _Block.apply(tape, recompute, len(tokens), *tokens, *tape.tensors)  # type: ignore[no-untyped-call]
+    return output
