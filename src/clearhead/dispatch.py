@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from clearhead import choices
 from clearhead.arguments import seen
 from clearhead.backends import flex, native, reference, sdpa, tiled, triton
 from clearhead.backends.capability import Backend
 from clearhead.backends.containment import without_autocast
 from clearhead.errors import UnsupportedError
-from clearhead.preference import torch_leads
 from clearhead.problem import Problem
 from clearhead.statistics import Observation, Want
 
@@ -83,8 +83,24 @@ def _is_auto(backend: object) -> bool:
 
 def _automatic(problem: Problem, want: Want) -> tuple[Backend, ...]:
     """The backends that "auto" looks at, in order."""
-    found = tuple(backend for backend in BACKENDS if want.names or backend.name not in _FOR_STATISTICS)
-    return tuple(sorted(found, key=lambda each: each is not sdpa.BACKEND)) if torch_leads(problem, want) else found
+    order = tuple(backend for backend in BACKENDS if want.names or backend.name not in _FOR_STATISTICS)
+    first = choices.named().attention or (sdpa.BACKEND.name if _is_torchs(problem, want) else None)
+    return order if first is None else tuple(sorted(order, key=lambda each: each.name != first))
+
+
+def _is_torchs(problem: Problem, want: Want) -> bool:
+    """Whether the table names torch's attention, in a call that means the same there.
+
+    With gradients only in float32: in 16 bits torch rounds sums that the kernels do not.
+    """
+    dtype = problem.query.dtype
+    if dtype not in native.BACKEND.capability.dtypes or problem.query.device.type != "cpu" or want.names:
+        return False
+    sizes = choices.row_for(dtype).sdpa_from
+    if sizes is None or problem.dropout > 0.0 or (problem.needs_gradient and dtype != problem.work_dtype):
+        return False
+    least = sizes.full if problem.mask is None else sizes.causal
+    return min(problem.q_len, problem.k_len) >= least and sdpa.asks_flags(problem)
 
 
 def run(function: str, problem: Problem, want: Want, backend: str = "auto") -> Observation:

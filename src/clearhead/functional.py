@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from clearhead import torch_op
+from clearhead import choices, torch_op
 from clearhead.backends.native_replay import replay
 from clearhead.dispatch import DispatchReport, report, run
 from clearhead.errors import UnsupportedError
@@ -83,6 +83,7 @@ def attention(
     if (
         (causal or mask is None) and type(scores) is tuple and not scores and (scale is None or type(scale) is float)
         and type(dropout) is float and seed is None and query_offset is None and backend in _MAY_REPLAY
+        and choices.named() is choices.NOTHING_NAMED
     ):  # fmt: skip
         again = replay(query, key, value, causal, scale, dropout)
         if again is not None:

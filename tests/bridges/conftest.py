@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from clearhead.nn import step
-from clearhead.projection import chosen
 from tests.steps import steps_taken
 
 
@@ -19,6 +18,5 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small products are the kernels' where larger ones are; and nothing is known of calls before."""
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
-    monkeypatch.setattr(chosen, "_CHOICES", {})
     for held in (step._KEPT, step._KNOWN, step._CALLS):
         monkeypatch.setattr(held, "steps", {})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from clearhead.projection import chosen
 from tests.nn.layers.definition import forget
 from tests.steps import steps_taken
 
@@ -13,7 +12,6 @@ from tests.steps import steps_taken
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small products are the kernels' where larger ones are."""
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
-    monkeypatch.setattr(chosen, "_CHOICES", {})
 
 
 @pytest.fixture(autouse=True)
