@@ -384,7 +384,8 @@ CH_EXPORT const char* ch_isa_name(int index);
 /* Whether this processor can run it. */
 CH_EXPORT int ch_isa_usable(int index);
 /* Vendors that the choice of a set distinguishes. */
-enum ch_vendor { CH_OTHER_VENDOR = 0, CH_INTEL = 1 };
+#define CH_OTHER_VENDOR 0
+#define CH_INTEL 1
 /* The set for a processor of a vendor with this processor's instructions: the widest usable one that the vendor's processors
  * do not run slower than the next one. */
 CH_EXPORT int ch_isa_for(int32_t vendor);
