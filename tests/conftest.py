@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
+
+from clearhead.backends import native_library
+
+
+@pytest.fixture(autouse=True)
+def _best_instruction_set() -> Iterator[None]:
+    """A test that runs operators on another instruction set does so alone."""
+    yield
+    if (library := native_library.library()) is not None:
+        library.ch_use_isa(native_library.isa_index())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

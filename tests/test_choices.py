@@ -166,13 +166,12 @@ class TestAttention:
         monkeypatch.setenv("CLEARHEAD_ISA", "baseline")
         with processor("GenuineIntel", ["amx_bf16"]):
             assert row_for(BF16).sdpa_from is not None
-        with named():
-            before = choices.name(choices.NOTHING_NAMED)
-            try:
-                assert row_for(BF16).sdpa_from is None
-                assert row_for(BF16).basis == "CLEARHEAD_ISA=baseline"
-            finally:
-                choices.name(before)
+        before = choices.name(choices.Named())
+        try:
+            assert row_for(BF16).sdpa_from is None
+            assert row_for(BF16).basis == "CLEARHEAD_ISA=baseline"
+        finally:
+            choices.name(before)
 
     def test_a_module_agrees_with_itself(self) -> None:
         torch.manual_seed(0)

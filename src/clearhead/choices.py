@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -25,7 +24,6 @@ __all__ = [
     "LARGE_WEIGHT",
     "LARGE_WEIGHT_BFLOAT16",
     "NARROW_WEIGHT",
-    "NOTHING_NAMED",
     "SMALL",
     "SMALL_UNPREPARED",
     "TABLE",
@@ -34,6 +32,7 @@ __all__ = [
     "Processor",
     "Row",
     "SdpaFrom",
+    "attention_path",
     "name",
     "named",
     "processor",
@@ -229,8 +228,7 @@ class Named:
     processor: Processor | None = None
 
 
-NOTHING_NAMED: Final = Named()
-_NAMED = NOTHING_NAMED
+_NAMED = Named()
 
 
 def named() -> Named:
@@ -258,11 +256,38 @@ def row_for(dtype: torch.dtype) -> Row:
     """The row of the table that counts for a dtype of the kernels: ``float32``, ``bfloat16`` or ``float16``.
 
     >>> float32 = row_for(torch.float32)
-    >>> float32.matches(torch.float32, processor())
+    >>> torch.float32 in float32.dtypes
     True
     """
-    rows: Sequence[Row] = TABLE
-    if os.environ.get("CLEARHEAD_ISA", "").strip() and _NAMED.processor is None:
-        return replace(_NAMED_SET, basis=f"CLEARHEAD_ISA={os.environ['CLEARHEAD_ISA'].strip()}")
-    here = processor()
-    return next(row for row in rows if row.matches(dtype, here))
+    return _row(dtype, _NAMED)
+
+
+@lru_cache(maxsize=64)
+def _row(dtype: torch.dtype, names: Named) -> Row:
+    isa = os.environ.get("CLEARHEAD_ISA", "").strip()
+    if isa and names.processor is None:
+        return replace(_NAMED_SET, basis=f"CLEARHEAD_ISA={isa}")
+    here = names.processor or _this_processor()
+    return next(row for row in TABLE if row.matches(dtype, here))
+
+
+def attention_path(dtype: torch.dtype, q_len: int, k_len: int, *, causal: bool, gradient: bool) -> str:
+    """The backend that ``"auto"`` asks first for a call on the CPU that torch's attention can run likewise.
+
+    Args:
+        dtype: ``float32``, ``bfloat16`` or ``float16``.
+        q_len: queries.
+        k_len: keys.
+        causal: whether a mask is there.
+        gradient: whether autograd records the call. Only float32 goes to torch then: in 16 bits torch rounds sums
+            that the kernels do not.
+
+    >>> attention_path(torch.float32, 1, 1, causal=False, gradient=False)
+    'native'
+    """
+    if _NAMED.attention is not None:
+        return _NAMED.attention
+    sizes = row_for(dtype).sdpa_from
+    if sizes is None or (gradient and dtype is not torch.float32):
+        return "native"
+    return "sdpa" if min(q_len, k_len) >= (sizes.causal if causal else sizes.full) else "native"

@@ -84,23 +84,21 @@ def _is_auto(backend: object) -> bool:
 def _automatic(problem: Problem, want: Want) -> tuple[Backend, ...]:
     """The backends that "auto" looks at, in order."""
     order = tuple(backend for backend in BACKENDS if want.names or backend.name not in _FOR_STATISTICS)
-    first = choices.named().attention or (sdpa.BACKEND.name if _is_torchs(problem, want) else None)
+    first = _first(problem, want)
     return order if first is None else tuple(sorted(order, key=lambda each: each.name != first))
 
 
-def _is_torchs(problem: Problem, want: Want) -> bool:
-    """Whether the table names torch's attention, in a call that means the same there.
-
-    With gradients only in float32: in 16 bits torch rounds sums that the kernels do not.
-    """
+def _first(problem: Problem, want: Want) -> str | None:
+    """The backend that is named, or that the table puts first."""
     dtype = problem.query.dtype
-    if dtype not in native.BACKEND.capability.dtypes or problem.query.device.type != "cpu" or want.names:
-        return False
-    sizes = choices.row_for(dtype).sdpa_from
-    if sizes is None or problem.dropout > 0.0 or (problem.needs_gradient and dtype != problem.work_dtype):
-        return False
-    least = sizes.full if problem.mask is None else sizes.causal
-    return min(problem.q_len, problem.k_len) >= least and sdpa.asks_flags(problem)
+    if choices.named().attention is not None:
+        return choices.named().attention
+    if dtype not in native.BACKEND.capability.dtypes or problem.query.device.type != "cpu":
+        return None
+    if want.names or problem.dropout > 0.0 or not sdpa.asks_flags(problem):
+        return None
+    causal, gradient = problem.mask is not None, problem.needs_gradient
+    return choices.attention_path(dtype, problem.q_len, problem.k_len, causal=causal, gradient=gradient)
 
 
 def run(function: str, problem: Problem, want: Want, backend: str = "auto") -> Observation:

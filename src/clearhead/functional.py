@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from clearhead import choices, torch_op
-from clearhead.backends.native_replay import replay
+from clearhead import torch_op
+from clearhead.backends import native
 from clearhead.dispatch import DispatchReport, report, run
 from clearhead.errors import UnsupportedError
 from clearhead.masks import Causal, Mask
@@ -20,8 +20,8 @@ from clearhead.statistics import Observation, Want
 __all__ = ["attention", "explain_dispatch", "observe_attention"]
 
 _NOTHING = Want()
-#: Backends whose calls may be played back.
-_MAY_REPLAY = ("auto", "native")
+#: Backends whose plain calls go straight to the operator.
+_DIRECT = ("auto", "native")
 
 
 def attention(
@@ -79,15 +79,11 @@ def attention(
             query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,
             query_offset=query_offset, backend=backend,
         )  # fmt: skip
-    causal = type(mask) is Causal
-    if (
-        (causal or mask is None) and type(scores) is tuple and not scores and (scale is None or type(scale) is float)
-        and type(dropout) is float and seed is None and query_offset is None and backend in _MAY_REPLAY
-        and choices.named() is choices.NOTHING_NAMED
-    ):  # fmt: skip
-        again = replay(query, key, value, causal, scale, dropout)
-        if again is not None:
-            return again
+    plain = (mask is None or type(mask) is Causal) and type(scores) is tuple and not scores
+    if plain and backend in _DIRECT and seed is query_offset is None and type(dropout) is float and not dropout:
+        output = native.plain(query, key, value, causal=mask is not None, scale=scale, auto=backend == "auto")
+        if output is not None:
+            return output
     problem = Problem.of(
         "attention", query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,
         query_offset=query_offset,

@@ -153,6 +153,8 @@ class Problem:
     @cached_property
     def with_traced_rules(self) -> Problem:
         """The same work with score functions written as the rules that they come to, where tracing tells."""
+        if not any(isinstance(rule, ScoreFunction) for rule in self.scores):
+            return self
         extent = Extent(
             batch=self.batch, heads=self.num_heads, q_len=self.q_len, k_len=self.k_len, query_offset=self.query_offset
         )  # fmt: skip

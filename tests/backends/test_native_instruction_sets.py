@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.backends import native_header, native_library, native_replay
+from clearhead.backends import native_header, native_library
 from clearhead.backends.dropout import kept
 from clearhead.masks.base import index_tensors
 from tests.agreement import compare, needs_native
@@ -29,7 +29,8 @@ def force(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert library is not None
     index = next(place for place in range(99) if library.ch_isa_name(place) == name.encode())
     monkeypatch.setattr(native_library, "isa_index", lambda: index)
-    monkeypatch.setattr(native_replay, "_played", native_replay.Played())
+    # Undone by the fixture that puts every test back to the best set.
+    library.ch_use_isa(index)
     assert native_library.new_description(native_header.Description).isa == index
 
 

@@ -2,57 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import Contained, contained, only_finite
-from clearhead.backends.native_header import DTYPES, MAX_BLOCK, MAX_HEAD_DIM, MAX_RULES, Description
+from clearhead.backends.native_header import DTYPES, MAX_BLOCK, MAX_HEAD_DIM, MAX_RULES
 from clearhead.backends.native_library import in_memory, reason
-from clearhead.backends.native_replay import FEW_NUMBERS, remember
-from clearhead.backends.native_statistics import DIFFERENTIABLE, Grads
-from clearhead.backends.native_work import BackwardWork, ForwardWork, Rows
-from clearhead.backends.once import once, one_at_a_time
+from clearhead.backends.recorded import is_recorded, recorded_attention
+from clearhead.choices import attention_path
 from clearhead.masks import Causal
-from clearhead.masks.base import does_as
+from clearhead.ops.attention import (
+    DIFFERENTIABLE,
+    Gradients,
+    Saved,
+    StatisticGradients,
+    attend,
+    attend_backward,
+    attend_plain,
+    attend_plain_backward,
+)
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, Sink, SoftCap
 from clearhead.statistics import Observation, Want
+from clearhead.torch_private import differentiates_forward, transforms
 
-__all__ = ["BACKEND", "Arrived", "gradients"]
+__all__ = ["BACKEND", "Arrived", "gradients", "plain"]
 
 #: The largest table of booleans that is written out for a mask that is neither runs of keys nor a table of its own.
 _MAX_TABLE_ENTRIES: Final = 2**26
 #: Statistics that backward reads.
-_KEPT: Final = ("entropy", "distance", "sink", "ties")
+_SAVED: Final = ("entropy", "distance", "sink", "ties")
 _FLOAT32: Final = torch.finfo(torch.float32)
+_PLAIN_TYPES: Final = (Tensor, torch.nn.Parameter)
 _PLAIN: Final = "needs plain tensors, not subclasses, and not those of torch.func"
 
 
 def _also(problem: Problem) -> list[str]:
     mask = () if problem.mask is None else problem.mask.tensors()
-    if not all(map(in_memory, (problem.query, problem.key, problem.value, *mask))) or _transformed():
+    if not all(map(in_memory, (problem.query, problem.key, problem.value, *mask))) or transforms():
         return [_PLAIN]
-    if torch._C._len_torch_dispatch_stack() > 0 or forward_ad._current_level >= 0 or _traced():
+    if torch._C._len_torch_dispatch_stack() > 0 or differentiates_forward() or torch.jit.is_tracing():  # type: ignore[no-untyped-call, attr-defined]
         return ["is not seen by what traces operators or differentiates forward"]
     problem = problem.with_traced_rules
     if not all(in_memory(tensor) for rule in problem.scores for tensor in rule.tensors()):
         return [_PLAIN]
     return [*_rule_reasons(problem), *_size_reasons(problem)]
-
-
-def _transformed() -> bool:
-    return torch._C._are_functorch_transforms_active()
-
-
-def _traced() -> bool:
-    return bool(torch._C._is_tracing())
 
 
 def _rule_reasons(problem: Problem) -> list[str]:
@@ -106,33 +104,64 @@ def _table_entries(problem: Problem) -> int:
 
 def _forward(problem: Problem, want: Want) -> Observation:
     """Output, and the statistics that are wanted."""
-    work = ForwardWork(problem, want, for_backward=False)
-    work.run()
-    if not want.names and _may_come_again(problem):
-        _remember(problem, work)
-    return Observation(output=work.output, lse=work.lse, **({} if work.gathered is None else work.gathered.results()))
+    done = attend(problem, want, for_backward=False)
+    return Observation(output=done.output, lse=done.lse, **done.statistics)
 
 
-def _remember(problem: Problem, work: ForwardWork, **training: Any) -> None:
-    """Keep a call under the tensors as they were given."""
+def plain(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: object, auto: bool = False
+) -> Tensor | None:
+    """Attention without rules, dropout or a mask but ``Causal()``, straight by the operator, which validates it.
 
-    def given(tensor: Tensor) -> Tensor:
-        # Not by ``view``, which may give axes of one another stride.
-        return tensor[(0,) * (2 - problem.leading)] if problem.leading < 2 else tensor
+    None where something about the call needs a closer look, or the operator refuses it: ``Problem.of`` then says why.
+    None too where the choice is ``auto`` and the table names another backend.
+    """
+    tensors = (query, key, value)
+    if any(type(tensor) not in _PLAIN_TYPES or not tensor.is_cpu for tensor in tensors):
+        return None
+    if scale is not None and not isinstance(scale, float):
+        return None
+    if query.dtype not in DTYPES or transforms() or differentiates_forward() or reason() is not None:
+        return None
+    try:
+        if causal and query.shape[2] != key.shape[2]:
+            return None
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        sizes = query.shape[2], key.shape[2]
+        if auto and attention_path(query.dtype, *sizes, causal=causal, gradient=gradient) != BACKEND.name:
+            return None
+        if gradient:
+            output: Tensor = _Plain.apply(query, key, value, causal, scale)  # type: ignore[no-untyped-call]
+            return output
+        return attend_plain(query, key, value, causal, scale, for_backward=False)[0]
+    except (RuntimeError, IndexError, ArithmeticError):
+        return None
 
-    remember(
-        given(problem.query), given(problem.key), given(problem.value), causal=problem.mask is not None,
-        scale=problem.scale, dropout=problem.dropout, description=work.description, output=given(work.output),
-        **training,
-    )  # fmt: skip
 
+class _Plain(torch.autograd.Function):
+    """A plain or causal call, of which backward reads no output with one tile of keys."""
 
-def _may_come_again(problem: Problem) -> bool:
-    """Whether shapes, strides, dtype and two numbers say all there is to say about a call."""
-    # Where queries stand, dropout reads too.
-    if problem.scores or problem.query_offset != 0:
-        return False
-    return problem.mask is None or (does_as(problem.mask, Causal) and problem.q_len == problem.k_len)
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:
+        output, softmax, exact = attend_plain(query, key, value, causal, scale, for_backward=True)
+        ctx.causal, ctx.scale = causal, scale
+        ctx.save_for_backward(query, key, value, softmax, exact)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, softmax, exact = ctx.saved_tensors
+        recorded = is_recorded(grad)
+        if not recorded:
+            grads = attend_plain_backward(grad, query, key, value, softmax, exact, ctx.causal, ctx.scale)
+            if grads is not None:
+                return *grads, None, None
+        mask = Causal() if ctx.causal else None
+        problem = Problem.of("attention", query, key, value, mask=mask, scale=ctx.scale)
+        if recorded:
+            return *recorded_attention(problem, Want(), {"output": grad}, ctx.needs_input_grad[:3]), None, None
+        return *gradients(problem, Saved(exact, None, softmax), Arrived(grad)), None, None
 
 
 class _Native(torch.autograd.Function):
@@ -142,47 +171,38 @@ class _Native(torch.autograd.Function):
     def forward(
         ctx: Any, problem: Problem, want: Want, names: list[str], *tensors: Tensor
     ) -> tuple[Tensor | None, ...]:
-        work = ForwardWork(problem, want, for_backward=True)
-        work.run()
-        output, rows, found = work.output, work.rows, {} if work.gathered is None else work.gathered.results()
-        assert rows is not None
-        names.extend(found)
-        # Few numbers stay with the node, as those of a step that is played back do.
-        ctx.softmax = None
-        if not want.names and _may_come_again(problem) and rows.output is None and rows.lse is None:
-            ctx.softmax = rows.softmax if rows.softmax.numel() <= FEW_NUMBERS else None
-            _remember(problem, work, softmax=rows.softmax, otherwise=partial(_step_backward, problem.without_numbers()))
+        done = attend(problem, want, for_backward=True)
+        names.extend(done.statistics)
         # What is saved below goes when backward is done; the problem stays as long as the output does.
-        ctx.problem, ctx.names, ctx.sink_keys = problem.without_numbers(), names, want.sink
+        ctx.problem, ctx.names, ctx.want = problem.without_numbers(), names, replace(want, lse=True)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(tensor for name, tensor in found.items() if name not in DIFFERENTIABLE))
+        fixed = (tensor for name, tensor in done.statistics.items() if name not in DIFFERENTIABLE)
+        ctx.mark_non_differentiable(*fixed)
         # Small ones, and what a gradient of them needs.
         ctx.save_for_backward(
-            *tensors[:3], rows.output, rows.lse, rows.softmax if ctx.softmax is None else None, work.written,
-            *(found.get(name) for name in _KEPT), *_read_again(problem),
+            *tensors[:3], done.exact, done.lse, done.softmax, done.written,
+            *(done.statistics.get(name) for name in _SAVED), *_read_again(problem),
         )  # fmt: skip
-        return output, rows.lse, *found.values()
+        return done.output, done.lse, *done.statistics.values()
 
     @staticmethod
     def backward(
         ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, *others: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse, softmax, written, *small = ctx.saved_tensors
-        softmax = ctx.softmax if softmax is None else softmax
         problem = ctx.problem.with_tensors(query, key, value)
         problem = problem if written is None else problem.with_table(written)
-        rows = Rows(output, lse, softmax)
+        rows = Saved(output, lse, softmax)
         given = {name: grad for name, grad in zip(ctx.names, others, strict=True) if grad is not None}
-        found = dict(zip(_KEPT, small[: len(_KEPT)], strict=True))
-        with torch.no_grad():
-            one_at_a_time(grad_output, grad_lse, *others)
-            if grad_output is None:
-                grad_output = query.new_zeros((*softmax.shape[:3], problem.value_dim))
-            arrived = Arrived(grad_output, grad_lse, given, found, ctx.sink_keys)
-            grads = gradients(problem, rows, arrived)
-        pulled = [grad for grad in (grad_output, grad_lse) if grad is not None]
-        depended = (query, key, value, *pulled, *given.values(), *problem.rule_parameters)
-        return None, None, None, *once(grads, depended)
+        if is_recorded(grad_output, grad_lse, *others):
+            named = {"output": grad_output, "lse": grad_lse, **given}
+            arrived = {name: grad for name, grad in named.items() if grad is not None}
+            return None, None, None, *recorded_attention(problem, ctx.want, arrived, ctx.needs_input_grad[3:])
+        found = dict(zip(_SAVED, small[: len(_SAVED)], strict=True))
+        if grad_output is None:
+            grad_output = query.new_zeros((*softmax.shape[:3], problem.value_dim))
+        arrived_grads = Arrived(grad_output, grad_lse, given, found, ctx.want.sink)
+        return None, None, None, *gradients(problem, rows, arrived_grads)
 
 
 def _read_again(problem: Problem) -> list[Tensor]:
@@ -193,23 +213,6 @@ def _read_again(problem: Problem) -> list[Tensor]:
         found += [] if parts.dense is None else [parts.dense.allowed]
         found += [] if parts.blocks is None else [parts.blocks.table]
     return [tensor for tensor in found if not tensor.is_inference()]
-
-
-def _step_backward(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, softmax: Tensor, grad_output: Tensor, seed: int
-) -> tuple[Sequence[Tensor], tuple[Description, Tensor] | None]:
-    """Gradients of a step that was played back, and the call that makes them, where that is all there is to it."""
-    given = (query, key, value, grad_output)
-    rows = Rows(None, None, softmax)
-    with torch.no_grad():
-        one_at_a_time(grad_output)
-        *inputs, arrived = (tensor.view((1,) * (4 - tensor.dim()) + tensor.shape) for tensor in given)
-        own = problem.with_tensors(*inputs).with_seed(seed)
-        work = BackwardWork(own, rows, arrived)
-        call = (work.description, work.delta) if work.run() else None
-        found = work.tensors if call is not None else gradients(own, rows, Arrived(arrived))
-        grads = [grad.view(tensor.shape) for grad, tensor in zip(found, given, strict=False)]
-    return once(grads, given), call
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,7 @@ class Arrived:
         )  # fmt: skip
 
 
-def gradients(problem: Problem, rows: Rows, arrived: Arrived) -> list[Tensor]:
+def gradients(problem: Problem, rows: Saved, arrived: Arrived) -> list[Tensor]:
     """Gradients of query, key, value and the rules' parameters."""
     pulls = _Pulls.of(problem, rows, arrived)
     grads = _backward(problem, rows, arrived.output, pulls)
@@ -246,7 +249,7 @@ def gradients(problem: Problem, rows: Rows, arrived: Arrived) -> list[Tensor]:
         # A row with an infinite largest score and no share has no weights.
         gone = rows.softmax.new_tensor([torch.inf, 0.0])
         softmax = torch.where(clean.unweighted[..., None], gone, rows.softmax)
-        finite = Rows(None if rows.output is None else only_finite(rows.output), rows.lse, softmax)
+        finite = Saved(None if rows.output is None else only_finite(rows.output), rows.lse, softmax)
         arrived = arrived.finite()
         grads = _backward(clean.problem, finite, arrived.output, _Pulls.of(problem, rows, arrived).finite())
         assert grads is not None
@@ -254,14 +257,14 @@ def gradients(problem: Problem, rows: Rows, arrived: Arrived) -> list[Tensor]:
     return [*grads.tensors, *(_parameter_gradient(problem, own, grads, rows.lse) for own in problem.rule_parameters)]
 
 
-def _spoil(clean: Contained, grads: BackwardWork) -> None:
+def _spoil(clean: Contained, grads: Gradients) -> None:
     """Put NaN back into what the kernel made of finite numbers."""
     grads.tensors = clean.spoil(grads.tensors)
     grads.delta = grads.delta.masked_fill(clean.spoiled, torch.nan)
     for rule in clean.problem.elementwise:
         for learned in rule.parameters():
             if learned.requires_grad:
-                grads.rule_grads[id(learned)] = clean.spoil_learned(rule, grads.rule_grads[id(learned)])
+                grads.rules[id(learned)] = clean.spoil_learned(rule, grads.rules[id(learned)])
 
 
 def _received_mean(problem: Problem, grad: Tensor) -> Tensor:
@@ -283,18 +286,18 @@ class _Pulls:
     """What gradients other than the output's come to: a sum for each row, and what statistics add key by key."""
 
     row_sums: Tensor | None
-    by_key: Grads | None = None
+    by_key: StatisticGradients | None = None
     received: Tensor | None = None
 
     @classmethod
-    def of(cls, problem: Problem, rows: Rows, arrived: Arrived) -> _Pulls:
+    def of(cls, problem: Problem, rows: Saved, arrived: Arrived) -> _Pulls:
         if not arrived.statistics:
             return cls(arrived.lse)
         found, received = arrived.found, arrived.statistics.get("received")
         if received is not None:
             found = {**found, "received_mean": _received_mean(problem, received)}
         assert rows.lse is not None
-        by_key = Grads(problem, arrived.statistics, found, rows.lse, arrived.sink_keys)
+        by_key = StatisticGradients(problem, arrived.statistics, found, rows.lse, arrived.sink_keys)
         return cls(-by_key.row_sums if arrived.lse is None else arrived.lse - by_key.row_sums, by_key, received)
 
     @property
@@ -307,21 +310,16 @@ class _Pulls:
         return replace(self, row_sums=None if self.row_sums is None else only_finite(self.row_sums))
 
 
-def _backward(problem: Problem, rows: Rows, grad_output: Tensor, pulls: _Pulls) -> BackwardWork | None:
+def _backward(problem: Problem, rows: Saved, grad_output: Tensor, pulls: _Pulls) -> Gradients | None:
     """The kernel's call; None where numbers that are not finite meet a mask."""
     # The kernel looks at tokens and rows; a key that nobody may attend to is in no row's sum.
     received = pulls.received
     if problem.mask is not None and received is not None and not bool(torch.isfinite(received).all()):
         return None
-    work = BackwardWork(problem, rows, grad_output)
-    if pulls.by_key is not None:
-        work.description.statistics = pulls.by_key.pointer()
-    if pulls.row_sums is not None:
-        work.description.grad_lse = work.keep(pulls.row_sums.to(torch.float32)).data_ptr()
-    return work if work.run() else None
+    return attend_backward(problem, rows, grad_output, pulls.row_sums, pulls.by_key)
 
 
-def _parameter_gradient(problem: Problem, parameter: Tensor, grads: BackwardWork, lse: Tensor | None) -> Tensor:
+def _parameter_gradient(problem: Problem, parameter: Tensor, grads: Gradients, lse: Tensor | None) -> Tensor:
     """One parameter's gradient in its own dtype."""
     if problem.sink is not None and parameter is problem.sink.logits:
         assert lse is not None
@@ -332,7 +330,7 @@ def _parameter_gradient(problem: Problem, parameter: Tensor, grads: BackwardWork
         per_head = -(weight * grads.delta).sum(dim=(0, 2))
         grad = per_head if parameter.shape == per_head.shape else per_head.sum().view(1)
     else:
-        grad = grads.rule_grads[id(parameter)]
+        grad = grads.rules[id(parameter)]
     return grad.to(parameter.dtype)
 
 

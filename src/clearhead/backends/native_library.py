@@ -150,11 +150,15 @@ def _chosen(found: ctypes.CDLL, asked: str) -> _Loaded:
     while (name := found.ch_isa_name(len(built))) is not None:
         built.append(name.decode())
     usable = tuple(name for index, name in enumerate(built) if found.ch_isa_usable(index))
+    problem = found.ch_operators_problem().decode()
+    if problem:
+        return _Loaded(None, f"was built for another torch ({problem})")
     if not asked:
         return _Loaded(found, None, usable, found.ch_isa_best(), _quick())
     if asked not in usable:
         lacks = "names a set that this processor lacks" if asked in built else "names no instruction set"
         return _Loaded(None, f"cannot run: CLEARHEAD_ISA={asked!r} {lacks}; here there are {', '.join(usable)}", usable)
+    found.ch_use_isa(built.index(asked))
     return _Loaded(found, None, usable, built.index(asked), _quick())
 
 
@@ -172,6 +176,8 @@ def _declare(found: ctypes.CDLL) -> None:
     for name in SIZES:
         getattr(found, name).restype = _int64
     found.ch_isa_best.restype = ctypes.c_int
+    found.ch_operators_problem.restype = ctypes.c_char_p
+    found.ch_use_isa.argtypes, found.ch_use_isa.restype = [_int32], None
     found.ch_product_rate.argtypes, found.ch_product_rate.restype = [_int32] * 3, ctypes.c_double
     found.ch_run.argtypes = [ctypes.POINTER(Call), _int32, ctypes.POINTER(_int32)]
     found.ch_kept_memory.restype = _int64

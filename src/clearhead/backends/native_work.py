@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,25 +22,14 @@ from clearhead.backends.native_header import (
 )
 from clearhead.backends.native_library import library, message, new_description
 from clearhead.backends.native_memory import new_tensor, room_like
-from clearhead.backends.native_statistics import Gathered, kernel_gives
 from clearhead.errors import UnsupportedError
 from clearhead.masks.parts import Parts
+from clearhead.ops.attention import Saved as Rows
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreRule, SoftCap
-from clearhead.shapes import Float
 from clearhead.statistics import Want
 
 __all__ = ["BackwardWork", "ForwardWork", "Rows", "Work", "check", "strides"]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What forward leaves for backward: each row's largest score and share, and the output in float32 and log-sum-exp
-    where something needs them: many keys; a sink or statistics."""
-
-    output: Tensor | None
-    lse: Tensor | None
-    softmax: Float[Tensor, "batch heads q_len 2"]
 
 
 class Work:
@@ -164,7 +152,6 @@ class ForwardWork(Work):
         output: ``[batch, heads, q_len, value_dim]``, its heads as the queries' lie.
         lse: ``[batch, heads, q_len]``, where somebody wants it.
         rows: what backward needs, where there is to be one.
-        gathered: the statistics that are wanted.
     """
 
     verb = Verb.FORWARD
@@ -173,7 +160,7 @@ class ForwardWork(Work):
         super().__init__(problem)
         self.output = self.tensor("output", room_like(problem.query, problem.value_dim))
         self.rows: Rows | None = None
-        needs_lse = want.lse or (for_backward and (problem.sink is not None or kernel_gives(want)))
+        needs_lse = want.lse or (for_backward and problem.sink is not None)
         self.lse = self.result("lse") if needs_lse else None
         if for_backward:
             own: Tensor | None = None
@@ -181,14 +168,11 @@ class ForwardWork(Work):
                 exact = problem.query.dtype == torch.float32
                 own = self.output if exact else self.result("output32", problem.value_dim)
             self.rows = Rows(own, self.lse, self.result("softmax", 2))
-        self.gathered = Gathered(problem, want, for_backward=for_backward) if kernel_gives(want) else None
-        if self.gathered is not None:
-            self.description.statistics = ctypes.addressof(self.gathered.structure)
 
     def _backward_reads_output(self, want: Want) -> bool:
         """One tile of keys tells a row's delta from its weights."""
         tables = self.description.allowed.data or self.description.blocks.data
-        return self.problem.k_len > TILE or bool(tables) or kernel_gives(want)
+        return self.problem.k_len > TILE or bool(tables)
 
 
 class BackwardWork(Work):

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import all_finite, has_numbers, only_finite, without_autocast
 from clearhead.backends.dropout import keep_scale
-from clearhead.backends.once import once, one_at_a_time
+from clearhead.backends.recorded import is_recorded, recorded_attention
 from clearhead.backends.tiled_statistics import Base, Pulls, Sweep, result_names, weigh
 from clearhead.backends.tiles import (
     Layout,
@@ -138,19 +138,20 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, mixing, output, largest, total, max_score, *_ = ctx.saved_tensors
         problem = ctx.problem.with_tensors(query, key, value)
-        one_at_a_time(*grads)
-        given = [grad for grad in grads if grad is not None]
-        with torch.no_grad(), without_autocast(query.device.type):
+        if is_recorded(*grads):
+            names = ("output", "lse", "max_score", *ctx.found)
+            given = {name: grad for name, grad in zip(names, grads, strict=True) if grad is not None}
+            want = replace(ctx.want, lse=True, max_score=True)
+            return None, None, None, *recorded_attention(problem, want, given, ctx.needs_input_grad[3:])
+        with without_autocast(query.device.type):
             asked = {name: grad for name, grad in zip(ctx.found, grads[3:], strict=True) if grad is not None}
             gather = ctx.needs_input_grad[6] and "row_weights" in asked
             pulls = Pulls.of(problem, ctx.want, (max_score, grads[2]), asked, mixing, gather=gather)
             results = _gradients(problem, (output, Base(largest, total)), (grads[0], grads[1]), pulls, ctx.reached)
             if pulls.grad_mixing is not None:
                 results.append(pulls.grad_mixing.mT.sum_to_size(mixing.shape).to(mixing.dtype))
-        learned = problem.rule_parameters if ctx.reached else []
-        own = once(results, (query, key, value, *given, *learned, *(() if mixing is None else (mixing,))))
-        grad_mixing = own.pop() if pulls.grad_mixing is not None else None
-        return None, None, None, *own[:3], grad_mixing, *own[3:]
+        grad_mixing = results.pop() if pulls.grad_mixing is not None else None
+        return None, None, None, *results[:3], grad_mixing, *results[3:]
 
 
 def _gradients(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from clearhead.arguments import whole
 from clearhead.backends.containment import without_autocast
-from clearhead.backends.once import once, one_at_a_time
+from clearhead.backends.recorded import is_recorded, recorded_gradients, with_learned
 from clearhead.backends.tiles_again import read_again
 from clearhead.dispatch import run
 from clearhead.errors import UnsupportedError
@@ -221,12 +222,29 @@ class _TopK(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, keys, *_ = ctx.saved_tensors
         problem = ctx.problem
-        one_at_a_time(*grads, function=_NAME)
-        # Backward may be called within autocast, which would round the products to 16 bits.
-        with torch.no_grad(), without_autocast(query.device.type):
-            found = _gradients(problem.with_tensors(query, key, value), keys, grads[0], ctx.rules)
         parameters = ctx.problem.rule_parameters if ctx.rules else ()
-        return None, None, None, *once(found, (query, key, value, *parameters, *grads), _NAME)
+        if is_recorded(*grads):
+            compute = partial(_recorded_forward, problem, keys)
+            inputs = (query, key, value, *parameters)
+            return None, None, None, *recorded_gradients(compute, inputs, grads, ctx.needs_input_grad[3:])
+        # Backward may be called within autocast, which would round the products to 16 bits.
+        with without_autocast(query.device.type):
+            found = _gradients(problem.with_tensors(query, key, value), keys, grads[0], ctx.rules)
+        return None, None, None, *found
+
+
+def _recorded_forward(problem: Problem, keys: Tensor, inputs: list[Tensor | None]) -> list[Tensor]:
+    """The output of query, key, value and rules' parameters by operations that autograd records."""
+    query, key, value = (part for part in inputs[:3] if part is not None)
+    if keys.shape[3] == 0:
+        return [query.new_zeros((*query.shape[:3], value.shape[3]))]
+    problem = with_learned(problem, inputs[3:])
+    flat_key, flat_value = key.reshape(-1, key.shape[3]), value.reshape(-1, value.shape[3])
+    work, outputs = problem.work_dtype, []
+    for strip in _strips(problem, keys):
+        scores = _scores(problem, query[:, :, strip.queries].to(work), strip.gather(flat_key, work))
+        outputs.append(_weighed(problem, strip, _ruled(problem, strip, scores), strip.gather(flat_value, work)))
+    return [torch.cat(outputs, dim=2).to(query.dtype)]
 
 
 def _gradients(problem: Problem, keys: Tensor, grad_output: Tensor, rules: bool) -> list[Tensor]:

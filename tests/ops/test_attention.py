@@ -1,4 +1,4 @@
-"""A call played back is the call itself: same bits, same errors, and never where more than the layout matters."""
+"""Plain calls go straight to the operator: same bits, strides and errors as the validated call."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import clearhead as ch
-from clearhead.backends import guards, native_memory, native_replay
 from clearhead.problem import draw_seed
 from tests.agreement import needs_native
 
@@ -28,136 +27,6 @@ MASKS = [None, ch.Causal()]
 def _tensors(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = (torch.randn(shape).to(dtype) for _ in range(3))
     return query, key, value
-
-
-@pytest.fixture(autouse=True)
-def played(monkeypatch: pytest.MonkeyPatch) -> native_replay.Played:
-    """Nothing is remembered before a test."""
-    own = native_replay.Played()
-    monkeypatch.setattr(native_replay, "_played", own)
-    return own
-
-
-@pytest.fixture(params=["one question", "looked up"])
-def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's own comparison of tensors and its quicker way to new ones, and without them."""
-    if request.param == "looked up":
-        monkeypatch.setattr(guards, "_guards", guards._Guards)
-        monkeypatch.setattr(native_memory, "_small_maker", lambda: native_memory._small)
-
-
-@pytest.mark.usefixtures("asked")
-@pytest.mark.parametrize("mask", MASKS, ids=repr)
-def test_played_back_on_other_numbers(mask: ch.Mask | None, played: native_replay.Played) -> None:
-    ch.attention(*_tensors(2, 3, 17, 8), mask=mask)
-    assert played.layouts
-    for _ in range(3):
-        inputs = _tensors(2, 3, 17, 8)
-        again = native_replay.replay(*inputs, causal=mask is not None)
-        assert again is not None
-        whole = ch.attention(*inputs, mask=mask, query_offset=0, backend="native")
-        assert torch.equal(again, whole)
-        assert torch.equal(ch.attention(*inputs, mask=mask), whole)
-
-
-def test_another_layout_is_another_call() -> None:
-    query, key, value = _tensors(2, 3, 17, 8)
-    ch.attention(query, key, value)
-    assert native_replay.replay(query, key, value, causal=True) is None
-    assert native_replay.replay(query, key, value, causal=False, scale=0.5) is None
-    assert native_replay.replay(query[:1], key[:1], value[:1], causal=False) is None
-    side_by_side = query.transpose(1, 2).contiguous().transpose(1, 2)
-    assert native_replay.replay(side_by_side, key, value, causal=False) is None
-    first = ch.attention(side_by_side, key, value)
-    assert first.stride() == side_by_side.stride()
-    assert torch.equal(ch.attention(side_by_side, key, value), first)
-    with pytest.raises(ch.ShapeError, match="head_dim"):
-        ch.attention(query, key[..., :4], value)
-    with pytest.raises(ch.ShapeError, match="query"):
-        ch.attention(query.numpy(), key, value)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("leading", [0, 1, 2])
-@pytest.mark.parametrize("training", [False, True])
-def test_one_of_something_recurs_as_several_do(leading: int, training: bool) -> None:
-    """An axis of one has a stride too, and a view may give it another."""
-
-    def heads() -> Tensor:
-        whole = torch.randn(1, 17, 1, 32)[..., :16].transpose(1, 2)
-        return whole[(0,) * (2 - leading)].requires_grad_(training)
-
-    for call in range(4):
-        query, key, value = heads(), heads(), heads()
-        again = native_replay.replay(query, key, value, causal=True)
-        assert (again is not None) == (call > 0)
-        output = ch.attention(query, key, value, mask=ch.Causal())
-        assert again is None or torch.equal(again, output)
-
-
-def test_a_scale_and_missing_axes_are_part_of_the_layout() -> None:
-    """The usual scale is the same call whether it is given or not."""
-    query, key, value = _tensors(3, 17, 16)
-    first = ch.attention(query, key, value, scale=0.5)
-    assert torch.equal(native_replay.replay(query, key, value, causal=False, scale=0.5), first)
-    usual = ch.attention(query, key, value)
-    assert torch.equal(native_replay.replay(query, key, value, causal=False, scale=0.25), usual)
-    assert torch.equal(native_replay.replay(query, key, value, causal=False), usual)
-    assert native_replay.replay(query[0], key[0], value[0], causal=False) is None
-    alone = ch.attention(query[0], key[0], value[0])
-    again = native_replay.replay(query[0], key[0], value[0], causal=False)
-    assert again is not None
-    assert again.shape == alone.shape == (17, 16)
-    assert torch.equal(again, alone)
-
-
-def test_not_where_more_than_the_layout_matters() -> None:
-    query, key, value = _tensors(2, 3, 17, 8)
-    ch.attention(query, key, value)
-    learned = query.clone().requires_grad_()
-    assert native_replay.replay(learned, key, value, causal=False) is None
-    assert ch.attention(learned, key, value).requires_grad
-    with torch.no_grad():
-        assert native_replay.replay(learned, key, value, causal=False) is not None
-
-    class Own(Tensor):
-        pass
-
-    assert native_replay.replay(query.as_subclass(Own), key, value, causal=False) is None
-    assert native_replay.replay(torch._neg_view(query), key, value, causal=False) is None
-    turned = query.transpose(2, 3).contiguous().transpose(2, 3)
-    ch.attention(turned, key, value)
-    assert native_replay.replay(turned, key, value, causal=False) is None
-
-
-@pytest.mark.usefixtures("asked")
-@pytest.mark.parametrize("training", [False, True])
-def test_what_is_not_in_memory_is_not_played(training: bool) -> None:
-    inputs = _tensors(2, 3, 17, 8)
-    for _ in range(3):
-        leaves = [tensor.detach().requires_grad_(training) for tensor in inputs]
-        ch.attention(*leaves)
-    assert native_replay.replay(leaves[0], leaves[1], leaves[2], causal=False) is not None
-    nothing = torch._efficientzerotensor((2, 3, 17, 8))
-    for other in (nothing, leaves[2].detach().to_sparse(), torch.empty(2, 3, 17, 8, device="meta")):
-        assert native_replay.replay(leaves[0], leaves[1], other, causal=False) is None
-
-
-def test_threads_that_call_at_once_do_not_share_a_description(played: native_replay.Played) -> None:
-    query, key, value = _tensors(1, 1, 4, 8)
-    ch.attention(query, key, value)
-    (layout,) = played.layouts.values()
-    taken = layout.forward.pop()
-    assert native_replay.replay(query, key, value, causal=False) is None
-    ch.attention(query, key, value)
-    layout.forward.append(taken)
-    assert len(layout.forward) == 2
-
-
-def test_layouts_do_not_pile_up(monkeypatch: pytest.MonkeyPatch, played: native_replay.Played) -> None:
-    monkeypatch.setattr(native_replay, "_MOST", 3)
-    for length in range(1, 9):
-        ch.attention(*_tensors(1, 1, length, 8))
-        assert len(played.layouts) <= 3
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
@@ -211,30 +80,23 @@ def _step(
 
 
 def _same(inputs: Sequence[Tensor], dropout: float = 0.0, **options: Any) -> None:
-    """What is played back has the bits of what is written down, where its seed is the next that is drawn."""
+    """A plain call has the bits of a validated one, whose seed is the next that is drawn."""
     torch.manual_seed(5)
-    # Played back is only what is given no seed.
+    # A seed makes the call take the validated road.
     written = _step(inputs, **options, dropout=dropout, seed=draw_seed(dropout), backend="native")
     torch.manual_seed(5)
-    played = _step(inputs, **options, dropout=dropout)
-    for own, other, given in zip(played, written, [inputs[0], *inputs], strict=False):
+    plain = _step(inputs, **options, dropout=dropout)
+    for own, other, given in zip(plain, written, [inputs[0], *inputs], strict=False):
         assert torch.equal(own, other)
         assert own.stride() == other.stride()
         assert own.dtype == given.dtype
 
 
-@pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize("mask", MASKS, ids=["full", "causal"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_step_of_training_is_played_back(
-    name: str, dropout: float, mask: ch.Mask | None, played: native_replay.Played
-) -> None:
-    for _ in range(5):
-        _same(LAYOUTS[name](), dropout, mask=mask if name not in UNEQUAL else None)
-    if name not in ("beyond one tile", "no queries"):
-        (layout,) = played.layouts.values()
-        assert len(layout.forward) == len(layout.backward) == 1
+def test_training_step_has_the_bits_of_the_validated_call(name: str, dropout: float, mask: ch.Mask | None) -> None:
+    _same(LAYOUTS[name](), dropout, mask=mask if name not in UNEQUAL else None)
 
 
 def test_each_call_drops_other_weights() -> None:
@@ -260,7 +122,6 @@ def test_dropout_is_that_of_forward_on_the_long_way_too(arrives: str) -> None:
         _same(inputs, 0.5, arrives=arrives)
 
 
-@pytest.mark.usefixtures("asked")
 def test_steps_of_several_layouts_take_turns() -> None:
     for _ in range(3):
         for scale, mask in ((None, None), (None, ch.Causal()), (0.5, ch.Causal())):
@@ -277,7 +138,6 @@ def test_steps_of_several_layouts_take_turns() -> None:
                         torch.testing.assert_close(leaf.grad.double(), true.grad, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize("arrives", ["a sum's", "turned", "negative"])
 def test_gradients_that_lie_otherwise(arrives: str) -> None:
     for _ in range(3):
@@ -301,7 +161,6 @@ def test_a_gradient_of_another_class() -> None:
         assert torch.equal(found.as_subclass(Tensor), plain)
 
 
-@pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize("name", ["heads in turn", "many rows, grouped"])
 def test_hooks_may_keep_what_is_saved_in_another_form(name: str) -> None:
     """Rows that lay in turn come back side by side."""
@@ -316,7 +175,6 @@ def test_hooks_may_keep_what_is_saved_in_another_form(name: str) -> None:
             torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.usefixtures("asked")
 def test_a_graph_may_be_kept_and_walked_again() -> None:
     for _ in range(4):
         query, key, value = (tensor.requires_grad_() for tensor in _tensors(2, 3, 17, 8))
@@ -354,17 +212,26 @@ def test_what_is_written_into_is_noticed() -> None:
             output.sum().backward()
 
 
-def test_a_second_derivative_says_that_there_is_none() -> None:
-    for _ in range(4):
-        query, key, value = (tensor.requires_grad_() for tensor in _tensors(2, 3, 17, 8))
-        output = ch.attention(query, key, value)
-        (grad,) = torch.autograd.grad(output, query, torch.ones_like(output), create_graph=True)
-        with pytest.raises(ch.UnsupportedError, match="second derivative"):
-            grad.sum().backward()
-        _same(LAYOUTS["equal"]())
+@pytest.mark.parametrize("mask", MASKS, ids=["full", "causal"])
+def test_gradients_can_be_differentiated_again(mask: ch.Mask | None) -> None:
+    inputs = [tensor.requires_grad_() for tensor in _tensors(2, 3, 7, 8)]
+
+    def penalty(leaves: Sequence[Tensor], **options: Any) -> list[Tensor]:
+        output = ch.attention(*leaves, mask=mask, **options)
+        grads = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
+        return [*torch.autograd.grad(sum(grad.square().sum() for grad in grads), leaves)]
+
+    exact = penalty([tensor.detach().double().requires_grad_() for tensor in inputs], backend="reference")
+    for own, true in zip(penalty(inputs), exact, strict=True):
+        torch.testing.assert_close(own.double(), true, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.usefixtures("asked")
+def test_vectorized_jacobian_equals_the_looped_one() -> None:
+    query, key, value = _tensors(1, 2, 3, 4)
+    of_query = partial(torch.autograd.functional.jacobian, lambda own: ch.attention(own, key, value), query)
+    torch.testing.assert_close(of_query(vectorize=True), of_query(vectorize=False), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_numbers_that_are_not_finite_stay_where_they_may_be_seen(bad: float) -> None:
     for _ in range(4):
@@ -377,20 +244,15 @@ def test_numbers_that_are_not_finite_stay_where_they_may_be_seen(bad: float) -> 
         assert torch.isfinite(written[0][:, :, :16]).all()
 
 
-@pytest.mark.usefixtures("asked")
-def test_transformations_and_modes_are_not_played_through() -> None:
+def test_transforms_and_autocast_give_the_same_gradients() -> None:
     inputs = _tensors(2, 3, 17, 8)
-    for _ in range(3):
-        _same(inputs)
+    _same(inputs)
     query, key, value = inputs
     exact = _step(inputs, arrives="a sum's")[1]
     found = torch.func.grad(lambda own: ch.attention(own, key, value).sum())(query)
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
     many = torch.func.vmap(ch.attention)(query[None], key[None], value[None])
     torch.testing.assert_close(many[0], ch.attention(query, key, value), rtol=1e-5, atol=1e-6)
-    seen: list[Tensor | None] = []
-    make_fx(lambda own: (seen.append(native_replay.replay(own, key, value, causal=False)), own)[1])(query)
-    assert seen == [None]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _same(inputs)
         assert ch.attention(*inputs).dtype == torch.float32
@@ -406,18 +268,16 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.usefixtures("asked")
-def test_a_mode_sees_backward_of_what_was_played_back_without_it() -> None:
+def test_a_dispatch_mode_sees_the_operator_of_backward() -> None:
     inputs = _tensors(2, 3, 17, 8)
     arrived = torch.randn(2, 3, 17, 8)
-    for _ in range(3):
-        _same(inputs)
+    _same(inputs)
     query, key, value = (tensor.requires_grad_() for tensor in inputs)
     plain = torch.autograd.grad(ch.attention(query, key, value), (query, key, value), arrived)
     output = ch.attention(query, key, value)
     with _Seen() as seen:
         found = torch.autograd.grad(output, (query, key, value), arrived)
-    assert seen.count >= 3
+    assert seen.count >= 1
     assert all(torch.equal(own, other) for own, other in zip(found, plain, strict=True))
 
 

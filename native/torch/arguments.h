@@ -1,0 +1,119 @@
+// An operator's arguments and results on the stack of the stable ABI.
+#pragma once
+
+#include <string.h>
+
+#include "tensor.h"
+
+namespace clearhead::torch {
+
+// Reads the arguments of a call in their order. Everything is read before anything is checked, so that nothing leaks.
+class Arguments {
+ public:
+  explicit Arguments(StableIValue* stack) : next_(stack) {}
+
+  Tensor tensor() { return Tensor(take<AtenTensorHandle>()); }
+  int64_t integer() { return take<int64_t>(); }
+  double number() { return take<double>(); }
+  bool flag() { return take<bool>(); }
+
+  int64_t optional_integer(int64_t otherwise) {
+    StableIValue* inner = take<StableIValue*>();
+    if (inner == nullptr) return otherwise;
+    const int64_t value = as<int64_t>(*inner);
+    delete inner;
+    return value;
+  }
+
+  // An undefined Tensor for None.
+  Tensor optional_tensor() {
+    StableIValue* inner = take<StableIValue*>();
+    if (inner == nullptr) return Tensor();
+    const StableIValue value = *inner;
+    delete inner;
+    return Tensor(as<AtenTensorHandle>(value));
+  }
+
+  // Lists are optional in the schemas, for lists of tensors have no default there.
+  std::vector<Tensor> tensors() {
+    return list<Tensor>([](StableIValue value) { return Tensor(as<AtenTensorHandle>(value)); });
+  }
+  std::vector<Tensor> optional_tensors() {
+    return list<Tensor>([](StableIValue value) {
+      StableIValue* inner = as<StableIValue*>(value);
+      if (inner == nullptr) return Tensor();
+      const StableIValue held = *inner;
+      delete inner;
+      return Tensor(as<AtenTensorHandle>(held));
+    });
+  }
+  std::vector<int64_t> integers() { return list<int64_t>(as<int64_t>); }
+  std::vector<double> numbers() { return list<double>(as<double>); }
+
+ private:
+  template <class Value> static Value as(StableIValue from) {
+    Value value;
+    memcpy(&value, &from, sizeof(value));
+    return value;
+  }
+  template <class Value> Value take() { return as<Value>(*next_++); }
+
+  template <class Value, class Convert> std::vector<Value> list(Convert convert) {
+    // An empty list for None.
+    StableIValue* inner = take<StableIValue*>();
+    if (inner == nullptr) return {};
+    const StableListHandle handle = as<StableListHandle>(*inner);
+    delete inner;
+    size_t size = 0;
+    check_torch(torch_list_size(handle, &size), "read a list");
+    std::vector<Value> values;
+    values.reserve(size);
+    for (size_t place = 0; place < size; ++place) {
+      StableIValue element = 0;
+      check_torch(torch_list_get_item(handle, place, &element), "read a list");
+      values.push_back(convert(element));
+    }
+    check_torch(torch_delete_list(handle), "free a list");
+    return values;
+  }
+
+  StableIValue* next_;
+};
+
+// Writes the results of a call in their order.
+class Results {
+ public:
+  explicit Results(StableIValue* stack) : next_(stack) {}
+
+  void tensor(Tensor tensor) { put(tensor.release()); }
+  void flag(bool value) { put(value); }
+  // None for an undefined tensor.
+  void optional_tensor(Tensor tensor) { put(tensor ? new StableIValue(packed(tensor.release())) : nullptr); }
+  void tensors(std::vector<Tensor> tensors) {
+    StableListHandle list = nullptr;
+    check_torch(torch_new_list_reserve_size(tensors.size(), &list), "make a list");
+    for (Tensor& tensor : tensors) check_torch(torch_list_push_back(list, packed(tensor.release())), "fill a list");
+    put(list);
+  }
+  void optional_tensors(std::vector<Tensor> tensors) {
+    StableListHandle list = nullptr;
+    check_torch(torch_new_list_reserve_size(tensors.size(), &list), "make a list");
+    for (Tensor& tensor : tensors) {
+      StableIValue* inner = tensor ? new StableIValue(packed(tensor.release())) : nullptr;
+      check_torch(torch_list_push_back(list, packed(inner)), "fill a list");
+    }
+    put(list);
+  }
+
+ private:
+  template <class Value> static StableIValue packed(Value value) {
+    StableIValue result = 0;
+    memcpy(&result, &value, sizeof(value));
+    return result;
+  }
+  template <class Value> void put(Value value) { *next_++ = packed(value); }
+
+  StableIValue* next_;
+};
+
+}  // namespace clearhead::torch

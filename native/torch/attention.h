@@ -1,0 +1,51 @@
+// Attention as operators: arguments of a call, and the description that the kernels take.
+#pragma once
+
+#include "arguments.h"
+
+namespace clearhead::torch {
+
+// Score rules in their order, a sink, and the mask as the conjunction of its parts; undefined tensors are absent.
+struct Rules {
+  std::vector<int64_t> kinds;  // enum ch_rule_kind
+  std::vector<double> values;  // of a soft-cap its cap
+  std::vector<Tensor> tables;  // float32, of every rule but soft-caps, in their order
+  Tensor sink;                 // [heads] or [1], float32
+};
+
+struct Mask {
+  int64_t before = INT64_MAX, after = INT64_MAX;
+  Tensor start, stop;  // [batch, heads, q_len, intervals], each 1 where all are equal; int32, contiguous
+  Tensor allowed;      // [batch, heads, q_len, k_len], each 1 where all are equal; bool
+  Tensor blocks;       // [batch, heads, query blocks, key blocks]; bool
+  int64_t block_size = 0;
+};
+
+struct AttentionOptions {
+  double scale = 1.0, dropout = 0.0;
+  uint64_t seed = 0;
+  int64_t query_offset = 0;
+  Mask mask;
+  Rules rules;
+};
+
+// Reads the arguments behind `scale`, in the order of the schema.
+AttentionOptions read_options(Arguments& arguments, double scale);
+
+// A description of attention of these sizes; query, key and value are set by the caller.
+ch_attention describe_attention(Dtype dtype);
+
+// Writes scale, dropout, mask and rules into a description whose sizes are set.
+void describe_options(const char* function, ch_attention& work, const AttentionOptions& options);
+
+ch_tensor view_of(const Tensor& tensor);
+
+inline constexpr const char* attention_options_schema =
+    "int? before=None, int? after=None, float dropout=0.0, int seed=0, int query_offset=0, "
+    "Tensor? start=None, Tensor? stop=None, Tensor? allowed=None, Tensor? blocks=None, int block_size=0, "
+    "int[]? rule_kinds=None, float[]? rule_values=None, Tensor[]? rule_tables=None, Tensor? sink=None";
+
+void attention_forward(StableIValue* stack, uint64_t, uint64_t);
+void attention_gradients(StableIValue* stack, uint64_t, uint64_t);
+
+}  // namespace clearhead::torch

@@ -1,0 +1,1 @@
+// Empty: only the name of the library it becomes matters.

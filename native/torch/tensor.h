@@ -1,0 +1,101 @@
+// A tensor that an operator reads or writes, and the errors that operators raise.
+#pragma once
+
+#include <initializer_list>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "clearhead_native.h"
+#include "stable_abi.h"
+
+namespace clearhead::torch {
+
+// Raises RuntimeError in Python: "<function>: <argument> must <rule>; got <what>. <what to do>".
+[[noreturn]] void fail(const char* function, const std::string& argument, const std::string& must,
+                       const std::string& got, const std::string& then);
+
+// Raises where a function of the stable ABI reports an error.
+void check_torch(int32_t code, const char* what);
+
+// Dtypes of tensors; the first three are those of enum ch_dtype.
+enum class Dtype : int32_t { float32 = CH_FLOAT32, bfloat16 = CH_BFLOAT16, float16 = CH_FLOAT16, int32, int64, byte, other };
+
+int64_t size_of(Dtype dtype);
+const char* name_of(Dtype dtype);
+
+// An owning reference to a tensor, with its address, sizes and strides read once.
+class Tensor {
+ public:
+  Tensor() = default;
+  explicit Tensor(AtenTensorHandle handle);  // takes the reference over
+  Tensor(Tensor&& other) noexcept { *this = std::move(other); }
+  Tensor& operator=(Tensor&& other) noexcept;
+  Tensor(const Tensor&) = delete;
+  Tensor& operator=(const Tensor&) = delete;
+  ~Tensor();
+
+  explicit operator bool() const { return handle_ != nullptr; }
+  int64_t dim() const { return dim_; }
+  int64_t size(int64_t axis) const { return sizes_[axis]; }
+  // The stride in elements; 0 along an axis of one entry, so that it broadcasts.
+  int64_t step(int64_t axis) const { return sizes_[axis] == 1 ? 0 : strides_[axis]; }
+  int64_t stride(int64_t axis) const { return strides_[axis]; }
+  int64_t elements() const;
+  Dtype dtype() const { return dtype_; }
+  void* data() const { return data_; }
+  template <class Number> Number* as() const { return static_cast<Number*>(data_); }
+  bool contiguous() const;
+  bool is_shaped(std::initializer_list<int64_t> sizes) const;
+  std::string shape() const;  // in words, for errors
+  AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
+  Tensor reference() const;
+  // The same elements, with a contiguous last axis or contiguous throughout; a copy where they are not.
+  Tensor with_contiguous_rows() &&;
+  Tensor as_contiguous() &&;
+
+ private:
+  AtenTensorHandle handle_ = nullptr;
+  int64_t dim_ = 0;
+  const int64_t* sizes_ = nullptr;
+  const int64_t* strides_ = nullptr;
+  void* data_ = nullptr;
+  Dtype dtype_ = Dtype::other;
+};
+
+using Sizes = std::vector<int64_t>;
+
+// New tensors, their elements unknown. Large ones lie in memory that freed ones left (native/src/memory.h).
+Tensor empty(Dtype dtype, const Sizes& sizes);
+Tensor empty_strided(Dtype dtype, const Sizes& sizes, const Sizes& strides);
+Tensor zeros(Dtype dtype, const Sizes& sizes);
+// [batch, heads, len, dim] whose heads are laid out as those of `like`: side by side in a token, or one after the other.
+Tensor empty_heads(const Tensor& like, int64_t dim);
+
+// Memory of one call, given back when it ends.
+class Workspace {
+ public:
+  Workspace() = default;
+  ~Workspace();
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+  void* take(int64_t bytes);
+
+ private:
+  struct Block {
+    void* data;
+    size_t bytes;
+  };
+  std::vector<Block> blocks_;
+};
+
+// torch.get_num_threads(), at most what the kernels take.
+int32_t threads();
+
+// The index of the instruction set that operators run on; -1 for the best that the processor has.
+extern int32_t instruction_set;
+
+// Raises where a kernel's code is not CH_OK.
+void check_kernel(int code, const char* function);
+
+}  // namespace clearhead::torch

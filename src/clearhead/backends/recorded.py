@@ -1,0 +1,98 @@
+"""Gradients that autograd records, by torch's operations: for second derivatives and batches of gradients.
+
+The kernels compute gradients without a history. Where a gradient is to be differentiated (``create_graph=True``, or
+forward differentiation), or many gradients arrive as one (``is_grads_batched=True``), forward is computed once more by
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from clearhead.backends import reference
+from clearhead.problem import Problem
+from clearhead.statistics import Want
+from clearhead.torch_private import differentiates_forward, is_batched_gradient
+
+__all__ = ["is_recorded", "recorded_attention", "recorded_gradients", "with_learned"]
+
+
+def is_recorded(*grads: Tensor | None) -> bool:
+    """Whether a backward pass with these gradients must be made of torch's operations."""
+    return (
+        torch.is_grad_enabled()
+        or differentiates_forward()
+        or any(grad is not None and is_batched_gradient(grad) for grad in grads)
+    )
+
+
+def recorded_gradients(
+    compute: Callable[[list[Tensor | None]], Sequence[Tensor]],
+    inputs: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of ``compute``'s outputs by each input, None for those that are not needed.
+
+    Args:
+        compute: forward by torch's operations.
+        inputs: what forward read.
+        grads: gradients of its outputs, None for those without one.
+        needs: whether each input's gradient is wanted.
+    """
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views, for an input that is given twice has two gradients.
+        copies = [
+            part.view_as(part) if part is not None and needed else part
+            for part, needed in zip(inputs, needs, strict=True)
+        ]
+        wanted = [part for part, needed in zip(copies, needs, strict=True) if part is not None and needed]
+        outputs = compute(copies)
+        pairs = [
+            (own, grad) for own, grad in zip(outputs, grads, strict=True) if grad is not None and own.requires_grad
+        ]
+        found = iter(
+            torch.autograd.grad(
+                [own for own, _ in pairs], wanted, [grad for _, grad in pairs],
+                create_graph=create_graph, allow_unused=True, is_grads_batched=False,
+            )
+            if pairs
+            else [None] * len(wanted)
+        )  # fmt: skip
+    return [next(found) if part is not None and needed else None for part, needed in zip(inputs, needs, strict=True)]
+
+
+def with_learned(problem: Problem, copies: Sequence[Tensor | None]) -> Problem:
+    """The problem with other tensors in place of ``problem.rule_parameters``."""
+    by_identity = {id(own): copy for own, copy in zip(problem.rule_parameters, copies, strict=True) if copy is not None}
+    return problem.with_scores(tuple(rule.mapped(lambda own: by_identity.get(id(own), own)) for rule in problem.scores))
+
+
+def recorded_attention(
+    problem: Problem, want: Want, grads: Mapping[str, Tensor], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients of query, key, value and the rules' parameters, by the formula.
+
+    Args:
+        problem: the attention.
+        want: the statistics that forward gave.
+        grads: gradients of forward's results, by their names in ``Observation``.
+        needs: of query, key, value, ``want.row_weights`` where it may learn, and each of ``problem.rule_parameters``.
+
+    Cost: the formula's, so memory grows with ``q_len * k_len``.
+    """
+    learned = problem.rule_parameters
+    mixing = [want.row_weights] if len(needs) > 3 + len(learned) else []
+
+    def compute(inputs: list[Tensor | None]) -> list[Tensor]:
+        tensors = [part for part in inputs[:3] if part is not None]
+        copied = with_learned(problem, inputs[3 + len(mixing) :]).with_tensors(*tensors)
+        done = reference.run(copied, replace(want, row_weights=inputs[3]) if mixing else want)
+        return [getattr(done, name) for name in grads]
+
+    inputs = [problem.query, problem.key, problem.value, *mixing, *learned]
+    return recorded_gradients(compute, inputs, [*grads.values()], needs)

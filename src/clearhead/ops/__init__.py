@@ -1,0 +1,1 @@
+"""Python's side of the operators: arguments lowered to the CPU kernels' operators, and their gradients."""
