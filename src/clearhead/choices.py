@@ -209,6 +209,8 @@ TABLE: Final[tuple[Row, ...]] = (
     ),
 )  # fmt: skip
 
+#: Below this the kernels run on every processor; asked first, since the smallest calls take microseconds.
+_SDPA_LEAST: Final = min(min(row.sdpa_from) for row in TABLE if row.sdpa_from is not None)
 #: Who names an instruction set wants to run the kernels.
 _NAMED_SET: Final = Row(processors="any", dtypes=(_FLOAT32, _BFLOAT16, _FLOAT16), basis="CLEARHEAD_ISA is set")
 
@@ -287,6 +289,8 @@ def attention_path(dtype: torch.dtype, q_len: int, k_len: int, *, causal: bool, 
     """
     if _NAMED.attention is not None:
         return _NAMED.attention
+    if q_len < _SDPA_LEAST or k_len < _SDPA_LEAST:
+        return "native"
     sizes = row_for(dtype).sdpa_from
     if sizes is None or (gradient and dtype is not torch.float32):
         return "native"
