@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import threading
 
 import pytest
 import torch
@@ -16,21 +13,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
+from clearhead import choices as sizes
 from clearhead.cli.app import app
 from clearhead.errors import UnsupportedError
 from clearhead.nn.linear import Linear
-from clearhead.projection import KINDS, choice, measured, paths, products, project
+from clearhead.projection import KINDS, choice, paths, products, project
 from tests.budget import within_budget
 from tests.processes import told
 
-#: By its full name: the package's own ``choice`` is the function.
-choosing = importlib.import_module("clearhead.projection.chosen")
 ABSENT = {name: path.absent(torch.float32) for name, path in paths.PATHS.items()}
 PATHS = [pytest.param(name, marks=pytest.mark.skipif(why is not None, reason=f"{why}")) for name, why in ABSENT.items()]
 #: What other than torch there is here: needed wherever something is measured.
 OTHERS = [name for name, why in ABSENT.items() if why is None and name != "torch"]
 needs_onednn = pytest.mark.skipif(ABSENT["onednn"] is not None, reason=f"{ABSENT['onednn']}")
-needs_another = pytest.mark.skipif(not OTHERS, reason="there is no path but torch's")
 
 #: Leading axes of x, width in, width out.
 SHAPES = [
@@ -45,11 +40,10 @@ def _numbers(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing decided yet, nothing forced, and the smallest product large enough."""
+    """Nothing forced, and the smallest product large enough."""
     monkeypatch.delenv("CLEARHEAD_PROJECTION", raising=False)
-    monkeypatch.setattr(choosing, "_CHOICES", {})
-    monkeypatch.setattr(products, "_LEAST", 1)
-    monkeypatch.setattr(products, "_LEAST_ONCE", 1)
+    monkeypatch.setattr(sizes, "SMALL", 1)
+    monkeypatch.setattr(sizes, "SMALL_UNPREPARED", 1)
 
 
 @pytest.fixture(params=PATHS)
@@ -183,7 +177,7 @@ def test_small_products_stay_with_linear(monkeypatch: pytest.MonkeyPatch, rows: 
 def test_odd_numbers_of_rows_stay_with_torch_where_a_path_prepares_every_shape(
     monkeypatch: pytest.MonkeyPatch, path: str, kind: str, rows: int, returns: bool
 ) -> None:
-    monkeypatch.setattr(products, "_LEAST_ONCE", 2**24)
+    monkeypatch.setattr(sizes, "SMALL_UNPREPARED", 2**24)
     assert products.path_of(kind, torch.zeros(rows, 256), 2**16).name == (
         path if returns or path != "onednn" else "torch"
     )
@@ -266,40 +260,6 @@ def test_compiled_and_exported_it_is_linear(path: str, chosen: list[str]) -> Non
     assert chosen == []
 
 
-@needs_another
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_choice_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    state = torch.get_rng_state()
-    first = [choice(kind, dtype) for kind in KINDS]
-    assert torch.equal(torch.get_rng_state(), state)
-    for kind, found in zip(KINDS, first, strict=True):
-        assert (found.kind, found.dtype, found.reason) == (kind, str(dtype)[6:], "measured")
-        absent = {name: path.absent(dtype) for name, path in paths.PATHS.items()}
-        assert list(found.gflops) == list(absent)
-        assert all((found.gflops[name] is None) == (why is not None) for name, why in absent.items())
-        assert found.path == choosing._fastest(found.gflops, choosing._MARGINS[dtype]).name
-    monkeypatch.setattr(choosing, "_rates", lambda kind, dtype: pytest.fail("measured again"))
-    assert [choice(kind, dtype) for kind in KINDS] == first
-    assert [measured(kind, dtype) for kind in KINDS] == first
-
-
-@needs_another
-def test_many_threads_decide_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    decide = choosing._decide
-    monkeypatch.setattr(choosing, "_decide", lambda kind, dtype: calls.append(kind) or decide(kind, dtype))
-    x, weight = _numbers(64, 64), _numbers(64, 64, seed=1)
-    results: list[Tensor] = []
-    threads = [threading.Thread(target=lambda: results.append(project(x, weight))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert calls == ["forward"]
-    assert len(results) == 8
-    assert all(torch.equal(results[0], other) for other in results)
-
-
 PROGRAM = """
 import json, torch
 from clearhead.nn.linear import Linear
@@ -325,29 +285,8 @@ def test_a_bad_variable_is_one_line_where_the_layer_is_built_or_used(monkeypatch
             use()
         assert str(refused.value) == (
             "project: CLEARHEAD_PROJECTION must be one of torch, onednn, native; got 'fast'. "
-            "Unset it to let the fastest one be measured."
+            "Unset it to let the table of processors choose."
         )
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_child_forked_while_another_thread_decides_can_decide() -> None:
-    program = """
-import importlib, os, threading, time, torch
-choosing = importlib.import_module("clearhead.projection.chosen")
-# Nothing is multiplied: MKL's own list of threads may turn in a circle in a child, whoever forked it.
-choosing._rates = lambda kind, dtype: time.sleep(0.3) or {"torch": 1.0, "onednn": None, "native": None}
-thread = threading.Thread(target=choosing.choice, args=("forward",))
-thread.start()
-time.sleep(0.05)
-child = os.fork()
-if child == 0:
-    choosing.choice("input gradient")
-    os._exit(0)
-thread.join()
-print(os.waitpid(child, 0)[1])
-"""
-    done = told(program, timeout=60)
-    assert done.stdout.strip() == "0", done.stderr
 
 
 @pytest.mark.parametrize("leading", [(10,), (2, 5)], ids=str)
@@ -378,7 +317,7 @@ def test_bfloat16_is_as_exact_as_linear(path: str, rows: int) -> None:
         within_budget(name, found, own, right, terms=rows * 96)
 
 
-def test_doctor_shows_choice_and_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_shows_choice_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
     from clearhead import doctor
 
     monkeypatch.setattr(doctor, "_MATRIX", 64)
@@ -388,15 +327,15 @@ def test_doctor_shows_choice_and_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = CliRunner().invoke(app, ["doctor"]).stdout
     for kind in KINDS:
         line = next(line for line in shown.splitlines() if line.strip().startswith(kind))
-        assert line.split(kind)[1].split()[:3] == ["float32", "torch", "torch"]
+        assert line.split(kind)[1].split()[:2] == ["float32", "torch"]
         assert "(CLEARHEAD_PROJECTION=torch)" in line
     read = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
     assert [each["kind"] for each in read["projections"]] == 2 * list(KINDS)
     assert {each["dtype"] for each in read["projections"]} == {"float32", "bfloat16"}
-    assert all(list(each["gflops"]) == list(paths.PATHS) for each in read["projections"])
-    assert all(each["gflops"]["torch"] > 0 for each in read["projections"])
+    assert {each["path"] for each in read["projections"]} == {"torch"}
+    assert [each["basis"] for each in read["table"]] == [row.basis for row in sizes.TABLE]
+    assert {each["dtype"] for each in read["attentions"]} == {"float32", "bfloat16", "float16"}
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "fast")
-    monkeypatch.setattr(choosing, "_CHOICES", {})
     refused = CliRunner().invoke(app, ["doctor"])
     assert refused.exit_code == 2
     assert refused.stderr.count("\n") == 1
@@ -410,7 +349,7 @@ def test_few_tokens_through_a_large_weight(dtype: torch.dtype, forced: str, monk
     if forced == "onednn" and paths.ONEDNN.absent(dtype) is not None:
         pytest.skip(f"{paths.ONEDNN.absent(dtype)}")
     monkeypatch.setenv("CLEARHEAD_PROJECTION", forced)
-    monkeypatch.setattr(products, "_LEAST", 2**22)
+    monkeypatch.setattr(sizes, "SMALL", 2**22)
     taken: list[str] = []
     own = products.path_of
 
@@ -421,8 +360,8 @@ def test_few_tokens_through_a_large_weight(dtype: torch.dtype, forced: str, monk
     monkeypatch.setattr(products, "path_of", path_of)
     kernels = forced in ("", "native") and ABSENT["native"] is None
     weights, biases = _numbers(1024, 1024, seed=1).to(dtype), _numbers(1024, seed=2).to(dtype)
-    sizes = ((1, 1024, False), (3, 128, False), (1, 1024, True), (17, 64, False), (1, 16, False), (24, 15, False))
-    for rows, out, recorded in sizes:
+    cases = ((1, 1024, False), (3, 128, False), (1, 1024, True), (17, 64, False), (1, 16, False), (24, 15, False))
+    for rows, out, recorded in cases:
         taken.clear()
         x, weight, bias = _numbers(rows, 1024).to(dtype), weights[:out], biases[:out]
         found = project(x.requires_grad_(recorded), weight, bias)

@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from clearhead import choices as sizes
 from clearhead.backends import native_projection
 from clearhead.backends.native_dropout import LEVELS
 from clearhead.nn.feedforward import FeedForward
 from clearhead.problem import draw_seed
-from clearhead.projection import paths, products, project_activate_project
+from clearhead.projection import choice, paths, products, project_activate_project
+from clearhead.testing import processor
 from tests.budget import within_budget
 from tests.dropped import kept
 
-chosen = importlib.import_module("clearhead.projection.chosen")
 pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -38,8 +39,7 @@ SHAPES = [((1,), 8, 16, 4), ((67,), 33, 70, 17), ((3, 5), 40, 24, 40), ((1300,),
 def native(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels, for every size."""
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
-    monkeypatch.setattr(chosen, "_CHOICES", {})
-    monkeypatch.setattr(products, "_LEAST", 1)
+    monkeypatch.setattr(sizes, "SMALL", 1)
 
 
 def _steps(
@@ -446,22 +446,21 @@ class TestFeedForward:
         assert len(calls) == 1
 
 
-def test_small_steps_are_the_kernels_whatever_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process may measure another path: a run of a small model that goes on there must give the same bits."""
+def test_small_steps_are_the_kernels_on_every_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CLEARHEAD_PROJECTION")
-    monkeypatch.setattr(products, "_LEAST", 2**22)
-    monkeypatch.setattr(chosen, "_rates", lambda kind, dtype: {"torch": 1000.0, "onednn": None, "native": 1.0})
-    assert chosen.choice("forward").path == "torch"
-    assert project_activate_project(*_parts((4,), 8, 16, 8)) is not None  # type: ignore[arg-type]
-    assert project_activate_project(*_parts((64,), 256, 256, 256)) is None  # type: ignore[arg-type]
+    monkeypatch.setattr(sizes, "SMALL", 2**22)
+    with processor("", []):
+        assert choice("forward").path == "torch"
+        assert project_activate_project(*_parts((4,), 8, 16, 8)) is not None  # type: ignore[arg-type]
+        assert project_activate_project(*_parts((64,), 256, 256, 256)) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("small", ["expand", "contract"])
 def test_a_small_weight_is_part_of_a_step(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its product alone goes by the faster of the others; what a step saves around it is more."""
     monkeypatch.delenv("CLEARHEAD_PROJECTION")
-    monkeypatch.setattr(chosen, "_rates", lambda kind, dtype: {"torch": 100.0, "onednn": None, "native": 100.0})
     width, out = (8, 256) if small == "expand" else (256, 8)
     parts = _parts((4096,), width, 256, out)
-    assert products.path_of("forward", parts[0], 8 * 256) is paths.TORCH  # type: ignore[arg-type]
-    assert project_activate_project(*parts) is not None  # type: ignore[arg-type]
+    with processor("GenuineIntel", ["avx2"]):
+        assert products.path_of("forward", parts[0], 8 * 256) is paths.TORCH  # type: ignore[arg-type]
+        assert project_activate_project(*parts) is not None  # type: ignore[arg-type]

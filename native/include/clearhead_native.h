@@ -383,8 +383,13 @@ CH_EXPORT int64_t ch_rotation_description_size(void);
 CH_EXPORT const char* ch_isa_name(int index);
 /* Whether this processor can run it. */
 CH_EXPORT int ch_isa_usable(int index);
-/* The one that -1 stands for: the widest usable one whose products run here as fast as the next one's, which is measured
- * at the first call (a processor may have bfloat16's products and run them at half the rate of float32's). */
+/* Vendors that the choice of a set distinguishes. */
+#define CH_OTHER_VENDOR 0
+#define CH_INTEL 1
+/* The set for a processor of a vendor with this processor's instructions: the widest usable one that the vendor's processors
+ * do not run slower than the next one. */
+CH_EXPORT int ch_isa_for(int32_t vendor);
+/* The one that -1 stands for: ch_isa_for this processor's vendor. */
 CH_EXPORT int ch_isa_best(void);
 /* How many multiplications and additions a second so many threads do in the product that every kernel is made of, of 64 steps
  * whose operands and sums lie in the innermost caches: kernels of the set exceed it by hundredths at most, where sums of more

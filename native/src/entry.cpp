@@ -43,10 +43,12 @@ namespace {
 
 // ---- instruction sets -------------------------------------------------------------------------------------
 
+// The table that the choice is read from. Nothing is measured, so every process on a machine computes the same bits.
 struct Set {
   const char* name;
   bool (*usable)();
   const Kernels* kernels;
+  int32_t slow_on = CH_OTHER_VENDOR;  // the vendor whose processors run the next set faster, if there is one
 };
 
 #if defined(__x86_64__)
@@ -84,7 +86,9 @@ bool always() { return true; }
 
 const Set sets[] = {
 #ifdef CH_WITH_AVX512BF16
-    {"avx512bf16", CH_WITH_AVX512BF16, &avx512bf16::kernels},
+    // Intel's processors multiply bfloat16 by VDPBF16PS at half the rate of float32 (docs/adr/0004-choices-by-table.md).
+    // Hypervisors hide AMX and change the model number, so the row names the vendor.
+    {"avx512bf16", CH_WITH_AVX512BF16, &avx512bf16::kernels, CH_INTEL},
 #endif
 #ifdef CH_WITH_AVX512
     {"avx512", CH_WITH_AVX512, &avx512::kernels},
@@ -102,11 +106,12 @@ const Set sets[] = {
 };
 constexpr int num_sets = sizeof(sets) / sizeof(sets[0]);
 
-// Sets are told apart by their products, which takes microseconds and happens once.
-int best = 0;
-
-void find_best() {
-  while (!sets[best].usable() || !sets[best].kernels->pays()) ++best;
+int32_t vendor() {
+#if defined(__x86_64__)
+  return __builtin_cpu_is("intel") ? CH_INTEL : CH_OTHER_VENDOR;
+#else
+  return CH_OTHER_VENDOR;
+#endif
 }
 
 // ---- forks ------------------------------------------------------------------------------------------------
@@ -140,11 +145,16 @@ int ch_isa_usable(int index) {
   return index >= 0 && index < clearhead::num_sets && clearhead::sets[index].usable() ? 1 : 0;
 }
 
-int ch_isa_best(void) {
-  static pthread_once_t once = PTHREAD_ONCE_INIT;
-  pthread_once(&once, clearhead::find_best);
-  return clearhead::best;
+int ch_isa_for(int32_t vendor) {
+  for (int index = 0; index < clearhead::num_sets; ++index) {
+    const clearhead::Set& set = clearhead::sets[index];
+    const bool slow = vendor != CH_OTHER_VENDOR && set.slow_on == vendor;
+    if (set.usable() && !slow) return index;
+  }
+  return clearhead::num_sets - 1;
 }
+
+int ch_isa_best(void) { return ch_isa_for(clearhead::vendor()); }
 
 double ch_product_rate(int32_t dtype, int32_t isa, int32_t threads) {
   const clearhead::Kernels* kernels = clearhead::kernels_of(isa);

@@ -8,7 +8,6 @@ namespace clearhead {
 
 // What one instruction set offers. The description has passed every check of entry.cpp.
 struct Kernels {
-  bool (*pays)();  // whether this processor runs it as fast as the next set that it has
   double (*rate)(int dtype, int threads);  // operations a second of its product
   int (*forward)(const ch_attention* work);
   int (*backward)(const ch_attention* work);

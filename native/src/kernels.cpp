@@ -8,7 +8,7 @@
 #include "forward.h"
 #include "linear.h"
 #include "norm.h"
-#include "pace.h"
+#include "peak_throughput.h"
 #include "projection.h"
 #include "rotation.h"
 
@@ -64,7 +64,7 @@ template <class Way> int run_linear(const ch_linear* w) { return Way(*w).run(); 
 
 }  // namespace
 
-extern const clearhead::Kernels kernels = {pairs_pay, rate, run_dtype<Forward>, run_dtype<Backward>, run_linear<LinearForward>,
+extern const clearhead::Kernels kernels = {rate, run_dtype<Forward>, run_dtype<Backward>, run_linear<LinearForward>,
                                            run_linear<LinearBackward>, run_projection, run_each<Dropping>,
                                            run_each<NormForward>, run_each<NormBackward>,
                                            run_each<Appending>, run_each<Rotating>};

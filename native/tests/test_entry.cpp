@@ -207,6 +207,9 @@ void answers() {
   check(ch_isa_name(-1) == nullptr && ch_isa_name(99) == nullptr, "ch_isa_name past the ends");
   check(ch_isa_usable(-1) == 0 && ch_isa_usable(99) == 0, "ch_isa_usable past the ends");
   check(ch_isa_usable(ch_isa_best()) == 1, "the best set must be usable");
+  check(ch_isa_for(CH_OTHER_VENDOR) == usable_sets().front(), "the widest usable set");
+  const bool dot_products = std::strcmp(ch_isa_name(usable_sets().front()), "avx512bf16") == 0;
+  check(ch_isa_for(CH_INTEL) == usable_sets()[dot_products ? 1 : 0], "Intel's processors widen bfloat16");
   for (int isa : usable_sets())
     for (int32_t dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
       check(ch_product_rate(dtype, isa, 2) > 1e6, std::string("a rate of products, ") + ch_isa_name(isa));

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from clearhead import choices
 from clearhead.arguments import seen
 from clearhead.backends import flex, native, reference, sdpa, tiled, triton
 from clearhead.backends.capability import Backend
 from clearhead.backends.containment import without_autocast
 from clearhead.errors import UnsupportedError
-from clearhead.preference import torch_leads
 from clearhead.problem import Problem
 from clearhead.statistics import Observation, Want
 
@@ -83,8 +83,22 @@ def _is_auto(backend: object) -> bool:
 
 def _automatic(problem: Problem, want: Want) -> tuple[Backend, ...]:
     """The backends that "auto" looks at, in order."""
-    found = tuple(backend for backend in BACKENDS if want.names or backend.name not in _FOR_STATISTICS)
-    return tuple(sorted(found, key=lambda each: each is not sdpa.BACKEND)) if torch_leads(problem, want) else found
+    order = tuple(backend for backend in BACKENDS if want.names or backend.name not in _FOR_STATISTICS)
+    first = _first(problem, want)
+    return order if first is None else tuple(sorted(order, key=lambda each: each.name != first))
+
+
+def _first(problem: Problem, want: Want) -> str | None:
+    """The backend that is named, or that the table puts first."""
+    dtype = problem.query.dtype
+    if choices.named().attention is not None:
+        return choices.named().attention
+    if dtype not in native.BACKEND.capability.dtypes or problem.query.device.type != "cpu":
+        return None
+    if want.names or problem.dropout > 0.0 or not sdpa.asks_flags(problem):
+        return None
+    causal, gradient = problem.mask is not None, problem.needs_gradient
+    return choices.attention_path(dtype, problem.q_len, problem.k_len, causal=causal, gradient=gradient)
 
 
 def run(function: str, problem: Problem, want: Want, backend: str = "auto") -> Observation:

@@ -17,11 +17,10 @@ from clearhead.backends import native_library, native_memory
 from clearhead.backends.native_rate import product_rate
 from clearhead.benchmark.machine import load, machine, threads, torch_build, versions
 from clearhead.benchmark.timing import Timing, interleaved
+from clearhead.choices import TABLE, Row, processor, row_for
 from clearhead.dispatch import BACKENDS
 from clearhead.functional import attention, explain_dispatch
-from clearhead.preference import Pace, unknown
-from clearhead.preference import measured as measured_pace
-from clearhead.projection import DTYPES, KINDS, Choice, measured
+from clearhead.projection import DTYPES, KINDS, Choice, choice
 from clearhead.projection.paths import ONEDNN
 
 __all__ = ["Diagnosis", "Rate", "diagnose"]
@@ -57,8 +56,10 @@ class Diagnosis:
         compiler: path and version of a C++ compiler, or None.
         kernels: the instruction set that clearhead's CPU kernels run on, and those there are; or why they do not run.
         rates: measured speeds.
-        projections: by which product linear layers run, and both measured speeds.
-        paces: attention by the kernels and by torch, in the dtypes in which that settles which is taken.
+        processor: vendor and features that the table of choices is read by.
+        table: the rows of the table of choices.
+        projections: the path of each kind of GEMM of a linear layer, with the reason.
+        attentions: for each dtype which attention runs, with the reason.
         missing: what is missing or in the way, each with what to do.
     """
 
@@ -71,8 +72,10 @@ class Diagnosis:
     compiler: Mapping[str, str] | None
     kernels: str
     rates: Sequence[Rate]
+    processor: str
+    table: Sequence[Mapping[str, str]]
     projections: Sequence[Choice]
-    paces: Sequence[Pace]
+    attentions: Sequence[Mapping[str, str]]
     missing: Sequence[str]
 
     @property
@@ -98,8 +101,9 @@ def diagnose() -> Diagnosis:
         machine=found, versions=versions(), torch=torch_build(), threads=threads(),
         backends={backend.name: {"what": backend.summary, **backend.capability.row()} for backend in BACKENDS},
         extras=extras, compiler=compiler, rates=[*_limits(), *_product_rates(), *_attention_rates()],
-        projections=[measured(kind, dtype) for dtype in DTYPES for kind in KINDS], kernels=_kernels(),
-        paces=[measured_pace(dtype) for dtype in sorted(unknown(), key=str)],
+        projections=[choice(kind, dtype) for dtype in DTYPES for kind in KINDS], kernels=_kernels(),
+        processor=str(processor()), table=[_table_row(row) for row in TABLE],
+        attentions=[_attention_row(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)],
         missing=_missing(found, extras, compiler),
     )  # fmt: skip
 
@@ -112,12 +116,37 @@ def _kernels() -> str:
     return f"{sets}, keep up to {native_memory.limit() // 2**20:,} MiB of results that are gone"
 
 
+def _table_row(row: Row) -> dict[str, str]:
+    """A row of the table of choices, in words."""
+    gemm = [row.forward, row.input_gradient, row.weight_gradient]
+    return {
+        "processors": row.processors,
+        "needs": ", ".join(sorted(row.needs)) or "nothing",
+        "dtypes": ", ".join(str(dtype)[6:] for dtype in row.dtypes),
+        "GEMM": ", ".join(" or ".join(paths) for paths in gemm),
+        "narrow": ", ".join(" or ".join(paths) for paths in (row.narrow_forward, row.narrow_input_gradient)),
+        "few rows": " or ".join(row.few_rows or row.forward),
+        "attention": _sizes(row),
+        "basis": row.basis,
+    }
+
+
+def _attention_row(dtype: torch.dtype) -> dict[str, str]:
+    row = row_for(dtype)
+    return {"dtype": str(dtype)[6:], "choice": _sizes(row), "reason": f"{row.processors}: {row.basis}"}
+
+
+def _sizes(row: Row) -> str:
+    sizes = row.sdpa_from
+    return "native" if sizes is None else f"sdpa from {sizes.full} keys, causal from {sizes.causal}; else native"
+
+
 def _slower_sets() -> str:
-    """Which sets are wider than the fastest one, in words."""
+    """Which sets are wider than the chosen one, in words."""
     names, library = native_library.isa_names(), native_library.library()
     assert library is not None
     wider = names[: names.index(library.ch_isa_name(library.ch_isa_best()).decode())]
-    return f"; here products of {' and '.join(wider)} are slower, measured" if wider else ""
+    return f"; not {' and '.join(wider)}, whose dot products of bfloat16 Intel runs at half the rate" if wider else ""
 
 
 def _missing(

@@ -81,7 +81,7 @@ def attention(
         )  # fmt: skip
     plain = (mask is None or type(mask) is Causal) and type(scores) is tuple and not scores
     if plain and backend in _DIRECT and seed is query_offset is None and type(dropout) is float and not dropout:
-        output = native.plain(query, key, value, causal=mask is not None, scale=scale)
+        output = native.plain(query, key, value, causal=mask is not None, scale=scale, auto=backend == "auto")
         if output is not None:
             return output
     problem = Problem.of(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from clearhead.nn import step
-from clearhead.projection import chosen
+from clearhead.testing import choices
 from tests.steps import steps_taken
 
 
@@ -16,9 +18,10 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small products are the kernels' where larger ones are; and nothing is known of calls before."""
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """GEMM and attention are the kernels' on every processor; and nothing is known of calls before."""
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
-    monkeypatch.setattr(chosen, "_CHOICES", {})
     for held in (step._KEPT, step._KNOWN, step._CALLS):
         monkeypatch.setattr(held, "steps", {})
+    with choices(attention="native"):
+        yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import io
 from collections.abc import Callable
 from typing import Any
@@ -23,12 +22,11 @@ from transformers.models.modernbert.modeling_modernbert import ModernBertMLP
 from transformers.models.t5.modeling_t5 import T5DenseActDense, T5DenseGatedActDense
 
 import clearhead as ch
+from clearhead import choices as sizes
 from clearhead.backends import native_projection
 from clearhead.bridges import transformers_parts as room
-from clearhead.projection import products
 from tests.budget import within_budget
 
-chosen = importlib.import_module("clearhead.projection.chosen")
 pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
 
 SIZES = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -90,8 +88,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels, for every size, and the same weights each time."""
     torch.manual_seed(0)
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
-    monkeypatch.setattr(chosen, "_CHOICES", {})
-    monkeypatch.setattr(products, "_LEAST", 1)
+    monkeypatch.setattr(sizes, "SMALL", 1)
 
 
 @pytest.fixture

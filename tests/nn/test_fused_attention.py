@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import clearhead as ch
+from clearhead import choices as sizes
 from clearhead import positions
 from clearhead.backends import native_memory, native_prepared, native_projection, native_work
 from clearhead.nn import attention_step, fused_attention, step
 from clearhead.nn.linear import Linear
-from clearhead.projection import chosen, products
 
 pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
 
@@ -34,8 +34,7 @@ SKIPPED = lambda *args, **options: None  # noqa: E731
 def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' road for products of any size."""
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
-    monkeypatch.setattr(chosen, "_CHOICES", {})
-    monkeypatch.setattr(products, "_LEAST", 1)
+    monkeypatch.setattr(sizes, "SMALL", 1)
 
 
 def module(dtype: torch.dtype = torch.float32, **options: Any) -> ch.nn.MultiHeadAttention:
@@ -617,7 +616,7 @@ class TestFewTokens:
 
     @pytest.fixture(autouse=True)
     def _as_shipped(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(products, "_LEAST", 2**22)
+        monkeypatch.setattr(sizes, "SMALL", 2**22)
 
     @pytest.mark.parametrize("mask", MASKS[:5], ids=lambda mask: type(mask).__name__)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -655,7 +654,6 @@ class TestFewTokens:
 
     def test_not_by_kernels_that_have_no_larger_products(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CLEARHEAD_PROJECTION", "torch")
-        monkeypatch.setattr(chosen, "_CHOICES", {})
         own, x = module(), tokens()
         for _ in range(3):
             assert not is_step(own(x))

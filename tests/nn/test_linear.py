@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 
 import pytest
 import torch
@@ -11,13 +10,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import clearhead as ch
+from clearhead import choices as sizes
 from clearhead.nn.linear import Linear
-from clearhead.projection import KINDS, products
+from clearhead.projection import KINDS, choice, products
 from clearhead.projection.paths import PATHS
 from tests.budget import within_budget
 
-#: By its full name: the package's own ``choice`` is the function.
-choosing = importlib.import_module("clearhead.projection.chosen")
 OTHERS = [
     pytest.param(name, marks=pytest.mark.skipif(why is not None, reason=f"{why}"))
     for name in ("onednn", "native")
@@ -30,7 +28,6 @@ ROWS, WIDTH, OUT = 64, 256, 320
 @pytest.fixture(autouse=True, params=OTHERS)
 def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A path that is not torch's own."""
-    monkeypatch.setattr(choosing, "_CHOICES", {})
     monkeypatch.setenv("CLEARHEAD_PROJECTION", request.param)
     return str(request.param)
 
@@ -137,7 +134,6 @@ def test_our_models_are_built_of_it() -> None:
 def test_a_model_trains_to_the_same_weights_on_either_path(forced: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for path in ("torch", forced):
-        monkeypatch.setattr(choosing, "_CHOICES", {})
         monkeypatch.setenv("CLEARHEAD_PROJECTION", path)
         torch.manual_seed(0)
         model = ch.nn.Encoder(256, 4, 1)
@@ -148,8 +144,7 @@ def test_a_model_trains_to_the_same_weights_on_either_path(forced: str, monkeypa
             model(x).square().mean().backward()
             optimizer.step()
         found.append(model.state_dict())
-        assert {choice.path for choice in choosing._CHOICES.values()} == {path}
-        assert set(choosing._CHOICES) == {(kind, torch.float32) for kind in KINDS}
+        assert {choice(kind).path for kind in KINDS} == {path}
     for name, own in found[0].items():
         torch.testing.assert_close(found[1][name], own, rtol=1e-4, atol=1e-5)
 
@@ -164,8 +159,8 @@ def test_attention_has_the_same_gradients_with_the_joint_product(
     chosen: list[str] = []
     own = products.path_of
     monkeypatch.setattr(products, "path_of", lambda kind, *sizes: chosen.append(kind) or own(kind, *sizes))
-    monkeypatch.setattr(products, "_LEAST", 1)
-    monkeypatch.setattr(products, "_LEAST_ONCE", 1)
+    monkeypatch.setattr(sizes, "SMALL", 1)
+    monkeypatch.setattr(sizes, "SMALL_UNPREPARED", 1)
     torch.manual_seed(0)
     together = ch.nn.MultiHeadAttention(32, 4, **arguments)  # type: ignore[arg-type]
     apart, exact = copy.deepcopy(together), copy.deepcopy(together).double()

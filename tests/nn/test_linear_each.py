@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -17,12 +16,11 @@ from torch.nn.modules.module import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
+from clearhead import choices as sizes
 from clearhead.nn.linear import Linear, linear_each
 from clearhead.projection import KINDS, paths, products, project_each
 from tests.budget import within_budget
 
-#: By its full name: the package's own ``choice`` is the function.
-choosing = importlib.import_module("clearhead.projection.chosen")
 PATHS = [
     pytest.param(name, marks=pytest.mark.skipif(why is not None, reason=f"{why}"))
     for name, path in paths.PATHS.items()
@@ -33,10 +31,9 @@ FORWARD, INPUT, WEIGHT = KINDS
 
 @pytest.fixture(autouse=True, params=PATHS)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Nothing decided yet, one path forced, and the smallest product large enough."""
-    monkeypatch.setattr(choosing, "_CHOICES", {})
-    monkeypatch.setattr(products, "_LEAST", 1)
-    monkeypatch.setattr(products, "_LEAST_ONCE", 1)
+    """One path forced, and the smallest product large enough."""
+    monkeypatch.setattr(sizes, "SMALL", 1)
+    monkeypatch.setattr(sizes, "SMALL_UNPREPARED", 1)
     monkeypatch.setenv("CLEARHEAD_PROJECTION", request.param)
     return str(request.param)
 
@@ -273,7 +270,7 @@ def test_same_inputs_same_bits() -> None:
 
 def test_a_layer_too_small_to_choose_leaves_all_separate(chosen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     x, layers = _numbers(30, 40).requires_grad_(), _layers(24, 1, 33)
-    monkeypatch.setattr(products, "_LEAST", 30 * 40 * 2)
+    monkeypatch.setattr(sizes, "SMALL", 30 * 40 * 2)
     _gradients(project_each, x, *layers)
     assert sorted(chosen) == sorted([FORWARD, INPUT, WEIGHT] * 2)
     _assert_same(x, *layers)

@@ -18,8 +18,7 @@ from tests.processes import started
 
 from clearhead.cli.app import app
 from clearhead.errors import DataError
-from clearhead.projection import KINDS, chosen, told
-from clearhead.projection.paths import PATHS
+from clearhead.projection import KINDS, choice
 from clearhead.train import ClassifierOptions, train_text_classifier
 from clearhead.train.batches import bucketed
 from clearhead.train.files import clear_leftovers
@@ -158,40 +157,19 @@ def test_other_threads_are_said(table: Path, tmp_path: Path) -> None:
     assert "threads differ from the run's beginning: its last digits may too" in stream.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("products", "forced", "held", "said"),
-    [
-        ({kind: ["torch", None] for kind in KINDS}, "", True, None),
-        ({kind: ["onednn", "torch"] for kind in KINDS}, "", True, None),
-        ({kind: ["torch", None] for kind in KINDS}, "onednn", False, "products (CLEARHEAD_PROJECTION=onednn) differ"),
-        ({kind: ["gone", None] for kind in KINDS}, "", False, "products (the paths are not told) differ"),
-        ({"forward": ["torch", None]}, "", False, "products (the paths are not told) differ"),
-        ([1], "", False, "products (the paths are not told) differ"),
-        (None, "", False, "products (the paths are not told) differ"),
-    ],
-    ids=["torch", "onednn", "forced", "no such path", "some", "a list", "none"],
-)
-def test_products_are_those_of_the_beginning(
-    products: Any, forced: str, held: bool, said: str | None, table: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Whatever is faster now: where two are close, it may be the other."""
-    monkeypatch.setattr(chosen, "_CHOICES", {})
-    if PATHS["onednn"].absent(torch.float32) is not None:
-        pytest.skip("oneDNN is not here")
+def test_other_products_than_at_the_beginning_are_said(table: Path, tmp_path: Path) -> None:
+    """The run goes on by the table of this processor."""
     options = ClassifierOptions(**TINY, epochs=1)
     run = tmp_path / "run"
     train_text_classifier(table, out=run, options=options)
     config = json.loads((run / "config.json").read_text())
-    assert config["products"] == told()
-    (run / "metrics.json").unlink()
-    (run / "config.json").write_text(json.dumps(config | {"products": products}))
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", forced)
-    stream, before = io.StringIO(), told()
-    train_text_classifier(table, out=run, options=options, resume=True, watcher=Lines(stream))
-    assert told() == (products if held else before)
-    assert ("differ" in stream.getvalue()) == (said is not None)
-    assert said is None or said in stream.getvalue()
+    assert config["products"] == {kind: choice(kind).path for kind in KINDS}
+    for products, said in ((config["products"], False), ({"forward": "another"}, True), (None, True)):
+        (run / "metrics.json").unlink()
+        (run / "config.json").write_text(json.dumps(config | {"products": products}))
+        stream = io.StringIO()
+        train_text_classifier(table, out=run, options=options, resume=True, watcher=Lines(stream))
+        assert ("products differ" in stream.getvalue()) == said
 
 
 def test_a_damaged_checkpoint_is_one_line(table: Path, tmp_path: Path) -> None:

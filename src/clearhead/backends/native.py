@@ -13,6 +13,7 @@ from clearhead.backends.containment import Contained, contained, only_finite
 from clearhead.backends.native_header import DTYPES, MAX_BLOCK, MAX_HEAD_DIM, MAX_RULES
 from clearhead.backends.native_library import in_memory, reason
 from clearhead.backends.recorded import is_recorded, recorded_attention
+from clearhead.choices import attention_path
 from clearhead.masks import Causal
 from clearhead.ops.attention import (
     DIFFERENTIABLE,
@@ -107,10 +108,13 @@ def _forward(problem: Problem, want: Want) -> Observation:
     return Observation(output=done.output, lse=done.lse, **done.statistics)
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: object) -> Tensor | None:
+def plain(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: object, auto: bool = False
+) -> Tensor | None:
     """Attention without rules, dropout or a mask but ``Causal()``, straight by the operator, which validates it.
 
     None where something about the call needs a closer look, or the operator refuses it: ``Problem.of`` then says why.
+    None too where the choice is ``auto`` and the table names another backend.
     """
     tensors = (query, key, value)
     if any(type(tensor) not in _PLAIN_TYPES or not tensor.is_cpu for tensor in tensors):
@@ -123,7 +127,11 @@ def plain(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: obj
         if causal and query.shape[2] != key.shape[2]:
             return None
         scale = query.shape[3] ** -0.5 if scale is None else scale
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        sizes = query.shape[2], key.shape[2]
+        if auto and attention_path(query.dtype, *sizes, causal=causal, gradient=gradient) != BACKEND.name:
+            return None
+        if gradient:
             output: Tensor = _Plain.apply(query, key, value, causal, scale)  # type: ignore[no-untyped-call]
             return output
         return attend_plain(query, key, value, causal, scale, for_backward=False)[0]

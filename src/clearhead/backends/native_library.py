@@ -74,8 +74,8 @@ def reason() -> str | None:
 def isa_names() -> list[str]:
     """The instruction sets that were built and that this processor has, widest first; ``CLEARHEAD_ISA`` picks one.
 
-    Without it the kernels measure once whether the products of the widest run as fast as the next one's: Intel's
-    Emerald Rapids runs bfloat16 in vectors at half the rate of float32.
+    Without it the table in ``native/src/entry.cpp`` does: Intel's processors run the dot products of ``avx512bf16`` at
+    half the rate of float32, so they widen bfloat16 and take ``avx512``.
     """
     return list(_loaded().names)
 

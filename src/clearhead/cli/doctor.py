@@ -39,7 +39,7 @@ def command(
     _backends(console, found)
     _rates(console, found)
     _projections(console, found)
-    _paces(console, found)
+    _table(console, found)
     console.print(found.verdict, soft_wrap=True)
 
 
@@ -101,19 +101,21 @@ def _rates(console: Console, found: Diagnosis) -> None:
 
 
 def _projections(console: Console, found: Diagnosis) -> None:
-    console.print("linear layers: the product they use, GFLOP/s", style="bold")
+    console.print(f"chosen by the table below for {found.processor}", style="bold", soft_wrap=True)
     for choice in found.projections:
-        speeds = ", ".join(f"{name} {rate:,.0f}" for name, rate in choice.gflops.items() if rate is not None)
-        console.print(
-            f"  {choice.kind:<16} {choice.dtype:<8} {choice.path:<8} {speeds} ({choice.reason})", soft_wrap=True
-        )
+        paths = f"{choice.path:<8} narrow {choice.narrow}, few rows {choice.few_rows}"
+        console.print(f"  {choice.kind:<16} {choice.dtype:<8} {paths} ({choice.reason})", soft_wrap=True)
+    for row in found.attentions:
+        console.print(f"  {'attention':<16} {row['dtype']:<8} {row['choice']} ({row['reason']})", soft_wrap=True)
 
 
-def _paces(console: Console, found: Diagnosis) -> None:
-    if not found.paces:
-        return
-    console.print("large attention: the faster one is used, milliseconds", style="bold")
-    for pace in found.paces:
-        chosen = "sdpa" if pace.torch_leads else "native"
-        times = f"native {1e3 * pace.native:.3g}, sdpa {1e3 * pace.sdpa:.3g} (measured)"
-        console.print(f"  {'attention':<16} {pace.dtype:<8} {chosen:<8} {times}", soft_wrap=True)
+def _table(console: Console, found: Diagnosis) -> None:
+    from rich.table import Table
+
+    title = "the table: forward, input gradient and weight gradient of linear layers; attention; first match counts"
+    table = Table(title=title, title_justify="left")
+    for column in found.table[0]:
+        table.add_column(column)
+    for row in found.table:
+        table.add_row(*row.values())
+    console.print(table)

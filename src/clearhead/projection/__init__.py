@@ -1,7 +1,7 @@
-"""Products of linear layers, forward and backward, by whichever path was measured to be faster."""
+"""Products of linear layers, forward and backward, by the path that the table of processors names."""
 
 from clearhead.projection.activations import ACTIVATIONS, Activation
-from clearhead.projection.chosen import DTYPES, Choice, check_variable, choice, choices, hold, measured, told
+from clearhead.projection.chosen import DTYPES, Choice, check_variable, choice, choices, gemm_path
 from clearhead.projection.feedforward import project_activate, project_activate_project
 from clearhead.projection.feedforward_calls import FeedForwardBackward, FeedForwardForward, count_kept
 from clearhead.projection.paths import KINDS, NATIVE, Layer, Path, layers_of
@@ -32,17 +32,15 @@ __all__ = [
     "choice",
     "choices",
     "count_kept",
+    "gemm_path",
     "has_choice",
-    "hold",
     "kernels_take",
     "layers_of",
-    "measured",
     "project",
     "project_activate",
     "project_activate_project",
     "project_each",
     "recorded",
-    "told",
     "unlooked",
     "unrecorded",
 ]

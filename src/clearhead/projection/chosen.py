@@ -1,234 +1,180 @@
-"""Which path each kind of product takes: measured once per process and kind, then kept, so that same inputs give same
-bits.
-
-On some processors torch's float32 product runs at half the rate that the others reach on the same numbers.
-"""
+"""Which path a linear layer's GEMM takes: the table's answer, or the one that ``CLEARHEAD_PROJECTION`` names."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import torch
-from torch import Tensor
 
+from clearhead import choices as table
 from clearhead.errors import UnsupportedError
-from clearhead.locks import lock_for_process
-from clearhead.projection.paths import KINDS, NATIVE, ONEDNN, PATHS, TORCH, Path
+from clearhead.projection.paths import KINDS, NATIVE, PATHS, TORCH, Path
 
-__all__ = ["DTYPES", "Choice", "check_variable", "choice", "choices", "hold", "measured", "told"]
+__all__ = [
+    "DTYPES",
+    "Choice",
+    "check_variable",
+    "choice",
+    "choices",
+    "gemm_path",
+    "large_enough",
+    "path_for",
+    "takes_small",
+]
 
 _VARIABLE: Final = "CLEARHEAD_PROJECTION"
-#: What the measurement multiplies, and how often: some 20 milliseconds for each kind.
-_ROWS, _WIDTH, _ROUNDS = 512, 512, 5
-#: How much faster oneDNN must be, so that a tie stays with torch. In bfloat16 torch's own product is oneDNN's too, with
-#: a copy of the bias into the output before it: the difference is smaller, and steadier.
-_MARGINS: Final = {torch.float32: 1.1, torch.bfloat16: 1.03}
-#: How much faster either must be than the kernels. They give the same bits at any number of threads, add the input
-#: gradients of several layers within one product and a bias's gradient on the way, which is not measured here.
-_LEAD: Final = 1.2
-#: How many times the fastest one's time a call may take to be tried again.
-_HOPELESS: Final = 10
-#: How often the kernels are measured again before they are left out.
-_DOUBTS: Final = 6
 #: Of the tensors that have a choice.
-DTYPES: Final = tuple(_MARGINS)
+DTYPES: Final = (torch.float32, torch.bfloat16)
+#: Numbers of rows that recur: few, as in decoding, or a multiple, as of whole batches.
+_RECURRING_ROWS, _RECURRING_MULTIPLE = 64, 32
+#: A weight that is not narrow, and rows that are not few.
+_LARGE: Final = 2**20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Choice:
-    """By which path one kind of product runs in this process, and why.
+    """The path of one kind of GEMM in this process, and why.
 
     Attributes:
         kind: ``"forward"``, ``"input gradient"`` or ``"weight gradient"``.
         dtype: ``"float32"`` or ``"bfloat16"``.
-        path: ``"torch"``, ``"onednn"`` or ``"native"``.
-        reason: in words.
-        gflops: the measured rate of each path that was measured; None for one that is not here, fails or computes
-            something else.
-        narrow: the path of products with a small weight, where it is another: the kernels lay out and round a tile at a
-            time, which shows where each number of it takes few steps.
+        path: ``"torch"``, ``"onednn"`` or ``"native"``, of large GEMMs.
+        narrow: the same where the weight is narrow.
+        few_rows: the same where the rows are few.
+        reason: the row of the table, or the variable.
     """
 
     kind: str
     dtype: str
     path: str
+    narrow: str
+    few_rows: str
     reason: str
-    gflops: Mapping[str, float | None] = field(default_factory=dict)
-    narrow: str | None = None
 
 
-_LOCK: Final = lock_for_process()
-_CHOICES: Final[dict[tuple[str, torch.dtype], Choice]] = {}
+def gemm_path(
+    dtype: torch.dtype, rows: int, columns: int, steps: int, *, kind: str = "forward", training: bool = True
+) -> Path:
+    """The path of a linear layer's GEMM: a pure function of its arguments, the processor and the variables.
+
+    Args:
+        dtype: ``float32`` or ``bfloat16``; every other one is torch's.
+        rows: tokens, for every kind.
+        columns: outputs of the layer.
+        steps: inputs of the layer.
+        kind: ``"forward"``, ``"input gradient"`` or ``"weight gradient"``.
+        training: whether autograd records the layer, which costs a small call more than it gains.
+
+    Raises:
+        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not there for the dtype.
+
+    >>> gemm_path(torch.float64, 512, 768, 768).name
+    'torch'
+    """
+    if dtype not in DTYPES or not large_enough(dtype, rows, columns, steps, training=training):
+        return TORCH
+    return path_for(kind, dtype, rows, columns * steps)
+
+
+def large_enough(dtype: torch.dtype, rows: int, columns: int, steps: int, *, training: bool) -> bool:
+    """Whether a GEMM is large enough to have a choice; torch's call is the cheapest."""
+    weight = columns * steps
+    if rows * weight >= table.SMALL:
+        return True
+    few = dtype is torch.bfloat16 and rows <= table.FEW_ROWS
+    least = table.LARGE_WEIGHT_BFLOAT16 if few else table.LARGE_WEIGHT
+    return weight >= least and rows > 0 and not training
+
+
+def path_for(kind: str, dtype: torch.dtype, rows: int, weight: int) -> Path:
+    """The path of a kind of GEMM that has a choice, by its rows and the elements of its weight."""
+    found = choice(kind, dtype)
+    if rows * weight < table.SMALL:
+        return NATIVE if takes_small(dtype) else TORCH
+    few = rows < table.TILED_ROWS and kind != "weight gradient"
+    narrow = weight < table.NARROW_WEIGHT
+    path = PATHS[found.few_rows if few else found.narrow if narrow else found.path]
+    recurs = rows <= _RECURRING_ROWS or rows % _RECURRING_MULTIPLE == 0
+    return path if recurs or not path.prepares or rows * weight >= table.SMALL_UNPREPARED else TORCH
+
+
+def takes_small(dtype: torch.dtype) -> bool:
+    """Whether small GEMMs are the kernels': they are there, and no other path is named."""
+    return (_named(dtype) or NATIVE.name) == NATIVE.name and NATIVE.absent(dtype) is None
 
 
 def choice(kind: str, dtype: torch.dtype = torch.float32) -> Choice:
-    """The path of a kind of product, decided at the first call and then kept.
+    """The paths of a kind of GEMM.
 
     Raises:
-        UnsupportedError: ``CLEARHEAD_PROJECTION`` asks for what there is not.
+        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not there for the dtype.
 
     >>> choice("forward").path in ("torch", "onednn", "native")
     True
     """
-    found = _CHOICES.get((kind, dtype))
-    if found is None:
-        with _LOCK:
-            found = _CHOICES.get((kind, dtype)) or _decide(kind, dtype)
-            _CHOICES[kind, dtype] = found
-    return found
+    return _decided(dtype)[KINDS.index(kind)]
 
 
-def choices(dtype: torch.dtype) -> tuple[tuple[str, str | None], ...]:
-    """The path of every kind of product, and that of narrow ones: what is kept of calls holds while these do."""
-    return tuple((found.path, found.narrow) for found in (choice(kind, dtype) for kind in KINDS))
-
-
-def told(dtype: torch.dtype = torch.float32) -> dict[str, list[str | None]]:
-    """What ``choices`` says, by kind of product, to be written down for another process.
-
-    >>> sorted(told())
-    ['forward', 'input gradient', 'weight gradient']
-    """
-    return {kind: [*pair] for kind, pair in zip(KINDS, choices(dtype), strict=True)}
-
-
-def hold(paths: object, dtype: torch.dtype = torch.float32) -> str | None:
-    """Take the paths that another process was ``told``, whatever is faster here; or, in words, why not.
-
-    What was measured a second time may be another path where two are close, and its last digits are others.
-    """
-    found: dict[str, Choice] = {}
-    try:
-        forced = check_variable(dtype)
-        if isinstance(paths, dict):
-            for kind in KINDS:
-                path, narrow = paths[kind]
-                found[kind] = Choice(kind, str(dtype)[6:], path, "as it was before", narrow=narrow)
-        named = {name for own in found.values() for name in (own.path, own.narrow) if name is not None}
-        absent = [f"{name} {why}" for name in sorted(named) if (why := PATHS[name].absent(dtype)) is not None]
-    except (KeyError, TypeError, ValueError, UnsupportedError):
-        found, absent, forced = {}, [], None
-    if forced is not None and any(own.path != forced for own in found.values()):
-        return f"{_VARIABLE}={forced}"
-    if not found or absent:
-        return "; ".join(absent) or "the paths are not told"
-    with _LOCK:
-        _CHOICES.update({(kind, dtype): own for kind, own in found.items()})
-    return None
-
-
-def measured(kind: str, dtype: torch.dtype = torch.float32) -> Choice:
-    """The choice with the rates of all paths, measured now where the choice did not need them.
-
-    >>> measured("forward").gflops["torch"] > 0
-    True
-    """
-    found = choice(kind, dtype)
-    return found if found.gflops else replace(found, gflops=_rates(kind, dtype))
+def choices(dtype: torch.dtype) -> tuple[Choice, ...]:
+    """The paths of every kind of GEMM: a call that was prepared holds while they do."""
+    return _decided(dtype)
 
 
 def check_variable(dtype: torch.dtype = torch.float32) -> str | None:
-    """The path that ``CLEARHEAD_PROJECTION`` forces, if it forces one.
+    """The path that ``CLEARHEAD_PROJECTION`` names, if it names one.
 
     Raises:
         UnsupportedError: it names no path, or one that is not there for the dtype.
     """
-    forced = os.environ.get(_VARIABLE, "")
-    if not forced:
+    name = os.environ.get(_VARIABLE, "")
+    if not name:
         return None
-    if forced not in PATHS:
-        raise UnsupportedError.about(
-            "project", _VARIABLE, must=f"be one of {', '.join(PATHS)}", got=repr(forced)[:80],
-            then="Unset it to let the fastest one be measured.",
-        )  # fmt: skip
-    absent = PATHS[forced].absent(dtype)
+    if name not in PATHS:
+        must, got = f"be one of {', '.join(PATHS)}", repr(name)[:80]
+        then = "Unset it to let the table of processors choose."
+        raise UnsupportedError.about("project", _VARIABLE, must=must, got=got, then=then)
+    absent = PATHS[name].absent(dtype)
     if absent is not None:
         there = " or ".join(name for name, path in PATHS.items() if path.absent(dtype) is None)
-        raise UnsupportedError.about(
-            "project", _VARIABLE, must=f"be {there} for {str(dtype)[6:]} here", got=f"{forced}, but {absent}",
-            then="Unset it.",
-        )  # fmt: skip
-    return forced
+        must, got = f"be {there} for {str(dtype)[6:]} here", f"{name}, but {absent}"
+        raise UnsupportedError.about("project", _VARIABLE, must=must, got=got, then="Unset it.")
+    return name
 
 
-def _decide(kind: str, dtype: torch.dtype) -> Choice:
-    name = str(dtype)[6:]
-    forced = check_variable(dtype)
-    if forced is not None:
-        return Choice(kind, name, forced, f"{_VARIABLE}={forced}")
-    absent = [why for path in PATHS.values() if (why := path.absent(dtype)) is not None]
-    if len(absent) == len(PATHS) - 1:
-        return Choice(kind, name, TORCH.name, "; ".join(absent))
-    rates = _rates(kind, dtype)
-    for _ in range(_DOUBTS):
-        if rates[NATIVE.name] is None or _fastest(rates, _MARGINS[dtype]) is NATIVE:
-            break
-        # A core that somebody else took for these milliseconds must not cost the whole process its kernels.
-        rates = _better(rates, _rates(kind, dtype))
-    # A weight's gradient sums over tokens, however small the weight is.
-    narrow = None if kind == "weight gradient" else _fastest({**rates, NATIVE.name: None}, _MARGINS[dtype]).name
-    return Choice(kind, name, _fastest(rates, _MARGINS[dtype]).name, "measured", rates, narrow)
+def _named(dtype: torch.dtype) -> str | None:
+    return table.named().gemm or check_variable(dtype)
 
 
-def _fastest(rates: Mapping[str, float | None], margin: float) -> Path:
-    """The kernels unless another path leads; between those, torch's own unless oneDNN's is faster by a margin."""
-    known = {path: rate for path in PATHS.values() if (rate := rates[path.name]) is not None}
-    other = ONEDNN if known.get(ONEDNN, 0.0) >= margin * known[TORCH] else TORCH
-    return NATIVE if NATIVE in known and known[other] <= _LEAD * known[NATIVE] else other
+def _decided(dtype: torch.dtype) -> tuple[Choice, ...]:
+    return _read(dtype, os.environ.get(_VARIABLE, ""), table.named())
 
 
-def _better(one: Mapping[str, float | None], other: Mapping[str, float | None]) -> dict[str, float | None]:
-    """The best of two measurements: others on the machine can only slow a path down."""
-    return {name: max((rate for rate in (one[name], other[name]) if rate is not None), default=None) for name in one}
+@lru_cache(maxsize=64)
+def _read(dtype: torch.dtype, _variable: str, _names: table.Named) -> tuple[Choice, ...]:
+    """What the table says; neither the table nor what is installed changes in a process."""
+    return tuple(_read_kind(kind, dtype) for kind in KINDS)
 
 
-@torch.no_grad()
-def _rates(kind: str, dtype: torch.dtype) -> dict[str, float | None]:
-    """GFLOP/s of every path on one product; None for one that cannot be used."""
-    # A generator of its own: measuring must not move the user's random numbers.
-    generator = torch.Generator("cpu").manual_seed(0)
-    second = _ROWS if kind == "weight gradient" else _WIDTH
-    left, right = (
-        torch.rand(rows, _WIDTH, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
-        for rows in (_ROWS, second)
+def _read_kind(kind: str, dtype: torch.dtype) -> Choice:
+    name, row = _named(dtype), table.row_for(dtype)
+    if name is not None:
+        reason = "named by clearhead.testing" if table.named().gemm else f"{_VARIABLE}={name}"
+        return Choice(kind, str(dtype)[6:], name, name, name, reason)
+    absent = {path: why for path, each in PATHS.items() if (why := each.absent(dtype)) is not None}
+
+    def first(rows: int, weight: int) -> str:
+        order = (*row.order(kind, rows, weight), TORCH.name)
+        return next(path for path in order if path not in absent)
+
+    missing = "".join(f"; {path}: {absent[path]}" for path in row.order(kind, _LARGE, _LARGE) if path in absent)
+    return Choice(
+        kind,
+        str(dtype)[6:],
+        first(_LARGE, _LARGE),
+        first(_LARGE, table.NARROW_WEIGHT - 1),
+        first(1, _LARGE),
+        f"{row.processors}: {row.basis}{missing}",
     )
-    calls = {name: _call(path, kind, left, right) for name, path in PATHS.items() if path.absent(dtype) is None}
-    usable = {name: call for name, call in calls.items() if name == TORCH.name or _agrees(call, calls[TORCH.name])}
-    return {**dict.fromkeys(PATHS), **_timed(usable)}
-
-
-def _call(path: Path, kind: str, left: Tensor, right: Tensor) -> Callable[[], Tensor]:
-    """One product of a kind, with what a layer with a bias asks beside it."""
-    if kind == "forward":
-        return lambda: path.forward(left, right, left[0])
-    if kind == "input gradient":
-        return lambda: path.input_gradient([(left, right)])
-    return lambda: path.weight_gradient(left, right, True)[0]
-
-
-def _timed(calls: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
-    """GFLOP/s of each call's best round; others on the machine can only slow one down."""
-    seconds = dict.fromkeys(calls, float("inf"))
-    for _ in range(_ROUNDS):
-        for name, call in calls.items():
-            # Torch's product in bfloat16, where oneDNN has none, takes a hundred times as long: once is enough.
-            if _HOPELESS * min(seconds.values()) < seconds[name] < float("inf"):
-                continue
-            started = time.perf_counter()
-            call()
-            seconds[name] = min(seconds[name], time.perf_counter() - started)
-    return {name: round(2e-9 * _ROWS * _WIDTH**2 / best, 1) for name, best in seconds.items()}
-
-
-def _agrees(call: Callable[[], Tensor], reference: Callable[[], Tensor]) -> bool:
-    """Whether a path runs and computes what torch computes; also the first, slow call of each."""
-    try:
-        found = call()
-    except RuntimeError:
-        return False
-    own = reference()
-    return torch.allclose(found, own, rtol=max(1e-3, 2 * torch.finfo(own.dtype).eps))

@@ -12,36 +12,21 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from clearhead.projection.chosen import DTYPES, Choice, choice
-from clearhead.projection.paths import NATIVE, PATHS, TORCH, Path, Term
+from clearhead import choices as table
+from clearhead.projection.chosen import DTYPES, choice, large_enough, path_for, takes_small
+from clearhead.projection.paths import NATIVE, TORCH, Path, Term
 from clearhead.shapes import Float
 
 __all__ = ["has_choice", "kernels_take", "project", "project_each", "recorded", "unlooked", "unrecorded"]
 
 _TYPES: Final = (Tensor, torch.nn.Parameter)
-#: Multiplications from which a call that is some 10 us dearer than torch's is worth it.
-_LEAST: Final = 2**22
-#: Numbers of a weight from which it is worth it without gradients, which cost more Python, whatever the number of rows
-#: is: reading the weight takes the time, and the kernels do so once. Measured on Zen 4 with 1 to 16 rows and weights
-#: that lie in memory or in its third cache, as most of a model's do: 1.1 to 4.1 times as fast as torch from there on.
-_MANY: Final = 2**17
-#: In bfloat16, where torch's call is dearer, up to so many rows from this on.
-_FEW: Final = 16
-_MANY_FOR_FEW: Final = 2**14
-#: The same for a number of rows that may never come back, where a path prepares 0.3 ms or more for every new shape.
-_LEAST_ONCE: Final = 2**24
-#: Numbers of a weight that is small. Measured: with 64 x 64 the kernels are at 0.8 of oneDNN's rate, with 128 x 128 at
-#: 0.9 and more.
-_NARROW: Final = 2**14
-_RECURRING_ROWS: Final = 64
-_RECURRING_MULTIPLE: Final = 32
 
 
 def project(
     x: Float[Tensor, "*batch in"], weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None, *,
     path: Path | None = None,
 ) -> Float[Tensor, "*batch out"]:  # fmt: skip
-    """``x @ weight^T + bias``: ``torch.nn.functional.linear``, by whichever product was measured to be faster.
+    """``x @ weight^T + bias``: ``torch.nn.functional.linear``, by the path that the table of processors names.
 
     Only float32 and bfloat16 products of plain CPU tensors have a choice, where they are large or, without gradients,
     their weights are; everything else, and everything under ``torch.compile``, ``torch.export``, autocast or
@@ -60,8 +45,7 @@ def project(
     Raises:
         UnsupportedError: ``CLEARHEAD_PROJECTION`` is set, and not to a path that is there.
 
-    Cost: ``2 * rows * in * out`` operations, three times that with backward. A process measures for some 20
-    milliseconds when it first meets a product that is large enough, again in its first backward.
+    Cost: ``2 * rows * in * out`` operations, three times that with backward.
 
     >>> import torch
     >>> project(torch.ones(2, 3), torch.eye(3), torch.ones(3))
@@ -182,14 +166,8 @@ def layer_gradients(
 
 
 def path_of(kind: str, x: Tensor, numbers: int) -> Path:
-    """The path of a kind of product with a weight of so many numbers."""
-    found = choice(kind, x.dtype)
-    path = PATHS[found.narrow if found.narrow is not None and numbers < _NARROW else found.path]
-    rows = x.numel() // max(1, x.shape[-1])
-    if rows * numbers < _LEAST:
-        return NATIVE if _takes_small(found) else TORCH
-    recurs = rows <= _RECURRING_ROWS or rows % _RECURRING_MULTIPLE == 0
-    return path if recurs or not path.prepares or rows * numbers >= _LEAST_ONCE else TORCH
+    """The path of a kind of GEMM with a weight of so many elements."""
+    return path_for(kind, x.dtype, x.numel() // max(1, x.shape[-1]), numbers)
 
 
 def has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -200,11 +178,10 @@ def has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     if weight.dim() != 2:
         return False
-    if x.numel() * weight.shape[0] < _LEAST:
-        few = weight.dtype is torch.bfloat16 and x.numel() <= _FEW * weight.shape[1]
-        least = _MANY_FOR_FEW if few else _MANY
-        if weight.numel() < least or x.numel() == 0 or _needs_gradient(x, weight, bias):
-            return False
+    columns, steps = weight.shape
+    training = _needs_gradient(x, weight, bias)
+    if not large_enough(weight.dtype, x.numel() // max(1, steps), columns, steps, training=training):
+        return False
     if not _plain(x) or x.dim() == 0:
         return False
     return is_layer(weight, bias, x.shape[-1], x.dtype) and not watched()
@@ -213,12 +190,6 @@ def has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def _needs_gradient(*parts: Tensor | None) -> bool:
     """Whether autograd records what is computed of these."""
     return torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts)
-
-
-def _takes_small(found: Choice) -> bool:
-    """Whether the kernels are there, and no other path is asked for: what was measured of large products, maybe
-    otherwise in the next process, must not change a small one's bits."""
-    return found.path == NATIVE.name or found.gflops.get(NATIVE.name) is not None
 
 
 def kernels_take(
@@ -234,9 +205,9 @@ def kernels_take(
     width = x.shape[-1] if width is None else width
     if not is_layer(weight, bias, width, x.dtype):
         return False
-    small = x.numel() // x.shape[-1] * weight.numel() < _LEAST
-    found = (choice(kind, x.dtype) for kind in kinds)
-    return all(each.path == NATIVE.name or (small and _takes_small(each)) for each in found)
+    if x.numel() // x.shape[-1] * weight.numel() < table.SMALL:
+        return takes_small(x.dtype)
+    return all(choice(kind, x.dtype).path == NATIVE.name for kind in kinds)
 
 
 def is_layer(weight: Tensor, bias: Tensor | None, width: int, dtype: torch.dtype) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from clearhead.backends.native_library import isa_name
 from clearhead.errors import DataError
-from clearhead.projection import hold, told
+from clearhead.projection import KINDS, choice
 from clearhead.train.checkpoint import Place, load_state, load_weights, save_state, weights_of
 from clearhead.train.files import (
     check_writable,
@@ -45,6 +45,11 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def _products() -> dict[str, str]:
+    """The path of each kind of GEMM: another processor may name another, whose last digits differ."""
+    return {kind: choice(kind).path for kind in KINDS}
 
 
 #: What the final numbers hold at least.
@@ -108,8 +113,8 @@ class RunFolder:
             watcher.closed()
             return True, done
         changed = [name for name in ("versions", "threads") if kept.get(name) != config[name]]
-        if (why := hold(kept.get("products"))) is not None:
-            changed.append(f"products ({why})")
+        if kept.get("products") != _products():
+            changed.append("products")
         if changed:
             watcher.said(f"{' and '.join(changed)} differ from the run's beginning: its last digits may too")
         return True, done
@@ -137,9 +142,8 @@ class RunFolder:
         return [item for item in self.path.iterdir() if item != self.tokenizer and item.name[0] != "."]
 
     def begin(self, config: dict[str, Any]) -> None:
-        """Write ``config.json``, last of the files that make a folder a run; with which products were chosen, so that
-        a run goes on with the same."""
-        write_json(self.config, {**config, "products": told()})
+        """Write ``config.json``, last of the files that make a folder a run; with the paths of its GEMMs."""
+        write_json(self.config, {**config, "products": _products()})
 
     def _same_config(self, config: dict[str, Any], *, function: str) -> dict[str, Any]:
         """The kept configuration; raises ``DataError`` naming the first thing that this call would change."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from clearhead.projection import chosen
+from clearhead.testing import choices
 from tests.nn.layers.definition import forget
 from tests.steps import steps_taken
 
 
 @pytest.fixture(autouse=True)
-def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small products are the kernels' where larger ones are."""
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """GEMM and attention are the kernels' on every processor."""
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
-    monkeypatch.setattr(chosen, "_CHOICES", {})
+    with choices(attention="native"):
+        yield
 
 
 @pytest.fixture(autouse=True)

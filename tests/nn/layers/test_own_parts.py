@@ -16,7 +16,6 @@ from clearhead.backends import native_projection
 from clearhead.nn import DecoderBlock, FeedForward, MultiHeadAttention
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.linear import Linear
-from clearhead.projection import chosen
 from tests.budget import within_budget
 from tests.nn.layers.definition import (
     DTYPES,
@@ -319,7 +318,6 @@ def test_a_cache_and_other_backends_go_in_parts() -> None:
 
 def test_products_that_are_torchs_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "torch")
-    monkeypatch.setattr(chosen, "_CHOICES", {})
     own, x = block(), tokens()
     for _ in range(3):
         assert not is_layer(own(x))

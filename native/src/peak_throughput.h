@@ -1,4 +1,4 @@
-// How fast the processor at hand multiplies, and whether products in pairs pay on it.
+// The peak throughput of the GEMM kernel on this processor. It is reported, and decides nothing.
 #pragma once
 
 #include <time.h>
@@ -7,8 +7,8 @@
 
 namespace CH_NS {
 
-// The product that all work is made of, with what it reads and writes in the first cache.
-template <class M> struct Pace {
+// The GEMM kernel with its operands and sums in the first cache.
+template <class M> struct PeakLoop {
   static constexpr int STEPS = 64;
   alignas(64) typename M::number a[MR * STEPS] = {}, b[STEPS * PW] = {};
   alignas(64) float c[MR * PW];
@@ -18,7 +18,7 @@ template <class M> struct Pace {
     clock_gettime(CLOCK_MONOTONIC, &start);
     for (int i = 0; i < times; i++) {
       product<M, SET>(MR, NV, STEPS, a, STEPS, 1, b, PW, c, PW);
-      // Nobody reads what comes out.
+      // The sums are not read elsewhere; keep the compiler from dropping the loop.
       asm volatile("" : : "r"(c) : "memory");
     }
     clock_gettime(CLOCK_MONOTONIC, &stop);
@@ -37,10 +37,10 @@ template <class M> double rate_of(int threads) {
     int64_t slowest = 1;  // at least, for it is divided by
 #pragma omp parallel num_threads(threads) reduction(max : slowest)
     {
-      Pace<M> own;
-      slowest = own.nanoseconds_of(times);
+      PeakLoop<M> loop;
+      slowest = loop.nanoseconds_of(times);
     }
-    const double rate = threads * Pace<M>::operations_of(times) / (double)slowest * 1e9;
+    const double rate = threads * PeakLoop<M>::operations_of(times) / (double)slowest * 1e9;
     if (rate > best) best = rate;
     // Rounds long enough for the clock, and short enough for what else the machine does.
     const double wanted = NANOSECONDS / (double)slowest * times;
@@ -48,24 +48,5 @@ template <class M> double rate_of(int threads) {
   }
   return best;
 }
-
-#if defined(CH_BF16DOT)
-// A pair is two numbers, so that it may take twice the time of one. Emerald Rapids, whose matrix units are meant for
-// bfloat16, takes four times it, AMD's processors about the same. What is compared is the best of rounds in turn, some 70
-// microseconds in all, and far from the limit either way: every process finds the same.
-inline bool pairs_pay() {
-  constexpr int ROUNDS = 24;
-  Pace<Pairs> pairs;
-  Pace<Single> single;
-  int64_t in_pairs = INT64_MAX, one_by_one = INT64_MAX;
-  for (int round = 0; round < ROUNDS; round++) {
-    in_pairs = least(in_pairs, pairs.nanoseconds_of(1));
-    one_by_one = least(one_by_one, single.nanoseconds_of(1));
-  }
-  return in_pairs < 2 * one_by_one;
-}
-#else
-inline bool pairs_pay() { return true; }
-#endif
 
 }  // namespace CH_NS

@@ -1,0 +1,297 @@
+"""The table that says which GEMM and which attention run: by processor, dtype and size.
+
+Nothing is measured when a program runs, so two processes on one machine compute the same bits. The figures behind each
+row are in ``docs/adr/0004-choices-by-table.md``. The table of instruction sets is in ``native/src/entry.cpp``, for
+programs without Python.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+__all__ = [
+    "FEATURES",
+    "FEW_ROWS",
+    "INTEL",
+    "LARGE_WEIGHT",
+    "LARGE_WEIGHT_BFLOAT16",
+    "NARROW_WEIGHT",
+    "SMALL",
+    "SMALL_UNPREPARED",
+    "TABLE",
+    "TILED_ROWS",
+    "Named",
+    "Processor",
+    "Row",
+    "SdpaFrom",
+    "attention_path",
+    "name",
+    "named",
+    "processor",
+    "row_for",
+]
+
+INTEL: Final = "GenuineIntel"
+
+# Sizes of a linear layer's GEMM, in multiplications (rows * columns * steps) or elements of its weight.
+#: Multiplications below which torch's call, some 10 us cheaper, runs instead.
+SMALL: Final = 2**22
+#: The same for a number of rows that is unlikely to recur, with a path that prepares each new shape for 0.3 ms or more.
+SMALL_UNPREPARED: Final = 2**24
+#: A small call without gradients still takes the kernels from this weight on: reading the weight takes the time, and
+#: the kernels read it once. On Zen 4, with 1 to 16 rows, 1.1 to 4.1 times as fast as torch.
+LARGE_WEIGHT: Final = 2**17
+#: The same for bfloat16, up to ``FEW_ROWS`` rows: torch's call costs more there.
+LARGE_WEIGHT_BFLOAT16: Final = 2**14
+FEW_ROWS: Final = 16
+#: Up to so many rows a matrix unit waits for memory, and the kernels read the weight faster.
+TILED_ROWS: Final = 5
+#: A weight below this is narrow: at 64 x 64 the kernels reach 0.8 of oneDNN's rate, at 128 x 128 at least 0.9.
+NARROW_WEIGHT: Final = 2**14
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What the table asks about a processor.
+
+    Args:
+        vendor: ``vendor_id`` in ``/proc/cpuinfo``, such as ``"GenuineIntel"``; empty where the system does not say.
+        features: of ``avx2``, ``avx512``, ``avx512_bf16``, ``amx_bf16``, ``amx_fp16``, ``neon`` and ``bf16``.
+    """
+
+    vendor: str
+    features: frozenset[str]
+
+    @classmethod
+    def from_cpuinfo(cls, text: str) -> Processor:
+        """The processor that a text in the format of ``/proc/cpuinfo`` describes.
+
+        >>> Processor.from_cpuinfo("vendor_id : AuthenticAMD\\nflags : fma avx2 f16c bmi2")
+        Processor(vendor='AuthenticAMD', features=frozenset({'avx2'}))
+        """
+        vendor = re.search(r"^vendor_id\s*:\s*(\S+)", text, re.MULTILINE)
+        flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+        present = set(flags[1].split()) if flags else set()
+        found = frozenset(feature for feature, needs in _FLAGS.items() if present >= needs)
+        return cls(vendor[1] if vendor else "", found)
+
+    def __str__(self) -> str:
+        return f"{self.vendor or 'unknown vendor'}, {', '.join(sorted(self.features)) or 'no feature of the table'}"
+
+
+_AVX2: Final = {"avx2", "fma", "bmi2", "f16c"}
+_AVX512: Final = _AVX2 | {"avx512f", "avx512dq", "avx512bw", "avx512vl"}
+#: The flags of ``/proc/cpuinfo`` that make each feature.
+_FLAGS: Final = {
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_bf16": _AVX512 | {"avx512_bf16"},
+    "amx_bf16": _AVX512 | {"amx_tile", "amx_bf16"},
+    "amx_fp16": _AVX512 | {"amx_tile", "amx_fp16"},
+    "neon": {"asimd"},
+    "bf16": {"asimd", "bf16"},
+}
+FEATURES: Final = tuple(_FLAGS)
+
+
+@cache
+def _this_processor() -> Processor:
+    """The processor at hand; where the system has no ``/proc/cpuinfo``, by what torch says of it."""
+    try:
+        return Processor.from_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        pass
+    if platform.machine() in ("arm64", "aarch64"):
+        return Processor("", frozenset({"neon"}))
+    by_torch = {"AVX2": {"avx2"}, "AVX512": {"avx2", "avx512"}}
+    return Processor("", frozenset(by_torch.get(torch.backends.cpu.get_cpu_capability(), ())))
+
+
+class SdpaFrom(NamedTuple):
+    """Queries and keys from which torch's attention runs in place of the kernels, without a mask and causal."""
+
+    full: int
+    causal: int
+
+
+_BFLOAT16, _FLOAT32, _FLOAT16 = torch.bfloat16, torch.float32, torch.float16
+_NATIVE, _ONEDNN, _TORCH = ("native",), ("onednn",), ("torch",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row of the table. Paths stand in order: the first that this installation has runs, at last torch's.
+
+    Attributes:
+        processors: which processors it is for, in words.
+        dtypes: of what is multiplied.
+        basis: what it rests on.
+        vendor: the vendor it is for; None for any.
+        needs: features that the processor must have.
+        forward: paths of ``x @ weight.T + bias``.
+        input_gradient: paths of ``grad @ weight``.
+        weight_gradient: paths of ``grad.T @ x``.
+        narrow_forward: as ``forward``, for a weight below ``NARROW_WEIGHT``.
+        narrow_input_gradient: as ``input_gradient``, for such a weight.
+        few_rows: as ``forward`` and ``input_gradient``, for fewer rows than ``TILED_ROWS``; empty for no difference.
+        sdpa_from: sizes from which torch's attention runs; None for the kernels at every size.
+    """
+
+    processors: str
+    dtypes: tuple[torch.dtype, ...]
+    basis: str
+    vendor: str | None = None
+    needs: frozenset[str] = frozenset()
+    forward: tuple[str, ...] = _NATIVE
+    input_gradient: tuple[str, ...] = _NATIVE
+    weight_gradient: tuple[str, ...] = _NATIVE
+    narrow_forward: tuple[str, ...] = _NATIVE
+    narrow_input_gradient: tuple[str, ...] = _NATIVE
+    few_rows: tuple[str, ...] = ()
+    sdpa_from: SdpaFrom | None = None
+
+    def matches(self, dtype: torch.dtype, processor: Processor) -> bool:
+        """Whether the row is for a dtype on a processor."""
+        return dtype in self.dtypes and self.vendor in (None, processor.vendor) and self.needs <= processor.features
+
+    def order(self, kind: str, rows: int, weight: int) -> tuple[str, ...]:
+        """The paths of one kind of GEMM, for so many rows and elements of the weight."""
+        if kind == "weight gradient":
+            return self.weight_gradient
+        if self.few_rows and rows < TILED_ROWS:
+            return self.few_rows
+        if kind == "forward":
+            return self.narrow_forward if weight < NARROW_WEIGHT else self.forward
+        return self.narrow_input_gradient if weight < NARROW_WEIGHT else self.input_gradient
+
+
+#: The first row that matches counts.
+TABLE: Final[tuple[Row, ...]] = (
+    Row(
+        processors="Intel with AMX", vendor=INTEL, needs=frozenset({"amx_bf16"}), dtypes=(_BFLOAT16,),
+        basis="measured on a Xeon with AMX", forward=_ONEDNN, input_gradient=_TORCH, weight_gradient=_TORCH,
+        narrow_forward=_ONEDNN, narrow_input_gradient=_TORCH, few_rows=_NATIVE, sdpa_from=SdpaFrom(128, 512),
+    ),
+    Row(
+        processors="Intel with AMX", vendor=INTEL, needs=frozenset({"amx_fp16"}), dtypes=(_FLOAT16,),
+        basis="not measured: as bfloat16 with amx_bf16", sdpa_from=SdpaFrom(128, 512),
+    ),
+    Row(
+        processors="any with AVX-512", needs=frozenset({"avx512"}), dtypes=(_BFLOAT16,),
+        basis="measured on Zen 4, Zen 5 and Emerald Rapids", forward=_NATIVE + _ONEDNN, narrow_forward=_ONEDNN,
+        narrow_input_gradient=_TORCH,
+    ),
+    Row(
+        processors="any with AVX2", needs=frozenset({"avx2"}), dtypes=(_BFLOAT16, _FLOAT16),
+        basis="measured on Zen 3, Zen 4, Zen 5, Emerald Rapids and a Xeon with AMX",
+    ),
+    Row(
+        processors="Intel with AVX2", vendor=INTEL, needs=frozenset({"avx2"}), dtypes=(_FLOAT32,),
+        basis="measured on Emerald Rapids and a Xeon with AMX", narrow_forward=_TORCH, narrow_input_gradient=_TORCH,
+    ),
+    Row(
+        processors="any with AVX2", needs=frozenset({"avx2"}), dtypes=(_FLOAT32,),
+        basis="measured on Zen 3, Zen 4 and Zen 5", forward=_NATIVE + _ONEDNN, input_gradient=_NATIVE + _ONEDNN,
+        weight_gradient=_NATIVE + _ONEDNN, narrow_forward=_ONEDNN, narrow_input_gradient=_ONEDNN,
+    ),
+    Row(
+        processors="any other", dtypes=(_FLOAT32, _BFLOAT16, _FLOAT16), forward=_TORCH, input_gradient=_TORCH,
+        basis="measured on x86 without AVX2; ARM has not been measured", weight_gradient=_TORCH, narrow_forward=_TORCH,
+        narrow_input_gradient=_TORCH, sdpa_from=SdpaFrom(64, 64),
+    ),
+)  # fmt: skip
+
+#: Below this the kernels run on every processor; asked first, since the smallest calls take microseconds.
+_SDPA_LEAST: Final = min(min(row.sdpa_from) for row in TABLE if row.sdpa_from is not None)
+#: Who names an instruction set wants to run the kernels.
+_NAMED_SET: Final = Row(processors="any", dtypes=(_FLOAT32, _BFLOAT16, _FLOAT16), basis="CLEARHEAD_ISA is set")
+
+
+@dataclass(frozen=True, eq=False)
+class Named:
+    """What is named in place of the table's answers; ``clearhead.testing`` names it. None leaves the answer.
+
+    Attributes:
+        gemm: the path of every GEMM large enough to have a choice.
+        attention: the backend that ``"auto"`` asks first.
+        processor: the processor whose rows count.
+    """
+
+    gemm: str | None = None
+    attention: str | None = None
+    processor: Processor | None = None
+
+
+_NAMED = Named()
+
+
+def named() -> Named:
+    """What is named now, for the whole process: backward runs on threads of autograd."""
+    return _NAMED
+
+
+def name(new: Named) -> Named:
+    """Name choices, and return what was named before."""
+    global _NAMED
+    before, _NAMED = _NAMED, new
+    return before
+
+
+def processor() -> Processor:
+    """The processor whose rows count.
+
+    >>> "neon" in processor().features or "avx2" in processor().features or not processor().features
+    True
+    """
+    return _NAMED.processor or _this_processor()
+
+
+def row_for(dtype: torch.dtype) -> Row:
+    """The row of the table that counts for a dtype of the kernels: ``float32``, ``bfloat16`` or ``float16``.
+
+    >>> float32 = row_for(torch.float32)
+    >>> torch.float32 in float32.dtypes
+    True
+    """
+    return _row(dtype, _NAMED)
+
+
+@lru_cache(maxsize=64)
+def _row(dtype: torch.dtype, names: Named) -> Row:
+    isa = os.environ.get("CLEARHEAD_ISA", "").strip()
+    if isa and names.processor is None:
+        return replace(_NAMED_SET, basis=f"CLEARHEAD_ISA={isa}")
+    here = names.processor or _this_processor()
+    return next(row for row in TABLE if row.matches(dtype, here))
+
+
+def attention_path(dtype: torch.dtype, q_len: int, k_len: int, *, causal: bool, gradient: bool) -> str:
+    """The backend that ``"auto"`` asks first for a call on the CPU that torch's attention can run likewise.
+
+    Args:
+        dtype: ``float32``, ``bfloat16`` or ``float16``.
+        q_len: queries.
+        k_len: keys.
+        causal: whether a mask is there.
+        gradient: whether autograd records the call. Only float32 goes to torch then: in 16 bits torch rounds sums
+            that the kernels do not.
+
+    >>> attention_path(torch.float32, 1, 1, causal=False, gradient=False)
+    'native'
+    """
+    if _NAMED.attention is not None:
+        return _NAMED.attention
+    if q_len < _SDPA_LEAST or k_len < _SDPA_LEAST:
+        return "native"
+    sizes = row_for(dtype).sdpa_from
+    if sizes is None or (gradient and dtype is not torch.float32):
+        return "native"
+    return "sdpa" if min(q_len, k_len) >= (sizes.causal if causal else sizes.full) else "native"
