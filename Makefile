@@ -9,7 +9,8 @@ NATIVE := $(PYTHON) tools/build_native.py
 NATIVE_IF_ABLE := $(NATIVE) || [ $$? -eq 3 ]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native test-native test-emulated test-arm demo test lint format bench fuzz quality clean
+.PHONY: help setup native test-native test-emulated test-arm demo test test-slow test-all matrix lint format bench fuzz faults \
+  quality clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -42,15 +43,30 @@ demo: $(READY) ## train, explain and check a classifier of digits; writes one pa
 	@$(BIN)/clearhead demo $(ARGS)
 
 # Two processes of two threads: one that waits must not spin on the other's core, as those of numpy's products do.
-test: $(READY) ## run the tests in two processes (make test ARGS="-k masks", make test JOBS=0 for one)
-	@$(NATIVE_IF_ABLE)
-	@OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+PYTEST := OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-lint: $(READY) ## style, types and the import contract
+test: $(READY) ## the tests of every change, in two processes (make test ARGS="-k masks", make test JOBS=0 for one)
+	@$(NATIVE_IF_ABLE)
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(READY) ## the tests that make test leaves out
+	@$(NATIVE_IF_ABLE)
+	@$(PYTEST) -m slow $(ARGS)
+
+test-all: $(READY) ## every test
+	@$(NATIVE_IF_ABLE)
+	@$(PYTEST) $(ARGS)
+
+matrix: $(READY) ## operators and bridges over releases of torch and transformers (make matrix ARGS="--only torch=2.11.0")
+	@$(NATIVE_IF_ABLE)
+	@$(BIN)/python tools/matrix.py $(ARGS)
+
+lint: $(READY) ## style, types, the import contracts and import cycles
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy --strict src tools
 	@$(BIN)/lint-imports
+	@$(BIN)/python tools/import_cycles.py
 
 format: $(READY) ## rewrite the files in the common style
 	@$(BIN)/ruff check --fix .
@@ -63,6 +79,9 @@ bench: $(READY) ## measure clearhead against PyTorch on this machine
 fuzz: $(READY) ## 50,000 random problems on every backend of this machine
 	@$(NATIVE_IF_ABLE)
 	@CLEARHEAD_FUZZ=50000 $(BIN)/python -m pytest tests/fuzz $(ARGS)
+
+faults: $(READY) ## seed faults into a copy of the library, one at a time: the tests must catch each
+	@$(BIN)/python tools/seeded_faults.py $(ARGS)
 
 quality: $(READY) ## the long training runs behind benchmarks/RESULTS.md
 	@$(BIN)/python benchmarks/quality.py $(ARGS)

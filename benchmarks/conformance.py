@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import clearhead as ch
-from clearhead.backends import native_library
+from clearhead.ops import library as native_library
 from clearhead.verify import Finding, Report
 
 REPORT = Path(__file__).resolve().parent / "CONFORMANCE.md"

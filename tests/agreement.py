@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.backends import native_library
+from clearhead.ops import library as native_library
 from tests.budget import within_budget
 
 needs_native = pytest.mark.skipif(

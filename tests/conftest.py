@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import time
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator
+from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
-from clearhead.backends import native_library
+from clearhead.ops import library as native_library
+from tests.covering import covering
+
+LEFT_OUT = "left out: the time is up"
+# A busy machine is no failure.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True)
@@ -18,9 +28,42 @@ def _best_instruction_set() -> Iterator[None]:
         library.ch_use_isa(native_library.isa_index())
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--until", type=float, metavar="TIME", help="skip tests that have not started at this Unix time")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first, so that no process waits for it at the end."""
+    """Mark as slow the combinations beyond a covering array, and the browser tests of a file beyond the first; let slow
+    tests start first."""
+    functions: dict[str, list[pytest.Function]] = defaultdict(list)
+    opened: set[Path] = set()
+    for item in items:
+        if item.get_closest_marker("slow") is None and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            functions[item.nodeid.partition("[")[0]].append(item)
+        if item.get_closest_marker("browser") is not None:
+            if item.path in opened:
+                item.add_marker("slow")
+            opened.add(item.path)
+    for combinations in functions.values():
+        marker = combinations[0].get_closest_marker("covering")
+        covered = set(covering(list(map(_options, combinations)), *(marker.args if marker is not None else ())))
+        for index, item in enumerate(combinations):
+            if index not in covered:
+                item.add_marker("slow")
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def _options(item: pytest.Function) -> list[Hashable]:
+    """What each ``parametrize`` of a test and each of its fixtures' parameters chose; the names of one list are one."""
+    chosen = {
+        name: repr(value) if isinstance(value, (str, int, float, tuple)) else id(value)
+        for name, value in item.callspec.params.items()
+    }
+    together = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    listed = [[part.strip() for part in names.split(",")] if isinstance(names, str) else names for names in together]
+    columns: list[Hashable] = [tuple(chosen.pop(name, None) for name in names) for names in listed]
+    return columns + list(chosen.values())
 
 
 def pytest_collection_finish() -> None:
@@ -28,3 +71,18 @@ def pytest_collection_finish() -> None:
     a second."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    until = item.config.getoption("--until")
+    if until is not None and time.time() > until:
+        pytest.skip(LEFT_OUT)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    files = Counter(report.nodeid.partition("::")[0] for report in skipped if LEFT_OUT in str(report.longrepr))
+    if files:
+        terminalreporter.section(f"{files.total()} tests left out, as the time was up")
+    for file, count in sorted(files.items()):
+        terminalreporter.line(f"{count:5} of {file}")

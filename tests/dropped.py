@@ -1,4 +1,4 @@
-"""Which activations dropout keeps, from the definition in ``native_dropout.dropped``, in torch's operators."""
+"""Which activations dropout keeps, from the definition in ``clearhead.ops.dropout.dropped``, in torch's operators."""
 
 from __future__ import annotations
 

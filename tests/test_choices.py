@@ -241,7 +241,7 @@ def refuse(*_):
     raise AssertionError("a choice is timed")
 time.perf_counter = time.perf_counter_ns = time.monotonic = time.process_time = refuse
 import clearhead as ch
-from clearhead.backends.native_library import isa_name
+from clearhead.ops.library import isa_name
 from clearhead.projection import KINDS, choice
 found = [isa_name()]
 for dtype in (torch.float32, torch.bfloat16):

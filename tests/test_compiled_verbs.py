@@ -40,6 +40,8 @@ VERBS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "delta": lambda q, k, v: delta_attention(q, k, v, rate=torch.sigmoid(k[..., 0]))[0],
     "entropy": lambda q, k, v: ch.observe_attention(q, k, v, want=ch.Want(entropy=True)).entropy,  # type: ignore[dict-item, return-value]
 }
+#: One of each way in which a verb runs; the others are slow together.
+QUICK = ("attention", "top-k", "dilated", "linear", "delta", "entropy")
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +54,10 @@ def tensors(length: int = 40) -> list[Tensor]:
     return [torch.randn(2, 4, length, 8, requires_grad=True) for _ in range(3)]
 
 
-@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+@pytest.mark.parametrize(
+    "verb",
+    [pytest.param(verb, id=name, marks=[] if name in QUICK else [pytest.mark.slow]) for name, verb in VERBS.items()],
+)
 def test_a_verb_is_one_graph(verb: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     given = tensors()
     results = []

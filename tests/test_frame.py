@@ -231,7 +231,7 @@ class TestSetup:
 
     @pytest.mark.parametrize(
         ("version", "kept"),
-        [("2.11.0", True), ("2.13.0+cpu", True), ("2.14.1+cu130", True), ("2.10.1", False), ("2.15.0", False)],
+        [("2.11.0", True), ("2.13.0+cpu", True), ("2.14.1+cu130", True), ("2.10.1", False), ("3.0.0", True)],
     )
     def test_a_torch_in_range_is_kept(self, setup_env: ModuleType, version: str, kept: bool) -> None:
         assert setup_env.fits(version) is kept

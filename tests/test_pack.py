@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clearhead as ch
-from clearhead.pack import pack, unpack
+from clearhead.packing import pack, unpack
 
 
 @given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=6), extra=st.integers(0, 3), width=st.integers(1, 3))

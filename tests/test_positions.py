@@ -6,6 +6,7 @@ import cmath
 import copy
 import dataclasses
 import math
+import weakref
 
 import pytest
 import torch
@@ -144,8 +145,7 @@ def test_the_bits_of_rotary_do_not_depend_on_threads_or_company() -> None:
     assert torch.equal(rotary.rotate(x[:1, 1:2, 40:41], 40), right[:1, 1:2, 40:41])
 
 
-def test_tables_are_kept_and_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(positions._TABLES, "steps", {})
+def test_tables_are_cached_and_grow() -> None:
     rotary, other = Rotary(), Rotary(100.0)
     table = table_of(rotary, 8, 3)
     assert table is table_of(rotary, 8, 512)
@@ -157,14 +157,15 @@ def test_tables_are_kept_and_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(grown[:512], table)
     angles = torch.outer(torch.arange(1024.0, dtype=torch.float64), 10000.0 ** (-torch.arange(0, 8, 2).double() / 8))
     assert torch.equal(grown, torch.cat([angles.cos(), angles.sin()], -1).float())
+    cached = [weakref.ref(table), weakref.ref(grown)]
+    del table, grown
     for base in range(2, 60):
         table_of(Rotary(base), 8, 3)
-    assert len(positions._TABLES.steps) == positions._TABLES.most
+    assert [each() for each in cached] == [None, None]
 
 
-def test_a_table_made_in_inference_mode_serves_gradients_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(positions._TABLES, "steps", {})
-    x, rotary = draw(2, 3, 8), Rotary()
+def test_a_table_made_in_inference_mode_serves_gradients_later() -> None:
+    x, rotary = draw(2, 3, 8), Rotary(123.0)
     with torch.inference_mode():
         right = rotary.rotate(x)
     leaf = x.clone().requires_grad_()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.backends.native_library import reason
+from clearhead.ops.library import reason
 from clearhead.problem import Problem
 from clearhead.scores import ScoreRule
 from clearhead.traced_rules import Extent, traced_rules

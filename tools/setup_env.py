@@ -52,7 +52,9 @@ def main() -> None:
             install_torch(options.torch)
             kept = torch_version(PYTHON)
             if not fits(kept):
-                _stop(f"torch must be {torch_range()}; got {kept}. Name another: make setup TORCH=torch==2.13.0")
+                _stop(
+                    f"torch must be {oldest_torch()} or newer; got {kept}. Name another: make setup TORCH=torch==2.13.0"
+                )
         else:
             _say(f"torch {kept} is already here and is kept")
         write_pins(torch=kept)
@@ -149,22 +151,19 @@ def torch_version(python: Path) -> str | None:
 
 
 def fits(version: str | None) -> bool:
-    """Whether a version lies in the range of pyproject.toml.
+    """Whether a version is as new as pyproject.toml asks.
 
     >>> fits("2.13.0+cpu"), fits("2.11.0"), fits("2.9.1"), fits(None)
     (True, True, False, False)
     """
-    if version is None:
-        return False
-    lowest, limit = re.findall(r"[\d.]+", torch_range())
-    return _release(lowest) <= _release(version) < _release(limit)
+    return version is not None and _release(version) >= _release(oldest_torch())
 
 
-def torch_range() -> str:
-    """The range that pyproject.toml asks for, such as ``>=2.11,<2.15``."""
-    found = re.search(r'"torch(>=[\d.]+,<[\d.]+)"', _read("pyproject.toml"))
-    assert found, "pyproject.toml names torch as torch>=A,<B"
-    return found[1]
+def oldest_torch() -> str:
+    """The oldest release that pyproject.toml allows, such as ``2.11``."""
+    requirement = re.search(r'"torch>=([\d.]+)"', _read("pyproject.toml"))
+    assert requirement, "pyproject.toml names torch as torch>=A"
+    return requirement[1]
 
 
 def has_gpu() -> bool:

@@ -24,11 +24,10 @@ extern "C" {
 #endif
 
 /* Raised whenever a description, the meaning of a field or the arguments of a call change. */
-#define CH_ABI 18
+#define CH_ABI 19
 #define CH_MAX_HEAD_DIM 256
 #define CH_MAX_RUNS 4
 #define CH_MAX_RULES 8
-#define CH_MAX_AXES 5
 /* Backward works through so many keys at a time. */
 #define CH_TILE 256
 
@@ -352,33 +351,7 @@ typedef struct ch_norm {
   void* grad_bias;          /* [columns], written, where not null                                           */
 } ch_norm;
 
-enum ch_verb {
-  CH_FORWARD = 1,
-  CH_BACKWARD = 2,
-  CH_PROJECT = 3,
-  CH_DROP = 4,
-  CH_NORM = 5,
-  CH_NORM_BACKWARD = 6,
-  CH_APPEND = 7,
-  CH_ROTATE = 8,
-};
-
-/* A call to come: ch_forward or ch_backward of a ch_attention, ch_project of a ch_projection, ch_drop of a ch_dropout,
-   ch_norm_forward or ch_norm_backward of a ch_norm, ch_append_rows of a ch_append, ch_rotate of a ch_rotation. */
-typedef struct ch_call {
-  int32_t verb;         /* ch_verb                                                                          */
-  int32_t reserved;
-  const void* description;
-} ch_call;
-
 CH_EXPORT int ch_abi(void);
-CH_EXPORT int64_t ch_description_size(void);
-CH_EXPORT int64_t ch_linear_description_size(void);
-CH_EXPORT int64_t ch_projection_description_size(void);
-CH_EXPORT int64_t ch_dropout_description_size(void);
-CH_EXPORT int64_t ch_norm_description_size(void);
-CH_EXPORT int64_t ch_append_description_size(void);
-CH_EXPORT int64_t ch_rotation_description_size(void);
 /* The instruction sets this library was built for, widest first; null past the last. */
 CH_EXPORT const char* ch_isa_name(int index);
 /* Whether this processor can run it. */
@@ -406,13 +379,7 @@ CH_EXPORT int ch_norm_forward(const ch_norm* work);
 CH_EXPORT int ch_norm_backward(const ch_norm* work);
 CH_EXPORT int ch_append_rows(const ch_append* work);
 CH_EXPORT int ch_rotate(const ch_rotation* work);
-/* One call after the other, until one does not give 0: its code is returned, and `done` counts those before it. */
-CH_EXPORT int ch_run(const ch_call* calls, int32_t count, int32_t* done);
 CH_EXPORT const char* ch_message(int code);
-/* A new tensor, its numbers unknown, as a DLManagedTensor of DLPack; null where there is no memory or where dtype, axes
-   (1 to CH_MAX_AXES), sizes (from 1) or strides (from 0) are out of range. When it is gone its memory is kept for
-   others of its size, and beyond 256 MiB is the system's to take back until then. */
-CH_EXPORT void* ch_new_tensor(int32_t dtype, int32_t axes, const int64_t* shape, const int64_t* strides);
 /* Bytes that are kept now. */
 CH_EXPORT int64_t ch_kept_memory(void);
 /* Keeps at most so many bytes from now on, what is above goes back at once; an eighth of the machine's memory until

@@ -291,8 +291,6 @@ int run(const ch_attention* work, Check check, Kernel kernel) {
 
 extern "C" {
 
-int64_t ch_description_size(void) { return sizeof(ch_attention); }
-
 int ch_forward(const ch_attention* work) {
   return clearhead::run(work, clearhead::check_forward, &clearhead::Kernels::forward);
 }

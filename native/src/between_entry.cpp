@@ -106,14 +106,6 @@ template <class Description> bool is_empty(const Description& work) {
 
 extern "C" {
 
-int64_t ch_dropout_description_size(void) { return sizeof(ch_dropout); }
-
-int64_t ch_norm_description_size(void) { return sizeof(ch_norm); }
-
-int64_t ch_append_description_size(void) { return sizeof(ch_append); }
-
-int64_t ch_rotation_description_size(void) { return sizeof(ch_rotation); }
-
 int ch_drop(const ch_dropout* work) {
   const clearhead::Kernels* kernels = nullptr;
   CH_TRY(clearhead::check_library(work, &kernels));

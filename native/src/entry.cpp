@@ -162,27 +162,6 @@ double ch_product_rate(int32_t dtype, int32_t isa, int32_t threads) {
   return kernels->rate(dtype, clearhead::after_fork() ? 1 : threads);
 }
 
-int ch_run(const ch_call* calls, int32_t count, int32_t* done) {
-  if (calls == nullptr || done == nullptr) return CH_BAD_POINTER;
-  for (*done = 0; *done < count; ++*done) {
-    const ch_call& call = calls[*done];
-    int code = CH_BAD_OPTION;
-    switch (call.verb) {
-      case CH_FORWARD: code = ch_forward(static_cast<const ch_attention*>(call.description)); break;
-      case CH_BACKWARD: code = ch_backward(static_cast<const ch_attention*>(call.description)); break;
-      case CH_PROJECT: code = ch_project(static_cast<const ch_projection*>(call.description)); break;
-      case CH_DROP: code = ch_drop(static_cast<const ch_dropout*>(call.description)); break;
-      case CH_NORM: code = ch_norm_forward(static_cast<const ch_norm*>(call.description)); break;
-      case CH_NORM_BACKWARD: code = ch_norm_backward(static_cast<const ch_norm*>(call.description)); break;
-      case CH_APPEND: code = ch_append_rows(static_cast<const ch_append*>(call.description)); break;
-      case CH_ROTATE: code = ch_rotate(static_cast<const ch_rotation*>(call.description)); break;
-      default: break;
-    }
-    if (code != CH_OK) return code;
-  }
-  return CH_OK;
-}
-
 const char* ch_message(int code) {
   switch (code) {
     case CH_OK: return "done";

@@ -114,8 +114,6 @@ int run_linear(const ch_linear* work, LinearCheck check, LinearKernel kernel) {
 
 extern "C" {
 
-int64_t ch_linear_description_size(void) { return sizeof(ch_linear); }
-
 int ch_linear_forward(const ch_linear* work) {
   return clearhead::run_linear(work, clearhead::check_linear_forward, &clearhead::Kernels::linear_forward);
 }

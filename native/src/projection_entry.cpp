@@ -71,8 +71,6 @@ int check(const ch_projection& work) {
 
 extern "C" {
 
-int64_t ch_projection_description_size(void) { return sizeof(ch_projection); }
-
 int ch_project(const ch_projection* work) {
   const clearhead::Kernels* kernels = nullptr;
   CH_TRY(clearhead::check_library(work, &kernels));

@@ -147,59 +147,7 @@ int spoil_all(ProjectionCall& call, const std::vector<Bad>& all) {
 
 }  // namespace
 
-// Calls one after the other: all of them, or up to the one that fails.
-void one_after_the_other() {
-  ProjectionCase c;
-  Random random(5);
-  c.rows = 13, c.columns = 9, c.steps.assign(1, 11);
-  draw_numbers(random, c);
-  ProjectionCall first(c, random), second(c, random), third(c, random);
-  ch_attention nothing{};
-  nothing.size = sizeof(nothing), nothing.abi = CH_ABI, nothing.isa = -1, nothing.threads = 1;
-  nothing.before = nothing.after = INT64_MAX, nothing.head_dim = nothing.value_dim = 8, nothing.k_len = 4;
-  ch_dropout nothing_dropped{};
-  nothing_dropped.size = sizeof(nothing_dropped), nothing_dropped.abi = CH_ABI, nothing_dropped.isa = -1;
-  nothing_dropped.threads = 1;
-  ch_append nothing_appended{};
-  nothing_appended.size = sizeof(nothing_appended), nothing_appended.abi = CH_ABI, nothing_appended.isa = -1;
-  nothing_appended.threads = 1;
-  ch_rotation nothing_turned{};
-  nothing_turned.size = sizeof(nothing_turned), nothing_turned.abi = CH_ABI, nothing_turned.isa = -1;
-  nothing_turned.threads = 1;
-  ch_call calls[] = {{CH_PROJECT, 0, &first.work},
-                     {CH_FORWARD, 0, &nothing},
-                     {CH_BACKWARD, 0, &nothing},
-                     {CH_PROJECT, 0, &second.work},
-                     {CH_PROJECT, 0, &third.work},
-                     {CH_DROP, 0, &nothing_dropped},
-                     {CH_APPEND, 0, &nothing_appended},
-                     {CH_ROTATE, 0, &nothing_turned}};
-  int32_t done = -1;
-  expect(ch_run(calls, 8, &done), CH_OK, "eight calls");
-  check(done == 8 && !first.untouched() && !third.untouched(), "eight calls are made");
-  first.clear(), second.clear(), third.clear();
-  second.work.num_terms = 0;
-  expect(ch_run(calls, 5, &done), CH_BAD_SHAPE, "a bad call among five");
-  check(done == 3 && !first.untouched() && third.untouched(), "what is behind a bad call is left alone");
-  for (int verb : {0, 9, -1}) {
-    calls[0].verb = verb;
-    expect(ch_run(calls, 5, &done), CH_BAD_OPTION, "no such verb");
-    check(done == 0, "no call before it");
-  }
-  calls[0].verb = CH_PROJECT, calls[0].description = nullptr;
-  expect(ch_run(calls, 5, &done), CH_BAD_POINTER, "a call of nothing");
-  for (int count : {0, -1}) {
-    expect(ch_run(calls, count, &done), CH_OK, "no calls");
-    check(done == 0, "none are made");
-  }
-  expect(ch_run(nullptr, 1, &done), CH_BAD_POINTER, "no list of calls");
-  expect(ch_run(calls, 1, nullptr), CH_BAD_POINTER, "nowhere to count");
-}
-
 int projection_entry_tests() {
-  one_after_the_other();
-  const int64_t size = ch_projection_description_size();
-  check(size == static_cast<int64_t>(sizeof(ch_projection)), "ch_projection_description_size");
   expect(ch_project(nullptr), CH_BAD_POINTER, "a product of nothing");
   int count = 0;
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})

@@ -34,7 +34,7 @@ class Arguments {
     return Tensor(as<AtenTensorHandle>(value));
   }
 
-  // Lists are optional in the schemas, for lists of tensors have no default there.
+  // Optional lists: lists of tensors have no default in a schema.
   std::vector<Tensor> tensors() {
     return list<Tensor>([](StableIValue value) { return Tensor(as<AtenTensorHandle>(value)); });
   }
@@ -47,6 +47,12 @@ class Arguments {
       return Tensor(as<AtenTensorHandle>(held));
     });
   }
+  // Lists that are no optional ones; the dispatcher looks for the device in such lists alone.
+  std::vector<Tensor> required_tensors() {
+    return elements<Tensor>(take<StableListHandle>(), [](StableIValue value) { return Tensor(as<AtenTensorHandle>(value)); });
+  }
+  std::vector<int64_t> required_integers() { return elements<int64_t>(take<StableListHandle>(), as<int64_t>); }
+  std::vector<double> required_numbers() { return elements<double>(take<StableListHandle>(), as<double>); }
   std::vector<int64_t> integers() { return list<int64_t>(as<int64_t>); }
   std::vector<double> numbers() { return list<double>(as<double>); }
 
@@ -64,6 +70,10 @@ class Arguments {
     if (inner == nullptr) return {};
     const StableListHandle handle = as<StableListHandle>(*inner);
     delete inner;
+    return elements<Value>(handle, convert);
+  }
+
+  template <class Value, class Convert> std::vector<Value> elements(StableListHandle handle, Convert convert) {
     size_t size = 0;
     check_torch(torch_list_size(handle, &size), "read a list");
     std::vector<Value> values;

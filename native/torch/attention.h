@@ -39,7 +39,7 @@ ch_attention describe_attention(Dtype dtype);
 void describe_options(const char* function, ch_attention& work, const AttentionOptions& options);
 
 inline constexpr const char* attention_options_schema =
-    "int? before=None, int? after=None, float dropout=0.0, int seed=0, int query_offset=0, "
+    "int? before=None, int? after=None, float dropout=0.0, int seed=0, SymInt query_offset=0, "
     "Tensor? start=None, Tensor? stop=None, Tensor? allowed=None, Tensor? blocks=None, int block_size=0, "
     "int[]? rule_kinds=None, float[]? rule_values=None, Tensor[]? rule_tables=None, Tensor? sink=None";
 

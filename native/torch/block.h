@@ -82,6 +82,15 @@ struct BlockCall {
 // Reads and checks everything but the mask's and rules' tensors, which attention checks.
 void read_blocks(BlockCall& call, const std::vector<int64_t>& integers, const std::vector<double>& numbers);
 
+// Refuses calls whose gradients `block_backward` does not compute.
+void check_training(const BlockCall& call);
+
+// Width of what a block gives.
+int64_t output_width(const BlockCall& call, const BlockSpec& block);
+
+// Blocks one after the other, without gradients; and one block, with what backward reads. torch functionalizes an operator
+// that writes to its arguments only if it returns single tensors, so they are two.
+void block(StableIValue* stack, uint64_t, uint64_t);
 void block_forward(StableIValue* stack, uint64_t, uint64_t);
 void block_backward(StableIValue* stack, uint64_t, uint64_t);
 

@@ -71,7 +71,12 @@ class Gradients {
   std::vector<Tensor> take() {
     std::vector<Tensor> found;
     for (size_t place = 0; place < results_.size(); ++place)
-      if (needs_[place]) found.push_back(std::move(results_[place]));
+      if (needs_[place]) {
+        if (!results_[place])
+          fail("block", "needs", "be 0 for what the block does not learn", "1 for tensor " + std::to_string(place),
+               "Use clearhead.ops.block.");
+        found.push_back(std::move(results_[place]));
+      }
     return found;
   }
 
@@ -363,14 +368,14 @@ void block_backward(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   Tensor grad = arguments.tensor();
   BlockCall call;
-  call.tokens = arguments.tensors(), call.tensors = arguments.tensors();
-  const std::vector<Tensor> kept = arguments.tensors();
-  const std::vector<int64_t> integers = arguments.integers();
-  const std::vector<double> numbers = arguments.numbers();
-  const std::vector<int64_t> needs = arguments.integers();
+  call.tokens = arguments.required_tensors(), call.tensors = arguments.required_tensors();
+  const std::vector<Tensor> kept = arguments.required_tensors();
+  const std::vector<int64_t> integers = arguments.required_integers();
+  const std::vector<double> numbers = arguments.required_numbers();
+  const std::vector<int64_t> needs = arguments.required_integers();
   read_blocks(call, integers, numbers);
-  if (call.blocks.size() != 1) fail("block", "training", "be of one block", std::to_string(call.blocks.size()), "Run blocks one by one.");
-  if (grad.dim() != 3 || grad.size(0) != call.batch || grad.size(1) != call.length || grad.dtype() != call.dtype)
+  check_training(call);
+  if (!grad.is_shaped({call.batch, call.length, output_width(call, call.blocks[0])}) || grad.dtype() != call.dtype)
     fail("block", "grad", "have the output's shape and dtype", grad.shape(), "Pass the gradient as it arrived.");
   grad = std::move(grad).as_contiguous();
   Gradients gradients(call, needs);

@@ -166,37 +166,52 @@ class Forward {
   Workspace workspace_;
 };
 
-int64_t output_width(const BlockSpec& block) {
+}  // namespace
+
+int64_t output_width(const BlockCall& call, const BlockSpec& block) {
+  if (block.residual) return call.width;
   return block.attentions.empty() ? block.feedforward.layers.back().layer.out : block.attentions.back().last.layer.out;
 }
 
-}  // namespace
+static Tensor empty_output(const BlockCall& call) {
+  return empty(call.dtype, {call.batch, call.length, output_width(call, call.blocks[0])});
+}
 
-void block_forward(StableIValue* stack, uint64_t, uint64_t) {
+void block(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   BlockCall call;
-  call.tokens = arguments.tensors(), call.tensors = arguments.tensors(), call.caches = arguments.tensors();
-  const std::vector<int64_t> integers = arguments.integers();
-  const std::vector<double> numbers = arguments.numbers();
-  const bool training = arguments.flag();
+  call.tokens = arguments.required_tensors(), call.tensors = arguments.required_tensors(), call.caches = arguments.required_tensors();
+  const std::vector<int64_t> integers = arguments.required_integers();
+  const std::vector<double> numbers = arguments.required_numbers();
   read_blocks(call, integers, numbers);
-  if (training && (call.blocks.size() > 1 || !call.caches.empty()))
-    fail("block", "training", "be of one block without caches", std::to_string(call.blocks.size()), "Run blocks one by one.");
-  std::vector<Tensor> results;
-  const int64_t width = call.blocks[0].residual ? call.width : output_width(call.blocks[0]);
-  results.push_back(empty(call.dtype, {call.batch, call.length, width}));
-  const Matrix output = matrix_of(results[0]);
+  Tensor result = empty_output(call);
+  const Matrix output = matrix_of(result);
   Workspace workspace;
   Matrix second = output;
   if (call.blocks.size() > 1) second.data = workspace.take(output.rows * output.columns * size_of(call.dtype));
   Matrix stream = matrix_of(call.tokens[0]);
-  std::vector<Tensor> saved;
   for (size_t place = 0; place < call.blocks.size(); ++place) {
     // Blocks write in turn to the output and to a second buffer, so that the last one's result is the output.
     const Matrix target = (call.blocks.size() - 1 - place) % 2 == 0 ? output : second;
-    Forward(call, call.blocks[place], training ? &saved : nullptr).run(stream, target);
+    Forward(call, call.blocks[place], nullptr).run(stream, target);
     stream = target;
   }
+  Results(stack).tensor(std::move(result));
+}
+
+void block_forward(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  BlockCall call;
+  call.tokens = arguments.required_tensors(), call.tensors = arguments.required_tensors();
+  const std::vector<int64_t> integers = arguments.required_integers();
+  const std::vector<double> numbers = arguments.required_numbers();
+  read_blocks(call, integers, numbers);
+  check_training(call);
+  std::vector<Tensor> results;
+  results.push_back(empty_output(call));
+  const Matrix output = matrix_of(results[0]);
+  std::vector<Tensor> saved;
+  Forward(call, call.blocks[0], &saved).run(matrix_of(call.tokens[0]), output);
   for (Tensor& tensor : saved) results.push_back(std::move(tensor));
   Results(stack).tensors(std::move(results));
 }

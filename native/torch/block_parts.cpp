@@ -65,9 +65,9 @@ void rotate_heads(const BlockCall& call, const AttentionSpec& spec, const std::v
       // Angles of each token of the batch: its rows are one sequence.
       turn.source.batch = 0, turn.rows *= turn.batch, turn.batch = 1;
     }
-    if (turn.first < 0 || turn.first + turn.rows > turn.positions)
-      fail("block", "a rotary table", "have positions " + std::to_string(turn.first) + " to " +
-           std::to_string(turn.first + turn.rows - 1), table.shape(), "Use ch.positions.");
+    if (turn.first < 0 || turn.first > turn.positions - turn.rows)
+      fail("block", "a rotary table", "have " + std::to_string(turn.rows) + " positions from " + std::to_string(turn.first),
+           table.shape(), "Use ch.positions.");
     turn.target = turn.source;
     rotate(call.dtype, turn);
   }

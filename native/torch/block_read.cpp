@@ -103,9 +103,10 @@ void check_cache(const BlockCall& call, const AttentionSpec& spec) {
         part->size(3) != spec.head_dim || part->dtype() != call.dtype || part->stride(3) != 1)
       fail(name, "a cache", "hold keys and values [batch, kv_heads, capacity, head_dim] in the tokens' dtype", part->shape(),
            "Use ch.KVCache.");
-    const int64_t needed = spec.cached + (spec.cache == Cache::grows ? call.length : 0);
-    if (spec.cached < 0 || needed > part->size(2))
-      fail(name, "a cache", "have room for " + words(needed) + " tokens", part->shape(), "Use ch.KVCache.");
+    const int64_t more = spec.cache == Cache::grows ? call.length : 0;
+    if (spec.cached < 0 || spec.cached > part->size(2) - more)
+      fail(name, "a cache", "have room for " + words(spec.cached) + " and " + words(more) + " more tokens", part->shape(),
+           "Use ch.KVCache.");
   }
 }
 
@@ -227,6 +228,16 @@ void read_blocks(BlockCall& call, const std::vector<int64_t>& integers, const st
   call.blocks.reserve(static_cast<size_t>(count));
   for (int64_t place = 0; place < count; ++place) call.blocks.push_back(read_block(reader, call));
   reader.check_end();
+}
+
+void check_training(const BlockCall& call) {
+  bool saves = call.blocks.size() == 1 && call.caches.empty();
+  for (const AttentionSpec& spec : call.blocks[0].attentions) saves = saves && spec.head_norms.empty();
+  for (const AroundSpec& around : call.blocks[0].around) saves = saves && !around.has_result_norm;
+  if (!saves)
+    fail(name, "training", "be of one block without caches, norms of heads and norms of results",
+         words(static_cast<int64_t>(call.blocks.size())) + " blocks and " + words(static_cast<int64_t>(call.caches.size())) +
+         " caches", "Run it op by op.");
 }
 
 }  // namespace clearhead::torch

@@ -111,6 +111,7 @@ void input_gradient(Dtype dtype, const std::vector<InputTerm>& terms, const Matr
 }
 
 void weight_gradient(Dtype dtype, const Matrix& grad, const Matrix& x, const Matrix& weight, void* bias) {
+  if (x.columns == 0 && bias != nullptr) return bias_gradient(dtype, grad, bias);
   ch_projection work = describe<ch_projection>(dtype);
   work.num_terms = 1, work.left_turned = 1;
   work.rows = grad.columns, work.columns = x.columns;
@@ -136,7 +137,7 @@ void bias_gradient(Dtype dtype, const Matrix& grad, void* bias) {
 }
 
 void norm(Dtype dtype, const Norm& norm, const NormForward& call) {
-  if (call.input.rows == 0) return;
+  if (call.input.rows == 0 || call.input.columns == 0) return;
   ch_norm work = describe<ch_norm>(dtype);
   work.kind = norm.kind, work.epsilon = norm.epsilon, work.weight = norm.weight, work.bias = norm.bias;
   work.rows = call.input.rows, work.columns = call.input.columns;
@@ -147,6 +148,7 @@ void norm(Dtype dtype, const Norm& norm, const NormForward& call) {
 }
 
 void norm_backward(Dtype dtype, const Norm& norm, const NormBackward& call) {
+  if (call.sum.columns == 0) return;
   ch_norm work = describe<ch_norm>(dtype);
   work.kind = norm.kind, work.epsilon = norm.epsilon, work.weight = norm.weight;
   work.rows = call.sum.rows, work.columns = call.sum.columns;

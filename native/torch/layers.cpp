@@ -12,6 +12,12 @@ void check_dtype(const char* function, const char* argument, const Tensor& tenso
     fail(function, argument, "be float32, bfloat16 or float16", tensor.shape(), "Convert with .to(dtype).");
 }
 
+int64_t rows_of(const Tensor& tensor) {
+  int64_t rows = 1;
+  for (int64_t axis = 0; axis + 1 < tensor.dim(); ++axis) rows *= tensor.size(axis);
+  return rows;
+}
+
 // [*batch, width] as [rows, width]; rows may be strided where there is one batch axis.
 struct Flat {
   Tensor tensor;
@@ -28,7 +34,7 @@ Flat flat(const char* function, const char* argument, Tensor given) {
     return result;
   }
   Flat result = {std::move(given).as_contiguous(), {}};
-  result.matrix = {result.tensor.data(), width == 0 ? 0 : result.tensor.elements() / width, width, width};
+  result.matrix = {result.tensor.data(), rows_of(result.tensor), width, width};
   return result;
 }
 
@@ -41,7 +47,7 @@ Sizes sizes_with(const Tensor& like, int64_t width) {
 
 Matrix written(const Tensor& tensor) {
   const int64_t width = tensor.size(tensor.dim() - 1);
-  return {tensor.data(), width == 0 ? 0 : tensor.elements() / width, width, width};
+  return {tensor.data(), rows_of(tensor), width, width};
 }
 
 Norm norm_of(const char* function, const Tensor& x, const Tensor& weight, const Tensor& bias, int64_t kind, double epsilon) {
@@ -79,7 +85,7 @@ void linear_forward(StableIValue* stack, uint64_t, uint64_t) {
 
 void linear_input_gradient(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  std::vector<Tensor> grads = arguments.tensors(), weights = arguments.tensors();
+  std::vector<Tensor> grads = arguments.required_tensors(), weights = arguments.required_tensors();
   const char* name = "linear_input_gradient";
   if (grads.empty() || grads.size() != weights.size() || grads.size() > CH_MAX_TERMS)
     fail(name, "grads and weights", "be as many, 1 to " + words(CH_MAX_TERMS), words(static_cast<int64_t>(grads.size())),
@@ -180,7 +186,7 @@ void rotary(StableIValue* stack, uint64_t, uint64_t) {
     fail("rotary", "x", "be [batch, heads, len, head_dim] of an even head_dim", given.shape(), "Add the missing axes.");
   if (table.dim() != 2 || table.size(1) != given.size(3) || table.dtype() != Dtype::float32 || !table.contiguous())
     fail("rotary", "table", "be contiguous float32 [positions, head_dim]", table.shape(), "Use ch.positions.");
-  if (first < 0 || first + given.size(2) > table.size(0))
+  if (first < 0 || first > table.size(0) - given.size(2))
     fail("rotary", "first", "leave every token a position in the table", words(first), "Make a longer table.");
   const Tensor x = std::move(given).with_contiguous_rows();
   Tensor output = empty_heads(x, x.size(3));
@@ -223,7 +229,7 @@ void cache_append(StableIValue* stack, uint64_t, uint64_t) {
       cache.size(1) != fresh.size(1) || cache.size(3) != fresh.size(3) || cache.stride(3) != 1)
     fail("cache_append", "new", "be [batch, kv_heads, new, head_dim] as the cache is, " + cache.shape(), fresh.shape(),
          "Use one cache per layer and per batch.");
-  if (first < 0 || first + fresh.size(2) > cache.size(2))
+  if (first < 0 || first > cache.size(2) - fresh.size(2))
     fail("cache_append", "first", "leave room for " + words(fresh.size(2)) + " tokens in " + words(cache.size(2)), words(first),
          "Make a larger cache.");
   if (fresh.elements() > 0)

@@ -1,6 +1,7 @@
 // Registers the operators with torch's dispatcher when the library is loaded.
 #include "block.h"
 #include "layers.h"
+#include "linear_attention.h"
 
 #include <exception>
 
@@ -15,18 +16,19 @@ struct Operator {
 
 std::vector<Operator> operators() {
   const std::string options = attention_options_schema;
+  const std::string forward = "(Tensor query, Tensor key, Tensor value, float scale, int returns, " + options +
+                              ", int[]? statistic_sizes=None, Tensor? row_weights=None, Tensor? row_slots=None) -> Tensor[]";
   return {
-      {"attention_forward",
-       "attention_forward(Tensor query, Tensor key, Tensor value, float scale, int returns, " + options +
-           ", int[]? statistic_sizes=None, Tensor? row_weights=None, Tensor? row_slots=None) -> Tensor[]",
-       attention_forward},
+      {"attention_forward", "attention_forward" + forward, attention_forward},
+      // For graphs of the compiler: autograd is registered for this one alone, since it would slow down every eager call.
+      {"attention_compiled", "attention_compiled" + forward, attention_forward},
       {"attention_gradients",
        "attention_gradients(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor softmax, Tensor? output, "
        "float scale, " + options +
            ", Tensor? grad_lse=None, Tensor?[]? statistics=None, int sink_keys=0, int[]? rule_slots=None) -> (Tensor[], bool)",
        attention_gradients},
       {"linear", "linear(Tensor x, Tensor weight, Tensor? bias=None, int activation=0) -> Tensor", linear_forward},
-      {"linear_input_gradient", "linear_input_gradient(Tensor[]? grads, Tensor[]? weights) -> Tensor", linear_input_gradient},
+      {"linear_input_gradient", "linear_input_gradient(Tensor[] grads, Tensor[] weights) -> Tensor", linear_input_gradient},
       {"linear_weight_gradient", "linear_weight_gradient(Tensor grad, Tensor x, bool bias) -> (Tensor, Tensor)",
        linear_weight_gradient},
       {"norm", "norm(Tensor x, Tensor? weight, Tensor? bias, int kind, float epsilon, bool training=False) -> (Tensor, Tensor)",
@@ -38,14 +40,17 @@ std::vector<Operator> operators() {
       {"rotary", "rotary(Tensor x, Tensor table, int first=0, bool back=False) -> Tensor", rotary},
       {"dropout_add", "dropout_add(Tensor x, Tensor? residual, int levels, int seed) -> Tensor", dropout_add_forward},
       {"cache_append", "cache_append(Tensor(a!) cache, Tensor new, int first) -> ()", cache_append},
+      {"block",
+       "block(Tensor[] tokens, Tensor[] tensors, Tensor(a!)[] caches, int[] integers, float[] numbers) -> Tensor",
+       block},
       {"block_forward",
-       "block_forward(Tensor[]? tokens, Tensor[]? tensors, Tensor(a!)[]? caches, int[]? integers, float[]? numbers, "
-       "bool training) -> Tensor[]",
-       block_forward},
+       "block_forward(Tensor[] tokens, Tensor[] tensors, int[] integers, float[] numbers) -> Tensor[]", block_forward},
       {"block_backward",
-       "block_backward(Tensor grad, Tensor[]? tokens, Tensor[]? tensors, Tensor[]? saved, int[]? integers, "
-       "float[]? numbers, int[]? needs) -> (Tensor[], bool)",
+       "block_backward(Tensor grad, Tensor[] tokens, Tensor[] tensors, Tensor[] saved, int[] integers, "
+       "float[] numbers, int[] needs) -> (Tensor[], bool)",
        block_backward},
+      {"linear_attention_forward", linear_attention_forward_schema, linear_attention_forward},
+      {"linear_attention_gradients", linear_attention_gradients_schema, linear_attention_gradients},
   };
 }
 

@@ -32,7 +32,6 @@ int32_t aoti_torch_get_dim(AtenTensorHandle tensor, int64_t* dim);
 int32_t aoti_torch_get_sizes(AtenTensorHandle tensor, int64_t** sizes);
 int32_t aoti_torch_get_strides(AtenTensorHandle tensor, int64_t** strides);
 int32_t aoti_torch_get_dtype(AtenTensorHandle tensor, int32_t* dtype);
-int32_t aoti_torch_get_device_type(AtenTensorHandle tensor, int32_t* type);
 int32_t aoti_torch_empty_strided(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
                                  int32_t device_type, int32_t device_index, AtenTensorHandle* tensor);
 int32_t torch_from_blob(void* data, int64_t dim, const int64_t* sizes, const int64_t* strides, int64_t storage_offset,

@@ -1,39 +1,69 @@
-"""clearhead: attention for PyTorch that you can run, write, see into, and trust."""
+"""clearhead: attention for PyTorch that you can run, write, see into, and trust.
+
+Public names are imported when they are first read, so that ``import clearhead`` costs next to nothing.
+"""
 
 from typing import TYPE_CHECKING
 
-from clearhead import bridges, nn, positions, sparse
-from clearhead.backends.native_memory import release_memory
-from clearhead.bridges import swap, unswap
-from clearhead.cache import KVCache
-from clearhead.errors import ClearheadError, DataError, MaskError, ShapeError, UnsupportedError
-from clearhead.functional import attention, explain_dispatch, observe_attention
-from clearhead.inspector import view
-from clearhead.linear import linear_attention
-from clearhead.masks import (
-    Blocks,
-    Causal,
-    Dense,
-    Documents,
-    Global,
-    Mask,
-    MaskFunction,
-    Padding,
-    Prefix,
-    Strided,
-    Window,
-)
-from clearhead.observe import explain, trace
-from clearhead.pack import pack, unpack
-from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, ScoreRule, Sink, SoftCap
-from clearhead.statistics import Observation, Want
-
 if TYPE_CHECKING:
-    # When it runs, the packages of these names, which can be called.
-    from clearhead.observe import observe
-    from clearhead.verify import verify
+    from clearhead import bridges, nn, positions, sparse
+    from clearhead.cache import KVCache
+    from clearhead.errors import ClearheadError, DataError, MaskError, ShapeError, UnsupportedError
+    from clearhead.functional import attention, explain_dispatch, observe_attention
+    from clearhead.inspector import view
+    from clearhead.integrations.swap import swap, unswap
+    from clearhead.linear import linear_attention
+    from clearhead.masks import (
+        Blocks,
+        Causal,
+        Dense,
+        Documents,
+        Global,
+        Mask,
+        MaskFunction,
+        Padding,
+        Prefix,
+        Strided,
+        Window,
+    )
+
+    # At run time `observe` and `verify` are the packages of these functions, which can be called.
+    from clearhead.observe.explain import explain
+    from clearhead.observe.observe import observe
+    from clearhead.observe.trace import trace
+    from clearhead.ops.memory import release_memory
+    from clearhead.packing import pack, unpack
+    from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, ScoreRule, Sink, SoftCap
+    from clearhead.statistics import Observation, Want
+    from clearhead.verify.suite import verify
 else:
-    from clearhead import verify
+    from clearhead.lazy import lazy_names, lazy_operators
+
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "clearhead.integrations.swap": "swap unswap",
+            "clearhead.cache": "KVCache",
+            "clearhead.errors": "ClearheadError DataError MaskError ShapeError UnsupportedError",
+            "clearhead.functional": "attention explain_dispatch observe_attention",
+            "clearhead.inspector": "view",
+            "clearhead.linear": "linear_attention",
+            "clearhead.masks": "Blocks Causal Dense Documents Global Mask MaskFunction Padding Prefix Strided Window",
+            "clearhead.observe.explain": "explain",
+            "clearhead.observe.trace": "trace",
+            "clearhead.ops.memory": "release_memory",
+            "clearhead.packing": "pack unpack",
+            "clearhead.scores": "Alibi DenseBias RelativeBias ScoreFunction ScoreRule Sink SoftCap",
+            "clearhead.statistics": "Observation Want",
+        },
+    )
+    lazy_operators(
+        {
+            "clearhead.linear.packed": "linear_documents linear_documents_backward",
+            "clearhead.sparse.top_k": "top_k_attention top_k_attention_backward",
+            "clearhead.torch_op": ("attention attention_backward observe_attention observe_attention_backward"),
+        }
+    )
 
 __all__ = [
     "Alibi",

@@ -223,11 +223,15 @@ class Named:
         gemm: the path of every GEMM large enough to have a choice.
         attention: the backend that ``"auto"`` asks first.
         processor: the processor whose rows count.
+        fused: False where attention with its projections, and layers, run op by op.
+        fused_calls: where the kind of each call of the block operator is written down.
     """
 
     gemm: str | None = None
     attention: str | None = None
     processor: Processor | None = None
+    fused: bool | None = None
+    fused_calls: list[str] | None = None
 
 
 _NAMED = Named()

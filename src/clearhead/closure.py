@@ -15,7 +15,7 @@ from typing import Any, Final, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from clearhead.record import constant_when_compiled
+from clearhead.torch_private import break_graph, constant_when_compiled, is_compiled_function, tensors_of
 
 __all__ = ["Bound", "bound_now", "closed_over", "find_learned", "learned_by"]
 
@@ -56,7 +56,7 @@ class Bound:
         """Take the function."""
         if torch.compiler.is_compiling() and type(fn) is FunctionType and "<l" in fn.__qualname__:
             # The compiler makes no constant of a function that was written within another: it comes from outside.
-            torch._dynamo.graph_break(msg="Make a rule or mask of such a function once, outside of what is compiled.")
+            break_graph("Make a rule or mask of such a function once, outside of what is compiled.")
         self.fn, self.handle = fn, f"f{_PROCESS}_{next(_NUMBERS)}"
 
     def bound(self) -> Self:
@@ -190,13 +190,8 @@ class _Binding:
 
 def _file_of(fn: object) -> object:
     """What tells the file of a function, or of one that a library's decorator wraps; None for what is none."""
-    wrapped = inspect.unwrap(fn, stop=_is_compiled) if isinstance(fn, (FunctionType, MethodType)) else fn
+    wrapped = inspect.unwrap(fn, stop=is_compiled_function) if isinstance(fn, (FunctionType, MethodType)) else fn
     return getattr(wrapped, "__globals__", None)
-
-
-def _is_compiled(fn: object) -> bool:
-    """Whether a function is ``torch.compile``'s, whose code finds its graphs among the variables of its very file."""
-    return hasattr(fn, "_torchdynamo_orig_callable") and not getattr(fn, "_torchdynamo_disable", False)
 
 
 def _is_of(fn: object, value: object) -> bool:
@@ -237,7 +232,7 @@ def _held_in(objects: list[object], reached: tuple[Tensor, ...]) -> Iterator[Hel
     learned = {id(tensor) for tensor in reached if tensor.requires_grad}
     for one in objects:
         for module in one.modules() if isinstance(one, torch.nn.Module) else ():
-            for holder in (module._parameters, module._buffers):
+            for holder in tensors_of(module):
                 yield from ((holder, name, tensor) for name, tensor in holder.items())
         of_object = vars(one) if _is_plain(one) and hasattr(one, "__dict__") and not isinstance(one, type) else {}
         own = one if isinstance(one, dict) else of_object

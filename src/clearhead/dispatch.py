@@ -104,8 +104,11 @@ def _first(problem: Problem, want: Want) -> str | None:
 def run(function: str, problem: Problem, want: Want, backend: str = "auto") -> Observation:
     """Choose and run; autocast stays outside, so that float32 inputs are computed in float32."""
     chosen = choose(function, problem, want, backend)
-    with without_autocast(problem.query.device.type):
-        return chosen.run(problem, want)
+    try:
+        with without_autocast(problem.query.device.type):
+            return chosen.run(problem, want)
+    except RuntimeError as error:
+        raise UnsupportedError.from_operator(error) from error
 
 
 def report(function: str, problem: Problem, want: Want, backend: str = "auto") -> DispatchReport:

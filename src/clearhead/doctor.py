@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from clearhead.backends import native_library, native_memory
-from clearhead.backends.native_rate import product_rate
 from clearhead.benchmark.machine import load, machine, threads, torch_build, versions
 from clearhead.benchmark.timing import Timing, interleaved
 from clearhead.choices import TABLE, Row, processor, row_for
 from clearhead.dispatch import BACKENDS
 from clearhead.functional import attention, explain_dispatch
+from clearhead.ops import library as native_library
+from clearhead.ops import memory as native_memory
+from clearhead.ops.throughput import product_rate
 from clearhead.projection import DTYPES, KINDS, Choice, choice
 from clearhead.projection.paths import ONEDNN
 

@@ -32,6 +32,13 @@ class MaskError(ClearheadError):
 class UnsupportedError(ClearheadError):
     """A dtype, a device, a backend or a combination that cannot be served; says why."""
 
+    @classmethod
+    def from_operator(cls, error: RuntimeError) -> Self:
+        """What an operator refused, from the RuntimeError that torch makes of it; any other error is raised again."""
+        if " must " not in str(error) or "; got " not in str(error):
+            raise error
+        return cls(str(error))
+
 
 class DataError(ClearheadError):
     """A file, a table or a run folder that cannot be used as it is."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from clearhead import torch_op
+from clearhead import compiled, torch_op
 from clearhead.backends import native
 from clearhead.dispatch import DispatchReport, report, run
 from clearhead.errors import UnsupportedError
@@ -75,11 +75,16 @@ def attention(
             [0.2689, 0.7311]])
     """
     if torch.compiler.is_compiling():
-        return torch_op.attention(
+        scores = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
+        traced = compiled.attention(
+            query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, query_offset=query_offset,
+            backend=backend,
+        )  # fmt: skip
+        return traced if traced is not None else torch_op.attention(
             query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,
             query_offset=query_offset, backend=backend,
         )  # fmt: skip
-    plain = (mask is None or type(mask) is Causal) and type(scores) is tuple and not scores
+    plain = (mask is None or type(mask) is Causal) and type(scores) is tuple and not scores and type(backend) is str
     if plain and backend in _DIRECT and seed is query_offset is None and type(dropout) is float and not dropout:
         output = native.plain(query, key, value, causal=mask is not None, scale=scale, auto=backend == "auto")
         if output is not None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from clearhead.arguments import FARTHEST, number, real_number, seen, tensor_of, whole, whole_number
-from clearhead.backends.native_library import library
-from clearhead.backends.native_prepared import Kept
-from clearhead.backends.native_rotation import rotated
+from clearhead.backends.recorded import is_recorded
 from clearhead.errors import ShapeError
-from clearhead.projection import are_plain, recorded
+from clearhead.ops.library import library
+from clearhead.projection import are_plain
 from clearhead.shapes import Float, Int
 
 __all__ = ["MOST_POSITIONS", "Rotary", "as_rotary", "sinusoidal", "table_of", "turned"]
@@ -22,8 +22,6 @@ __all__ = ["MOST_POSITIONS", "Rotary", "as_rotary", "sinusoidal", "table_of", "t
 MOST_POSITIONS: Final = 2**17
 #: Those of the smallest table.
 _LEAST_POSITIONS: Final = 512
-#: By rotary and channels.
-_TABLES: Final = Kept[Tensor](8)
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,19 +82,20 @@ class Rotary:
 
 
 def table_of(rotary: Rotary, head_dim: int, positions: int) -> Float[Tensor, "_positions head_dim"]:
-    """Cosines and, behind them, sines of at least so many positions from 0 on, float32, kept for later calls.
+    """Cosines and, behind them, sines of at least so many positions from 0 on, float32, cached.
 
     Args:
         rotary: what they are angles of.
-        head_dim: channels of what is turned, an even number.
+        head_dim: channels of what is rotated, an even number.
         positions: at most ``MOST_POSITIONS``.
     """
     assert positions <= MOST_POSITIONS
-    known = _TABLES.get((rotary, head_dim))
-    if known is None or len(known) < positions:
-        count = max(_LEAST_POSITIONS, 1 << (positions - 1).bit_length())
-        _TABLES.put((rotary, head_dim), known := _table(rotary, 0, count, head_dim))
-    return known
+    return _cached_table(rotary, head_dim, max(_LEAST_POSITIONS, 1 << (positions - 1).bit_length()))
+
+
+@lru_cache(maxsize=8)
+def _cached_table(rotary: Rotary, head_dim: int, count: int) -> Float[Tensor, "count head_dim"]:
+    return _table(rotary, 0, count, head_dim)
 
 
 def _table_from(rotary: Rotary, first: int, length: int, channels: int) -> tuple[Tensor, int]:
@@ -130,10 +129,14 @@ def turned(
         table: float32, contiguous: cosines and, behind them, sines of each position.
         first: position of the first token.
     """
+    # The axes are changed out here: autograd lets nobody change a view in place that its functions return.
+    heads = x[(None,) * (4 - x.ndim)] if x.ndim <= 4 else x.flatten(0, x.ndim - 4)
+    output: Tensor
     if torch.is_grad_enabled() and x.requires_grad:
-        output: Tensor = _Turned.apply(x, table, first)  # type: ignore[no-untyped-call]
-        return output
-    return _turned_by_kernels(x, table, first)
+        output = _Turned.apply(heads, table, first)  # type: ignore[no-untyped-call]
+    else:
+        output = torch.ops.clearhead.rotary.default(heads, table, first, False)
+    return output if x.ndim == 4 else output.reshape(x.shape)
 
 
 def turned_by_token(
@@ -152,16 +155,6 @@ def turned_by_token(
     return found
 
 
-def _turned_by_kernels(x: Tensor, table: Tensor, first: int, *, back: bool = False) -> Tensor:
-    heads = x[(None,) * (4 - x.ndim)] if x.ndim <= 4 else x.flatten(0, x.ndim - 4)
-    found = rotated(heads, table, first, back=back)
-    if x.ndim == 4:
-        return found
-    # Not a view: autograd would refuse to let it be changed in place.
-    shaped: Tensor = torch.ops.aten._unsafe_view(found.contiguous(), x.shape)
-    return shaped
-
-
 def _turned_by_torch(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     left, right = x.to(cosine.dtype).chunk(2, dim=-1)
     return torch.cat([left * cosine - right * sine, right * cosine + left * sine], dim=-1).to(x.dtype)
@@ -171,14 +164,15 @@ class _Turned(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, table: Tensor, first: int) -> Tensor:
         ctx.table, ctx.first = table, first
-        return _turned_by_kernels(x, table, first)
+        output: Tensor = torch.ops.clearhead.rotary.default(x, table, first, False)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if recorded(grad):
+        if is_recorded(grad):
             cosine, sine = ctx.table[ctx.first : ctx.first + grad.shape[-2]].chunk(2, dim=-1)
             return _turned_by_torch(grad, cosine, -sine), None, None
-        return _turned_by_kernels(grad, ctx.table, ctx.first, back=True), None, None
+        return torch.ops.clearhead.rotary.default(grad, ctx.table, ctx.first, True), None, None
 
 
 def as_rotary(function: str, rotary: Rotary | bool | float | None) -> Rotary | None:

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from clearhead.arguments import dense, probability, real_number, seed_of, seen
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
@@ -18,6 +17,7 @@ from clearhead.masks.base import Mask, does_as, index_tensors, resolve_offset
 from clearhead.masks.parts import Parts, parts_of
 from clearhead.scores import ScoreFunction, ScoreRule, Sink, as_rules
 from clearhead.shapes import Bool, Float
+from clearhead.tensors import is_hollow
 from clearhead.traced_rules import Extent, traced_rules
 
 __all__ = ["DTYPES", "Problem", "draw_seed", "scale_of"]
@@ -304,4 +304,4 @@ def draw_seed(dropout: float) -> int:
         return 0
     drawn = torch.randint(2**62, (), device="cpu")
     # A shape without a number, as whoever plans memory has.
-    return 0 if isinstance(drawn, FakeTensor) else int(drawn.item())
+    return 0 if is_hollow(drawn) else int(drawn.item())

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from clearhead.errors import UnsupportedError
+from clearhead.torch_private import constant_when_compiled
 
-__all__ = ["Record", "as_index", "constant_when_compiled", "decode", "describe"]
-
-Answer = TypeVar("Answer", bound=Callable[..., Any])
+__all__ = ["Record", "as_index", "decode", "describe"]
 
 _KINDS: dict[str, type[Record]] = {}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
@@ -98,12 +97,6 @@ def _encode(value: Any, tensors: list[Tensor], handle: str) -> str:
     if callable(value):
         return _named(value, handle)
     return repr(value)
-
-
-def constant_when_compiled(function: Answer) -> Answer:
-    """``torch.compiler.assume_constant_result`` without its import of torch's whole compiler, and of Triton with it."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 @constant_when_compiled

@@ -14,7 +14,7 @@ from clearhead.dispatch import backend_names
 from clearhead.errors import UnsupportedError
 from clearhead.projection.paths import PATHS
 
-__all__ = ["choices", "processor"]
+__all__ = ["choices", "forbid_fused", "force_fused", "fused_calls", "processor"]
 
 
 @contextmanager
@@ -43,6 +43,46 @@ def choices(*, gemm: str | None = None, attention: str | None = None) -> Iterato
         raise UnsupportedError.about("choices", "gemm", must=must, got=f"{gemm!r}, but {absent}", then=then)
     with _naming(replace(named(), gemm=gemm, attention=attention)):
         yield
+
+
+@contextmanager
+def forbid_fused() -> Iterator[None]:
+    """Inside the context, attention with its projections, and layers, run op by op.
+
+    >>> import torch, clearhead
+    >>> block, x = clearhead.nn.EncoderBlock(8, 2).eval(), torch.ones(1, 3, 8)
+    >>> with forbid_fused():
+    ...     torch.allclose(block(x), block(x))
+    True
+    """
+    with _naming(replace(named(), fused=False)):
+        yield
+
+
+@contextmanager
+def fused_calls() -> Iterator[list[str]]:
+    """Inside the context, write down what runs as one block operator.
+
+    Yields:
+        A list that grows by ``"attention"``, ``"feedforward"``, ``"layer"`` or ``"stack"`` for each such call.
+    """
+    calls: list[str] = []
+    with _naming(replace(named(), fused_calls=calls)):
+        yield calls
+
+
+@contextmanager
+def force_fused() -> Iterator[list[str]]:
+    """``fused_calls`` that fails where nothing runs as one block operator.
+
+    Raises:
+        UnsupportedError: at the end of the context, no call was fused.
+    """
+    with fused_calls() as calls:
+        yield calls
+    if not calls:
+        must, then = "run as one block operator", "See clearhead.nn.fused for what it takes."
+        raise UnsupportedError.about("force_fused", "a call", must=must, got="none that did", then=then)
 
 
 @contextmanager

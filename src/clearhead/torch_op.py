@@ -6,8 +6,7 @@ chooses and runs exactly as an eager call does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,8 +20,9 @@ from clearhead.problem import Problem
 from clearhead.record import Record, decode
 from clearhead.scores import ScoreFunction, ScoreRule
 from clearhead.statistics import UNDIFFERENTIABLE, Observation, Want
+from clearhead.torch_private import autograd_inside_operator
 
-__all__ = ["Operator", "attention", "observe_attention", "output_like", "recording"]
+__all__ = ["Operator", "attention", "observe_attention", "output_like"]
 
 #: What an operator's further tensors are: of a mask or rule, with a gradient or without; or what a user's function
 #: closes over, which it finds by itself.
@@ -114,7 +114,7 @@ class Operator:
         """Gradients of query, key, value, and of the further tensors."""
         functions = [rule for rule in decode(scores, tensors) if isinstance(rule, ScoreFunction)]
         inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-        with recording():
+        with autograd_inside_operator():
             reached = iter(_reached(self._name, functions, tensors, kinds))
             extra = [
                 next(reached) if kind == _CLOSED_OVER else tensor.detach().requires_grad_(kind == _LEARNED)
@@ -188,17 +188,6 @@ def _among(tensor: Tensor, others: Iterable[Tensor]) -> bool:
 
 def _lies(tensor: Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
-
-
-@contextmanager
-def recording() -> Iterator[None]:
-    """Autograd inside an operator's body, where torch has switched it off for the thread."""
-    keys = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
-    with ExitStack() as stack:
-        for key in keys:
-            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
-        stack.enter_context(torch.enable_grad())
-        yield
 
 
 def _attention(problem: Problem, asked: None, backend: str) -> list[Tensor]:

@@ -1,12 +1,49 @@
-"""Every private name of torch that clearhead uses, with its reason and what happens where torch lacks it."""
+"""Every private name of torch that clearhead uses, each with its reason and what happens where torch lacks it.
+
+A section is one use. The rest of clearhead calls these functions; a test finds private names elsewhere.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.autograd import forward_ad
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any, Final, TypeVar
 
-__all__ = ["differentiates_forward", "is_batched_gradient", "transforms"]
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as torch_module
+from torch.overrides import has_torch_function_unary
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "WRAPPED_MODULE",
+    "TorchDispatchMode",
+    "autograd_inside_operator",
+    "base_of",
+    "break_graph",
+    "constant_when_compiled",
+    "differentiates_forward",
+    "has_dispatch_mode",
+    "has_function_mode",
+    "is_compiled_function",
+    "is_compiled_module",
+    "is_hooked",
+    "modules_are_hooked",
+    "onednn_linear",
+    "parameters_of",
+    "submodules_of",
+    "tensors_of",
+    "transforms",
+    "version_of",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# 1. Transforms of torch.func ------------------------------------------------------------------------------------------
+
+_transforms_active: Final[Callable[[], bool]] = getattr(torch._C, "_are_functorch_transforms_active", bool)
 
 
 def transforms() -> bool:
@@ -14,8 +51,10 @@ def transforms() -> bool:
 
     Without the name the answer is no, and such a call raises what torch raises.
     """
-    active = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return active is not None and bool(active())
+    return bool(_transforms_active())
+
+
+# 2. Forward-mode differentiation --------------------------------------------------------------------------------------
 
 
 def differentiates_forward() -> bool:
@@ -26,10 +65,168 @@ def differentiates_forward() -> bool:
     return int(getattr(forward_ad, "_current_level", -1)) >= 0
 
 
-def is_batched_gradient(grad: Tensor) -> bool:
-    """Whether it is many gradients in one, as ``is_grads_batched=True`` and vectorized Jacobians pass them.
+# 3. Modes -------------------------------------------------------------------------------------------------------------
 
-    Without the name the answer is no, and the kernels' operators refuse such a tensor.
+# Without TorchDispatchMode nothing sees what users' functions read and draw, and the import fails.
+_dispatch_depth: Final[Callable[[], int]] = getattr(torch._C, "_len_torch_dispatch_stack", int)
+_function_modes: Final[Callable[[], list[object]] | None] = getattr(
+    torch.overrides, "_get_current_function_mode_stack", None
+)
+
+
+def has_dispatch_mode() -> bool:
+    """Whether a mode sees operators: they must be torch's, or not be called for a look alone.
+
+    Without the name the answer is no, and a mode sees clearhead's operators.
     """
-    check = getattr(torch._C._functorch, "is_legacy_batchedtensor", None)
-    return check is not None and bool(check(grad))
+    return _dispatch_depth() > 0
+
+
+def has_function_mode() -> bool:
+    """Whether a mode sees torch's functions, apart from the one that sets a default device.
+
+    Without the name the answer is yes under any mode, and a default device costs the fast paths.
+    """
+    if not has_torch_function_unary(None):
+        return False
+    return _function_modes is None or any(type(mode) is not _device_mode(_function_modes) for mode in _function_modes())
+
+
+@cache
+def _device_mode(modes: Callable[[], list[object]]) -> type:
+    """The class of the mode that a default device is."""
+    with torch.device("cpu"):
+        return type(modes()[-1])
+
+
+# 4. What a module holds -----------------------------------------------------------------------------------------------
+
+# ``module.weight`` searches the class first and takes ten times as long as the module's dictionary.
+_global_hooks: Final[Callable[[], bool]] = getattr(torch_module, "_has_any_global_hook", bool)
+
+
+def submodules_of(module: nn.Module) -> dict[str, Any]:
+    """The module's submodules by name. Without the attribute no module can be read."""
+    return module._modules
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any]:
+    """The module's parameters by name. Without the attribute no module can be read."""
+    return module._parameters
+
+
+def tensors_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The module's parameters and its buffers. Without the attributes no module can be read."""
+    return module._parameters, module._buffers
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a hook sees the module's calls, they are compiled, or a ``forward`` was set on the object.
+
+    Without one of the attributes no module can be read.
+    """
+    return bool(
+        "forward" in module.__dict__
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or module._compiled_call_impl is not None
+    )
+
+
+def modules_are_hooked() -> bool:
+    """Whether a hook sees the calls of all modules.
+
+    Without the name the answer is no, and such a hook misses what runs fused.
+    """
+    return bool(_global_hooks())
+
+
+# 5. What a tensor is a view of, and how often it was written ----------------------------------------------------------
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of: a rule keeps the parameter itself, and a function returns no view.
+
+    Without the name there is none: the rule's tensor is a buffer, and a view must not be changed in place.
+    """
+    return getattr(tensor, "_base", None)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was written: a user's function must not write its arguments.
+
+    Without the name the answer is 0, and such a write is not noticed.
+    """
+    return int(getattr(tensor, "_version", 0))
+
+
+# 6. torch.compile -----------------------------------------------------------------------------------------------------
+
+
+def constant_when_compiled(function: Function) -> Function:
+    """``torch.compiler.assume_constant_result`` without its import of torch's whole compiler, and of Triton with it.
+
+    Without the name the compiler traces the function, and says that it cannot.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+#: A module that ``torch.compile`` wraps, and so a part of the names of its parameters.
+#: Without the name such names keep the part that torch gives them.
+WRAPPED_MODULE: Final = "_orig_mod"
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether the module's calls run in a compiled graph, which observers do not see.
+
+    Without the names the answer is no, and an error gives another reason.
+    """
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, WRAPPED_MODULE)
+
+
+def is_compiled_function(function: object) -> bool:
+    """Whether this is what ``torch.compile`` made of a function: its graphs lie among the variables of its file.
+
+    Without the names the answer is no, and such a function inside a rule is compiled anew.
+    """
+    return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)
+
+
+def break_graph(reason: str) -> None:
+    """End the graph that is being compiled here; the compiler makes no constant of a function made inside it.
+
+    Without the name the compiler's error says so instead.
+    """
+    torch._dynamo.graph_break(msg=reason)
+
+
+# 7. Autograd inside an operator's body --------------------------------------------------------------------------------
+
+
+@contextmanager
+def autograd_inside_operator() -> Iterator[None]:
+    """Let autograd record inside an operator's body, where torch has switched it off for the thread.
+
+    Without the names an operator's backward, which computes the call once more, raises.
+    """
+    keys = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
+    with ExitStack() as stack:
+        for key in keys:
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        stack.enter_context(torch.enable_grad())
+        yield
+
+
+# 8. oneDNN's linear layer ---------------------------------------------------------------------------------------------
+
+
+def onednn_linear() -> Callable[..., Tensor] | None:
+    """oneDNN's float32 and bfloat16 linear layer, which torch's own function takes for bfloat16 alone.
+
+    Without the name it is None, and the path "onednn" says that it is absent.
+    """
+    operator = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    return None if operator is None else operator.default

@@ -89,7 +89,7 @@ class StandIn(Tensor):
 
     @staticmethod
     def of(value: Tensor, facts: Facts, look: _Look, *, made_by: Any = None, argument: int | None = None) -> StandIn:
-        stand_in: StandIn = Tensor._make_subclass(StandIn, value.detach())
+        stand_in: StandIn = value.detach().as_subclass(StandIn)
         stand_in.facts, stand_in.made_by, stand_in.argument, stand_in.look = facts, made_by, argument, look
         operands = () if made_by is None else (*made_by[1], *made_by[2].values())
         stand_in.depth = 1 + max((part.depth for part in operands if isinstance(part, StandIn)), default=0)
@@ -101,24 +101,27 @@ class StandIn(Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        options = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in _READ:
-                return func(*args, **options)
-            look = _look_of((*args, *options.values()))
-            try:
-                way = _WAYS.get(func)
-                if way is None or options.get("inplace") or "out" in options:
-                    raise _Unknown(getattr(func, "__name__", func))
-                if torch.is_grad_enabled() != look.recording:
-                    raise _Unknown("a gradient of its own")
-                made, facts = func(*args, **options), way(*args, **options)
-                # Other dtypes do not count positions exactly: what is made with them does not move evenly.
-                facts = facts if made.dtype in _EXACT or facts.shift == 0.0 else replace(facts, shift=None)
-                return cls.of(made, facts, look, made_by=(func, args, options))
-            except _Unknown:
-                look.failed = True
-                raise
+        # torch's implementation calls what it is given with stand-ins as plain tensors.
+        return Tensor.__torch_function__(cls._applied, (), (func, args, kwargs or {}))  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _applied(cls, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        if func in _READ:
+            return func(*args, **options)
+        look = _look_of((*args, *options.values()))
+        try:
+            way = _WAYS.get(func)
+            if way is None or options.get("inplace") or "out" in options:
+                raise _Unknown(getattr(func, "__name__", func))
+            if torch.is_grad_enabled() != look.recording:
+                raise _Unknown("a gradient of its own")
+            made, facts = func(*args, **options), way(*args, **options)
+            # Other dtypes do not count positions exactly: what is made with them does not move evenly.
+            facts = facts if made.dtype in _EXACT or facts.shift == 0.0 else replace(facts, shift=None)
+            return cls.of(made, facts, look, made_by=(func, args, options))
+        except _Unknown:
+            look.failed = True
+            raise
 
 
 def _look_of(values: Sequence[Any]) -> _Look:

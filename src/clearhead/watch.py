@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.module_tracker import ModuleTracker
 
 from clearhead.dispatch import choose
 from clearhead.functional import attention, observe_attention
@@ -186,9 +187,13 @@ def _observed(call: Call, want: Want) -> Observation:
     return observe_attention(call.query, call.key, call.value, want=want, **call.options)
 
 
+#: Its property asks autograd; as a context it would follow modules.
+_TRACKER: Final = ModuleTracker()
+
+
 def _in_backward() -> bool:
     """Whether this is autograd's backward pass, where checkpoints compute once more what has been watched."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(_TRACKER.is_bw)
 
 
 def carried() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

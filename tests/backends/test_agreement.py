@@ -123,6 +123,7 @@ def test_rows_that_a_bias_forbids_throughout_keep_their_mean(backend: str, low: 
     torch.testing.assert_close(pulled.double(), weights.mT @ grad.double(), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lengths", [[1] * 9, [300, 1, 2, 290, 7, 40, 40], [513], [0, 5, 0, 6]], ids=str)
 @pytest.mark.parametrize("backend", TESTED)
 def test_packed_documents(backend: str, lengths: list[int]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.backends import native_library
+from clearhead.ops import library as native_library
 
 pytestmark = pytest.mark.skipif(native_library.reason() is not None, reason="needs the CPU kernels")
 

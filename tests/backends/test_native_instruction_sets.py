@@ -12,34 +12,30 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.backends import native_header, native_library
 from clearhead.backends.dropout import kept
 from clearhead.masks.base import index_tensors
+from clearhead.ops.library import isa_names, library
 from tests.agreement import compare, needs_native
 from tests.problems import MASKS, RULES, tensors
 from tests.processes import told
 
 pytestmark = needs_native
-SETS = native_library.isa_names()
+SETS = isa_names()
 
 
-def force(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every description ask for one instruction set."""
-    library = native_library.library()
-    assert library is not None
-    index = next(place for place in range(99) if library.ch_isa_name(place) == name.encode())
-    monkeypatch.setattr(native_library, "isa_index", lambda: index)
-    # Undone by the fixture that puts every test back to the best set.
-    library.ch_use_isa(index)
-    assert native_library.new_description(native_header.Description).isa == index
+def force(name: str) -> None:
+    """Let every operator run on one instruction set, until the fixture of all tests puts the best one back."""
+    kernels = library()
+    assert kernels is not None
+    kernels.ch_use_isa(next(place for place in range(99) if kernels.ch_isa_name(place) == name.encode()))
 
 
 class TestInstructionSets:
     """Each set that this processor has, forward and backward."""
 
     @pytest.fixture(params=SETS, autouse=True)
-    def _use(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-        force(request.param, monkeypatch)
+    def _use(self, request: pytest.FixtureRequest) -> None:
+        force(request.param)
 
     @pytest.mark.parametrize(
         ("mask", "rule"),
@@ -137,14 +133,14 @@ def _bits() -> str:
 @pytest.mark.skipif(
     not SETS or not SETS[0].endswith("bf16"), reason="only products in bfloat16 are sure to differ between sets"
 )
-def test_the_variable_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_reaches_the_kernels() -> None:
     name = SETS[-1]
     done = told(f"{BITS}\nprint(found)", environment={"CLEARHEAD_ISA": name, "CLEARHEAD_NATIVE": ""})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() != _bits_of(SETS[0], monkeypatch)
-    assert done.stdout.strip() == _bits_of(name, monkeypatch)
+    assert done.stdout.strip() != _bits_of(SETS[0])
+    assert done.stdout.strip() == _bits_of(name)
 
 
-def _bits_of(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    force(name, monkeypatch)
+def _bits_of(name: str) -> str:
+    force(name)
     return _bits()

@@ -7,19 +7,26 @@ import os
 import pytest
 import torch
 
-from clearhead.backends import native_header, native_library
-from clearhead.backends.native_rate import product_rate
-from tests.backends.test_native_instruction_sets import SETS, force
+from clearhead.ops.library import isa_names, library
+from clearhead.ops.throughput import product_rate
 
-needs_library = pytest.mark.skipif(native_library.library() is None, reason="the CPU kernels are not built")
+needs_library = pytest.mark.skipif(library() is None, reason="the CPU kernels are not built")
+SETS = isa_names()
+
+
+def _use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure another instruction set than the one in use."""
+    kernels = library()
+    assert kernels is not None
+    index = next(place for place in range(99) if kernels.ch_isa_name(place) == name.encode())
+    monkeypatch.setattr("clearhead.ops.throughput.isa_index", lambda: index)
 
 
 @needs_library
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_set_has_a_rate_in_every_dtype(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    force(name, monkeypatch)
-    monkeypatch.setattr("clearhead.backends.native_rate.isa_index", native_library.isa_index)
+    _use(name, monkeypatch)
     rate = product_rate(dtype, threads=1)
     assert rate is not None
     assert 0.01 < rate < 1e4
@@ -30,8 +37,7 @@ def test_every_set_has_a_rate_in_every_dtype(name: str, dtype: torch.dtype, monk
 def test_a_set_that_was_written_for_the_processor_multiplies_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {}
     for name in (SETS[0], "baseline"):
-        force(name, monkeypatch)
-        monkeypatch.setattr("clearhead.backends.native_rate.isa_index", native_library.isa_index)
+        _use(name, monkeypatch)
         rates[name] = product_rate(torch.float32, threads=1) or 0.0
     assert rates[SETS[0]] > 1.5 * rates["baseline"]
 
@@ -58,16 +64,16 @@ def test_threads_are_those_of_torch_unless_they_are_named(monkeypatch: pytest.Mo
             asked.append(threads)
             return 1e9
 
-    monkeypatch.setattr("clearhead.backends.native_rate.library", Library)
+    monkeypatch.setattr("clearhead.ops.throughput.library", Library)
     assert product_rate(torch.float32) == 1.0
     product_rate(torch.float32, threads=3)
     product_rate(torch.float32, threads=10**9)
-    assert asked == [torch.get_num_threads(), 3, native_header.MAX_THREADS]
+    assert asked == [torch.get_num_threads(), 3, 4096]
 
 
 def test_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert product_rate(torch.float64) is None
-    monkeypatch.setattr("clearhead.backends.native_rate.library", lambda: None)
+    monkeypatch.setattr("clearhead.ops.throughput.library", lambda: None)
     assert product_rate(torch.float32) is None
 
 

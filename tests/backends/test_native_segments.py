@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.backends.native_work import BackwardWork, ForwardWork
-from clearhead.problem import Problem
-from clearhead.statistics import Want
 from tests.agreement import draw, needs_native
 
 pytestmark = needs_native
@@ -82,23 +79,23 @@ def test_what_is_not_finite_stays_in_its_document(bad: float, causal: bool) -> N
 
 
 @pytest.mark.parametrize("k_len", [256, 257])
-def test_the_exact_output_is_kept_only_where_keys_are_many(k_len: int) -> None:
-    query, key, value = (draw(1, 2, length, 16, seed=length, grad=False).bfloat16() for length in (30, k_len, k_len))
-    work = ForwardWork(Problem.of("attention", query, key, value), Want(), for_backward=True)
-    assert work.rows is not None
-    assert (work.rows.output is None) == (k_len <= 256)
+def test_the_exact_output_is_saved_only_where_keys_are_many(k_len: int) -> None:
+    query, key, value = (draw(1, 2, length, 16, seed=length).bfloat16() for length in (30, k_len, k_len))
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: [saved.append(each), each][1], lambda each: each):
+        ch.attention(query, key, value, backend="native")
+    exact = [each for each in saved if each.dtype is torch.float32 and each.shape == query.shape]
+    assert len(exact) == (k_len > 256)
 
 
-def test_nothing_is_written_where_a_band_meets_what_is_not_finite() -> None:
-    query, key, value, arrived = tensors(1, 2, 100, 16, dtype=torch.float32)
-    key[0, 0, 90] = torch.nan
-    problem = Problem.of("attention", query, key, value, mask=ch.Documents([10, 40, 50]) & ch.Causal())
-    forward = ForwardWork(problem, Want(), for_backward=True)
-    forward.run()
-    assert forward.rows is not None
-    into = [torch.full_like(tensor, 7.0) for tensor in (query, key, value)]
-    assert not BackwardWork(problem, forward.rows, arrived, into=into).run()
-    assert all(bool((tensor == 7.0).all()) for tensor in into)
+def test_backward_says_where_a_mask_meets_nan() -> None:
+    """The operator's last result; its gradients are then of no use."""
+    query, key, value, arrived = tensors(1, 2, 40, 16, dtype=torch.float32)
+    _, softmax = torch.ops.clearhead.attention_forward(query, key, value, 0.25, 2, after=0)
+    for bad, finite in ((0.0, True), (float("nan"), False), (float("inf"), False)):
+        key[0, 1, 39, 3] = bad
+        found = torch.ops.clearhead.attention_gradients(arrived, query, key, value, softmax, None, 0.25, after=0)
+        assert found[1] is finite
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.backends import native_library
+from clearhead.ops import library as native_library
 from tests.agreement import draw, needs_native
 from tests.backends.test_native_instruction_sets import force
 from tests.problems import MASKS, RULES, tensors
@@ -69,8 +69,8 @@ def test_every_way_and_the_same_bits_at_any_thread_count(way: str, causal: bool,
 @pytest.mark.parametrize(
     ("mask", "rule"), [("none", "none"), ("causal window", "cap, then dense bias"), ("dense", "sink")]
 )
-def test_every_instruction_set(name: str, mask: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    force(name, monkeypatch)
+def test_every_instruction_set(name: str, mask: str, rule: str) -> None:
+    force(name)
     inputs = tensors()
     check_statistics("native", inputs, everything(inputs, top_k=20), mask=MASKS[mask].mask, scores=RULES[rule].rules)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clearhead.backends import openmp
+from clearhead.ops import openmp
 from tests.processes import told
 
 MAPS = Path("/proc/self/maps")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from clearhead.backends.native_library import library
 from clearhead.benchmark import SUITES
 from clearhead.benchmark.function_rows import ALIBI, CAUSAL, LEARNED, MADE, FunctionRow
 from clearhead.benchmark.lines import measure_row
 from clearhead.benchmark.peers import OURS
+from clearhead.ops.library import library
 
 
 @pytest.mark.parametrize("kind", [ALIBI, LEARNED, CAUSAL])

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from clearhead.backends import native_library
 from clearhead.benchmark import Journal
 from clearhead.errors import DataError
+from clearhead.ops import library as native_library
 
 
 def journal(path: Path, *, resume: bool = False) -> Journal:

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from clearhead.backends import native_library
 from clearhead.benchmark import Floor, Line, Suite, Timing, measure_row, verdicts
 from clearhead.benchmark.lines import product_rates, unjudged
 from clearhead.benchmark.product import OPERATIONS, PRODUCT
 from clearhead.benchmark.rows import AttentionRow
+from clearhead.ops import library as native_library
 
 GROUP = "float32"
 

@@ -57,6 +57,7 @@ MODEL_ROWS: dict[str, Row] = {
 }
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("name", MODEL_ROWS)
 def test_models_of_transformers_do_the_same_work(name: str) -> None:
     pytest.importorskip("transformers", reason="models come from transformers")

@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from clearhead.backends import native_library
 from clearhead.benchmark import Journal, Point
 from clearhead.benchmark.block import block, write_block
 from clearhead.benchmark.peers import SDPA
@@ -14,6 +13,7 @@ from clearhead.benchmark.product import PRODUCT
 from clearhead.benchmark.sheets import floors_sheet, grid_sheet, suite_sheet
 from clearhead.benchmark.sparse_rows import FULL, SparsePoint
 from clearhead.benchmark.timing import Timing
+from clearhead.ops import library as native_library
 from tests.benchmark.test_lines import line
 
 FORWARD = "1x12x8192x64 full forward float32"

@@ -38,11 +38,11 @@ def test_slower_begins_at_three_in_a_hundred() -> None:
 
 def test_a_ratio_is_the_median_of_the_rounds_and_its_error_that_of_a_median() -> None:
     ours, theirs = Timing.of((1.0, 10.0, 100.0, 1.0)), Timing.of((2.0, 20.0, 200.0, 2.0))
-    assert sweep._paired(theirs, ours).runs == (2.0, 2.0, 2.0, 2.0)
+    assert sweep.paired(theirs, ours).runs == (2.0, 2.0, 2.0, 2.0)
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(4000, 101, generator=generator)
     spread = float(drawn.median(dim=1).values.std())
-    errors = [sweep._standard_error(Timing.of(tuple(row))) for row in drawn[:200].tolist()]
+    errors = [sweep.standard_error(Timing.of(tuple(row))) for row in drawn[:200].tolist()]
     assert sum(errors) / len(errors) == pytest.approx(spread, rel=0.1)
 
 
@@ -72,8 +72,8 @@ def test_only_doubtful_points_are_timed_again_the_slowest_first(monkeypatch: pyt
 
 @pytest.mark.parametrize("retry", [False, True])
 def test_a_point_is_measured_and_survives_its_file(retry: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "_FIRST", (5, 0.0, 3))
-    monkeypatch.setattr(sweep, "_RETRY", (5, 0.0, 4))
+    monkeypatch.setattr(sweep, "FIRST", (5, 0.0, 3))
+    monkeypatch.setattr(sweep, "RETRY", (5, 0.0, 4))
     point = measure_point(ROW, retry=retry)
     assert point.rounds == (4 if retry else 3)
     assert (point.against_itself is not None) == retry

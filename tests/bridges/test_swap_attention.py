@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import clearhead as ch
-from clearhead.bridges import exact_weights, swap, torch_attention, unswap
+from clearhead.bridges import swap, unswap
+from clearhead.integrations.torch import attention as torch_attention
+from clearhead.integrations.torch import attention_weights as exact_weights
 from tests.budget import within_budget
 
 EXACT = {"atol": 1e-11, "rtol": 1e-11}

@@ -12,7 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import clearhead as ch
-from clearhead.bridges import packed, swap, torch_attention, torch_layers, torch_parts
+from clearhead.bridges import swap
+from clearhead.integrations.torch import attention as torch_attention
+from clearhead.integrations.torch import layers as torch_layers
+from clearhead.integrations.torch import parts as torch_parts
+from clearhead.integrations.torch import unpadded as packed
 from tests.budget import within_budget
 
 EXACT = {"atol": 1e-11, "rtol": 1e-11}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from clearhead.bridges import swap
-from clearhead.bridges.torch_parts import SwappedDropout, SwappedLinear
+from clearhead.integrations.torch.parts import SwappedDropout, SwappedLinear
 
 ENTRIES = 2**20
 

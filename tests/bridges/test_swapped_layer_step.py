@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from clearhead.nn.layer_step import LayerStep
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import clearhead as ch
 from clearhead.backends import native_prepared, native_projection
 from clearhead.bridges import swap, unswap
-from clearhead.nn.layer_step import LayerStep
 from tests.bridges.torch_layers import (
     BATCH,
     CALLS,

@@ -18,7 +18,9 @@ import transformers
 
 import clearhead as ch
 from clearhead.bridges import transformers as bridge
-from clearhead.bridges.transformers_masks import MaskTensor
+from clearhead.integrations.transformers import interface
+from clearhead.integrations.transformers.attention import attend_for
+from clearhead.integrations.transformers.masks import MaskTensor
 from tests.bridges.hf_models import BATCH, MODELS, TOKENS, VOCAB, as_double, eager, exact, inputs, real_logits
 from tests.budget import within_budget
 
@@ -54,6 +56,7 @@ def symbolic(monkeypatch: pytest.MonkeyPatch) -> list[MaskTensor]:
     return made
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("padding", ["left", "right", "none"])
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_are_those_of_eager(name: str, padding: Padding, symbolic: list[MaskTensor]) -> None:
@@ -116,6 +119,7 @@ def test_gradients_are_those_of_eager(name: str) -> None:
     assert max(ratios.values()) <= 2.0, ratios
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
 @pytest.mark.parametrize("name", [name for name, row in MODELS.items() if row.generates])
 def test_generate_gives_the_same_tokens(name: str, cache: str, symbolic: list[MaskTensor]) -> None:
@@ -198,7 +202,7 @@ def test_weights_are_refused_with_the_way_to_see_them(name: str) -> None:
 def test_what_needs_a_kernel_of_its_own_is_refused() -> None:
     x = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ch.UnsupportedError, match=r"indices must be absent.*Identity"):
-        bridge.attend_for(nn.Identity(), x, x, x, None, indices=torch.zeros(1))
+        attend_for(nn.Identity(), x, x, x, None, indices=torch.zeros(1))
 
 
 def test_masks_of_the_user_are_taken_as_numbers() -> None:
@@ -224,7 +228,7 @@ def test_observed_rows_are_eagers_weights_under_the_modules_path(name: str) -> N
             found = model(**batch).logits
         assert torch.equal(found, model(**batch).logits)
         result = plain(**batch, output_attentions=True)
-    assert list(seen) == [path for path, _ in bridge.attentions(model)]
+    assert list(seen) == _attentions(model)
     if MODELS[name].kind in ("encoder-decoder", "audio"):
         wanted = list(result.encoder_attentions)
         for own, cross in zip(result.decoder_attentions, result.cross_attentions, strict=True):
@@ -270,21 +274,27 @@ def test_swap_changes_no_parameter_and_unswap_restores_every_class(name: str) ->
     kinds = [type(module) for module in model.modules()]
     state = {key: value.data_ptr() for key, value in model.state_dict().items()}
     report = ch.swap(model)
-    names = [name for name, _ in bridge.attentions(model)]
-    assert [part.name for part in report.replaced] == names
+    names = _attentions(model)
     assert names
-    assert report.left == ()
+    assert set(names) <= {row.path for row in report.replaced}
+    assert all(row.difference is None or row.difference < 1e-4 for row in report.replaced)
+    assert not set(names) & {row.path for row in report.left}
+    assert [type(module).__name__ for module in model.modules()] == [kind.__name__ for kind in kinds]
     assert not any(type(module) is nn.Linear for module in model.modules())
     assert {key: value.data_ptr() for key, value in model.state_dict().items()} == state
-    again = ch.swap(model)
-    assert again.replaced == ()
-    assert [part.name for part in again.before] == names
+    second = ch.swap(model)
+    assert second.replaced == ()
+    assert second.before == report.replaced
     copied = copy.deepcopy(model)
     for each in (model, copied):
-        assert [part.name for part in ch.unswap(each).replaced] == names
+        assert ch.unswap(each).replaced == report.replaced
         assert [type(module) for module in each.modules()] == kinds
-        assert all(config._attn_implementation == "eager" for _, config in bridge._configs(each.config))
+        assert all(config._attn_implementation == "eager" for _, config in interface._configs(each.config))
         assert ch.unswap(each).replaced == ()
+
+
+def _attentions(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if interface.attends(type(module)) == "by interface"]
 
 
 def test_nothing_of_ours_is_saved(tmp_path: Any) -> None:
@@ -302,14 +312,15 @@ def test_a_model_within_a_module_is_handed_over_too() -> None:
     assert both["text"].config._attn_implementation == "eager"
 
 
-def test_a_model_with_attention_of_its_own_is_refused_whole() -> None:
+def test_a_model_with_attention_of_its_own_is_left_and_the_rest_is_swapped() -> None:
     config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
-    model = nn.Sequential(eager("bert"), transformers.BloomModel(config))
-    kinds = [type(module) for module in model.modules()]
-    with pytest.raises(
-        ch.UnsupportedError, match=r"^swap: model must .*h\.0\.self_attention \(BloomAttention\), h\.1"
-    ) as raised:
-        ch.swap(model)
-    assert "\n" not in str(raised.value)
-    assert [type(module) for module in model.modules()] == kinds
-    assert model[0].config._attn_implementation == "eager"
+    model = nn.Sequential(eager("bert"), transformers.BloomModel(config), nn.TransformerEncoderLayer(8, 2))
+    bloom = [type(module) for module in model[1].modules() if not isinstance(module, nn.Linear | nn.Dropout)]
+    report = ch.swap(model)
+    left = {row.path: row for row in report.left}
+    assert {"1.h.0.self_attention", "1.h.1.self_attention"} <= left.keys()
+    assert "without transformers' attention interface" in left["1.h.0.self_attention"].reason
+    assert [type(module) for module in model[1].modules() if not isinstance(module, nn.Linear | nn.Dropout)] == bloom
+    assert model[0].config._attn_implementation == "clearhead"
+    assert model[1].config._attn_implementation != "clearhead"
+    assert {"2", "0.bert.encoder.layer.0"} <= {row.path for row in report.replaced}

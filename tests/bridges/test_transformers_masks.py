@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 from transformers import masking_utils as hf
 
 import clearhead as ch
-from clearhead.bridges.transformers_masks import MaskTensor, make_mask
+from clearhead.integrations.transformers.masks import MaskTensor, make_mask
 from clearhead.masks.base import conjuncts
 
 BATCH, SEEN = 3, 12
@@ -63,20 +63,26 @@ FUNCTIONS: Final[dict[str, tuple[Callable[[int], Any], set[str]]]] = {
         ),
         {"Either"},
     ),
-    "packed": (
-        lambda k: hf.packed_sequence_compatibility_function(hf.causal_mask_function, _POSITIONS, _PACKED),
-        {"Causal", "Doc"},
-    ),
-    "packed sliding": (
-        lambda k: hf.packed_sequence_compatibility_function(
-            hf.sliding_window_causal_mask_function(3), _POSITIONS, _PACKED
-        ),
-        {"Window", "Doc"},
-    ),
     "causal or anything": (
         lambda k: hf.or_masks(hf.causal_mask_function, hf.bidirectional_mask_function), set()
     ),
 }  # fmt: skip
+if hasattr(hf, "packed_sequence_compatibility_function"):
+    # transformers 5.24 has no such function.
+    FUNCTIONS.update(
+        {
+            "packed": (
+                lambda k: hf.packed_sequence_compatibility_function(hf.causal_mask_function, _POSITIONS, _PACKED),
+                {"Causal", "Doc"},
+            ),
+            "packed sliding": (
+                lambda k: hf.packed_sequence_compatibility_function(
+                    hf.sliding_window_causal_mask_function(3), _POSITIONS, _PACKED
+                ),
+                {"Window", "Doc"},
+            ),
+        }
+    )
 
 
 def both(function: Any, place: str, real: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -6,11 +6,11 @@ import copy
 from typing import Any
 
 import torch
+from clearhead.nn.layer_step import LayerStep
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clearhead.bridges import swap
-from clearhead.nn.layer_step import LayerStep
 from tests.budget import within_budget
 
 BATCH, LENGTH, WIDTH, HEADS = 3, 7, 32, 4

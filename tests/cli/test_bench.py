@@ -75,6 +75,7 @@ def test_the_list_names_every_suite_and_measures_nothing(tmp_path: Path) -> None
 QUICK = ("--quick", "--repeats", "3")
 
 
+@pytest.mark.slow
 def test_suites_are_measured_written_and_put_into_a_markdown_file(tmp_path: Path) -> None:
     folder, results = tmp_path / "out", tmp_path / "RESULTS.md"
     code, out, err = run("--suite", "decode,module", *QUICK, "--out", str(folder), "--results", str(results))
@@ -138,7 +139,7 @@ def test_the_grid_is_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     from clearhead.benchmark import sweep
 
     monkeypatch.setattr(benchmark, "check_backends", lambda: {})
-    monkeypatch.setattr(sweep, "_RETRY", (5, 0.0, 3))
+    monkeypatch.setattr(sweep, "RETRY", (5, 0.0, 3))
     monkeypatch.setattr(benchmark, "grid_rows", lambda rows=benchmark.grid_rows: rows()[:1])
     code, out, err = run("--grid", "--out", str(tmp_path))
     assert code == 0, err

@@ -122,6 +122,7 @@ def test_wrong_use_is_one_line_and_2(tmp_path: Path, arguments: tuple[str, ...],
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.slow
 def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     running = subprocess.Popen(
         COMMAND, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

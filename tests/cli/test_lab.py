@@ -74,6 +74,7 @@ def listens(url: str) -> bool:
         return made.connect_ex(("127.0.0.1", urlsplit(url).port or 0)) == 0
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("working", [False, True])
 def test_control_c_ends_it_at_once_and_leaves_nothing(tmp_path: Path, working: bool) -> None:
     with started(folder=tmp_path) as (process, url):

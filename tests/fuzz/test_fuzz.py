@@ -1,4 +1,5 @@
-"""Random problems across all backends: 2,000 in the suite, as many as CLEARHEAD_FUZZ says in ``make fuzz``."""
+"""Random problems across all backends: 200 in ``make test``, 2,000 in ``make test-all``, CLEARHEAD_FUZZ of them in
+``make fuzz``."""
 
 from __future__ import annotations
 
@@ -12,18 +13,25 @@ import clearhead as ch
 from tests.fuzz import check as fuzz
 from tests.fuzz.problems import Meant, problems
 
-_SUITE = 2_000
-_WANTED = int(os.environ.get("CLEARHEAD_FUZZ", _SUITE))
+#: Problems drawn at random, a new draw each run; None draws those of the suite, the same ones each time.
+_DRAWN = int(os.environ["CLEARHEAD_FUZZ"]) if "CLEARHEAD_FUZZ" in os.environ else None
 
 
-@pytest.mark.slow
-@settings(
-    max_examples=_WANTED, deadline=None, database=None, derandomize=_WANTED == _SUITE,
-    suppress_health_check=list(HealthCheck), print_blob=True,
-)  # fmt: skip
-@given(meant=problems())
-def test_every_backend_gives_the_formula(meant: Meant) -> None:
-    assert fuzz.check(meant) > 0
+@pytest.mark.parametrize("count", [200, pytest.param(2_000, marks=pytest.mark.slow)] if _DRAWN is None else [_DRAWN])
+def test_every_backend_gives_the_formula(count: int) -> None:
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=_DRAWN is None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+    )
+    @given(meant=problems())
+    def every_backend(meant: Meant) -> None:
+        assert fuzz.check(meant) > 0
+
+    every_backend()
 
 
 def test_the_fuzzer_sees_a_wrong_backend(monkeypatch: pytest.MonkeyPatch) -> None:

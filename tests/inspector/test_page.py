@@ -372,6 +372,7 @@ def test_values_are_carried_where_they_are_few_or_asked_for() -> None:
     assert ch.view(query, query, query, heads=[2, 3]).data["layers"][0]["values"] != []
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("sharp", [2.5, 40.0, 1000.0])
 def test_sharp_heads_fit_into_5_mb_too(sharp: float) -> None:
     query, key, value = torch.randn(3, 1, 144, 128, 64, generator=torch.Generator().manual_seed(0))
@@ -383,6 +384,7 @@ def test_sharp_heads_fit_into_5_mb_too(sharp: float) -> None:
         assert np.abs(page_weights(dict(page.data), 0, head) - rows[0, head].double().numpy()).max() <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_twelve_layers_of_twelve_heads_fit_into_5_mb() -> None:
     torch.manual_seed(0)
     model = ch.nn.LanguageModel(100, embed_dim=768, num_heads=12, num_layers=12).eval()

@@ -163,7 +163,7 @@ def test_a_key_without_direction_has_no_feature_and_no_gradient(form: str) -> No
 
 def test_what_is_kept_of_performer_is_nobodys() -> None:
     def spoil(x: torch.Tensor) -> None:
-        feature_maps._performer.cache_clear()
+        feature_maps.performer_map.cache_clear()
         linear_attention(x, x, x, feature_map="performer")
 
     x = torch.randn(1, 1, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -176,7 +176,7 @@ def test_what_is_kept_of_performer_is_nobodys() -> None:
     with torch.device("meta"):
         spoil(x)
     assert torch.equal(linear_attention(x, x, x, feature_map="performer")[0], expected)
-    feature_maps._performer.cache_clear()
+    feature_maps.performer_map.cache_clear()
     mapped = torch.vmap(lambda one: linear_attention(one, one, one, feature_map="performer")[0])(x)
     torch.testing.assert_close(mapped, expected)
     assert torch.equal(linear_attention(x, x, x, feature_map="performer")[0], expected)

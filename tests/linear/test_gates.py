@@ -108,6 +108,7 @@ def test_a_module_can_be_checkpointed(kind: Any, use_native: bool, monkeypatch: 
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["parallel", "chunked", "chunked, kernels"])
 @pytest.mark.parametrize("name", ["gate per token", "gate per channel", "delta, gate per token"])
 def test_a_sum_of_many_decays_keeps_the_digits_of_those_behind_it(

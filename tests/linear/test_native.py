@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,10 +12,10 @@ import torch
 from torch import Tensor
 
 from clearhead import linear
-from clearhead.backends import native_header, native_library
-from clearhead.backends.native_library import library, reason
 from clearhead.linear import LinearState, forms, native
 from clearhead.masks import Padding
+from clearhead.ops import library as native_library
+from clearhead.ops.library import library, reason
 from tests.linear.members import MEMBERS, Inputs, Member
 
 pytestmark = pytest.mark.skipif(library() is None, reason=f"the CPU kernels {reason()}")
@@ -109,13 +111,12 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture(params=native_library.isa_names())
-def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def instruction_set(request: pytest.FixtureRequest) -> None:
     """Every set that this processor has."""
     found = library()
     assert found is not None
     index = next(place for place in range(99) if found.ch_isa_name(place) == request.param.encode())
-    monkeypatch.setattr(native_library, "isa_index", lambda: index)
-    assert native_library.new_description(native_header.LinearDescription).isa == index
+    found.ch_use_isa(index)
 
 
 @every_member
@@ -341,6 +342,19 @@ def test_what_the_kernels_do_not_take_goes_to_torch(
     output, _ = linear.linear_attention(*change(inputs.tensors()), causal=True, form="chunked", chunk_size=8)
     assert output.isfinite().all()
     assert not calls
+
+
+def test_many_threads_compute_what_one_computes() -> None:
+    """Members, shapes and gradients mixed; each thread starts elsewhere."""
+    calls = [draw(name, shape) for name, shape in itertools.product(("elu", "retention", "delta"), SHAPES[1:4])]
+    expected = [results(*call, torch.float32, 16) for call in calls]
+
+    def run(first: int) -> list[bool]:
+        order = [(first + step) % len(calls) for step in range(2 * len(calls))]
+        return [all(map(torch.equal, results(*calls[place], torch.float32, 16), expected[place])) for place in order]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(itertools.chain.from_iterable(pool.map(run, range(8))))
 
 
 def test_transforms_and_forward_mode_get_torch() -> None:

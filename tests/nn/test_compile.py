@@ -43,6 +43,7 @@ def _modules() -> dict[str, nn.Module]:
     }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["attention", "rotary, grouped, rules", "block"])
 @pytest.mark.parametrize("mask", [None, ch.Causal() & ch.Window(3), ch.Padding([7, 4])], ids=repr)
 def test_compiles_as_one_graph_forward_and_backward(kind: str, mask: ch.Mask | None) -> None:
@@ -115,6 +116,7 @@ def test_compiled_blocks_serve_packed_batches_of_any_length() -> None:
     assert list(model.state_dict()) == list(plain.state_dict())
 
 
+@pytest.mark.slow
 def test_compiled_blocks_with_checkpointing_and_autocast() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -130,6 +132,7 @@ def test_compiled_blocks_with_checkpointing_and_autocast() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_compiled_language_model_generates_the_same() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clearhead.backends import native_library
-from clearhead.backends.native_dropout import LEVELS
 from clearhead.nn.blocks import EncoderBlock
 from clearhead.nn.dropout import Dropout, plus_dropped
 from clearhead.nn.feedforward import FeedForward
+from clearhead.ops import library as native_library
+from clearhead.ops.dropout import LEVELS
 from clearhead.problem import draw_seed
 from tests.dropped import kept
 

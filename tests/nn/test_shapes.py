@@ -12,13 +12,14 @@ import typing
 # The hook decorates methods one by one, where beartype cannot tell whose Self is meant.
 typing.Self = typing.Any
 from jaxtyping import install_import_hook, TypeCheckError
-modules = ["clearhead.nn", "clearhead.cache", "clearhead.pack", "clearhead.positions", "clearhead.bridges.torch_mha"]
+modules = ["clearhead.nn", "clearhead.cache", "clearhead.packing", "clearhead.positions"]
+modules += ["clearhead.integrations.torch.polarity"]
 with install_import_hook(modules, "beartype.beartype"):
     import clearhead as ch
     import clearhead.nn as nn
-    import clearhead.bridges.torch_mha as border
+    import clearhead.integrations.torch.polarity as border
     from clearhead.cache import KVCache
-    from clearhead.pack import pack, unpack
+    from clearhead.packing import pack, unpack
     from clearhead.positions import sinusoidal
 import torch
 

@@ -15,8 +15,8 @@ from clearhead.errors import ClearheadError
 from clearhead.nn import MultiHeadAttention
 from clearhead.observe import contributions, rollout
 from clearhead.observe.summary import Summary
-from clearhead.observe.trace import Trace, _Tracer
-from clearhead.watch import _WATCHERS
+from clearhead.observe.trace import CallTracer, Trace
+from clearhead.watch import watched
 
 
 class Shared(nn.Module):
@@ -73,18 +73,20 @@ def test_pages_and_summaries_name_the_calls() -> None:
 def test_blocks_may_end_in_any_order() -> None:
     model = Shared()
     first, second = ch.observe(model, ch.Want(entropy=True)), ch.observe(model, ch.Want(lse=True))
-    first.__enter__()
-    second.__enter__()
+    ended, going_on = first.__enter__(), second.__enter__()
     model(X)
+    entropy, lse = ended[0].entropy, going_on[0].lse
     first.__exit__(None, None, None)
-    assert len(_WATCHERS.get()) == 1
+    model(2 * X)
+    assert ended[0].entropy is entropy
+    assert not torch.equal(going_on[0].lse, lse)
     second.__exit__(None, None, None)
-    assert _WATCHERS.get() == ()
+    assert not watched()
 
 
 def test_the_hook_of_another_thread_may_come_without_options() -> None:
     model = Shared()
-    other = _Tracer(Trace([""], [""], "last"), {"": model.attention}, record=True, detach=True)
+    other = CallTracer(Trace([""], [""], "last"), {"": model.attention}, record=True, detach=True)
     other.entered(model.attention, (X,))
 
 

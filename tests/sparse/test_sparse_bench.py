@@ -39,16 +39,16 @@ def test_every_pattern_is_right_and_timed(training: bool) -> None:
 
 
 def test_a_pattern_that_is_another_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = module._contenders
+    honest = module.contenders_of
 
-    def off_by_one(length: int, query: torch.Tensor, key: torch.Tensor) -> dict[str, module._Contender]:
-        narrow = module._masked(ch.Causal() & ch.Window(254))
+    def off_by_one(length: int, query: torch.Tensor, key: torch.Tensor) -> dict[str, module.SparseContender]:
+        narrow = module.masked_contender(ch.Causal() & ch.Window(254))
         return {
             **honest(length, query, key),
-            "window 256": module._Contender(narrow.call, ch.Causal() & ch.Window(255)),
+            "window 256": module.SparseContender(narrow.call, ch.Causal() & ch.Window(255)),
         }
 
-    monkeypatch.setattr(module, "_contenders", off_by_one)
+    monkeypatch.setattr(module, "contenders_of", off_by_one)
     row = SparseRow(length=400, training=False, heads=1, head_dim=8)
     with pytest.raises(ch.UnsupportedError, match="contender 'window 256' must compute its pattern"):
         module.measure_sparse(row, repeats=1, seconds=0.0)

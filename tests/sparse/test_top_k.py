@@ -93,7 +93,7 @@ def test_every_rule_against_the_oracle(name: str) -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_grouped_heads_scale_and_strips_of_one_query(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_STRIP_NUMBERS", 1)
+    monkeypatch.setattr(module, "STRIP_ELEMENTS", 1)
     inputs = tensors(kv_heads=kv_heads)
     ours = with_gradients(lambda *given: top_k_attention(*given, k=3, scale=0.7), inputs, [])
     exact = with_gradients(lambda *given: dense(*given, k=3, scale=0.7), inputs, [])
@@ -119,6 +119,7 @@ def test_all_keys_are_full_attention() -> None:
     )
 
 
+@pytest.mark.slow
 def test_with_all_keys_every_law_of_attention_holds() -> None:
     laws = [law for law in law_names() if law != "memory"]
     report = verify(partial(top_k_attention, k=10**6), signature="clearhead", laws=laws, examples=0)
@@ -160,6 +161,7 @@ def test_large_scores_keep_the_budget() -> None:
     )
 
 
+@pytest.mark.slow
 def test_gradients_can_be_differentiated_again() -> None:
     inputs = [tensor.requires_grad_() for tensor in tensors()]
     assert torch.autograd.gradgradcheck(lambda *given: top_k_attention(*given, k=2), inputs)

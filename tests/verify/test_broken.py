@@ -85,6 +85,7 @@ def test_it_is_caught_by_the_law_it_breaks(broken: Broken) -> None:
     assert not finding.detail.startswith("raises"), "caught because it does not run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
 def test_what_is_wrong_in_one_way_breaks_that_law_alone(name: str) -> None:
     broken = BROKEN[name]

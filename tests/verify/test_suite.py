@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.backends import native_library
 from clearhead.errors import UnsupportedError
+from clearhead.ops import library as native_library
 from clearhead.verify import law_names, search
 from clearhead.verify.case import LAYOUTS, Case, laid_out
 from clearhead.verify.masks import KINDS, spoken
@@ -38,7 +38,10 @@ def through(backend: str) -> Callable[..., ch.Observation | Tensor]:
     return attention
 
 
-@pytest.mark.parametrize("backend", STATISTICS)
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("reference", "sdpa") else name for name in STATISTICS],
+)
 def test_our_backends_break_no_law(backend: str) -> None:
     if backend == "native" and native_library.reason() is not None:
         pytest.skip(str(native_library.reason()))
@@ -47,12 +50,21 @@ def test_our_backends_break_no_law(backend: str) -> None:
     assert report["log-sum-exp"].status == ("holds" if STATISTICS[backend] else "does not apply")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        pytest.param(torch.float16, marks=pytest.mark.slow),
+        pytest.param(torch.float64, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_our_attention_in_other_precisions(dtype: torch.dtype) -> None:
     report = ch.verify(ch.attention, signature="clearhead", dtype=dtype, examples=0)
     assert report.ok, report
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("backend", ["auto", "tiled"])
 def test_linear_memory_holds_for_the_kernels_and_the_tiles(backend: str) -> None:
     attention = partial(ch.attention, backend=backend)

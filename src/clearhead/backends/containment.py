@@ -16,13 +16,12 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor, is_legacy_batchedtensor
-from torch._subclasses import FakeTensor
-from torch.autograd import forward_ad
 
 from clearhead.problem import Problem
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Bool, Float
+from clearhead.tensors import has_memory, is_hollow, traces
+from clearhead.torch_private import differentiates_forward
 
 __all__ = [
     "Contained",
@@ -30,7 +29,6 @@ __all__ = [
     "clean_rows",
     "contained",
     "has_numbers",
-    "is_hollow",
     "only_finite",
     "product",
     "without_autocast",
@@ -42,14 +40,16 @@ _STRIP: Final = 128
 
 def has_numbers(tensor: Tensor) -> bool:
     """Whether the tensor's numbers may be looked at: not those of meta and fake tensors, nor those of vmap."""
-    while is_gradtrackingtensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return not (is_hollow(tensor) or is_batchedtensor(tensor) or is_legacy_batchedtensor(tensor))
-
-
-def is_hollow(tensor: Tensor) -> bool:
-    """Whether the tensor is a shape without numbers, so that there is nothing to keep apart."""
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
+    if is_hollow(tensor):
+        return False
+    if has_memory(tensor):
+        return True
+    # Of the wrapped tensors those of `torch.func.grad` and `jvp` can be read, and those of vmap raise.
+    try:
+        tensor.detach().sum().item()
+    except RuntimeError:
+        return False
+    return True
 
 
 def all_finite(*tensors: Tensor) -> bool:
@@ -94,7 +94,7 @@ def product(
     may read it and touches nothing else; ``left`` is 0 at what is not allowed.
     """
     # A function of our own is no part of a trace, and torch would forget what its tangents depend on.
-    if torch._C._is_tracing() or forward_ad._current_level >= 0:
+    if traces() or differentiates_forward():
         return _multiplied(left, right, allowed)
     found: Tensor = _Product.apply(left, right, allowed)  # type: ignore[no-untyped-call]
     return found

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from clearhead.backends.capability import Backend, Capability
 from clearhead.backends.containment import Contained, contained, only_finite
-from clearhead.backends.native_header import DTYPES, MAX_BLOCK, MAX_HEAD_DIM, MAX_RULES
-from clearhead.backends.native_library import in_memory, reason
 from clearhead.backends.recorded import is_recorded, recorded_attention
 from clearhead.choices import attention_path
 from clearhead.masks import Causal
@@ -25,9 +23,12 @@ from clearhead.ops.attention import (
     attend_plain,
     attend_plain_backward,
 )
+from clearhead.ops.kinds import DTYPES, MAX_BLOCK, MAX_HEAD_DIM, MAX_RULES
+from clearhead.ops.library import in_memory, reason
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreFunction, Sink, SoftCap
 from clearhead.statistics import Observation, Want
+from clearhead.tensors import traces
 from clearhead.torch_private import differentiates_forward, transforms
 
 __all__ = ["BACKEND", "Arrived", "gradients", "plain"]
@@ -45,8 +46,8 @@ def _also(problem: Problem) -> list[str]:
     mask = () if problem.mask is None else problem.mask.tensors()
     if not all(map(in_memory, (problem.query, problem.key, problem.value, *mask))) or transforms():
         return [_PLAIN]
-    if torch._C._len_torch_dispatch_stack() > 0 or differentiates_forward() or torch.jit.is_tracing():  # type: ignore[no-untyped-call, attr-defined]
-        return ["is not seen by what traces operators or differentiates forward"]
+    if differentiates_forward() or traces():
+        return ["has no rule for torch.jit.trace or forward-mode differentiation"]
     problem = problem.with_traced_rules
     if not all(in_memory(tensor) for rule in problem.scores for tensor in rule.tensors()):
         return [_PLAIN]
@@ -121,7 +122,9 @@ def plain(
         return None
     if scale is not None and not isinstance(scale, float):
         return None
-    if query.dtype not in DTYPES or transforms() or differentiates_forward() or reason() is not None:
+    if query.dtype not in DTYPES or transforms() or differentiates_forward() or traces():
+        return None
+    if reason() is not None:
         return None
     try:
         if causal and query.shape[2] != key.shape[2]:

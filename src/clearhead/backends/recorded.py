@@ -16,7 +16,8 @@ from torch import Tensor
 from clearhead.backends import reference
 from clearhead.problem import Problem
 from clearhead.statistics import Want
-from clearhead.torch_private import differentiates_forward, is_batched_gradient
+from clearhead.tensors import has_memory
+from clearhead.torch_private import differentiates_forward
 
 __all__ = ["is_recorded", "recorded_attention", "recorded_gradients", "with_learned"]
 
@@ -26,7 +27,7 @@ def is_recorded(*grads: Tensor | None) -> bool:
     return (
         torch.is_grad_enabled()
         or differentiates_forward()
-        or any(grad is not None and is_batched_gradient(grad) for grad in grads)
+        or any(grad is not None and not has_memory(grad) for grad in grads)
     )
 
 

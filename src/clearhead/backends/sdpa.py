@@ -7,17 +7,18 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from clearhead.backends.capability import Backend, Capability
-from clearhead.backends.containment import Contained, all_finite, has_numbers, is_hollow, product
+from clearhead.backends.containment import Contained, all_finite, has_numbers, product
 from clearhead.backends.documents import Group, documents_in, groups, rest_of
 from clearhead.masks import Causal, Mask
 from clearhead.masks.base import carried_sizes, does_as
 from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias
 from clearhead.statistics import Observation, Want
+from clearhead.tensors import is_hollow, traces
+from clearhead.torch_private import differentiates_forward, transforms
 
 __all__ = ["BACKEND", "asks_flags"]
 
@@ -33,7 +34,7 @@ _Bounds = tuple[Tensor | None, bool, Tensor | None]
 
 def _also(problem: Problem) -> list[str]:
     """Reasons that depend on sizes and, last because it reads them, on the numbers."""
-    if forward_ad._current_level >= 0:
+    if differentiates_forward():
         return ["is not differentiated forward"]
     unasked = _sees_all(problem) or (_plain_causal(problem) and is_hollow(problem.key))
     if not unasked and not (has_numbers(problem.key) and has_numbers(problem.value)):
@@ -106,8 +107,7 @@ def _contains_arrivals(problem: Problem) -> bool:
     """Whether a look at the gradient that arrives is due, stops no device, and is all that learns of it."""
     masked = problem.mask is not None and not _sees_all(problem)
     # A trace records no hooks.
-    traced = torch._C._get_tracing_state() is not None
-    plain = problem.query.device.type == "cpu" and not (traced or torch._C._are_functorch_transforms_active())
+    plain = problem.query.device.type == "cpu" and not (traces() or transforms())
     return masked and plain and problem.needs_gradient and not problem.rule_parameters and has_numbers(problem.query)
 
 

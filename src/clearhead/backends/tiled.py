@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from clearhead.backends.capability import Backend, Capability
@@ -39,6 +38,7 @@ from clearhead.problem import Problem
 from clearhead.scores import check_reached, differentiated
 from clearhead.shapes import Float
 from clearhead.statistics import UNDIFFERENTIABLE, Observation, Want
+from clearhead.torch_private import differentiates_forward, transforms
 
 __all__ = ["BACKEND"]
 
@@ -361,7 +361,7 @@ def run(problem: Problem, want: Want) -> Observation:
 
 
 def _also(problem: Problem) -> list[str]:
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if transforms() or differentiates_forward():
         return ["is not seen by torch.func and by what differentiates forward"]
     return [] if has_numbers(problem.query) else ["reads numbers, of which meta and fake tensors have none"]
 

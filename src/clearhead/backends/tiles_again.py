@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from clearhead.backends.tiles import first_place, functions_of
 from clearhead.closure import closed_over
 from clearhead.errors import ClearheadError
 from clearhead.problem import Problem
 from clearhead.scores import check_reached, differentiated
+from clearhead.torch_private import TorchDispatchMode, version_of
 
 __all__ = ["ReadAgain", "read_again"]
 
@@ -59,10 +59,10 @@ def read_again(problem: Problem) -> ReadAgain:
     learned = list(found)
     if functions_of(problem) and min(problem.batch, problem.q_len, problem.k_len) > 0:
         # One that a function writes itself, as a count of its calls, is another each time anyway.
-        versions = {id(one): (one, one._version) for one in _held(problem) if not one.is_inference()}
+        versions = {id(one): (one, version_of(one)) for one in _held(problem) if not one.is_inference()}
         with torch.enable_grad():
             seen, grads = _tried(problem)
-        found += [one for one, version in versions.values() if id(one) in seen and one._version == version]
+        found += [one for one, version in versions.values() if id(one) in seen and version_of(one) == version]
         learned += grads
     return ReadAgain([tensor for tensor in found if not tensor.is_inference()], learned)
 

@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from clearhead.backends.capability import Backend, Capability
 from clearhead.masks.base import carried_sizes
@@ -25,6 +24,8 @@ from clearhead.record import as_index
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
 from clearhead.shapes import Float
 from clearhead.statistics import Observation, Want
+from clearhead.tensors import has_memory
+from clearhead.torch_private import has_dispatch_mode
 
 __all__ = ["BACKEND"]
 
@@ -104,9 +105,9 @@ def _requires() -> str | None:
 
 def _also(problem: Problem) -> list[str]:
     tensors = (problem.query, problem.key, problem.value)
-    if any(type(each) not in (Tensor, torch.nn.Parameter) or is_functorch_wrapped_tensor(each) for each in tensors):
+    if any(type(each) not in (Tensor, torch.nn.Parameter) or not has_memory(each) for each in tensors):
         return ["needs plain tensors, not subclasses, and not those of torch.func"]
-    if torch._C._len_torch_dispatch_stack() > 0:
+    if has_dispatch_mode():
         return ["is not seen by what traces operators"]
     reasons = []
     if max(problem.k_len, problem.q_len) + abs(problem.query_offset) >= _MAX_POSITION:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from clearhead.benchmark.cases import Case
 from clearhead.benchmark.peers import OURS, Call, Groups
-from clearhead.bridges.swap import swap
+from clearhead.integrations.swap import swap
 
 __all__ = ["ONNX_MODEL", "SDPA_MODEL", "CausalRow", "EncoderModelRow"]
 
@@ -200,14 +200,13 @@ def _qwen2_size(layers: int, positions: int) -> dict[str, Any]:
 
 def _whisper(layers: int, positions: int) -> Any:
     """The decoder of Whisper base (Radford et al. 2022, table 1), of 6 layers."""
-    from transformers import WhisperConfig
-    from transformers.models.whisper.modeling_whisper import WhisperDecoder
+    from transformers import AutoModel, WhisperConfig
 
     config = WhisperConfig(
-        d_model=512, decoder_layers=layers, decoder_attention_heads=8, decoder_ffn_dim=2048,
-        max_target_positions=max(positions, 448),
+        d_model=512, encoder_layers=1, encoder_attention_heads=8, decoder_layers=layers, decoder_attention_heads=8,
+        decoder_ffn_dim=2048, max_target_positions=max(positions, 448),
     )  # fmt: skip
-    return WhisperDecoder._from_config(config, attn_implementation="sdpa")
+    return AutoModel.from_config(config, attn_implementation="sdpa").get_decoder()
 
 
 def _gemma3(layers: int, positions: int) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from clearhead.backends.native_rate import product_rate
 from clearhead.benchmark.memory import peak_extra_bytes
 from clearhead.benchmark.peers import OURS, short_name
 from clearhead.benchmark.product import OPERATIONS, PRODUCT
@@ -14,6 +13,7 @@ from clearhead.benchmark.results import Timed, timed
 from clearhead.benchmark.rows import Row
 from clearhead.benchmark.suites import Floor, Suite
 from clearhead.benchmark.timing import Timing, geometric_mean
+from clearhead.ops.throughput import product_rate
 
 __all__ = ["Line", "Verdict", "measure_row", "product_rates", "unjudged", "verdicts"]
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from clearhead.backends.native_memory import release_memory
+from clearhead.ops.memory import release_memory
 
 __all__ = ["peak_extra_bytes"]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from clearhead.backends.native_library import isa_name
-from clearhead.backends.native_rate import product_rate
 from clearhead.benchmark.cases import Case, Setting, case_of
 from clearhead.benchmark.machine import machine, threads, torch_build, versions
 from clearhead.benchmark.memory import peak_extra_bytes
 from clearhead.benchmark.peers import OURS
 from clearhead.benchmark.timing import Timing, interleaved
+from clearhead.ops.library import isa_name
+from clearhead.ops.throughput import product_rate
 
 __all__ = ["Result", "Timed", "facts", "measure", "report", "timed"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from clearhead.benchmark.cases import Case
 from clearhead.benchmark.encoders import SWAPPED, dropping, our_parameters, their_parameters
 from clearhead.benchmark.peers import OURS, Call, Groups
-from clearhead.bridges.swap import swap
+from clearhead.integrations.swap import swap
 from clearhead.nn.blocks import DecoderBlock, EncoderBlock
 from clearhead.projection import choice
 

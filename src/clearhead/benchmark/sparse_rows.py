@@ -56,7 +56,7 @@ _Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class _Contender:
+class SparseContender:
     """A call, and the pattern that it is to be exact on: a mask, and how many keys of it a row keeps."""
 
     call: _Call
@@ -64,11 +64,11 @@ class _Contender:
     keep: int | None = None
 
 
-def _masked(mask: Mask) -> _Contender:
-    return _Contender(lambda q, k, v: attention(q, k, v, mask=mask), mask)
+def masked_contender(mask: Mask) -> SparseContender:
+    return SparseContender(lambda q, k, v: attention(q, k, v, mask=mask), mask)
 
 
-def _contenders(length: int, query: Tensor, key: Tensor) -> dict[str, _Contender]:
+def contenders_of(length: int, query: Tensor, key: Tensor) -> dict[str, SparseContender]:
     """Everyone by name. Masks are made beforehand, as a model makes them once; the router's is part of its call."""
     stride = 2 ** math.ceil(math.log2(length) / 2)
 
@@ -76,20 +76,22 @@ def _contenders(length: int, query: Tensor, key: Tensor) -> dict[str, _Contender
         return attention(q, k, v, mask=routed(q, k, keep=_KEEP))
 
     return {
-        FULL: _masked(Causal()),
-        f"window {_WINDOW}": _masked(Causal() & Window(_WINDOW - 1)),
-        f"longformer {2 * _WINDOW} + 16 global": _masked(Causal() & longformer(length, 2 * _WINDOW, 16)),
-        "big bird 64 x (3 + 2 global + 3 random)": _masked(Causal() & big_bird(length)),
-        f"dilated {_WINDOW} by {_DILATION}": _Contender(
+        FULL: masked_contender(Causal()),
+        f"window {_WINDOW}": masked_contender(Causal() & Window(_WINDOW - 1)),
+        f"longformer {2 * _WINDOW} + 16 global": masked_contender(Causal() & longformer(length, 2 * _WINDOW, 16)),
+        "big bird 64 x (3 + 2 global + 3 random)": masked_contender(Causal() & big_bird(length)),
+        f"dilated {_WINDOW} by {_DILATION}": SparseContender(
             lambda q, k, v: dilated_attention(q, k, v, stride=_DILATION, before=_WINDOW - 1),
             dilated(_DILATION, _WINDOW - 1),
         ),
-        "strided by sqrt(length)": _Contender(
+        "strided by sqrt(length)": SparseContender(
             lambda q, k, v: dilated_attention(q, k, v, stride=stride, local=stride - 1), strided(stride)
         ),
-        f"routed {_KEEP} blocks of 64": _Contender(by_router, routed(query, key, keep=_KEEP)),
-        f"top {_TOP} keys": _Contender(lambda q, k, v: top_k_attention(q, k, v, k=_TOP, mask=Causal()), Causal(), _TOP),
-    }  # fmt: skip
+        f"routed {_KEEP} blocks of 64": SparseContender(by_router, routed(query, key, keep=_KEEP)),
+        f"top {_TOP} keys": SparseContender(
+            lambda q, k, v: top_k_attention(q, k, v, k=_TOP, mask=Causal()), Causal(), _TOP
+        ),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +196,7 @@ def measure_sparse(row: SparseRow, *, repeats: int, seconds: float | None) -> Sp
         UnsupportedError: one of them does not compute its pattern.
     """
     query, key, value = row.tensors()
-    contenders = _contenders(row.length, query, key)
+    contenders = contenders_of(row.length, query, key)
     picked = _picked_rows(row.length)
     errors = {name: _checked(row, name, one, picked) for name, one in contenders.items()}
 
@@ -215,13 +217,13 @@ def _picked_rows(length: int) -> Tensor:
     return rows
 
 
-def _allowed(row: SparseRow, one: _Contender, picked: Tensor) -> Tensor:
+def _allowed(row: SparseRow, one: SparseContender, picked: Tensor) -> Tensor:
     batch, head, _, k_pos = index_tensors(1, row.heads, row.length, row.length, 0, None)
     allowed = one.mask.allows(batch, head, picked.view(1, 1, -1, 1), k_pos)
     return allowed.expand(1, row.heads, -1, row.length)
 
 
-def _checked(row: SparseRow, name: str, one: _Contender, picked: Tensor) -> float:
+def _checked(row: SparseRow, name: str, one: SparseContender, picked: Tensor) -> float:
     """The largest error of a contender on the picked rows, gradients included where there are any."""
     own, allowed = row.tensors(), _allowed(row, one, picked)
     weight = torch.zeros_like(own[0])

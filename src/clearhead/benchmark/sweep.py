@@ -30,7 +30,7 @@ _OURS_AGAIN, _SDPA_AGAIN = f"{OURS}, again", f"{SDPA}, again"
 _DTYPES = (torch.float32, torch.bfloat16)
 _MOST_CHECKED = 2**22
 #: Rounds, seconds after which they stop, and rounds made in any case.
-_FIRST, _RETRY = (41, 1.0, 5), (401, 4.0, 15)
+FIRST, RETRY = (41, 1.0, 5), (401, 4.0, 15)
 
 #: (batch, heads, length, head_dim)
 _SQUARE = (
@@ -114,19 +114,19 @@ def measure_point(row: AttentionRow, *, retry: bool = False) -> Point:
     Raises:
         UnsupportedError: the contenders do not compute the same numbers.
     """
-    repeats, seconds, fewest = _RETRY if retry else _FIRST
+    repeats, seconds, fewest = RETRY if retry else FIRST
     case = row.case()
     if retry:
         # Both twice and in turns: who follows itself finds its code and memory in the caches, so nobody may do it more.
         case = replace(case, yardsticks={_OURS_AGAIN: case.calls[OURS], _SDPA_AGAIN: case.calls[SDPA]})
     found = timed(case, repeats=repeats, seconds=seconds, fewest=fewest)
     ours, theirs = (_both(found.timings, *names) for names in ((OURS, _OURS_AGAIN), (SDPA, _SDPA_AGAIN)))
-    ratios = _paired(theirs, ours)
+    ratios = paired(theirs, ours)
     return Point(
         title=row.title, group=f"{'training' if row.training else 'forward'} {row.group}", backend=found.backend,
-        ours=ours.median, theirs=theirs.median, ratio=ratios.median, noise=_standard_error(ratios),
+        ours=ours.median, theirs=theirs.median, ratio=ratios.median, noise=standard_error(ratios),
         rounds=len(ratios.runs),
-        against_itself=_paired(found.timings[_SDPA_AGAIN], found.timings[SDPA]).median if retry else None,
+        against_itself=paired(found.timings[_SDPA_AGAIN], found.timings[SDPA]).median if retry else None,
     )  # fmt: skip
 
 
@@ -137,12 +137,12 @@ def _both(timings: Mapping[str, Timing], name: str, again: str) -> Timing:
     return Timing.of(tuple((a + b) / 2 for a, b in zip(timings[name].runs, timings[again].runs, strict=True)))
 
 
-def _paired(one: Timing, other: Timing) -> Timing:
+def paired(one: Timing, other: Timing) -> Timing:
     """The ratios of two contenders round by round, with their median and quartiles."""
     return Timing.of(tuple(a / b for a, b in zip(one.runs, other.runs, strict=True)))
 
 
-def _standard_error(ratios: Timing) -> float:
+def standard_error(ratios: Timing) -> float:
     """Of a median: sqrt(pi / 2) times that of a mean, the spread read from the quartiles as for normal numbers."""
     spread = (ratios.q3 - ratios.q1) / 1.349
     return math.sqrt(math.pi / 2) * spread / math.sqrt(len(ratios.runs))

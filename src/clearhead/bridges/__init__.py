@@ -1,6 +1,6 @@
-"""Bridges: where other libraries' conventions become ours, and back.
+"""Other libraries' models and conventions: an alias of ``clearhead.integrations``.
 
-``bridges.transformers`` is imported when it is first asked for, as it needs the extra ``hf``.
+``bridges.transformers`` is imported on first use, as it needs the extra ``hf``.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from clearhead.bridges.swap import SwapReport, swap, unswap
-from clearhead.bridges.torch_mha import (
+from clearhead.integrations.report import SwapReport
+from clearhead.integrations.swap import swap, unswap
+from clearhead.integrations.torch.polarity import (
     from_additive,
     from_forbidden,
     from_key_padding,

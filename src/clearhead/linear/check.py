@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from clearhead.arguments import FARTHEST, dense, one_of, seen, tensor_of, whole_number
-from clearhead.backends.native_library import in_memory
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.linear.recurrence import transformed
 from clearhead.linear.state import LinearState
+from clearhead.ops.library import in_memory
+from clearhead.torch_private import has_dispatch_mode
 
 __all__ = [
     "check_chunk", "check_decay", "check_features", "check_form", "check_gate", "check_gate_numbers", "check_lengths",
@@ -126,7 +127,7 @@ def _decays(found: Tensor) -> bool:
 def _known(part: Tensor) -> bool:
     """Whether the numbers of a tensor can be looked at: nobody traces, maps over or stands in for it."""
     # In this order: what is traced must not ask a tensor about its memory.
-    if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or transformed() or has_dispatch_mode():
         return False
     return in_memory(part)
 

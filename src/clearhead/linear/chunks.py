@@ -7,6 +7,7 @@ token, and computes the rest again. Work goes in groups of chunks whose tensors 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead.backends.containment import without_autocast
-from clearhead.linear.again import Parts, gradients_again, recorded
+from clearhead.backends.recorded import is_recorded, recorded_gradients
 from clearhead.linear.feature_maps import FeatureMap
 from clearhead.linear.recurrence import Recurrence, quotient, transformed, weightless
 from clearhead.linear.state import LinearState
@@ -142,9 +143,10 @@ class _Chunks(torch.autograd.Function):
         phi: FeatureMap = ctx.phi
         # Checkpoints hand out what was saved once.
         saved = ctx.saved_tensors
-        if recorded(grads):
-            return None, *gradients_again(lambda inputs: _computed(phi, inputs), saved[:5], grads)
         with without_autocast(saved[2].device.type):
+            if is_recorded(*grads) or transformed():
+                needs = ctx.needs_input_grad[1:]
+                return None, *recorded_gradients(partial(_computed, phi), saved[: len(needs)], grads, needs)
             return None, *_gradients(phi, saved, grads)
 
 
@@ -180,21 +182,22 @@ def _gradients(
     return *found, held, sums
 
 
-def _computed(phi: FeatureMap, inputs: Parts) -> Parts:
+def _computed(phi: FeatureMap, inputs: list[Tensor | None]) -> list[Tensor]:
     """The same pass by operations that autograd records."""
-    query, key, value, matrix, normalizer = inputs
+    query, key, value, matrix, *rest = inputs
     assert query is not None
     assert key is not None
     assert value is not None
     assert matrix is not None
+    normalizer = rest[0] if rest else None
     queries, keys = phi.query(query), phi.key(key)
     scores = (queries @ keys.mT).tril()
     before, last = _added(keys.mT @ value, matrix)
     output = queries @ before + scores @ value
     if normalizer is None:
-        return output, last
+        return [output, last]
     earlier, end = _added(keys.sum(dim=1), normalizer)
-    return quotient(output, (queries @ earlier[..., None])[..., 0] + scores.sum(dim=-1)), last, end
+    return [quotient(output, (queries @ earlier[..., None])[..., 0] + scores.sum(dim=-1)), last, end]
 
 
 def _added(own: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from clearhead.arguments import flag, number, seed_of, seen, whole
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.linear.products import product
-from clearhead.record import constant_when_compiled
 from clearhead.shapes import Float
+from clearhead.torch_private import constant_when_compiled
 
 __all__ = ["FEATURE_MAPS", "PERFORMER", "FeatureMap", "PositiveRandomFeatures", "as_feature_map"]
 
@@ -189,10 +188,10 @@ def _orthogonal(size: int, generator: torch.Generator) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _performer(head_dim: int) -> FeatureMap:
-    # What is kept serves later calls: it is no mode's and no transform's, and autograd may save it.
-    with _disable_current_modes(), temporarily_clear_interpreter_stack(), torch.inference_mode(False):
-        return PositiveRandomFeatures.draw(head_dim).as_map()
+def performer_map(head_dim: int) -> FeatureMap:
+    # Cached for later calls, so it must not depend on this thread's modes, transforms and inference mode.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(PositiveRandomFeatures.draw, head_dim).result().as_map()
 
 
 @constant_when_compiled
@@ -226,7 +225,7 @@ def as_feature_map(function: str, feature_map: object, head_dim: int) -> Feature
             )  # fmt: skip
         return feature_map.as_map()
     if isinstance(feature_map, str) and feature_map == PERFORMER:
-        return _compiled_performer(head_dim) if torch.compiler.is_compiling() else _performer(head_dim)
+        return _compiled_performer(head_dim) if torch.compiler.is_compiling() else performer_map(head_dim)
     if isinstance(feature_map, str) and feature_map in FEATURE_MAPS:
         return FEATURE_MAPS[feature_map]
     raise UnsupportedError.about(

@@ -21,7 +21,7 @@ from clearhead.linear.state import LinearState
 from clearhead.linear.way import Way, zeros
 from clearhead.masks import Documents
 from clearhead.shapes import Int
-from clearhead.torch_op import recording
+from clearhead.torch_private import autograd_inside_operator
 
 __all__ = ["documents_of", "traced_documents_of"]
 
@@ -129,7 +129,7 @@ def _backward(
     form: str, chunk: int, normalized: bool, faint: bool, given: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     """The call once more, with gradients of every tensor."""
-    with recording():
+    with autograd_inside_operator():
         own = [tensor.detach().requires_grad_() for tensor in tensors]
         results = _forward(own, names, ids, function, causal, form, chunk, normalized, faint, given)
         asked = [one for one, there in zip(results, arrived, strict=True) if there == "1"]

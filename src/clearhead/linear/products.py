@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from clearhead.backends import containment
 from clearhead.backends.containment import without_autocast
 from clearhead.shapes import Float
+from clearhead.tensors import traces
+from clearhead.torch_private import differentiates_forward
 
 __all__ = ["product", "solved"]
 
@@ -34,7 +35,7 @@ def solved(
         upper: whether ``strict`` is 0 below the diagonal instead.
     """
     # As in containment's: a function of our own is no part of a trace, and has no tangents.
-    if torch.compiler.is_compiling() or torch._C._is_tracing() or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or traces() or differentiates_forward():
         return _solution(strict, right, upper)
     found: Tensor = _Solved.apply(strict, right, upper)  # type: ignore[no-untyped-call]
     return found

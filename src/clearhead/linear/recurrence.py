@@ -7,12 +7,11 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level
-from torch.autograd import forward_ad
 
 from clearhead.linear.feature_maps import FEATURE_MAPS, FeatureMap
 from clearhead.linear.state import LinearState
 from clearhead.shapes import Float
+from clearhead.torch_private import differentiates_forward, transforms
 
 __all__ = ["Recurrence", "bounded", "least", "quotient", "transformed", "weightless"]
 
@@ -104,8 +103,8 @@ class Recurrence:
 
 
 def transformed() -> bool:
-    """Whether somebody differentiates forward or maps over operators, which passes of our own do not know how to."""
-    return maybe_current_level() is not None or forward_ad._current_level >= 0
+    """Whether a transform of ``torch.func`` or forward-mode differentiation is active; kernels have no rule for it."""
+    return transforms() or differentiates_forward()
 
 
 def bounded(log_decay: Tensor) -> Tensor:

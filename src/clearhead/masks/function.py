@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from clearhead.arguments import seen
 from clearhead.closure import Bound
@@ -15,6 +14,7 @@ from clearhead.errors import ClearheadError, MaskError, UnsupportedError
 from clearhead.masks.base import Mask
 from clearhead.masks.intervals import Intervals
 from clearhead.masks.traced import traced_intervals
+from clearhead.torch_private import TorchDispatchMode, has_dispatch_mode, transforms, version_of
 
 __all__ = ["MaskFunction", "call_user_function", "function_name", "tile_seen"]
 
@@ -63,7 +63,7 @@ class MaskFunction(Bound, Mask):
         return allowed.reshape((1,) * (len(shape) - allowed.ndim) + allowed.shape)
 
     def intervals(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_len: int) -> Intervals | None:
-        plain = type(q_pos) is Tensor and q_pos.is_cpu and torch._C._len_torch_dispatch_stack() == 0
+        plain = type(q_pos) is Tensor and q_pos.is_cpu and not has_dispatch_mode()
         if not plain or torch.compiler.is_compiling():
             return None
         return traced_intervals(self.fn, batch, head, q_pos, k_len)
@@ -146,7 +146,7 @@ def _random_numbers(index: Tensor) -> bytes:
     """What tells later whether random numbers were drawn on a CPU; nothing where there are none to tell it by."""
     if torch.compiler.is_compiling() or not index.is_cpu:
         return b""
-    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active():
+    if has_dispatch_mode() or transforms():
         return b""
     state: bytes = torch.get_rng_state().numpy().tobytes()
     return state
@@ -175,11 +175,13 @@ def _stamps(tensors: tuple[Tensor, ...]) -> tuple[int | Tensor, ...]:
     """What tells later whether a tensor was written into: its version, or a copy where torch counts none."""
     if torch.compiler.is_compiling():
         return ()
-    return tuple(tensor.clone() if tensor.is_inference() else tensor._version for tensor in tensors)
+    return tuple(tensor.clone() if tensor.is_inference() else version_of(tensor) for tensor in tensors)
 
 
 def _untouched(stamps: tuple[int | Tensor, ...], tensors: tuple[Tensor, ...]) -> bool:
     return all(
-        tensor._version == stamp if isinstance(stamp, int) else torch.allclose(tensor, stamp, 0.0, 0.0, equal_nan=True)
+        version_of(tensor) == stamp
+        if isinstance(stamp, int)
+        else torch.allclose(tensor, stamp, 0.0, 0.0, equal_nan=True)
         for stamp, tensor in zip(stamps, tensors, strict=False)
     )

@@ -17,6 +17,7 @@ from clearhead.masks.positional import Causal, Window
 from clearhead.masks.sequences import Padding
 from clearhead.masks.tables import Blocks, Dense
 from clearhead.shapes import Bool, Int
+from clearhead.torch_private import has_dispatch_mode, transforms
 
 __all__ = ["Parts", "band_of", "is_padding", "parts_of", "take_apart"]
 
@@ -128,9 +129,10 @@ def take_apart(
 
 def _reach_of(bands: Sequence[Causal | Window]) -> tuple[int | None, int | None]:
     """How far back and ahead all of these let a query see; None for as far as there are keys."""
-    before = min((part.before for part in bands if isinstance(part, Window)), default=None)
-    after = min((part.after if isinstance(part, Window) else 0 for part in bands), default=None)
-    return before, after
+    before = [part.before for part in bands if isinstance(part, Window)]
+    after = [part.after if isinstance(part, Window) else 0 for part in bands]
+    # The compiler traces no min with a default.
+    return min(before) if before else None, min(after) if after else None
 
 
 def band_of(mask: Mask) -> tuple[int | None, int | None] | None:
@@ -203,5 +205,5 @@ def _other_fields(mask: Mask) -> list[object]:
 def _is_small_and_plain(tensor: Tensor) -> bool:
     return (
         type(tensor) is Tensor and tensor.is_cpu and tensor.numel() <= _FEW
-        and torch._C._len_torch_dispatch_stack() == 0 and not torch._C._are_functorch_transforms_active()
+        and not (has_dispatch_mode() or transforms())
     )  # fmt: skip

@@ -13,16 +13,17 @@ from clearhead.cache import KVCache, check_cache, count_appended, restored_on_er
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks import Mask
 from clearhead.nn.checks import positive, sources_of
-from clearhead.nn.fused_attention import Projections, again, fused_attention, is_step
+from clearhead.nn.fused import fused_attention, is_fused_attention
 from clearhead.nn.held import Held, held_by
-from clearhead.nn.linear import Linear, hooked, linear_each, weights_of
-from clearhead.nn.rule_tensors import are_known
+from clearhead.nn.linear import Linear, linear_each, weights_of
 from clearhead.nn.rules import RuleList
+from clearhead.nn.spec import Projections
 from clearhead.nn.weights import HeadWeight, copy_into, side_by_side, torch_projections, weight_and_bias
 from clearhead.positions import Rotary, as_rotary
 from clearhead.projection import NATIVE, Layer, Path, project, project_each
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
+from clearhead.torch_private import is_hooked, submodules_of
 from clearhead.watch import attend, watched
 
 __all__ = ["MultiHeadAttention"]
@@ -132,10 +133,6 @@ class MultiHeadAttention(nn.Module):
             MaskError: the mask does not fit, or positions are ambiguous.
             UnsupportedError: dtype or device differ from the module's, or the cache is no ``KVCache``.
         """
-        alone = cache is None and (value is None or value is key)
-        found = self._again(query, key, mask, query_offset) if alone else None
-        if found is not None:
-            return found
         check_cache(_NAME, "cache", cache)
         if query_offset is not None:
             query_offset = whole(_NAME, "query_offset", query_offset, low=-FARTHEST)
@@ -143,7 +140,7 @@ class MultiHeadAttention(nn.Module):
         key, value = self._sources(query, key, value)
         first = self._first_position(own, cache, query_offset, query.shape[-2], key.shape[-2])
         if cache is None:
-            projections, tokens = self._projections() if key is value else None, (query,) if own else (query, key)
+            projections, tokens = self.projections() if key is value else None, (query,) if own else (query, key)
             path = None
             if projections is not None:
                 options: dict[str, Any] = {"mask": mask, "query_offset": query_offset}
@@ -151,7 +148,7 @@ class MultiHeadAttention(nn.Module):
                 if fused is not None:
                     return fused
                 # Those who watch a call see the numbers that it has without them.
-                path = NATIVE if watched() and is_step(tokens, projections, **options) else None
+                path = NATIVE if watched() and is_fused_attention(tokens, projections, **options) else None
             heads, keys, values = self._heads(query, key, value, first, 0, path)
             return self._attended(heads, keys, values, mask, query_offset, path)
         with restored_on_error(cache):
@@ -196,31 +193,20 @@ class MultiHeadAttention(nn.Module):
         found = fused_attention((query,), own, **options)
         if found is not None and held.grows:
             count_appended([cache], query.shape[1])
-        return found, NATIVE if found is None and watched() and is_step((query,), own, **options) else None
+        return found, NATIVE if found is None and watched() and is_fused_attention((query,), own, **options) else None
 
-    def _again(self, query: Any, key: Any, mask: Mask | None, query_offset: int | None) -> Tensor | None:
-        """The answer to a plain call like one before, whose arguments are not looked at one by one."""
-        own = None if torch.compiler.is_compiling() else self.projections()
-        if own is None:
-            return None
-        return again([query] if key is None or key is query else [query, key], own, mask, query_offset)
-
-    def _projections(self) -> Projections | None:
+    def projections(self) -> Projections | None:
         """What the module is, where all there is to its layers are their weights."""
-        layers = [self._modules.get(name) for name in _PROJECTIONS]
-        plain: list[Layer] = [weights_of(layer) for layer in layers if type(layer) is Linear and not hooked(layer)]
+        own = submodules_of(self)
+        layers = [*map(own.get, _PROJECTIONS)]
+        plain: list[Layer] = [weights_of(layer) for layer in layers if type(layer) is Linear and not is_hooked(layer)]
         if len(plain) < len(layers):
             return None
         dropout = self.dropout if self.training else 0.0
         return Projections(
             plain[:-1], plain[-1], self.num_heads, self.num_kv_heads, self.scale, dropout, self.backend, self.rotary,
-            self.scores.rules() if self._modules["scores"] else (),
+            self.scores.rules() if own["scores"] else (),
         )  # fmt: skip
-
-    def projections(self) -> Projections | None:
-        """What the module is as a part of one step that may come again, where its rules are known."""
-        own = self._projections()
-        return None if own is None or not are_known(own.rules) else own
 
     def project(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, first: int = 0

@@ -19,16 +19,17 @@ from clearhead.nn.checks import check_tokens
 from clearhead.nn.dropout import Dropout, plus_dropped
 from clearhead.nn.feedforward import FeedForward, drop_of
 from clearhead.nn.from_torch import block_like
-from clearhead.nn.fused_layer import LayerParts, fused_layer, norm_of, of_parts
+from clearhead.nn.fused import fused_layer, norm_of, of_parts
 from clearhead.nn.held import Held
-from clearhead.nn.linear import hooked
 from clearhead.nn.norm import new_norm
+from clearhead.nn.spec import LayerParts
 from clearhead.positions import Rotary
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
+from clearhead.torch_private import is_hooked, submodules_of
 from clearhead.watch import carried, watched
 
-__all__ = ["SUBLAYERS", "Block", "DecoderBlock", "EncoderBlock", "causal"]
+__all__ = ["SUBLAYERS", "Block", "DecoderBlock", "EncoderBlock", "causal", "held_caches"]
 
 
 #: A block's parts and their norms, of one that attends to its own tokens alone, and of one with a memory.
@@ -56,7 +57,7 @@ class Block(nn.Module):
         x, names = tokens[0], SUBLAYERS[len(tokens)]
         caches = caches or (None,) * len(masks)
         parts = None if torch.compiler.is_compiling() else self.parts(names, x)
-        held = None if parts is None else self._held(tokens, caches)
+        held = None if parts is None else held_caches(self, tokens, caches)
         # A memory that a cache holds is not read again.
         read = tokens[:1] if held and held[-1] is not None else tokens
         found = None if parts is None or held is None else fused_layer(read, parts, masks, held)
@@ -79,31 +80,21 @@ class Block(nn.Module):
             x = self._around(x, getattr(self, norm), sublayer)
         return x
 
-    def _held(self, tokens: Sequence[Tensor], caches: Sequence[KVCache | None]) -> list[Held | None] | None:
-        """What each attention's cache holds; None where one cannot be part of a step."""
-        found: list[Held | None] = []
-        for (name, _), memory, cache in zip(SUBLAYERS[len(tokens)], (None, *tokens[1:]), caches, strict=False):
-            held = None if cache is None else getattr(self, name).held(cache, tokens[0], memory)
-            if held is None and cache is not None:
-                return None
-            found.append(held)
-        return found
-
     def parts(self, names: Sequence[tuple[str, str]], x: Tensor) -> LayerParts | None:
         """What the block is as one step, where all there is to its parts is their tensors."""
         # Where they are stored: to ask a module takes a third of a microsecond each.
-        own: Any = self._modules
+        own = submodules_of(self)
         *attentions, feedforward = [own[name] for name, _ in names]
         dropout = own["residual_dropout"]
         if any(type(each) is not MultiHeadAttention for each in attentions) or type(feedforward) is not FeedForward:
             return None
         projections = [part for each in attentions if (part := each.projections()) is not None]
         norms = [part for _, norm in names if (part := norm_of(own[norm], x)) is not None]
-        fed, after = feedforward.plain_layers(), None if hooked(dropout) else drop_of(dropout)
+        fed, after = feedforward.plain_layers(), None if is_hooked(dropout) else drop_of(dropout)
         if len(projections) < len(attentions) or len(norms) < len(names) or fed is None or after is None:
             return None
         layers, activation, hidden = fed
-        looked_at = any(hooked(each) for each in attentions) or hooked(feedforward)
+        looked_at = any(is_hooked(each) for each in attentions) or is_hooked(feedforward)
         return LayerParts(
             projections, layers, norms, self.norm_first, activation, (after,) * len(names), hidden, looked_at
         )
@@ -123,6 +114,17 @@ class Block(nn.Module):
             output: Tensor = checkpoint(run, *arguments, use_reentrant=False, **again)
             return output
         return run(*arguments)
+
+
+def held_caches(block: Block, tokens: Sequence[Tensor], caches: Sequence[KVCache | None]) -> list[Held | None] | None:
+    """What each attention's cache holds; None where one cannot be read by the block operator."""
+    found: list[Held | None] = []
+    for (name, _), memory, cache in zip(SUBLAYERS[len(tokens)], (None, *tokens[1:]), caches, strict=False):
+        held = None if cache is None else getattr(block, name).held(cache, tokens[0], memory)
+        if held is None and cache is not None:
+            return None
+        found.append(held)
+    return found
 
 
 class EncoderBlock(Block):

@@ -7,11 +7,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from clearhead.backends.native_dropout import LEVELS, dropped, takes
 from clearhead.nn.linear import looked_at
+from clearhead.ops.dropout import LEVELS, dropped, takes
 from clearhead.problem import draw_seed
 from clearhead.projection import recorded, unlooked
 from clearhead.shapes import Float
+from clearhead.tensors import traces
+from clearhead.torch_private import transforms
 
 __all__ = ["Dropout", "is_plain", "plus_dropped", "plus_dropped_rows"]
 
@@ -24,7 +26,7 @@ def is_plain(*tensors: Tensor) -> bool:
     """
     if torch.compiler.is_compiling():
         return not any(tensor.is_nested for tensor in tensors)
-    if torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None:
+    if traces() or transforms():
         return False
     return all(
         type(tensor) in (Tensor, nn.Parameter) and not tensor.is_nested and tensor.device.type != "meta"
@@ -90,35 +92,34 @@ def plus_dropped_rows(
 
 
 def _drop(x: Tensor, levels: int, residual: Tensor | None, *, by_row: bool = False) -> Tensor:
-    seed, by_row = draw_seed(levels), by_row or (x.dim() > 0 and x.shape[-1] >= _WIDE)
+    seed = draw_seed(levels)
+    if not by_row and (x.dim() == 0 or x.shape[-1] < _WIDE):
+        row = None if residual is None else residual.reshape(1, -1)
+        return _drop_rows(x.reshape(1, -1), levels, seed, row).reshape(x.shape)
+    return _drop_rows(x, levels, seed, residual)
+
+
+def _drop_rows(x: Tensor, levels: int, seed: int, residual: Tensor | None) -> Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or (residual is not None and residual.requires_grad)):
-        output: Tensor = _Dropped.apply(x, levels, seed, residual, by_row)  # type: ignore[no-untyped-call]
+        output: Tensor = _Dropped.apply(x, levels, seed, residual)  # type: ignore[no-untyped-call]
         return output
-    return _dropped(x, levels, seed, by_row, residual)
-
-
-def _dropped(x: Tensor, levels: int, seed: int, by_row: bool, residual: Tensor | None = None) -> Tensor:
-    if by_row:
-        return dropped(x, levels, seed, residual)
-    row = None if residual is None else residual.reshape(1, -1)
-    found: Tensor = torch.ops.aten._unsafe_view(dropped(x.reshape(1, -1), levels, seed, row), x.shape)
-    return found
+    return dropped(x, levels, seed, residual)
 
 
 class _Dropped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, levels: int, seed: int, residual: Tensor | None, by_row: bool) -> Tensor:
-        ctx.drop = levels, seed, by_row
-        return _dropped(x, levels, seed, by_row, residual)
+    def forward(ctx: Any, x: Tensor, levels: int, seed: int, residual: Tensor | None) -> Tensor:
+        ctx.drop = levels, seed
+        return dropped(x, levels, seed, residual)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needs_x, _, _, needs_residual, _ = ctx.needs_input_grad
+        needs_x, _, _, needs_residual = ctx.needs_input_grad
         of_x = _dropped_gradient(grad, *ctx.drop) if needs_x else None
-        return of_x, None, None, grad if needs_residual else None, None
+        return of_x, None, None, grad if needs_residual else None
 
 
-def _dropped_gradient(grad: Tensor, levels: int, seed: int, by_row: bool) -> Tensor:
+def _dropped_gradient(grad: Tensor, levels: int, seed: int) -> Tensor:
     if recorded(grad):
-        return grad * _dropped(torch.ones(grad.shape, dtype=grad.dtype), levels, seed, by_row)
-    return _dropped(grad, levels, seed, by_row)
+        return grad * dropped(torch.ones(grad.shape, dtype=grad.dtype), levels, seed)
+    return dropped(grad, levels, seed)

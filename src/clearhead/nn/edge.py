@@ -16,7 +16,7 @@ from torch import Tensor
 from clearhead.errors import MaskError
 from clearhead.masks import Documents, Mask, Padding
 from clearhead.masks.base import conjuncts
-from clearhead.pack import as_lengths, real_places, unpack
+from clearhead.packing import as_lengths, real_places, unpack
 from clearhead.watch import laid_out
 
 __all__ = ["Edge", "Lengths"]

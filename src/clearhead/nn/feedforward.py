@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,10 @@ from torch.nn import functional
 from clearhead.arguments import flag, one_of, probability
 from clearhead.nn.checks import check_tokens, positive
 from clearhead.nn.dropout import Dropout
-from clearhead.nn.linear import Linear, hooked, looked_at, weights_of
+from clearhead.nn.linear import Linear, looked_at, weights_of
 from clearhead.projection import Layer, project_activate_project
 from clearhead.shapes import Float
+from clearhead.torch_private import is_hooked, submodules_of
 
 __all__ = ["ACTIVATIONS", "FeedForward", "drop_of", "in_one_step", "layer_of", "name_of"]
 
@@ -84,14 +85,14 @@ class FeedForward(nn.Module):
     def plain_layers(self) -> tuple[list[Layer], str, float] | None:
         """The layers, the gate in front where there is one, the activation's name and the probability of dropping,
         where all there is to them is that."""
-        own: Any = self._modules
+        own = submodules_of(self)
         modules = [own[name] for name in ("gate", "expand", "contract") if own.get(name) is not None]
         activation, dropout = own["activation"], own["dropout"]
         layers = [layer for module in modules if (layer := _LAYER(module)) is not None]
         drop, called = drop_of(dropout), name_of(activation)
         if len(layers) < len(modules) or called is None or drop is None:
             return None
-        return None if any(map(hooked, (*modules, activation, dropout))) else (layers, called, drop)
+        return None if any(map(is_hooked, (*modules, activation, dropout))) else (layers, called, drop)
 
 
 #: What an activation is called that is one of these functions, or exactly such a module.

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from clearhead.projection import Layer, check_variable, project, project_each
 from clearhead.shapes import Float
+from clearhead.torch_private import is_hooked, modules_are_hooked, parameters_of
 
-__all__ = ["Linear", "hooked", "linear_each", "looked_at", "weights_of"]
+__all__ = ["Linear", "linear_each", "looked_at", "weights_of"]
 
 
 class Linear(nn.Linear):
@@ -65,7 +65,7 @@ def linear_each(
 
 def weights_of(layer: nn.Linear) -> Layer:
     """Weight and bias, from where they are stored: to ask a module takes a third of a microsecond each."""
-    own = layer._parameters
+    own = parameters_of(layer)
     weight = own.get("weight")
     return (weight, own["bias"]) if weight is not None and "bias" in own else (layer.weight, layer.bias)
 
@@ -73,12 +73,4 @@ def weights_of(layer: nn.Linear) -> Layer:
 def looked_at(*parts: object) -> bool:
     """Whether somebody looks at the calls of one of the modules among these, or a compiler at all of them."""
     modules = [part for part in parts if isinstance(part, nn.Module)]
-    return torch.compiler.is_compiling() or _has_any_global_hook() or any(map(hooked, modules))
-
-
-def hooked(layer: nn.Module) -> bool:
-    """Whether somebody looks at a layer's calls, or a ``forward`` of its own was set on it."""
-    return bool(
-        "forward" in layer.__dict__ or layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
-        or layer._backward_pre_hooks
-    )  # fmt: skip
+    return torch.compiler.is_compiling() or modules_are_hooked() or any(map(is_hooked, modules))

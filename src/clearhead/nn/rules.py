@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from clearhead.record import Record
 from clearhead.scores import ScoreRule, as_rules
+from clearhead.torch_private import base_of
 
 __all__ = ["RuleList"]
 
@@ -39,7 +40,7 @@ class RuleHolder(nn.Module):
 
     def _hold(self, name: str, tensor: Tensor) -> None:
         # A rule may have reshaped the parameter it was given (DenseBias adds axes); the parameter itself is held.
-        source = tensor if isinstance(tensor, nn.Parameter) else tensor._base
+        source = tensor if isinstance(tensor, nn.Parameter) else base_of(tensor)
         if isinstance(source, nn.Parameter) and source.numel() == tensor.numel():
             self.register_parameter(name, source)
         else:

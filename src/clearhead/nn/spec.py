@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Self, TypeAlias
 
 from torch import Tensor
 
-from clearhead.ops.block import LEVELS
+from clearhead.ops.dropout import LEVELS
 from clearhead.ops.kinds import NormKind
 from clearhead.positions import Rotary
 from clearhead.projection import Layer

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from torch import nn
 
 from clearhead.arguments import one_of, seen, several, whole_number
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.nn.attention import MultiHeadAttention
+from clearhead.torch_private import WRAPPED_MODULE, is_compiled_module
 from clearhead.watch import attends, recognise
 
 __all__ = [
@@ -29,8 +30,6 @@ __all__ = [
 #: What users give to choose layers: a number, a name or a glob, or several of them; None for all.
 Layers = int | str | Sequence[int | str] | None
 
-#: What ``torch.compile`` puts before the names of what it wraps.
-_COMPILED: Final = "_orig_mod"
 _SHOWN, _FEW = 40, 4
 
 recognise(lambda module: isinstance(module, MultiHeadAttention))
@@ -48,7 +47,7 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
+    return ".".join(part for part in name.split(".") if part != WRAPPED_MODULE)
 
 
 def choose_layers(function: str, model: nn.Module, layers: Layers) -> dict[str, nn.Module]:
@@ -139,9 +138,7 @@ def _without(model: nn.Module) -> str:
 
 def not_called(function: str, model: nn.Module, names: Sequence[str]) -> UnsupportedError:
     """The error for a block that has ended without a call of the layers chosen, with what may be the reason."""
-    compiled = any(
-        getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, _COMPILED) for part in model.modules()
-    )
+    compiled = any(map(is_compiled_module, model.modules()))
     why = (
         "Graphs of torch.compile pass by unseen; use the model before it is compiled."
         if compiled

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from clearhead.masks import Documents, Mask
 from clearhead.masks.base import conjuncts
-from clearhead.pack import unpack
+from clearhead.packing import unpack
 from clearhead.scores import ScoreRule
 from clearhead.watch import Call, layout_of
 

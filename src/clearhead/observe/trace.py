@@ -241,7 +241,7 @@ def trace(
     chosen = choose_layers(_FUNCTION, model, layers)
     record, detach = flag(_FUNCTION, "record", record), flag(_FUNCTION, "detach", detach)
     traced = Trace(list(chosen), list(attention_layers(model)), keep)
-    tracer = _Tracer(traced, chosen, record=record, detach=detach)
+    tracer = CallTracer(traced, chosen, record=record, detach=detach)
     with ExitStack() as stack:
         stack.callback(tracer.close)
         # Before the hooks of the layers: the model may be one itself.
@@ -265,7 +265,7 @@ class _Frame:
     points: list[Points] = field(default_factory=list)
 
 
-class _Tracer:
+class CallTracer:
     """The watcher behind ``trace``."""
 
     def __init__(self, traced: Trace, chosen: Mapping[str, nn.Module], *, record: bool, detach: bool) -> None:

@@ -16,7 +16,11 @@ from clearhead.shapes import Float
 from clearhead.statistics import Want
 
 __all__ = [
+    "DENSE",
     "DIFFERENTIABLE",
+    "RELATIVE",
+    "SLOPE",
+    "SOFTCAP",
     "Forward",
     "Gradients",
     "Saved",
@@ -26,6 +30,7 @@ __all__ = [
     "attend_plain",
     "attend_plain_backward",
     "gathers",
+    "mask_options",
 ]
 
 #: Statistics that backward takes gradients of.
@@ -42,7 +47,7 @@ _RETURNS: Final = (
 _PAIRS: Final = {"top_k": ("top_weights", "top_indices"), "heatmap": ("heatmap_max", "heatmap_mean")}
 _SOFTMAX, _OUTPUT32 = (1 << _RETURNS.index(name) for name in ("softmax", "output32"))
 #: ``ch_rule_kind`` of the native interface.
-_SLOPE, _RELATIVE, _DENSE, _SOFTCAP = 1, 2, 3, 4
+SLOPE, RELATIVE, DENSE, SOFTCAP = 1, 2, 3, 4
 
 
 def gathers(want: Want) -> bool:
@@ -68,18 +73,25 @@ def _signed(seed: int) -> int:
     return seed - 2**64 if seed >= 2**63 else seed
 
 
-def _add_mask(options: dict[str, Any], problem: Problem, parts: Parts) -> Tensor | None:
+def mask_options(parts: Parts) -> dict[str, Any]:
+    """The operators' arguments for a mask's band, intervals and blocks."""
+    options: dict[str, Any] = {}
     if parts.before is not None:
         options["before"] = parts.before
     if parts.after is not None:
         options["after"] = parts.after
     if parts.runs is not None:
         options["start"], options["stop"] = parts.edges
+    if parts.blocks is not None:
+        options["blocks"], options["block_size"] = parts.blocks.table, parts.blocks.size
+    return options
+
+
+def _add_mask(options: dict[str, Any], problem: Problem, parts: Parts) -> Tensor | None:
+    options.update(mask_options(parts))
     allowed = parts.table(problem.indices()) if parts.rest or parts.dense is not None else None
     if allowed is not None:
         options["allowed"] = allowed
-    if parts.blocks is not None:
-        options["blocks"], options["block_size"] = parts.blocks.table, parts.blocks.size
     return allowed if parts.rest else None
 
 
@@ -89,7 +101,7 @@ def _add_rules(options: dict[str, Any], problem: Problem) -> None:
     tables: list[Tensor] = []
     for rule in problem.elementwise:
         if isinstance(rule, SoftCap):
-            kinds.append(_SOFTCAP)
+            kinds.append(SOFTCAP)
             values.append(rule.cap)
         else:
             kind, table = _table(rule)
@@ -103,12 +115,12 @@ def _add_rules(options: dict[str, Any], problem: Problem) -> None:
 def _table(rule: ScoreRule) -> tuple[int, Tensor]:
     """A rule's kind and its tensor as the kernels read it."""
     if isinstance(rule, Alibi):
-        return _SLOPE, rule.slopes.detach().to(torch.float32)
+        return SLOPE, rule.slopes.detach().to(torch.float32)
     if isinstance(rule, RelativeBias):
-        return _RELATIVE, rule.table.detach().to(torch.float32).contiguous()
+        return RELATIVE, rule.table.detach().to(torch.float32).contiguous()
     assert isinstance(rule, DenseBias)
     bias = rule.bias.detach().to(torch.float32)
-    return _DENSE, bias if bias.stride(3) == 1 or bias.shape[3] == 1 else bias.contiguous()
+    return DENSE, bias if bias.stride(3) == 1 or bias.shape[3] == 1 else bias.contiguous()
 
 
 @dataclass(frozen=True)

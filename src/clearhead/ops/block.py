@@ -1,21 +1,19 @@
-"""Whole blocks by the operators ``clearhead::block_forward`` and ``clearhead::block_backward``."""
+"""Whole blocks by the operators ``clearhead::block``, ``block_forward`` and ``block_backward``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from clearhead.backends.recorded import is_recorded, recorded_gradients
+from clearhead.choices import named
 from clearhead.shapes import Float
 
-__all__ = ["LEVELS", "Tape", "run_blocks"]
-
-#: Dropout of activations drops a whole number of so many (``CH_LEVELS``).
-LEVELS: Final = 65536
+__all__ = ["Tape", "run_blocks"]
 
 
 @dataclass
@@ -40,19 +38,17 @@ class Tape:
     def number(self, *values: float) -> None:
         self.numbers.extend(values)
 
-    def tensor(self, tensor: Tensor) -> None:
-        self.tensors.append(tensor)
-
     def optional(self, tensor: Tensor | None) -> None:
         """A flag, and the tensor where there is one."""
         self.integers.append(tensor is not None)
         if tensor is not None:
             self.tensors.append(tensor)
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> None:
-        """A linear layer."""
-        self.tensors.append(weight)
-        self.optional(bias)
+    def linears(self, layers: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        """The weight and bias of each linear layer."""
+        for weight, bias in layers:
+            self.tensors.append(weight)
+            self.optional(bias)
 
     def norm(self, kind: int, epsilon: float, weight: Tensor | None, bias: Tensor | None) -> None:
         """A norm."""
@@ -63,11 +59,12 @@ class Tape:
 
     def mask(self, options: Mapping[str, Any]) -> None:
         """A mask, from the arguments that ``clearhead.ops.attention.options_of`` gives for it."""
+        if not options:
+            self.integers += (0, 0, 0, 0, 0)
+            return
         for name in ("before", "after"):
             bound = options.get(name)
-            self.integers.append(bound is not None)
-            if bound is not None:
-                self.integers.append(bound)
+            self.integers += (0,) if bound is None else (1, bound)
         self.optional(options.get("start"))
         if "stop" in options:
             self.tensors.append(options["stop"])
@@ -80,9 +77,10 @@ class Tape:
         """Score rules, likewise."""
         kinds: Sequence[int] = options.get("rule_kinds", ())
         self.integers.append(len(kinds))
-        self.integers.extend(kinds)
-        self.numbers.extend(options.get("rule_values", ()))
-        self.tensors.extend(options.get("rule_tables", ()))
+        if kinds:
+            self.integers += kinds
+            self.numbers += options["rule_values"]
+            self.tensors += options["rule_tables"]
         self.optional(options.get("sink"))
 
 
@@ -95,9 +93,7 @@ class _Block(torch.autograd.Function):
     def forward(ctx: Any, tape: Tape, recompute: Recompute, sequences: int, *inputs: Tensor) -> Tensor:
         tokens, tensors = [*inputs[:sequences]], [*inputs[sequences:]]
         output: Tensor
-        output, *saved = torch.ops.clearhead.block_forward.default(
-            tokens, tensors, [], tape.integers, tape.numbers, True
-        )
+        output, *saved = torch.ops.clearhead.block_forward.default(tokens, tensors, tape.integers, tape.numbers)
         ctx.lists, ctx.sequences, ctx.recompute = (tape.integers, tape.numbers), sequences, recompute
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, *saved)
@@ -143,10 +139,22 @@ def run_blocks(
         tape: the blocks.
         recompute: the same op by op, of a single block that learns; None where no gradient is wanted.
     """
+    output: Tensor
     if recompute is None:
-        output: Tensor = torch.ops.clearhead.block_forward.default(
-            [*tokens], tape.tensors, tape.caches, tape.integers, tape.numbers, False
-        )[0]
-        return output
-    output = _Block.apply(tape, recompute, len(tokens), *tokens, *tape.tensors)  # type: ignore[no-untyped-call]
+        output = torch.ops.clearhead.block.default([*tokens], tape.tensors, tape.caches, tape.integers, tape.numbers)
+    else:
+        output = _Block.apply(tape, recompute, len(tokens), *tokens, *tape.tensors)  # type: ignore[no-untyped-call]
+    # What the operator refused did not run.
+    calls = named().fused_calls
+    if calls is not None:
+        calls.append(_kind(tape))
     return output
+
+
+def _kind(tape: Tape) -> str:
+    """What the blocks are, in a word."""
+    # The first four integers of block_read.cpp.
+    count, residual, _, attentions = tape.integers[:4]
+    if count > 1:
+        return "stack"
+    return "layer" if residual else "attention" if attentions else "feedforward"

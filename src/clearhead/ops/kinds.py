@@ -1,10 +1,22 @@
-"""Kinds that the operators take as numbers: activations, what their backward reads, and norms."""
+"""Limits of the operators, and the kinds that they take as numbers; tests hold them against clearhead_native.h."""
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Final
 
-__all__ = ["Activation", "Gate", "NormKind"]
+import torch
+
+__all__ = ["DTYPES", "MAX_BLOCK", "MAX_CHUNK", "MAX_HEAD_DIM", "MAX_RULES", "Activation", "Feature", "Gate", "NormKind"]
+
+MAX_HEAD_DIM: Final = 256
+MAX_RULES: Final = 8
+#: Positions of a mask's block: the field has 32 bits.
+MAX_BLOCK: Final = 2**31 - 1
+#: Tokens of a chunk of linear attention.
+MAX_CHUNK: Final = 256
+#: What the kernels read, in the order of ``ch_dtype``.
+DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Activation(IntEnum):
@@ -31,3 +43,11 @@ class NormKind(IntEnum):
     LAYER = 0
     RMS = 1
     RMS_FROM_ONE = 2
+
+
+class Feature(IntEnum):
+    """``ch_feature_map``."""
+
+    IDENTITY = 0
+    ELU = 1
+    RELU = 2

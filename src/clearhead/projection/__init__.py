@@ -1,9 +1,8 @@
 """Products of linear layers, forward and backward, by the path that the table of processors names."""
 
 from clearhead.projection.activations import ACTIVATIONS, Activation
-from clearhead.projection.chosen import DTYPES, Choice, check_variable, choice, choices, gemm_path
+from clearhead.projection.chosen import DTYPES, Choice, check_variable, choice, choices, gemm_path, takes_small
 from clearhead.projection.feedforward import project_activate, project_activate_project
-from clearhead.projection.feedforward_calls import FeedForwardBackward, FeedForwardForward, count_kept
 from clearhead.projection.paths import KINDS, NATIVE, Layer, Path, layers_of
 from clearhead.projection.products import (
     are_plain,
@@ -23,15 +22,12 @@ __all__ = [
     "NATIVE",
     "Activation",
     "Choice",
-    "FeedForwardBackward",
-    "FeedForwardForward",
     "Layer",
     "Path",
     "are_plain",
     "check_variable",
     "choice",
     "choices",
-    "count_kept",
     "gemm_path",
     "has_choice",
     "kernels_take",
@@ -41,6 +37,7 @@ __all__ = [
     "project_activate_project",
     "project_each",
     "recorded",
+    "takes_small",
     "unlooked",
     "unrecorded",
 ]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clearhead.backends.native_projection import Activation as Kind
-from clearhead.backends.native_projection import Gate
+from clearhead.ops.kinds import Activation as Kind
+from clearhead.ops.kinds import Gate
 
 __all__ = ["ACTIVATIONS", "Activation"]
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clearhead.backends import native_projection as kernels
+from clearhead.ops.library import library
+from clearhead.torch_private import onednn_linear
 
 __all__ = ["KINDS", "NATIVE", "ONEDNN", "PATHS", "TORCH", "Layer", "Path", "Term", "flat", "layers_of"]
 
@@ -21,6 +23,8 @@ KINDS: Final = ("forward", "input gradient", "weight gradient")
 Layer: TypeAlias = tuple[Tensor, Tensor | None]
 #: An output's gradient ``[*batch, out]`` and the weight ``[out, in]`` it goes back through.
 Term: TypeAlias = tuple[Tensor, Tensor]
+#: Gradients that one of the kernels' GEMMs sums.
+MAX_TERMS: Final = 4
 #: Rows that one of oneDNN's products sums over: longer sums are slower there, and less exact.
 _BLOCK: Final = 512
 
@@ -66,25 +70,32 @@ def _torch_weight_gradient(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor,
 def _onednn_absent(dtype: torch.dtype) -> str | None:
     if not torch.backends.mkldnn.is_available():
         return "this torch was built without oneDNN"
-    operators = getattr(torch.ops, "mkldnn", None)
-    if not hasattr(operators, "_linear_pointwise"):
+    if onednn_linear() is None:
         return "this torch has no operator mkldnn::_linear_pointwise"
-    # A processor without AVX-512: the operator would raise.
-    knows = getattr(operators, "_is_mkldnn_bf16_supported", None)
-    if dtype is torch.bfloat16 and knows is not None and not knows():
-        return "oneDNN has no bfloat16 products on this processor"
-    return None
+    return None if dtype is not torch.bfloat16 or _onednn_has_bfloat16() else "oneDNN has no bfloat16 on this processor"
+
+
+@cache
+def _onednn_has_bfloat16() -> bool:
+    """Whether oneDNN computes in bfloat16 here: without AVX-512 the operator raises."""
+    one = torch.ones(1, 1, dtype=torch.bfloat16, device="cpu")
+    try:
+        _onednn(one, one)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _kernels_absent(_dtype: torch.dtype) -> str | None:
-    return kernels.absent()
+    return None if library() is not None else "the CPU kernels are not here"
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # oneDNN reads a bias as if it were dense, whatever its stride is.
     dense = None if bias is None else bias.contiguous()
-    output: Tensor = torch.ops.mkldnn._linear_pointwise.default(_dense(x), _dense(weight), dense, "none", [], "")
-    return output
+    linear = onednn_linear()
+    assert linear is not None
+    return linear(_dense(x), _dense(weight), dense, "none", [], "")
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -117,24 +128,22 @@ def layers_of(tensors: Sequence[Tensor | None]) -> list[Layer]:
 
 
 def _kernel_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    output = kernels.layer_product(flat(x), weight, bias)
-    return output if x.dim() == 2 else output.view(*x.shape[:-1], weight.shape[0])
+    output: Tensor = torch.ops.clearhead.linear.default(x, weight, bias)
+    return output
 
 
 def _kernel_input_gradient(terms: Sequence[Term]) -> Tensor:
-    grad, weight = terms[0]
-    together = [terms[first : first + kernels.MAX_TERMS] for first in range(0, len(terms), kernels.MAX_TERMS)]
-    found = [kernels.product([(flat(grad), weight) for grad, weight in some]) for some in together]
-    total = found[0] if len(found) == 1 else torch.stack(found).sum(0)
-    return total.view(*grad.shape[:-1], weight.shape[1])
+    together = [terms[first : first + MAX_TERMS] for first in range(0, len(terms), MAX_TERMS)]
+    found: list[Tensor] = [
+        torch.ops.clearhead.linear_input_gradient.default([grad for grad, _ in some], [weight for _, weight in some])
+        for some in together
+    ]
+    return found[0] if len(found) == 1 else torch.stack(found).sum(0)
 
 
 def _kernel_weight_gradient(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
-    found = kernels.WeightGradients([(grad, x)], True, sums)
-    kernels.run_all(found.products)
-    weight, row_sums = found.found()
-    assert weight is not None
-    return weight, row_sums
+    weight, bias = torch.ops.clearhead.linear_weight_gradient.default(grad, x, sums)
+    return weight, bias if sums else None
 
 
 TORCH: Final = Path("torch", lambda _dtype: None, F.linear, _added(torch.matmul), _torch_weight_gradient)

@@ -7,15 +7,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from clearhead import choices as table
 from clearhead.projection.chosen import DTYPES, choice, large_enough, path_for, takes_small
 from clearhead.projection.paths import NATIVE, TORCH, Path, Term
 from clearhead.shapes import Float
+from clearhead.tensors import has_memory, traces
+from clearhead.torch_private import base_of, differentiates_forward, has_dispatch_mode, has_function_mode, transforms
 
 __all__ = ["has_choice", "kernels_take", "project", "project_each", "recorded", "unlooked", "unrecorded"]
 
@@ -132,7 +131,7 @@ class _Projections(torch.autograd.Function):
 
 def own(output: Tensor) -> Tensor:
     """An output that may be changed in place: autograd refuses that where a function returned a view."""
-    return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
+    return output if base_of(output) is None else output.clone()
 
 
 def recorded(*grads: Tensor) -> bool:
@@ -140,7 +139,7 @@ def recorded(*grads: Tensor) -> bool:
 
     A second derivative is wanted, somebody looks on, or one is no plain tensor, or many at once (``is_grads_batched``).
     """
-    plain = all(type(grad) is Tensor and not torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
+    plain = all(type(grad) is Tensor and has_memory(grad) for grad in grads)
     return torch.is_grad_enabled() or not plain or watched()
 
 
@@ -174,7 +173,7 @@ def has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether another path than torch's own may compute this: size, shapes that fit, plain tensors, and nobody
     watching operators."""
     # In this order: what is compiled or traced must not look further.
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or type(x) not in _TYPES:
+    if torch.compiler.is_compiling() or traces() or type(x) not in _TYPES:
         return False
     if weight.dim() != 2:
         return False
@@ -239,7 +238,7 @@ def _plain(tensor: Tensor) -> bool:
 
 def unrecorded() -> bool:
     """Whether nobody traces, changes or records what operators do."""
-    return torch._C._get_tracing_state() is None and not watched()
+    return not (traces() or watched())
 
 
 def watched() -> bool:
@@ -249,9 +248,4 @@ def watched() -> bool:
 
 def unlooked() -> bool:
     """Whether no transformation and no mode looks at operators."""
-    return not (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack() > 0
-        or any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
-    )
+    return not (transforms() or differentiates_forward() or has_dispatch_mode() or has_function_mode())

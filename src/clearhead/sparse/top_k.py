@@ -22,13 +22,14 @@ from clearhead.scores import ScoreRule, check_reached, differentiated
 from clearhead.shapes import Bool, Float, Int
 from clearhead.statistics import Want
 from clearhead.torch_op import Operator, output_like
+from clearhead.torch_private import transforms
 
 __all__ = ["top_k_attention"]
 
 _NAME: Final = "top_k_attention"
 
 #: Numbers of gathered keys held at once: 1 MiB in float32, which stays in a core's cache with its values beside it.
-_STRIP_NUMBERS: Final = 2**18
+STRIP_ELEMENTS: Final = 2**18
 
 
 def top_k_attention(
@@ -94,7 +95,7 @@ def top_k_attention(
 
 
 def _attend(problem: Problem, k: int, backend: str) -> list[Tensor]:
-    if torch._C._are_functorch_transforms_active():
+    if transforms():
         raise UnsupportedError.about(
             _NAME, "query", must="be seen outside of torch.func", got="a transform such as vmap or grad",
             then="Give batches as the first axis, and differentiate with torch.autograd.",
@@ -159,7 +160,7 @@ def _strips(problem: Problem, keys: Tensor) -> Iterator[_Strip]:
     if keys.shape[3] == 0:
         return
     width = max(problem.head_dim, problem.value_dim)
-    step = max(1, _STRIP_NUMBERS // max(1, problem.batch * problem.num_heads * keys.shape[3] * width))
+    step = max(1, STRIP_ELEMENTS // max(1, problem.batch * problem.num_heads * keys.shape[3] * width))
     for start in range(0, problem.q_len, step):
         queries = slice(start, min(start + step, problem.q_len))
         k_pos = keys[:, :, queries]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from clearhead.train.options import TrainingOptions
 
@@ -64,7 +65,7 @@ class Average:
             return
         decay = min(self.decay, (1 + step) / (10 + step))
         own = [value for _, value in self._floats()]
-        torch._foreach_lerp_(list(self.weights.values()), own, 1 - decay)
+        get_ema_multi_avg_fn(decay)(list(self.weights.values()), own, step)
 
     @contextmanager
     def lent(self) -> Iterator[None]:

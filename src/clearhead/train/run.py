@@ -15,8 +15,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from clearhead.backends.native_library import isa_name
 from clearhead.errors import DataError
+from clearhead.ops.library import isa_name
 from clearhead.projection import KINDS, choice
 from clearhead.train.checkpoint import Place, load_state, load_weights, save_state, weights_of
 from clearhead.train.files import (

@@ -1,4 +1,4 @@
-"""Gradients of a layer in one step: those that are needed, recorded ones, many at once."""
+"""Gradients of a fused layer: those that are needed, second ones, many at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.backends import native_projection
+from tests.agreement import needs_native
 from tests.budget import within_budget
 from tests.nn.layers.definition import (
     block,
@@ -19,7 +19,7 @@ from tests.nn.layers.definition import (
     draw,
     factors_of,
     formula,
-    is_layer,
+    fused,
     numbers,
     same,
     seeds_of,
@@ -27,7 +27,7 @@ from tests.nn.layers.definition import (
     upstream_of,
 )
 
-pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
+pytestmark = needs_native
 
 # ---- gradients that are not needed --------------------------------------------------------------------------
 
@@ -76,10 +76,9 @@ def test_only_the_gradients_that_are_needed(norm_first: bool, gated: bool, dropo
     textbook, exact = (dict(zip(inputs, text, strict=True)) for text in texts)
     for name, part in inputs.items():
         part.requires_grad_(FROZEN[needed](name))
-    for _ in range(4):
+    for _ in range(2):
         torch.manual_seed(7)
-        output = own(x, mask=mask)
-        assert is_layer(output)
+        output = fused(own, x, mask=mask)
         output.backward(upstream_of(output))
         for name, part in inputs.items():
             if not FROZEN[needed](name):
@@ -97,8 +96,8 @@ def test_only_the_gradients_that_are_needed(norm_first: bool, gated: bool, dropo
 def test_where_nothing_learns() -> None:
     own, x = block().requires_grad_(False), tokens().detach()
     right = formula(copy.deepcopy(own).double(), x.double())
-    for _ in range(4):
-        output = own(x)
+    for _ in range(2):
+        output = fused(own, x)
         assert output.grad_fn is None
         within_budget("output", output, formula(own, x), right, terms=128)
 
@@ -106,12 +105,21 @@ def test_where_nothing_learns() -> None:
 # ---- autograd -----------------------------------------------------------------------------------------------
 
 
+SECOND: dict[str, dict[str, Any]] = {
+    "gelu": {},
+    "relu": {"activation": "relu"},
+    "silu, gated": {"activation": "silu", "gated": True},
+    "rotary, grouped heads, rms": {"rotary": 20.0, "num_kv_heads": 2, "norm": "rms"},
+    "rules": {"scores": [ch.Alibi(4), ch.SoftCap(2.0)]},
+}
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
 def test_gradients_that_are_recorded(norm_first: bool, gated: bool, dropout: float) -> None:
     own, x = block(norm_first=norm_first, dropout=dropout, gated=gated), tokens()
-    for _ in range(4):
+    for _ in range(2):
         torch.manual_seed(7)
         output = own(x)
         found = torch.autograd.grad(output, [x, *own.parameters()], upstream_of(output), create_graph=True)
@@ -120,17 +128,17 @@ def test_gradients_that_are_recorded(norm_first: bool, gated: bool, dropout: flo
         budget_of(own, x, None, [output.detach(), *(part.detach() for part in found)], factors)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "relu", "silu"])
+@pytest.mark.parametrize("options", SECOND.values(), ids=SECOND)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
-def test_second_derivatives_where_attention_has_no_part_in_them(
-    norm_first: bool, dropout: float, activation: str
+def test_second_derivatives_of_tokens_and_every_parameter(
+    norm_first: bool, dropout: float, options: dict[str, Any]
 ) -> None:
-    own, x = block(norm_first=norm_first, dropout=dropout, activation=activation), tokens().detach()
-    factors = factors_of(own, x, seeds_of(own))
+    own, x = block(norm_first=norm_first, dropout=dropout, **options), tokens()
+    mask, factors = ch.Padding(torch.tensor([7, 3])), factors_of(own, x, seeds_of(own))
 
     def seconds(own: Any, x: Tensor, call: Callable[[Any, Tensor], Tensor]) -> list[Tensor]:
-        learned = [*own.feedforward.parameters(), *own.feedforward_norm.parameters()]
+        learned = [x, *own.parameters()]
         torch.manual_seed(7)
         output = call(own, x)
         first = torch.autograd.grad((output * upstream_of(output)).square().sum(), learned, create_graph=True)
@@ -138,19 +146,32 @@ def test_second_derivatives_where_attention_has_no_part_in_them(
         return list(torch.autograd.grad(total, learned))
 
     def plainly(own: Any, x: Tensor) -> Tensor:
-        return formula(own, x, None, factors)
+        return formula(own, x, mask, factors)
 
-    found = seconds(own, x, lambda own, x: own(x))
-    textbook, exact = seconds(own, x, plainly), seconds(copy.deepcopy(own).double(), x.double(), plainly)
+    found = seconds(own, x, lambda own, x: fused(own, x, mask=mask))
+    textbook = seconds(own, x, plainly)
+    exact = seconds(copy.deepcopy(own).double(), x.detach().double().requires_grad_(), plainly)
     for place, three in enumerate(zip(found, textbook, exact, strict=True)):
         within_budget(str(place), *three, terms=128)
 
 
-def test_its_gradients_tell_that_attention_has_no_second() -> None:
-    own, x = block(), tokens()
-    (grad,) = torch.autograd.grad(own(x).square().sum(), x, create_graph=True)
-    with pytest.raises(ch.UnsupportedError):
-        grad.sum().backward()
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+def test_many_gradients_at_once(norm_first: bool) -> None:
+    own, x = block(norm_first=norm_first), tokens()
+    upstream = torch.stack([draw(2, 7, 32, seed=seed) for seed in (3, 9)])
+    inputs = [x, *own.parameters()]
+    many = torch.autograd.grad(fused(own, x), inputs, upstream, is_grads_batched=True)
+    for place, one in enumerate(upstream):
+        budget_of(own, x, None, [own(x).detach(), *(part[place] for part in many)], upstream=one)
+
+
+def test_jacobians_in_one_batch() -> None:
+    own, x = block(width=8, heads=2), tokens(batch=1, length=3, width=8)
+    found = torch.autograd.functional.jacobian(own, x, vectorize=True)
+    wide = copy.deepcopy(own).double()
+    textbook = torch.autograd.functional.jacobian(lambda x: formula(own, x), x)
+    exact = torch.autograd.functional.jacobian(lambda x: formula(wide, x), x.double())
+    within_budget("jacobian", found, textbook, exact, terms=32)
 
 
 def test_backward_twice() -> None:
@@ -163,33 +184,10 @@ def test_backward_twice() -> None:
 
 
 @pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
-def test_many_gradients_at_once(norm_first: bool) -> None:
-    """Behind the attention, which takes one at a time and says so."""
-    own, x = block(norm_first=norm_first), tokens()
-    learned = [*own.feedforward.parameters(), *own.feedforward_norm.parameters()]
-    upstream = torch.stack([draw(2, 7, 32, seed=seed) for seed in (3, 9)])
-    with pytest.raises(ch.UnsupportedError, match="is_grads_batched"):
-        torch.autograd.grad(own(x), [x], upstream, is_grads_batched=True)
-    x = x.detach()
-    for part in (*own.attention.parameters(), *own.attention_norm.parameters()):
-        part.requires_grad_(False)
-    output = own(x)
-    assert is_layer(output)
-    many = torch.autograd.grad(output, learned, upstream, is_grads_batched=True, retain_graph=True)
-    wide = copy.deepcopy(own).double()
-    wide_learned = [*wide.feedforward.parameters(), *wide.feedforward_norm.parameters()]
-    for place, one in enumerate(upstream):
-        textbook = torch.autograd.grad(formula(own, x), learned, one)
-        exact = torch.autograd.grad(formula(wide, x.double()), wide_learned, one.double())
-        for own_part, *two in zip(many, textbook, exact, strict=True):
-            within_budget(str(place), own_part[place], *two, terms=128)
-
-
-@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
 def test_what_is_saved_may_be_kept_elsewhere(norm_first: bool) -> None:
     own, x = block(norm_first=norm_first, dropout=0.2), tokens()
     right = numbers(own, x)
-    for _ in range(4):
+    for _ in range(2):
         with torch.autograd.graph.saved_tensors_hooks(lambda one: one.clone(), lambda one: one):
             same(numbers(own, x), right)
         with torch.autograd.graph.save_on_cpu():
@@ -204,12 +202,9 @@ def test_an_output_may_be_changed_in_place() -> None:
     assert torch.equal(torch.autograd.grad(output.sum(), x)[0], plain)
 
 
-@pytest.mark.parametrize("calls", [0, 3])
-def test_what_is_changed_before_backward_is_told(calls: int) -> None:
+def test_what_is_changed_before_backward_raises() -> None:
     own = block()
     for change in (own.feedforward.contract.weight, own.attention_norm.weight, own.attention.key_projection.weight):
-        for _ in range(calls):
-            own(tokens()).sum().backward()
         output = own(tokens())
         with torch.no_grad():
             change.add_(1.0)

@@ -1,4 +1,4 @@
-"""A whole layer in one step, of any size: the definition's numbers within the budget, the same bits on every call."""
+"""Fused layers of any size: the definition's values within the error budget, the same bits on every call."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import clearhead as ch
-from clearhead.backends import native_projection
 from clearhead.nn import DecoderBlock
+from tests.agreement import needs_native
 from tests.nn.layers.definition import (
     DTYPES,
     KINDS,
@@ -22,11 +22,12 @@ from tests.nn.layers.definition import (
     block,
     by_modules,
     checked,
-    is_layer,
+    fused,
     tokens,
+    unfused,
 )
 
-pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
+pytestmark = needs_native
 
 #: Every layer under one mask, and one under every mask.
 CASES = [(*within, MASK_IDS[place % 2]) for place, within in enumerate(WITHIN)]
@@ -94,7 +95,7 @@ def test_a_norm_of_another_width_is_refused() -> None:
 def test_a_norm_in_float32_in_a_layer_of_16_bits() -> None:
     own, x = block(dtype=torch.bfloat16), tokens(torch.bfloat16)
     own.feedforward_norm.float()
-    assert not is_layer(own(x))
+    unfused(own, x)
     assert torch.equal(own(x), by_modules(own, x))
 
 
@@ -109,9 +110,8 @@ def test_both_forms_of_gelu(activation: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_without_gradients_too(dtype: torch.dtype, norm_first: bool) -> None:
     own, x = block(dtype=dtype, norm_first=norm_first), tokens(dtype)
-    right = own(x, mask=ch.Causal())
-    assert is_layer(right)
+    right = fused(own, x, mask=ch.Causal())
     for context in (torch.no_grad, torch.inference_mode):
-        for _ in range(4):
+        for _ in range(2):
             with context():
                 assert torch.equal(own(x, mask=ch.Causal()), right)

@@ -1,4 +1,4 @@
-"""Score rules within a layer in one step: their tensors are read where they lie, and shared ones once."""
+"""Score rules within a fused layer, alone and shared by the layers of a stack."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import clearhead as ch
-from clearhead.backends import native_prepared, native_projection
-from clearhead.nn import Decoder, DecoderBlock, Encoder, MultiHeadAttention, step
-from clearhead.nn.rule_tensors import RuleTensors
+from clearhead.nn import Decoder, DecoderBlock, Encoder, MultiHeadAttention
+from tests.agreement import needs_native
 from tests.budget import within_budget
 from tests.nn.layers.definition import (
     DTYPES,
@@ -27,13 +26,13 @@ from tests.nn.layers.definition import (
     decoded,
     draw,
     formula,
-    is_layer,
+    fused,
     numbers,
     same,
     tokens,
 )
 
-pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
+pytestmark = needs_native
 
 LENGTH = 37
 
@@ -49,11 +48,13 @@ RULES: dict[str, list[ch.ScoreRule]] = {
     "sink": [ch.Sink(drawn(4))],
     "all of them": [ch.SoftCap(2.0), ch.Alibi(4), ch.RelativeBias(drawn(4, 5)), ch.Sink(drawn(4))],
 }
+#: With a bias for seven queries and keys.
+DENSE = RULES | {"dense bias": [ch.DenseBias(drawn(4, 7, 7))], "one for all heads": [ch.DenseBias(drawn(7, 7))]}
 NAMES = pytest.mark.parametrize("name", RULES)
 
 
 def fresh(name: str) -> list[ch.ScoreRule]:
-    return [rule.mapped(torch.clone) for rule in RULES[name]]
+    return [rule.mapped(torch.clone) for rule in DENSE[name]]
 
 
 def held_against(own: Any, found: Tensor, x: Tensor) -> None:
@@ -66,7 +67,7 @@ def held_against(own: Any, found: Tensor, x: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
 @pytest.mark.parametrize("kind", KINDS)
-@NAMES
+@pytest.mark.parametrize("name", DENSE)
 def test_output_and_every_gradient(
     name: str, kind: type[Block], norm_first: bool, dtype: torch.dtype, mask: ch.Mask | None
 ) -> None:
@@ -75,16 +76,16 @@ def test_output_and_every_gradient(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @NAMES
-def test_with_a_cache(name: str, dtype: torch.dtype, taken: list[str]) -> None:
+def test_with_a_cache(name: str, dtype: torch.dtype, kinds: list[str]) -> None:
     own, x = block(DecoderBlock, dtype, scores=fresh(name)), draw(2, LENGTH, 32, dtype=dtype)
     for calls in ((9, *[1] * 28), (1,) * LENGTH, (3, 1, 5, 1, 1, 20, 2, 4)):
         held_against(own, decoded(own, x, calls, cache=ch.KVCache()), x)
-    assert set(taken) == {"LayerStep"}
+    assert set(kinds) == {"layer"}
 
 
 @pytest.mark.parametrize("kind", [Decoder, Encoder])
 @NAMES
-def test_layers_that_share_their_rules(name: str, kind: Any, taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_share_their_rules(name: str, kind: Any, kinds: list[str]) -> None:
     torch.manual_seed(1)
     own, x = kind(32, 4, 3, scores=fresh(name), dropout=0.0).eval(), draw(2, 9, 32)
     with torch.no_grad():
@@ -94,21 +95,18 @@ def test_layers_that_share_their_rules(name: str, kind: Any, taken: list[str], m
         right = own.norm(right)
         for _ in range(3):
             torch.testing.assert_close(own(x), right, rtol=1e-5, atol=1e-5)
-        # From now on nothing is written down.
-        monkeypatch.setattr(native_prepared, "run", None)
-        torch.testing.assert_close(own(x), right, rtol=1e-5, atol=1e-5)
-    assert taken == ["StackStep"] * 4
+    assert kinds == ["stack"] * 3
 
 
 @NAMES
-def test_a_stack_token_by_token(name: str, taken: list[str]) -> None:
+def test_a_stack_token_by_token(name: str, kinds: list[str]) -> None:
     torch.manual_seed(1)
     own, x = Decoder(32, 4, 3, scores=fresh(name), rotary=True, dropout=0.0).eval(), draw(2, LENGTH, 32)
     with torch.no_grad():
         right = own(x)
     found = decoded(own, x, [9, *[1] * 28], cache=own.new_cache())
     torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
-    assert set(taken) == {"StackStep"}
+    assert set(kinds) == {"stack"}
 
 
 def _written_into(part: nn.Module) -> None:
@@ -137,7 +135,7 @@ def _loaded(part: nn.Module) -> None:
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["attention", "block", "stack"])
-def test_tensors_that_change(kind: str, dtype: torch.dtype, learned: bool, change: Any, taken: list[str]) -> None:
+def test_tensors_that_change(kind: str, dtype: torch.dtype, learned: bool, change: Any, kinds: list[str]) -> None:
     torch.manual_seed(1)
     table = drawn(4, 9)
     scores = [ch.RelativeBias(nn.Parameter(table) if learned else table), ch.Alibi(4)]
@@ -171,13 +169,13 @@ def test_tensors_that_change(kind: str, dtype: torch.dtype, learned: bool, chang
             for _ in range(3):
                 exact = right(copy.deepcopy(own).double(), x.double())
                 within_budget("output", own(x), right(own, x), exact, terms=2 * 9, dtype=dtype)
-    assert len(taken) == 9
+    assert len(kinds) == 9
 
 
 @NAMES
-def test_who_watches_sees_the_same_bits(name: str) -> None:
+def test_observation_gives_the_same_bits(name: str) -> None:
     own, x = block(DecoderBlock, scores=fresh(name)), tokens()
-    alone = [numbers(own, x) for _ in range(3)]
+    alone = [numbers(own, x)]
     with ch.observe(own, ch.Want(entropy=True)) as seen:
         watched = numbers(own, x, layer=False)
     assert len(list(seen)) == 1
@@ -186,7 +184,7 @@ def test_who_watches_sees_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["relative bias", "sink"])
-def test_rules_that_learn_go_in_parts_and_are_a_step_without_gradients(rule: str, taken: list[str]) -> None:
+def test_rules_that_learn_are_fused_without_gradients_alone(rule: str, kinds: list[str]) -> None:
     own, x = block(scores=[each.mapped(nn.Parameter) for each in fresh(rule)]), tokens()
     for _ in range(3):
         found = numbers(own, x, layer=False)
@@ -195,7 +193,7 @@ def test_rules_that_learn_go_in_parts_and_are_a_step_without_gradients(rule: str
             torch.testing.assert_close(own(x), found[0], rtol=1e-5, atol=1e-5)
             for part in own.parameters():
                 part.add_(0.01)
-    assert taken == ["LayerStep"] * 3
+    assert kinds == ["layer"] * 3
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
@@ -207,7 +205,11 @@ def test_a_hidden_token_that_is_not_finite(bad: float) -> None:
     spoiled[1, 5] = bad
     found = numbers(own, spoiled.requires_grad_(), mask, upstream=upstream)
     rows = [place for place in range(7) if place != 5]
-    same([found[0][0], found[0][1, rows], found[1][0]], [right[0][0], right[0][1, rows], right[1][0]])
+    same([found[0][0], found[0][1, rows]], [right[0][0], right[0][1, rows]])
+    wide, exact_x = copy.deepcopy(own).double(), x.detach().double().requires_grad_()
+    textbook = torch.autograd.grad(formula(own, x, mask), x, upstream)[0]
+    exact = torch.autograd.grad(formula(wide, exact_x, mask), exact_x, upstream.double())[0]
+    within_budget("dx", found[1][0], textbook[0], exact[0], terms=128)
 
 
 def test_gradients_that_are_recorded() -> None:
@@ -217,17 +219,15 @@ def test_gradients_that_are_recorded() -> None:
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_writing_into_a_rule_before_backward_is_told() -> None:
+def test_writing_into_a_rule_before_backward_raises() -> None:
     own, x = block(scores=fresh("alibi")), tokens()
-    output = own(x)
-    assert is_layer(output)
+    output = fused(own, x)
     own.attention.scores[0].slopes.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
 
 
 def test_other_rules_of_the_same_sizes_in_turn() -> None:
-    """Caps, kinds and which layer reads which tensor tell calls apart."""
     x, table = draw(2, 9, 32), drawn(4, 9)
     found = [
         [ch.SoftCap(1.0)], [ch.SoftCap(2.0)], [ch.Alibi(4)], [ch.Sink(ch.Alibi(4).slopes.clone())],
@@ -240,13 +240,3 @@ def test_other_rules_of_the_same_sizes_in_turn() -> None:
         for _ in range(4):
             for own, right in zip(owns, rights, strict=True):
                 torch.testing.assert_close(own(x), right, rtol=1e-5, atol=1e-5)
-    assert len(step._KEPT.steps) == len(found)
-
-
-def test_each_tensor_is_listed_once() -> None:
-    one, two = torch.zeros(4), torch.ones(4)
-    rules = [(ch.Sink(one), ch.SoftCap(1.0)), (), (ch.Sink(two), ch.Sink(one))]
-    found = RuleTensors.of(rules)
-    assert [tensor is own for tensor, own in zip(found.tensors, (one, two), strict=True)] == [True, True]
-    assert found.places == ((0,), (), (1, 0))
-    assert RuleTensors.of([(), ()]) == ((), ((), ()), False)

@@ -1,0 +1,15 @@
+// The C functions of the memory that freed results leave.
+#include <stdint.h>
+
+#include "clearhead_native.h"
+#include "memory.h"
+
+extern "C" {
+
+int64_t ch_kept_memory(void) { return static_cast<int64_t>(clearhead::kept_memory()); }
+
+int64_t ch_keep_memory(int64_t bytes) {
+  return static_cast<int64_t>(bytes < 0 ? clearhead::memory_limit() : clearhead::keep_at_most(static_cast<size_t>(bytes)));
+}
+
+}  // extern "C"

@@ -1,0 +1,287 @@
+"""Attention in graphs of torch.compile and torch.export by one C++ operator, which AOTInductor runs without Python.
+
+``clearhead::attention_compiled`` is ``attention_forward`` with autograd registered (docs/adr/0005). Its gradients have
+a Python body: where NaN or infinity meets a mask they are computed a second time without them, which no graph can say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from clearhead.backends import native
+from clearhead.masks import Causal, Mask, Window
+from clearhead.masks.parts import band_of
+from clearhead.ops.attention import DENSE, RELATIVE, SLOPE, SOFTCAP, Saved
+from clearhead.ops.kinds import DTYPES, MAX_HEAD_DIM, MAX_RULES
+from clearhead.ops.library import reason
+from clearhead.problem import Problem
+from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
+from clearhead.torch_private import constant_when_compiled
+
+__all__ = ["attention"]
+
+_LSE, _SOFTMAX, _OUTPUT32 = 1, 2, 4
+_FLOAT32: Final = torch.finfo(torch.float32)
+#: Lengths and positions that the kernels take.
+_MOST: Final = 2**30
+_KINDS: Final = {Alibi: SLOPE, RelativeBias: RELATIVE, DenseBias: DENSE, SoftCap: SOFTCAP}
+#: Places of the operator's arguments.
+_QUERY_OFFSET, _RULE_KINDS, _RULE_VALUES, _RULE_TABLES, _SINK = 9, 15, 16, 17, 18
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | None,
+    scores: Sequence[ScoreRule],
+    scale: float | None,
+    dropout: float,
+    query_offset: int | None,
+    backend: str,
+) -> Tensor | None:
+    """A call that the compiler traces, by the operator.
+
+    Args:
+        query: as ``clearhead.attention`` takes it, and so are the other arguments.
+        key: likewise.
+        value: likewise.
+        mask: likewise.
+        scores: likewise, as a sequence.
+        scale: likewise.
+        dropout: likewise.
+        query_offset: likewise.
+        backend: likewise.
+
+    Returns:
+        The output; None where the mask is no band of positions, something is dropped, a rule is a user's function, or
+        an argument is wrong: the operators of ``torch_op`` compute it, or say why not.
+    """
+    band = (None, None) if mask is None else band_of(mask)
+    if band is None or backend not in ("auto", native.BACKEND.name) or dropout or not _has_operator():
+        return None
+    if not all(2 <= part.ndim <= 4 for part in (query, key, value)):
+        return None
+    leading = query.ndim - 2
+    query, key, value = (
+        part if part.ndim == 4 else part.reshape((1,) * (4 - part.ndim) + part.shape) for part in (query, key, value)
+    )
+    reads_positions = mask is not None or any(rule.position_dependent for rule in scores)
+    if not (_fit(query, key, value) and _rules_fit(scores, query, key)):
+        return None
+    if query_offset is None and reads_positions and query.shape[2] != key.shape[2]:
+        return None
+    offset = 0 if query_offset is None else query_offset
+    factor = query.shape[3] ** -0.5 if scale is None else scale
+    if not (isinstance(offset, int) and -_MOST < offset < _MOST and isinstance(factor, float)):
+        return None
+    if not (factor == 0.0 or _FLOAT32.tiny <= abs(factor) <= _FLOAT32.max):
+        return None
+    output = _call(query, key, value, factor, *band, offset, scores)
+    return output if leading == 2 else output.reshape(output.shape[2 - leading :])
+
+
+@constant_when_compiled
+def _has_operator() -> bool:
+    if reason() is not None:
+        return False
+    _register()
+    return True
+
+
+def _fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernels read these tensors, ``[batch, heads, len, channels]`` each."""
+    for part in (query, key, value):
+        if part.device.type != "cpu" or part.layout is not torch.strided or part.is_nested:
+            return False
+        if part.dtype is not query.dtype or part.shape[0] != query.shape[0] or not 1 <= part.shape[3] <= MAX_HEAD_DIM:
+            return False
+    if query.dtype not in DTYPES or key.shape[3] != query.shape[3] or key.shape[1:3] != value.shape[1:3]:
+        return False
+    return key.shape[1] > 0 and query.shape[1] % key.shape[1] == 0
+
+
+def _rules_fit(rules: Sequence[ScoreRule], query: Tensor, key: Tensor) -> bool:
+    """Whether the kernels take the rules, and have gradients of those that learn."""
+    if len(rules) > MAX_RULES or any(type(rule) is not Sink and type(rule) not in _KINDS for rule in rules):
+        return False
+    for kind in (Sink, SoftCap):
+        if sum(type(rule) is kind for rule in rules) > 1:
+            return False
+    heads = query.shape[1]
+    for rule in rules:
+        if isinstance(rule, SoftCap) and not _FLOAT32.tiny <= rule.cap <= _FLOAT32.max:
+            return False
+        for tensor in rule.tensors():
+            if tensor.device.type != "cpu" or tensor.dtype not in DTYPES:
+                return False
+            learned = torch.is_grad_enabled() and tensor.requires_grad
+            if isinstance(rule, DenseBias):
+                sizes = (query.shape[0], heads, query.shape[2], key.shape[2])
+                if any(length not in (1, size) for length, size in zip(tensor.shape, sizes, strict=True)):
+                    return False
+                if learned and tensor.shape[3] != key.shape[2]:
+                    return False
+            elif tensor.shape[0] not in (1, heads) or (learned and isinstance(rule, Alibi)):
+                return False
+    return True
+
+
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    before: int | None,
+    after: int | None,
+    query_offset: int,
+    rules: Sequence[ScoreRule],
+) -> Tensor:
+    kinds: list[int] = []
+    values: list[float] = []
+    tables: list[Tensor] = []
+    sink = None
+    for rule in rules:
+        wide = [part if part.dtype is torch.float32 else part.to(torch.float32) for part in rule.tensors()]
+        if isinstance(rule, Sink):
+            (sink,) = wide
+            continue
+        kinds.append(_KINDS[type(rule)])
+        if isinstance(rule, SoftCap):
+            values.append(rule.cap)
+        # A bias may be expanded.
+        strided = isinstance(rule, DenseBias) and wide[0].stride(3) == 1
+        tables += wide if strided else [part.contiguous() for part in wide]
+    learned = torch.is_grad_enabled() and any(
+        part.requires_grad for part in (query, key, value, *tables, *([] if sink is None else [sink]))
+    )
+    returns = (_SOFTMAX | _OUTPUT32 | (0 if sink is None else _LSE)) if learned else 0
+    results: list[Tensor] = torch.ops.clearhead.attention_compiled.default(
+        query, key, value, scale, returns, before, after, 0.0, 0, query_offset, None, None, None, None, 0,
+        kinds or None, values or None, tables or None, sink,
+    )  # fmt: skip
+    return results[0]
+
+
+# ---- autograd ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _register() -> None:
+    name = "clearhead::attention_compiled"
+    gradients = torch.library.custom_op(f"{name}_gradients", _gradients, mutates_args=())
+    gradients.register_fake(_gradients_like)
+    torch.library.register_autograd(name, _backward, setup_context=_save)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    query, key, value, scale, returns, before, after, *_ = inputs
+    tables, sink = inputs[_RULE_TABLES] or [], inputs[_SINK]
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    others = [*output[1:], *tables, *([] if sink is None else [sink])]
+    ctx.save_for_backward(query, key, value, *others)
+    ctx.counts, ctx.has_sink, ctx.returns = (len(output) - 1, len(tables)), sink is not None, returns
+    lists = ([*(inputs[place] or ())] for place in (_RULE_KINDS, _RULE_VALUES))
+    ctx.numbers = (scale, before, after, inputs[_QUERY_OFFSET], *lists)
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    # The dispatcher leaves out trailing arguments that equal their defaults.
+    gradients_of_inputs: list[Any] = [None] * len(ctx.needs_input_grad)
+    grad = grads[0]
+    saved, tables = ctx.counts
+    if tables:
+        gradients_of_inputs[_RULE_TABLES] = [None] * tables
+    if grad is None:
+        return tuple(gradients_of_inputs)
+    if not ctx.returns & _SOFTMAX:
+        raise RuntimeError(
+            "attention: a call under torch.no_grad must have no backward; got one. Trace it with gradients enabled."
+        )
+    query, key, value, *others = ctx.saved_tensors
+    rows, parts = others[:saved], others[saved:]
+    sink = parts.pop() if ctx.has_sink else None
+    learned = [bool(each) for each in ctx.needs_input_grad[_RULE_TABLES]] if tables else []
+    of_sink = sink is not None and bool(ctx.needs_input_grad[_SINK])
+    given = torch.ops.clearhead.attention_compiled_gradients(
+        grad, query, key, value, rows, *ctx.numbers, parts, sink, [*learned, of_sink]
+    )
+    gradients_of_inputs[:3] = given[:3]
+    rest = iter(given[3:])
+    if tables:
+        gradients_of_inputs[_RULE_TABLES] = [next(rest) if each else None for each in learned]
+    if of_sink:
+        gradients_of_inputs[_SINK] = next(rest)
+    return tuple(gradients_of_inputs)
+
+
+def _gradients(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: list[Tensor],
+    scale: float,
+    before: int | None,
+    after: int | None,
+    query_offset: int,
+    rule_kinds: list[int],
+    rule_values: list[float],
+    rule_tables: list[Tensor],
+    sink: Tensor | None,
+    learned: list[bool],
+) -> list[Tensor]:
+    """Gradients of query, key, value and of the rules' tensors that learn."""
+    softmax, exact = rows[-2:]
+    lse = rows[0] if sink is not None else None
+    tables = [table.detach().requires_grad_(each) for table, each in zip(rule_tables, learned, strict=False)]
+    logits = None if sink is None else sink.detach().requires_grad_(learned[-1])
+    mask = Causal() if before is None else Window(before, _MOST if after is None else after)
+    problem = Problem.of(
+        "attention", query.detach(), key.detach(), value.detach(),
+        mask=None if before is None and after is None else mask,
+        scores=[*_rules(rule_kinds, rule_values, tables), *([] if logits is None else [Sink(logits)])],
+        scale=scale, query_offset=query_offset,
+    )  # fmt: skip
+    # The parameters of the rules in their order, a sink's last.
+    return [part.contiguous() for part in native.gradients(problem, Saved(exact, lse, softmax), native.Arrived(grad))]
+
+
+def _gradients_like(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: list[Tensor],
+    scale: float,
+    before: int | None,
+    after: int | None,
+    query_offset: int,
+    rule_kinds: list[int],
+    rule_values: list[float],
+    rule_tables: list[Tensor],
+    sink: Tensor | None,
+    learned: list[bool],
+) -> list[Tensor]:
+    parts = [*rule_tables, *([] if sink is None else [sink])]
+    flags = learned if sink is not None else learned[:-1]
+    wanted = [part for part, each in zip(parts, flags, strict=True) if each]
+    return [part.new_empty(tuple(part.shape)) for part in (query, key, value, *wanted)]
+
+
+def _rules(kinds: Iterable[int], values: Iterable[float], tables: Iterable[Tensor]) -> list[ScoreRule]:
+    caps, tensors = iter(values), iter(tables)
+    made: dict[int, Any] = {
+        SLOPE: lambda: Alibi(slopes=next(tensors)),
+        RELATIVE: lambda: RelativeBias(next(tensors)),
+        DENSE: lambda: DenseBias(next(tensors)),
+        SOFTCAP: lambda: SoftCap(next(caps)),
+    }
+    return [made[kind]() for kind in kinds]

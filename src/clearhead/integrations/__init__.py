@@ -1,0 +1,1 @@
+"""Swap of other libraries' modules for clearhead's."""

@@ -1,0 +1,230 @@
+"""swap and unswap: an existing model, made to compute with clearhead's attention, in place, and back.
+
+One of torch's modules changes its class and nothing else: parameters, buffers, hooks, names and every reference to it
+stay, so optimizers and checkpoints never notice. In a model of Hugging Face transformers the config selects the
+attention function, and layers, feedforwards, norms, linear layers and dropouts change their class.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from clearhead.arguments import flag
+from clearhead.errors import UnsupportedError
+from clearhead.integrations.recast import class_of, original_of, recast
+from clearhead.integrations.report import BEFORE, SwapReport, SwapRow
+from clearhead.integrations.torch.attention import SwappedMultiheadAttention
+from clearhead.integrations.torch.layers import (
+    ATTENTIONS,
+    SwappedTransformerDecoder,
+    SwappedTransformerDecoderLayer,
+    SwappedTransformerEncoder,
+    SwappedTransformerEncoderLayer,
+)
+from clearhead.integrations.torch.parts import SwappedDropout, SwappedLinear
+
+__all__ = ["swap", "unswap"]
+
+#: torch's classes and ours; parts come before what consists of them.
+_REPLACEMENTS: Final[Mapping[type[nn.Module], type[nn.Module]]] = {
+    nn.MultiheadAttention: SwappedMultiheadAttention,
+    nn.TransformerEncoderLayer: SwappedTransformerEncoderLayer,
+    nn.TransformerDecoderLayer: SwappedTransformerDecoderLayer,
+    nn.TransformerEncoder: SwappedTransformerEncoder,
+    nn.TransformerDecoder: SwappedTransformerDecoder,
+}
+#: Parts of a layer that are replaced with it.
+_SMALL_PARTS: Final[Mapping[type[nn.Module], type[nn.Module]]] = {nn.Linear: SwappedLinear, nn.Dropout: SwappedDropout}
+_FUSED: Final = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_ATTENDS: Final = re.compile(r"Attention|Attn|MHA")
+_LOCK: Final = threading.Lock()
+
+
+def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
+    """Make an existing model compute with clearhead's attention, in place.
+
+    In a model of Hugging Face transformers, or one within ``model``, attention goes through the implementation
+    ``"clearhead"``. Layers, feedforwards and norms whose structure is recognised are tried against the original on
+    small random inputs, outputs and gradients, and fused if they agree. A fused layer removes padding where nothing is
+    cached; its output at padding is 0.
+
+    Every ``torch.nn.MultiheadAttention`` computes by ``attention``; ``TransformerEncoderLayer``,
+    ``TransformerDecoderLayer`` and their stacks use it in training and in eval mode, and a ``TransformerEncoder`` with
+    a key padding mask removes padding. Arguments, returns, masks (``True`` forbids, as in torch), parameters,
+    ``state_dict``, hooks, class names and ``isinstance`` stay what they were.
+
+    Three things differ, where torch is undefined or disagrees with itself: a query that may attend to nothing gives
+    0 and not NaN; the output of a ``TransformerEncoder`` at padding is 0, in training too; and ``is_causal=True``
+    without a mask raises in eval mode too. A hook inside a stack, or a ``forward`` that was replaced on an object,
+    keeps the batch padded.
+
+    Quantise first: ``quantize_dynamic`` looks for the class ``nn.Linear`` and does not find a swapped linear layer,
+    which warns. Unswap before ``torch.jit.script``, which compiles torch's modules only.
+
+    Args:
+        model: changed in place; swapping twice changes what was left before, and ``leave_padding_out``.
+        leave_padding_out: whether encoder stacks, and layers of transformers, remove padding, those replaced before
+            among them; with False padded tokens get what torch gives them while training, and transformers at any time.
+
+    Returns:
+        A row for each module that was replaced, or that attends and was left, with the reason.
+
+    Raises:
+        UnsupportedError: ``model`` is not a module; nothing is changed then.
+
+    Cost: a walk over the modules, and a trial of less than 50 ms for each class and configuration of transformers.
+
+    >>> import torch
+    >>> layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    >>> print(swap(torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)))
+    fused   2 TransformerEncoderLayer
+    native  1 TransformerEncoder
+    native  2 MultiheadAttention
+    """
+    _check_model("swap", model)
+    leave_padding_out = flag("swap", "leave_padding_out", leave_padding_out)
+    with _LOCK:
+        rows, within = _swap_transformers(model)
+        named = [(name, module) for name, module in model.named_modules() if module not in within]
+        changed = [module for _, module in named if class_of(module) in _REPLACEMENTS and _why_left(module) is None]
+        rows += [row for name, module in named if (row := _row(name, module)) is not None]
+        for module in changed:
+            for part in _small_parts(module):
+                recast(part, _SMALL_PARTS[class_of(part)])
+            recast(module, _REPLACEMENTS[class_of(module)])
+        for module in model.modules():
+            if hasattr(type(module), "leaves_padding_out"):
+                vars(module).pop("leaves_padding_out", None)
+                if not leave_padding_out:
+                    vars(module)["leaves_padding_out"] = False
+    return SwapReport(tuple(rows))
+
+
+def unswap(model: nn.Module) -> SwapReport:
+    """Undo ``swap``, in place: every module gets its original class, with the parameters it has now.
+
+    Args:
+        model: a model, or a part of one; what ``swap`` did not replace is not touched.
+
+    Returns:
+        The modules that were restored.
+
+    Raises:
+        UnsupportedError: ``model`` is not a module.
+
+    >>> module = nn.MultiheadAttention(8, 2)
+    >>> swap(module).replaced == unswap(module).replaced, type(module) is nn.MultiheadAttention
+    (True, True)
+    """
+    _check_model("unswap", model)
+    with _LOCK:
+        hf = _transformers()
+        rows, within = ([], set()) if hf is None else hf.restore(model)
+        for name, module in model.named_modules():
+            original = original_of(class_of(module))
+            if original is None:
+                continue
+            vars(module).pop("leaves_padding_out", None)
+            recast(module, original)
+            if module not in within and original not in _SMALL_PARTS:
+                rows.append(_restored(name, original))
+    return SwapReport(tuple(rows))
+
+
+def _restored(name: str, original: type[nn.Module]) -> SwapRow:
+    return SwapRow(name, original.__name__, "fused" if original in _FUSED else "native")
+
+
+def _transformers() -> Any:
+    """The integration of transformers, if a model of it may exist: its models were imported then."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return None
+    from clearhead.integrations.transformers import replace
+
+    return replace
+
+
+def _swap_transformers(model: nn.Module) -> tuple[list[SwapRow], set[nn.Module]]:
+    """Swap the models of transformers in ``model``; their rows and their modules."""
+    hf = _transformers()
+    if hf is None:
+        return [], set()
+    rows: list[SwapRow] = []
+    within: set[nn.Module] = set()
+    for path, each in hf.models(model):
+        rows += hf.swap_model(path, each)
+        within.update(module for module in each.modules() if not _is_torchs(module))
+    return rows, within
+
+
+def _check_model(function: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError.about(
+            function, "model", must="be a torch.nn.Module", got=type(model).__name__, then="Pass the model itself."
+        )
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return isinstance(module, tuple(_REPLACEMENTS))
+
+
+def _row(name: str, module: nn.Module) -> SwapRow | None:
+    """The row of a module outside models of transformers, before it is replaced."""
+    kind = class_of(module)
+    original = original_of(kind)
+    if original is not None:
+        return SwapRow(name, original.__name__, "native", None, BEFORE) if original in _REPLACEMENTS else None
+    why = _why_left(module)
+    if why is not None:
+        return SwapRow(name, type(module).__name__, "left", None, why)
+    return _restored(name, kind) if kind in _REPLACEMENTS else None
+
+
+def _why_left(module: nn.Module) -> str | None:
+    """Why a module that attends, or contains some that do, is left; None if it is or becomes ours, or does neither."""
+    kind = class_of(module)
+    if kind in _REPLACEMENTS:
+        if "forward" in vars(module):
+            return "its forward was replaced on the object"
+        for name, part in _attending_parts(module):
+            replaced = class_of(part) in _REPLACEMENTS and _why_left(part) is None
+            if original_of(class_of(part)) is None and not replaced:
+                return f"its {name}, a {type(part).__name__}, is left"
+        return None
+    if original_of(kind) is not None:
+        return None
+    if _is_torchs(module):
+        return "a subclass may compute something else"
+    if isinstance(module, torch.jit.ScriptModule):
+        known = any(module.original_name == theirs.__name__ for theirs in _REPLACEMENTS)
+        then = "compiled by TorchScript, which ours cannot be; swap the model itself and use torch.compile"
+        return then if known else None
+    if kind.__module__.startswith("transformers.") and _ATTENDS.search(kind.__name__):
+        return "part of a transformers model outside its PreTrainedModel; swap the model before it is divided"
+    if _ATTENDS.search(kind.__name__) and next(module.parameters(), None) is not None:
+        return f"attention of {kind.__module__.partition('.')[0]}, which swap does not recognise"
+    return None
+
+
+def _attending_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """A layer's attentions, or a stack's layers."""
+    for name, part in module.named_children():
+        if name in ATTENTIONS:
+            yield name, part
+        elif name == "layers":
+            yield from ((f"layers.{place}", layer) for place, layer in part.named_children())
+
+
+def _small_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Linear layers and dropouts of one of torch's layers; an attention's ``out_proj`` is never called."""
+    if class_of(module) in _FUSED:
+        for part in module.children():
+            if class_of(part) in _SMALL_PARTS and "forward" not in vars(part):
+                yield part

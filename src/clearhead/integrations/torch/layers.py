@@ -1,0 +1,365 @@
+"""torch's transformer layers and stacks with the same parameters and arguments, on our attention.
+
+A layer keeps its own order of attention, feedforward and norms; what changes is what it calls. A stack reads its masks
+once instead of once a layer, and lays the real tokens of a padded batch end to end, so that every product, norm and
+attention in between works on real tokens only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from clearhead.integrations.recast import stands_for
+from clearhead.integrations.torch.attention import SwappedMultiheadAttention, mask_reader
+from clearhead.integrations.torch.masks import Meaning, may_look, padded_keys
+from clearhead.integrations.torch.parts import SwappedLinear, is_plain
+from clearhead.integrations.torch.unpadded import Packed
+from clearhead.masks import Causal, Mask
+from clearhead.nn.dropout import Dropout
+from clearhead.nn.feedforward import drop_of, in_one_step, layer_of, name_of
+from clearhead.nn.fused import fused_layer, norm_of, of_parts
+from clearhead.nn.linear import Linear, looked_at
+from clearhead.nn.spec import LayerParts
+from clearhead.shapes import Float
+from clearhead.torch_private import is_hooked
+from clearhead.watch import laid_out, shown_padding
+
+__all__ = [
+    "SwappedTransformerDecoder",
+    "SwappedTransformerDecoderLayer",
+    "SwappedTransformerEncoder",
+    "SwappedTransformerEncoderLayer",
+]
+
+
+#: Names under which torch's layers hold their attentions: to their own tokens, and to a memory.
+ATTENTIONS: Final = ("self_attn", "multihead_attn")
+#: Where a module holds its hooks.
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@stands_for(nn.TransformerEncoderLayer)
+class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
+    """``nn.TransformerEncoderLayer`` without the closed road that torch takes in eval mode, which would go past its
+    attention; put in place by ``swap``, not made directly."""
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | Mask | Meaning | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """As ``nn.TransformerEncoderLayer.forward``."""
+        if src.is_nested:
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)  # type: ignore[arg-type]
+        found = _in_one_step(self, (src,), [(src_mask, src_key_padding_mask, is_causal)])
+        if found is not None:
+            return found
+        if self.norm_first:
+            src = src + self._sa_block(self.norm1(src), src_mask, src_key_padding_mask, is_causal)  # type: ignore[arg-type]
+            return src + self._ff_block(self.norm2(src))
+        src = self.norm1(src + self._sa_block(src, src_mask, src_key_padding_mask, is_causal))  # type: ignore[arg-type]
+        out: Tensor = self.norm2(src + self._ff_block(src))
+        return out
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        output: Tensor = self.dropout2(_feedforward(self, x))
+        return output
+
+
+@stands_for(nn.TransformerDecoderLayer)
+class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):
+    """``nn.TransformerDecoderLayer`` whose attentions and products are ours; put in place by ``swap``."""
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | Mask | Meaning | None = None,
+        memory_mask: Tensor | Mask | Meaning | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """As ``nn.TransformerDecoderLayer.forward``."""
+        own, other = (
+            (tgt_mask, tgt_key_padding_mask, tgt_is_causal), (memory_mask, memory_key_padding_mask, memory_is_causal)
+        )  # fmt: skip
+        found = _in_one_step(self, (tgt, memory), [own, other])
+        if found is not None:
+            return found
+        return super().forward(
+            tgt, memory, tgt_mask, memory_mask,  # type: ignore[arg-type]
+            tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal, memory_is_causal,
+        )  # fmt: skip
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        output: Tensor = self.dropout3(_feedforward(self, x))
+        return output
+
+
+#: ``attn_mask``, ``key_padding_mask`` and ``is_causal`` of an attention.
+_Said = tuple[Tensor | Mask | Meaning | None, Tensor | None, bool]
+
+
+def _in_one_step(
+    layer: SwappedTransformerEncoderLayer | SwappedTransformerDecoderLayer, tokens: Sequence[Tensor],
+    said: Sequence[_Said],
+) -> Tensor | None:  # fmt: skip
+    """A layer in one step, where all parts are plain and nobody looks at one; its tokens, and a decoder's memory."""
+    if torch.compiler.is_compiling() or not is_plain(*tokens):
+        return None
+    parts = _parts_of(layer, tokens)
+    if parts is None:
+        return None
+    attentions = [getattr(layer, name) for name in ATTENTIONS[: len(said)]]
+    meanings = [
+        _meaning(attention, tokens[0], keys, own) for attention, keys, own in zip(attentions, tokens, said, strict=True)
+    ]
+    if any(meaning.scores for meaning in meanings):
+        return None
+    masks, laid = [meaning.mask for meaning in meanings], attentions[0].by_batch(*tokens)
+    found = fused_layer(laid, parts, masks)
+    if found is None:
+        sublayers = [partial(_attended, *each) for each in zip(attentions, (None, *tokens[1:]), meanings, strict=True)]
+        found = of_parts(laid, parts, masks, [*sublayers, partial(_feedforward, layer)])
+    return found if found is None or attentions[0].batch_first else found.transpose(0, 1).contiguous()
+
+
+def _meaning(attention: SwappedMultiheadAttention, queries: Tensor, keys: Tensor, said: _Said) -> Meaning:
+    mask, padding, is_causal = said
+    if padding is None and not is_causal and not isinstance(mask, Tensor | Mask):
+        return mask or Meaning()
+    return mask_reader("MultiheadAttention", attention, queries, keys).meaning(mask, padding, is_causal)
+
+
+def _attended(
+    attention: SwappedMultiheadAttention, memory: Tensor | None, meaning: Meaning,
+    x: Float[Tensor, "batch len width"],
+) -> Float[Tensor, "batch len width"]:  # fmt: skip
+    """What a layer's attention gives, called for those who watch it."""
+    (x,) = attention.by_batch(x)
+    keys = x if memory is None else memory
+    output: Tensor = attention(x, keys, keys, attn_mask=meaning, need_weights=False)[0]
+    return attention.by_batch(output)[0]
+
+
+def _parts_of(
+    layer: SwappedTransformerEncoderLayer | SwappedTransformerDecoderLayer, tokens: Sequence[Tensor]
+) -> LayerParts | None:
+    """What a layer is as one step, where all there is to its parts is their tensors."""
+    attentions = [getattr(layer, name) for name in ATTENTIONS[: len(tokens)]]
+    places = range(1, len(attentions) + 2)
+    norms = [norm for place in places if (norm := norm_of(getattr(layer, f"norm{place}"), tokens[0])) is not None]
+    behind = [getattr(layer, f"dropout{place}") for place in places]
+    if type(layer) not in _LAYERS or any(type(each) is not SwappedMultiheadAttention for each in attentions):
+        return None
+    activation, small = layer.activation, (layer.linear1, layer.linear2, layer.dropout, *behind)
+    first, second, called = _LAYER(layer.linear1), _LAYER(layer.linear2), name_of(activation)
+    hidden, after = drop_of(layer.dropout), [drop for each in behind if (drop := drop_of(each)) is not None]
+    if first is None or second is None or called is None or hidden is None:
+        return None
+    if len(norms) < len(places) or len(after) < len(places):
+        return None
+    if looked_at(activation, *small) or any(_is_replaced(own.__dict__) for own in (layer, *attentions)):
+        return None
+    # One memory is read by a layer whose attentions take sequences alike.
+    if len({each.batch_first for each in attentions}) > 1:
+        return None
+    for place, attention in enumerate(attentions):
+        # Those who look inside a call of the attention are shown its own arguments; ours know what became of them.
+        hooks = [getattr(attention, name) for name in _HOOKS]
+        if not attention.is_plain(tokens[0], *tokens[1 : place + 1]) or any(
+            own and shown_padding(own) for own in hooks
+        ):
+            return None
+    return LayerParts(
+        [each.projections() for each in attentions], (first, second), norms, layer.norm_first, called, tuple(after),
+        hidden, any(map(is_hooked, attentions)),
+    )  # fmt: skip
+
+
+def _feedforward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor) -> Tensor:
+    """What torch's layers do to each token before the last dropout, in one step where parts are plain and known."""
+    found = None
+    if is_plain(x):
+        found = in_one_step(x, layer.linear1, layer.activation, layer.dropout, layer.linear2, layer=_LAYER)
+    if found is None:
+        found = layer.linear2(layer.dropout(layer.activation(layer.linear1(x))))
+    fed: Tensor = found
+    return fed
+
+
+_LAYER: Final = partial(layer_of, kind=SwappedLinear)
+_LAYERS: Final = (SwappedTransformerEncoderLayer, SwappedTransformerDecoderLayer)
+#: The ``forward`` of what treats each token by itself, and alike wherever it lies. A subclass with another may not.
+_TOKENWISE: Final = frozenset(kind.forward for kind in (
+    nn.Linear, Linear, SwappedLinear, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.Dropout, Dropout, nn.ReLU, nn.GELU,
+    nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.Softplus,
+))  # fmt: skip
+_ACTIVATIONS: Final = (functional.relu, functional.gelu, functional.silu, torch.relu, torch.tanh)
+
+
+@stands_for(nn.TransformerEncoder)
+class SwappedTransformerEncoder(nn.TransformerEncoder):
+    """``nn.TransformerEncoder`` that reads masks once and works on real tokens; put in place by ``swap``.
+
+    At padding the output is 0, while training as in eval mode. (torch has 0 there in eval mode, followed by the last
+    norm, and otherwise what padding attends to.)
+    """
+
+    #: Whether padding is left out; False gives it what torch gives it while training.
+    leaves_padding_out = True
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | Mask | Meaning | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """As ``nn.TransformerEncoder.forward``; ``is_causal=None`` looks at the mask."""
+        if not is_plain(src) or not _all_ours(self.layers, SwappedTransformerEncoderLayer):
+            return super().forward(src, mask, src_key_padding_mask, is_causal)  # type: ignore[arg-type]
+        if _is_watched(self):
+            output = _through(self, src, src_mask=mask, src_key_padding_mask=src_key_padding_mask,
+                              is_causal=bool(is_causal))  # fmt: skip
+            return self._without_padding(output, src_key_padding_mask)
+        attention = self.layers[0].self_attn
+        reader = mask_reader("TransformerEncoder", attention, src, src)
+        attended, padding = reader.attn_mask(mask, bool(is_causal)), reader.key_padding(src_key_padding_mask)
+        real = self._real_tokens(attended, padding, src, src_key_padding_mask)
+        if real is None:
+            output = _through(self, src, src_mask=attended.joined(padding))
+            return self._without_padding(output, src_key_padding_mask)
+        packed = Packed.of(real, batch_first=attention.batch_first)
+        laid_out(packed.documents, *real.shape)
+        axis, mask = (0 if attention.batch_first else 1), attended.joined(Meaning(packed.documents))
+        return packed.leave(_through(self, packed.enter(src).unsqueeze(axis), src_mask=mask).squeeze(axis))
+
+    def _real_tokens(
+        self, attended: Meaning, padding: Meaning, src: Tensor, key_padding_mask: Tensor | None
+    ) -> Tensor | None:
+        """bool ``[batch, len]`` where laying real tokens end to end means the same and leaves something out."""
+        relative = attended.mask is None or attended.mask.relative
+        if not self.leaves_padding_out or src.ndim != 3 or not relative or attended.scores or padding.scores:
+            return None
+        forbidden = padded_keys(key_padding_mask)
+        if padding.mask is None or forbidden is None or not may_look(src) or bool(forbidden.all()):
+            return None
+        # Closed up over a hole, tokens keep their order but not their distance.
+        if not (attended.mask is None or isinstance(attended.mask, Causal)) and not _is_one_run(~forbidden):
+            return None
+        # A large negative number keeps others from a token, but does not say that the token is not there.
+        # dense() leaves out the axes of one batch entry.
+        allowed = padding.mask.dense(1, k_len := forbidden.shape[-1], query_offset=0).reshape(-1, k_len)
+        return ~forbidden if torch.equal(allowed.expand_as(forbidden), ~forbidden) and _by_token(self) else None
+
+    def _without_padding(self, output: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        forbidden = padded_keys(key_padding_mask)
+        if forbidden is None or not self.leaves_padding_out:
+            return output
+        if output.ndim == 3 and not self.layers[0].self_attn.batch_first:
+            forbidden = forbidden.transpose(0, 1)
+        return output.masked_fill(forbidden[..., None], 0.0)
+
+
+@stands_for(nn.TransformerDecoder)
+class SwappedTransformerDecoder(nn.TransformerDecoder):
+    """``nn.TransformerDecoder`` that reads masks once; put in place by ``swap``."""
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | Mask | Meaning | None = None,
+        memory_mask: Tensor | Mask | Meaning | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """As ``nn.TransformerDecoder.forward``; ``tgt_is_causal=None`` looks at the mask."""
+        if not is_plain(tgt, memory) or not _all_ours(self.layers, SwappedTransformerDecoderLayer):
+            return super().forward(
+                tgt, memory, tgt_mask, memory_mask,  # type: ignore[arg-type]
+                tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal, memory_is_causal,
+            )  # fmt: skip
+        if _is_watched(self):
+            return _through(
+                self, tgt, memory, tgt_mask=tgt_mask, memory_mask=memory_mask,
+                tgt_key_padding_mask=tgt_key_padding_mask, memory_key_padding_mask=memory_key_padding_mask,
+                tgt_is_causal=bool(tgt_is_causal), memory_is_causal=memory_is_causal,
+            )  # fmt: skip
+        attention = self.layers[0].self_attn
+        own, other = (mask_reader("TransformerDecoder", attention, tgt, keys) for keys in (tgt, memory))
+        return _through(
+            self, tgt, memory, tgt_mask=own.meaning(tgt_mask, tgt_key_padding_mask, bool(tgt_is_causal)),
+            memory_mask=other.meaning(memory_mask, memory_key_padding_mask, memory_is_causal),
+        )  # fmt: skip
+
+
+def _through(
+    stack: nn.TransformerEncoder | nn.TransformerDecoder, x: Tensor, *args: Tensor, **kwargs: object
+) -> Tensor:
+    for layer in stack.layers:
+        x = layer(x, *args, **kwargs)
+    return x if stack.norm is None else stack.norm(x)
+
+
+def _is_one_run(real: Tensor) -> bool:
+    """Whether the real tokens of each sequence lie side by side."""
+    begins = real[:, 1:] & ~real[:, :-1]
+    return bool((begins.sum(dim=1) + real[:, 0] <= 1).all())
+
+
+def _all_ours(layers: Iterable[nn.Module], kind: type[nn.Module]) -> bool:
+    """Whether all layers are ours and take masks alike; somebody may have exchanged one since."""
+    attentions = []
+    for layer in layers:
+        if not isinstance(layer, kind):
+            return False
+        attentions += [layer.get_submodule(name) for name in ATTENTIONS if hasattr(layer, name)]
+    alike = set()
+    for attention in attentions:
+        if not isinstance(attention, SwappedMultiheadAttention) or attention.bias_k is not None:
+            return False
+        alike.add((attention.batch_first, attention.num_heads, attention.add_zero_attn))
+    return len(alike) == 1 and not attentions[0].add_zero_attn
+
+
+def _by_token(stack: nn.Module) -> bool:
+    """Whether everything but attention is known to work on tokens one by one; somebody may have exchanged a norm."""
+    for module in stack.modules():
+        if module is stack or isinstance(module, (*_LAYERS, nn.MultiheadAttention, nn.ModuleList)):
+            activation = getattr(module, "activation", functional.relu)
+            if isinstance(activation, nn.Module) or activation in _ACTIVATIONS:
+                continue
+            return False
+        if type(module).forward not in _TOKENWISE:
+            return False
+    return True
+
+
+def _is_watched(stack: nn.Module) -> bool:
+    """Whether hooks look into the stack, or a part computes something of its own; they are shown what torch shows them,
+    tensors of the padded batch. Our own know a packed one."""
+    return torch.nn.modules.module._has_any_global_hook() or any(
+        module is not stack
+        and (_is_replaced(module.__dict__)
+             or any(getattr(module, hooks) and shown_padding(getattr(module, hooks)) for hooks in _HOOKS))
+        for module in stack.modules()
+    )  # fmt: skip
+
+
+def _is_replaced(own: Mapping[str, object]) -> bool:
+    """Whether somebody has put a method of their own on an object, to see or to change what passes."""
+    return "forward" in own or "_sa_block" in own or "_mha_block" in own or "_ff_block" in own

@@ -1,0 +1,257 @@
+"""The attention interface of Hugging Face transformers, answered by ``attention``."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+
+from clearhead.errors import UnsupportedError
+from clearhead.integrations.torch.masks import may_look
+from clearhead.integrations.torch.polarity import from_additive
+from clearhead.integrations.transformers.masks import MaskTensor
+from clearhead.masks import Causal, Dense, Mask
+from clearhead.scores import DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
+from clearhead.shapes import Float
+from clearhead.watch import attend, edited, watched
+
+__all__ = ["NAME", "attend_for", "is_causal_alone", "planned", "scale_of", "weights_wanted"]
+
+#: What transformers knows this implementation by.
+NAME: Final = "clearhead"
+#: What some models hand over in place of a mask, for kernels made for them.
+_OWN_KERNELS: Final = ("indices", "block_indices", "sinks", "cache")
+_MODELS: Final = "transformers.models."
+#: Attention whose ``position_bias`` is one number for each distance and head.
+_BY_DISTANCE: Final = ("T5Attention", "MT5Attention", "UMT5Attention")
+
+
+def attend_for(
+    module: nn.Module,
+    query: Float[Tensor, "batch heads q_len head_dim"],
+    key: Float[Tensor, "batch kv_heads k_len head_dim"],
+    value: Float[Tensor, "batch kv_heads k_len value_dim"],
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Float[Tensor, "*one heads q_len k_len"] | None = None,
+    softcap: float | None = None,
+    s_aux: Float[Tensor, " heads"] | None = None,
+    output_attentions: bool | None = None,
+    **others: Any,
+) -> tuple[Float[Tensor, "batch q_len heads value_dim"], None]:
+    """transformers' attention interface, for the attention ``module``.
+
+    Args:
+        module: watchers know it by this.
+        query: queries, positions already rotated in.
+        key: keys, from the cache too.
+        value: likewise.
+        attention_mask: a ``MaskTensor``; or ``[batch | 1, heads | 1, q_len, k_len]``, bool where ``True`` allows, or
+            float, which is added to scores; None allows everything, or is causal as ``is_causal`` says.
+        dropout: probability with which a weight is dropped.
+        scaling: factor on ``query @ key^T``.
+        is_causal: read only without a mask; by default what the module says of itself.
+        position_bias: added to scaled scores.
+        softcap: as ``SoftCap``.
+        s_aux: one logit per head, as ``Sink``.
+        output_attentions: weights are never made here, so True is refused.
+        **others: what does not change attention, windows among them, which are in the mask.
+
+    Returns:
+        The output, and None for the weights.
+
+    Raises:
+        UnsupportedError: weights are asked for, or something that needs a kernel of the model's own.
+    """
+    if output_attentions or weights_wanted():
+        raise UnsupportedError.about(
+            "clearhead attention", "output_attentions", must="be False, as no square of weights is made here",
+            got="True", then="Use `with clearhead.observe(model, want)` for statistics and rows of weights.",
+        )  # fmt: skip
+    for name in _OWN_KERNELS:
+        if others.get(name) is not None:
+            raise UnsupportedError.about(
+                "clearhead attention", name, must="be absent, as it needs a kernel made for it",
+                got=f"{name} from {type(module).__name__}", then="Run this model with eager attention.",
+            )  # fmt: skip
+    query, key, value = _alike(query, key, value)
+    causal = False
+    if attention_mask is None:
+        causal = query.shape[2] > 1 and (is_causal_alone(module) if is_causal is None else is_causal)
+    plain = None
+    if softcap is None and s_aux is None and dropout == 0.0 and _is_small(query, key, causal) and not edited():
+        plain = _by_torch(query, key, value, attention_mask, position_bias, scaling, causal)
+    if plain is not None and not watched():
+        return plain, None
+    rules: list[ScoreRule] = [] if softcap is None else [SoftCap(softcap)]
+    if s_aux is not None:
+        rules.append(Sink(s_aux.reshape(-1)))
+    output = planned(
+        module, query, key, value, attention_mask, position_bias, rules=rules, scale=scaling, causal=causal,
+        dropout=dropout,
+    )  # fmt: skip
+    # Observers are shown the same attention; the output has the bits that it has without them.
+    return output if plain is None else plain, None
+
+
+def planned(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    position_bias: Tensor | None = None,
+    *,
+    rules: Sequence[ScoreRule],
+    scale: float | None,
+    causal: bool,
+    dropout: float,
+) -> Float[Tensor, "batch q_len heads value_dim"]:
+    """``attention``, of any size, as observers see it; arguments as in ``attend_for``."""
+    if attention_mask is None:
+        meaning: tuple[Mask | None, int | None, list[ScoreRule]] = (Causal() if causal else None, 0, [])
+    else:
+        meaning = _meaning(attention_mask)
+    mask, offset, biases = meaning
+    scores = (*_rules(module, position_bias, offset), *biases, *rules)
+    # Without an offset the executor recognises plain calls; observers want to know where they are.
+    aligned = offset == 0 and query.shape[2] == key.shape[2]
+    positioned = mask is not None or any(rule.position_dependent for rule in scores)
+    output = attend(
+        module,
+        query,
+        key,
+        value,
+        mask=mask,
+        scores=scores,
+        scale=scale_of(scale, query.shape[-1]),
+        dropout=dropout,
+        query_offset=offset if watched() or (positioned and not aligned) else None,
+    )
+    return output.transpose(1, 2).contiguous()
+
+
+#: Multiplications of a call, and elements of a mask, up to which torch's function is over before a plan is made.
+_SMALL_WORK: Final = 2**20
+_SMALL_TABLE: Final = 2**16
+
+
+def _is_small(query: Tensor, key: Tensor, causal: bool) -> bool:
+    """Whether torch's function is as fast, and means the same."""
+    if torch.compiler.is_compiling() or not query.is_cpu or (causal and query.shape[2] != key.shape[2]):
+        return False
+    return query.numel() * key.shape[2] <= _SMALL_WORK and len(query) * query.shape[2] * key.shape[2] <= _SMALL_TABLE
+
+
+def _by_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    bias: Tensor | None,
+    scale: float | None,
+    causal: bool,
+) -> Tensor | None:
+    """Attention by torch's function; None where NaN or infinity may meet a mask, which ``attention`` contains."""
+    mask = attention_mask
+    if isinstance(attention_mask, MaskTensor):
+        mask = None if attention_mask.meaning() is None else attention_mask.read()
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(query.dtype)
+    if bias is not None:
+        if causal:
+            return None
+        bias = bias.to(query.dtype)
+        if mask is None:
+            mask = bias
+        else:
+            mask = bias + mask if mask.is_floating_point() else bias.masked_fill(~mask, -torch.inf)
+    grouped = query.shape[1] != key.shape[1]
+    output = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+    # NaN or infinity behind a mask comes out as NaN.
+    if (mask is not None or causal) and not math.isfinite(output.sum().item()):
+        return None
+    return output.transpose(1, 2).contiguous()
+
+
+def is_causal_alone(module: nn.Module) -> bool:
+    """Whether an attention that is given no mask is causal: what it says, and without a word what transformers takes
+    it for, whose sdpa is causal then and whose eager attention, the only one of some models, never."""
+    said = getattr(module, "is_causal", None)
+    if said is not None:
+        return bool(said)
+    return _has_sdpa(
+        next((base.__module__ for base in type(module).__mro__ if base.__module__.startswith(_MODELS)), "")
+    )
+
+
+@functools.cache
+def _has_sdpa(file: str) -> bool:
+    """Whether the models of a file of transformers may use sdpa."""
+    known = vars(sys.modules[file]).values() if file else ()
+    models = [own for own in known if isinstance(own, type) and issubclass(own, PreTrainedModel)]
+    own = [model for model in models if model.__module__ == file]
+    return not own or any(getattr(model, "_supports_sdpa", False) for model in own)
+
+
+def weights_wanted() -> bool:
+    """Whether transformers collects weights around this call; not every model says so to its attention."""
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    collected = None if collector is None else collector.get()
+    return collected is not None and any("attentions" in name for name in collected)
+
+
+def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One dtype, where autocast left some of them wide, and one batch, where queries, or keys, are the same for all."""
+    if not query.dtype == key.dtype == value.dtype:
+        device = query.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    batch = max(query.shape[0], key.shape[0])
+    query, key, value = (
+        part if part.shape[0] == batch else part.expand(batch, -1, -1, -1) for part in (query, key, value)
+    )
+    return query, key, value
+
+
+def scale_of(scaling: float | None, head_dim: int) -> float | None:
+    """None where it is the default, which plain calls are recognised by."""
+    return None if scaling is None or scaling == head_dim**-0.5 else float(scaling)
+
+
+def _meaning(attention_mask: Tensor) -> tuple[Mask | None, int | None, list[ScoreRule]]:
+    """The mask, where the first query stands if that is known, and what is added to scores."""
+    if isinstance(attention_mask, MaskTensor):
+        return attention_mask.meaning(), attention_mask.query_offset, []
+    if attention_mask.dtype == torch.bool:
+        return Dense(attention_mask), None, []
+    if not may_look(attention_mask):
+        return None, None, [DenseBias(attention_mask)]
+    mask, rules = from_additive(attention_mask)
+    return mask, None, list(rules)
+
+
+def _rules(module: nn.Module, bias: Tensor | None, query_offset: int | None) -> list[ScoreRule]:
+    """``position_bias`` as a rule: a row by distance where it is known to be one, nothing where it is 0 throughout."""
+    if bias is None:
+        return []
+    if may_look(bias) and not bias.requires_grad and not bool(bias.any()):
+        return []
+    known = type(module).__name__ in _BY_DISTANCE and type(module).__module__.startswith("transformers.")
+    if not known or query_offset is None or bias.shape[2] == 1:
+        return [DenseBias(bias)]
+    # Every distance there is, from the last key's to the first: the first row backwards, then down the first column.
+    row = torch.cat([bias[0, :, 0, :].flip(-1), bias[0, :, 1:, 0]], dim=-1)
+    lowest, highest = query_offset - bias.shape[3] + 1, query_offset + bias.shape[2] - 1
+    reach = max(-lowest, highest)
+    return [RelativeBias(nn.functional.pad(row, (reach + lowest, reach - highest)))]

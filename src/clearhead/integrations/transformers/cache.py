@@ -1,0 +1,130 @@
+"""What the caches of transformers hold, with room behind it for the kernels to write new tokens to."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+
+from clearhead.cache import KVCache, count_appended, forget_first
+from clearhead.nn.held import Held, held_by
+
+__all__ = ["CacheLayer", "cache_layer_of", "of_memory", "of_own_tokens"]
+
+
+@dataclass
+class _Room:
+    """A layer's keys and values as they were set last, which lie in the memory of ``cache``."""
+
+    keys: Tensor
+    values: Tensor
+    cache: KVCache
+
+
+#: A window of one token would keep all of them: transformers cuts from 0 on.
+_LEAST_WINDOW: Final = 2
+_ROOMS: Final[WeakKeyDictionary[DynamicLayer, _Room]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """One layer of a model's cache.
+
+    Attributes:
+        own: transformers' layer.
+        cache: ours, which holds the same.
+        most: how many tokens it keeps for later calls, of a layer that slides; all where that is None.
+    """
+
+    own: DynamicLayer
+    cache: KVCache
+    most: int | None = None
+
+    @property
+    def length(self) -> int:
+        """How many tokens are held."""
+        return self.cache.length
+
+    def held(self, x: Tensor, num_kv_heads: int, head_dim: int) -> Held | None:
+        """As ``held_by``."""
+        found = held_by(self.cache, x, None, num_kv_heads, head_dim)
+        if found is None or found.length != self.most:
+            return found
+        # Room that gets less from call to call would make each a call of its own kind.
+        room = found.length + x.shape[1]
+        return found._replace(key=found.key[:, :, :room], value=found.value[:, :, :room])
+
+    def appended(self, x: Tensor) -> None:
+        """Say that keys and values of ``x`` were written behind those that were held."""
+        count_appended([self.cache], x.shape[1])
+        if self.most is not None:
+            forget_first(self.cache, max(0, self.cache.length - self.most))
+        key, value = self.cache.key, self.cache.value
+        assert key is not None
+        assert value is not None
+        if not self.own.is_initialized:
+            # Before transformers 5, of keys alone.
+            count = len(inspect.signature(self.own.lazy_initialization).parameters)
+            self.own.lazy_initialization(*(key, value)[:count])
+        self.own.keys, self.own.values = key, value
+        if isinstance(self.own, DynamicSlidingWindowLayer):
+            self.own.cumulative_length += x.shape[1]
+        _ROOMS[self.own] = _Room(key, value, self.cache)
+
+
+def of_own_tokens(past: Any) -> Any:
+    """The part of a model's cache that is of the keys and values of its own tokens."""
+    return past.self_attention_cache if type(past) is EncoderDecoderCache else past
+
+
+def of_memory(past: Any, place: Any) -> Held | None:
+    """What a cache holds of a memory for an attention, once it was filled; None elsewhere."""
+    if type(past) is not EncoderDecoderCache or not past.is_updated.get(place):
+        return None
+    cache = past.cross_attention_cache
+    if not _is_plain(cache) or type(cache.layers[place]) is not DynamicLayer:
+        return None
+    key, value = cache.layers[place].keys, cache.layers[place].values
+    if not isinstance(key, Tensor) or not isinstance(value, Tensor) or key.shape != value.shape or key.dim() != 4:
+        return None
+    return Held(key, value, key.shape[2], grows=False)
+
+
+def cache_layer_of(past: Any, place: Any) -> CacheLayer | None:
+    """The layer of an attention's cache, where it is one that grows, or slides, and that we can write behind; None
+    elsewhere. For calls without gradients.
+
+    Keys and values that are not what was set here last, for somebody has reordered them, cut them short or joined them
+    with others, are copied to memory of our own.
+    """
+    if not _is_plain(past) or not isinstance(place, int) or place >= len(past.layers):
+        return None
+    own = past.layers[place]
+    most = _most_kept(own)
+    if most is None and type(own) is not DynamicLayer:
+        return None
+    room = _ROOMS.get(own)
+    if room is not None and own.keys is room.keys and own.values is room.values:
+        return CacheLayer(own, room.cache, most)
+    cache = KVCache()
+    if own.is_initialized and own.keys is not None and own.values is not None and own.keys.numel() > 0:
+        cache.append(own.keys, own.values)
+    # Of one that slides somebody may have kept more, or counted otherwise.
+    return CacheLayer(own, cache, most) if most is None or cache.length == min(own.cumulative_length, most) else None
+
+
+def _is_plain(cache: Any) -> bool:
+    """Whether it is a cache that grows, in this machine's memory."""
+    return type(cache) is DynamicCache and not getattr(cache, "offloading", False)
+
+
+def _most_kept(own: Any) -> int | None:
+    """How many tokens a layer that slides keeps, which no one wants back; None of others."""
+    if type(own) is not DynamicSlidingWindowLayer:
+        return None
+    window: int = own.sliding_window
+    return None if getattr(own, "record_past", False) or window < _LEAST_WINDOW else window - 1

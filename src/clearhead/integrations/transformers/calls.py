@@ -1,0 +1,141 @@
+"""The arguments of a call, by what they are: transformers renames them from release to release."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, get_args
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from clearhead.integrations.transformers.masks import MaskTensor
+
+__all__ = ["Arguments", "Signature", "arguments_of", "signature_of"]
+
+#: Arguments that may be True and do not change what a layer computes.
+_UNREAD: Final = frozenset(("use_cache", "output_hidden_states", "return_dict"))
+_AXES_OF_STATES, _AXES_OF_MASK = 3, 4
+
+
+@dataclass
+class Arguments:
+    """A call of a layer or of an attention.
+
+    Attributes:
+        tokens: ``[batch, len, width]``.
+        mask: a ``MaskTensor`` or a tensor ``[batch | 1, heads | 1, q_len, k_len]``.
+        cache: transformers' cache.
+        rotary: pairs of cosines and sines, ``[batch | 1, len, head_dim]`` each.
+        memory: ``[batch, memory_len, width]``, what a decoder attends to besides its own tokens.
+        memory_mask: as ``mask``, for the memory.
+        is_causal: whether attention without a mask is causal; None leaves it to the module.
+    """
+
+    tokens: Any = None
+    mask: Any = None
+    cache: Any = None
+    rotary: tuple[tuple[Tensor, Tensor], ...] = ()
+    memory: Tensor | None = None
+    memory_mask: Any = None
+    is_causal: bool | None = None
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The parameters of a ``forward``, in order, with their defaults, and the names of those that have a role, which a
+    trial needs to make a call."""
+
+    names: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    cache: str | None
+    rotary: tuple[str, ...]
+    masks: tuple[str, ...]
+    memory: str | None
+    positions: tuple[str, ...]
+    required: tuple[str, ...]
+
+
+@functools.cache
+def signature_of(forward: Callable[..., Any]) -> Signature:
+    """What ``inspect.signature`` says of a ``forward``, without ``self``."""
+    _, *own = inspect.signature(forward).parameters.values()
+    own = [each for each in own if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    names = [each.name for each in own]
+    memory = [name for name in names if "encoder" in name and "states" in name]
+    return Signature(
+        tuple(names),
+        {each.name: each.default for each in own if each.default is not each.empty},
+        next((each.name for each in own if _is_cache(each.annotation)), None),
+        tuple(each.name for each in own if "position_embeddings" in each.name or _is_pair(each.annotation)),
+        tuple(name for name in names if "attention_mask" in name or name == "attn_mask"),
+        memory[0] if memory else None,
+        tuple(name for name in names if "position_ids" in name),
+        tuple(each.name for each in own[1:] if each.default is each.empty),
+    )
+
+
+def arguments_of(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments | None:
+    """The arguments of a call; None if one of them has no known role, so that the original code is to run."""
+    signature = signature_of(forward)
+    names = signature.names
+    if not names or len(args) > len(names) or any(name in kwargs for name in names[: len(args)]):
+        return None
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    found = Arguments(given.pop(names[0], None))
+    # In the order of the signature: the masks in front of the memory are those of the layer's own tokens.
+    order = [*(name for name in names if name in given), *(name for name in given if name not in names)]
+    for name in order:
+        value = given[name]
+        if value is None or value is False:
+            if name == "is_causal" and value is False:
+                found.is_causal = False
+            continue
+        if not _place(found, name, value) and value is not signature.defaults.get(name, None):
+            return None
+    return found
+
+
+def _place(found: Arguments, name: str, value: Any) -> bool:
+    """Put an argument where it belongs; False if that is unknown."""
+    if isinstance(value, Tensor):
+        return _place_tensor(found, name, value)
+    if isinstance(value, Cache):
+        first, found.cache = found.cache is None, value
+        return first
+    if value is True and name == "is_causal":
+        found.is_causal = True
+        return True
+    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(each, Tensor) for each in value):
+        found.rotary += (value,)
+        return True
+    return value is True and name in _UNREAD
+
+
+def _place_tensor(found: Arguments, name: str, value: Tensor) -> bool:
+    if isinstance(value, MaskTensor) or value.dim() == _AXES_OF_MASK:
+        if found.memory is not None:
+            first, found.memory_mask = found.memory_mask is None, value
+        else:
+            first, found.mask = found.mask is None, value
+        return first
+    if value.dim() == _AXES_OF_STATES and value.is_floating_point():
+        first, found.memory = found.memory is None, value
+        return first
+    # Positions, which were turned into cosines and sines before the layer is called.
+    return value.dtype in (torch.int64, torch.int32) and "mask" not in name
+
+
+def _is_cache(annotation: object) -> bool:
+    kinds = get_args(annotation) or (annotation,)
+    return any(
+        (isinstance(kind, type) and issubclass(kind, Cache)) or (isinstance(kind, str) and "Cache" in kind)
+        for kind in kinds
+    )
+
+
+def _is_pair(annotation: object) -> bool:
+    return any(get_args(kind) == (Tensor, Tensor) for kind in (annotation, *get_args(annotation)))

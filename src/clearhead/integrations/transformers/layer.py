@@ -1,0 +1,321 @@
+"""Layers and attentions of transformers' models as one fused operation: the only file that calls the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from clearhead.integrations.torch.parts import is_plain
+from clearhead.integrations.torch.unpadded import Packed
+from clearhead.integrations.transformers.attention import NAME, is_causal_alone, planned, weights_wanted
+from clearhead.integrations.transformers.cache import CacheLayer, cache_layer_of, of_memory, of_own_tokens
+from clearhead.integrations.transformers.calls import Arguments
+from clearhead.integrations.transformers.families import AttentionRow
+from clearhead.integrations.transformers.masks import MaskTensor, mask_of_tensor
+from clearhead.integrations.transformers.match import LayerMatch, at, first_of
+from clearhead.integrations.transformers.parts import Formulas
+from clearhead.integrations.transformers.rotary import angles_of, fits
+from clearhead.integrations.transformers.specs import attention_of, current, hooked, layer_of
+from clearhead.masks import Causal, Mask
+from clearhead.masks.base import conjuncts
+from clearhead.masks.parts import is_padding
+from clearhead.nn.fused import fused_attention, fused_layers, is_fused_attention, of_parts
+from clearhead.nn.held import Held
+from clearhead.nn.norm import normed
+from clearhead.nn.spec import LayerParts, Projections
+from clearhead.positions import turned_by_token
+from clearhead.projection import NATIVE, Layer, are_plain, project, project_activate_project
+from clearhead.shapes import Float
+from clearhead.watch import watched
+
+__all__ = ["attention_output", "layer_output"]
+
+#: Padded tokens times width squared from which removing padding saves time.
+_LEAST_UNPADDED: Final = 2**22
+_AXES: Final = 3
+#: Elements of the tokens of a call with a cache, times its width, up to which planning is felt.
+_FEW: Final = 2**24
+
+
+# ---- what a call reads --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a fused call reads, besides weights.
+
+    Attributes:
+        tokens: the layer's own and, unless its keys and values are cached, the memory.
+        masks: of each attention.
+        causal: whether the first attention is causal where no mask was given.
+        caches: what each attention reads from a KV cache.
+        cache: the KV cache of the layer's own tokens.
+        rotary: cosines and sines.
+    """
+
+    tokens: tuple[Tensor, ...]
+    masks: tuple[Mask | None, ...]
+    causal: bool
+    caches: tuple[Held | None, ...]
+    cache: CacheLayer | None
+    rotary: Float[Tensor, "_rows head_dim"] | None
+
+
+def _may_fuse(given: Arguments) -> bool:
+    x, mask = given.tokens, given.mask
+    if given.cache is not None and type(mask) is MaskTensor and x.numel() * x.shape[-1] < _FEW and mask.has_padding():
+        # The executor plans such a call anew for each token, which takes longer than the call.
+        return False
+    if not isinstance(x, Tensor) or x.dim() != _AXES or not is_plain(x) or not are_plain(x) or weights_wanted():
+        return False
+    # A cache passes no gradients on.
+    return given.cache is None or not torch.is_grad_enabled()
+
+
+def _is_ours(core: Any) -> bool:
+    """Whether an attention's implementation is ours now."""
+    return getattr(getattr(core, "config", None), "_attn_implementation", None) == NAME
+
+
+def _rotary_of(core: Any, given: Arguments) -> Any:
+    """The cosines and sines of a call; of a layer that is given those of full and of windowed attention, its own."""
+    if len(given.rotary) > 1:
+        return given.rotary[bool(getattr(core, "is_sliding", False))]
+    return given.rotary[0]
+
+
+def _is_causal(core: Any, interface: bool) -> bool:
+    """Whether attention to the layer's own tokens is causal where no mask is given."""
+    return is_causal_alone(core) if interface else bool(first_of((core,), ("is_causal", "is_decoder")))
+
+
+def _call_of(core: Any, own: Projections, given: Arguments, interface: bool) -> _Call | None:
+    """What attention to the layer's own tokens reads; None if the original code is to find out."""
+    x, head_dim, rotary = given.tokens, own.last[0].shape[1] // own.num_heads, None
+    if own.rotary is not None:
+        rotary = angles_of(_rotary_of(core, given), x.dtype)
+        if rotary is None or not fits(rotary, x, head_dim):
+            return None
+    cache = None
+    if given.cache is not None:
+        cache = cache_layer_of(of_own_tokens(given.cache), getattr(core, "layer_idx", None))
+        if cache is None:
+            return None
+    causal = _is_causal(core, interface) if given.is_causal is None else given.is_causal
+    known, mask = _mask_of(given.mask, causal, x.shape[1], 0 if cache is None else cache.length)
+    if not known:
+        return None
+    held = None if cache is None else cache.held(x, own.num_kv_heads, head_dim)
+    if held is None and cache is not None:
+        return None
+    return _Call((x,), (mask,), causal, (held,), cache, rotary)
+
+
+def _mask_of(given: Any, causal: bool, length: int, before: int) -> tuple[bool, Mask | None]:
+    """Whether it is known what ``length`` tokens behind ``before`` cached ones may attend to, and that."""
+    if given is None:
+        causal = causal and length > 1
+        return not causal or before == 0, Causal() if causal else None
+    if given.shape[2] not in (1, length) or given.shape[-1] != before + length:
+        return False, None
+    if type(given) is MaskTensor:
+        return given.query_offset == before, given.meaning()
+    return _mask_of_tensor(given, before)
+
+
+def _mask_of_tensor(given: Any, before: int) -> tuple[bool, Mask | None]:
+    if type(given) is not Tensor or not given.is_cpu:
+        return False, None
+    try:
+        return True, mask_of_tensor(given, before)
+    except ValueError:
+        return False, None
+
+
+def _with_memory(call: _Call, core: Any, given: Arguments) -> _Call | None:
+    """The same with attention to a memory; None if the original code is to read it, and to fill the cache."""
+    states, mask, held, batch = given.memory, given.memory_mask, None, len(call.tokens[0])
+    if states is None or not is_plain(states) or len(states) != batch:
+        return None
+    if given.cache is not None:
+        held = of_memory(given.cache, getattr(core, "layer_idx", None))
+        if held is None or len(held.key) != batch:
+            return None
+    length, allowed = states.shape[1] if held is None else held.length, None
+    if mask is not None:
+        known, allowed = (True, mask.meaning()) if type(mask) is MaskTensor else _mask_of_tensor(mask, 0)
+        if not known or mask.shape[-1] != length:
+            return None
+        if allowed is not None and not all(is_padding(part) for part in conjuncts(allowed)):
+            return None
+    elif is_causal_alone(core):
+        return None
+    tokens = call.tokens if held is not None else (*call.tokens, states)
+    return replace(call, tokens=tokens, masks=(*call.masks, allowed), caches=(*call.caches, held))
+
+
+# ---- calls --------------------------------------------------------------------------------------------------
+
+
+def attention_output(
+    row: AttentionRow, module: Any, given: Arguments, *, formulas: Formulas, interface: bool
+) -> Tensor | None:
+    """What an attention module returns for its own tokens; None if the original code is to compute it."""
+    core = at(module, row.core)
+    if given.memory is not None or not _may_fuse(given) or (interface and not _is_ours(core)):
+        return None
+    x, rotary = given.tokens, bool(given.rotary)
+    found = current(
+        module, (module, core), (x.shape[-1], x.dtype, rotary), lambda: attention_of(row, module, x, rotary, formulas),
+        views=len(row.projections) == 1,
+    )  # fmt: skip
+    call = None if found is None else _call_of(core, found[0], given, interface)
+    if found is None or call is None:
+        return None
+    own, dropout = found
+    if watched():
+        if not is_fused_attention(call.tokens, own, mask=call.masks[0], held=call.caches[0]):
+            return None
+        output: Tensor | None = _observed_attention(core, own, given, call, x)
+    else:
+        output = fused_attention(call.tokens, own, mask=call.masks[0], held=call.caches[0], angles=call.rotary)
+        if output is not None and call.cache is not None:
+            call.cache.appended(x)
+    if output is None or dropout == 0.0:
+        return output
+    assert row.dropout is not None
+    dropped: Tensor = at(module, row.dropout)(output)
+    return dropped
+
+
+def layer_output(
+    match: LayerMatch, layer: Any, given: Arguments, *, formulas: Formulas, interface: bool
+) -> Tensor | None:
+    """What a layer returns; None if the original code is to compute it."""
+    if not _may_fuse(given) or (given.memory is not None) != (len(match.attentions) > 1):
+        return None
+    try:
+        modules = [at(layer, path) for path in match.row.attentions]
+        cores = [at(module, own.core) for module, own in zip(modules, match.attentions, strict=True)]
+    except AttributeError:
+        # Something else stands in the place of an attention.
+        return None
+    if any(map(hooked, (*modules, *cores))) or (interface and not all(map(_is_ours, cores))):
+        return None
+    x, rotary = given.tokens, bool(given.rotary)
+
+    def read() -> list[LayerParts] | None:
+        parts = layer_of(match, layer, x, rotary, formulas)
+        return None if parts is None else [parts]
+
+    layers = current(layer, (layer, *modules, *cores), (x.shape[-1], x.dtype, rotary), read, views=match.has_views)
+    call = None if layers is None else _call_of(cores[0], layers[0].attentions[0], given, interface)
+    if call is not None and len(cores) > 1:
+        call = _with_memory(call, cores[1], given)
+    if layers is None or call is None:
+        return None
+    # A cache has places for padding.
+    unpadded = _unpadded(layer, given) if given.memory is None and given.cache is None else None
+    if watched():
+        return _observed_layer(layers, cores, given, call, unpadded)
+    return _fused(layers, call, unpadded)
+
+
+def _fused(layers: list[LayerParts], call: _Call, unpadded: tuple[Packed, Mask] | None) -> Tensor | None:
+    tokens, masks, rotary = call.tokens, call.masks, call.rotary
+    if unpadded is not None:
+        packed, mask = unpadded
+        tokens, masks = (packed.enter(tokens[0])[None],), (mask,)
+        rotary = None if rotary is None else packed.angles(rotary)
+    output = fused_layers(tokens, layers, masks, call.caches, rotary)
+    if output is None:
+        return None
+    if call.cache is not None:
+        call.cache.appended(tokens[0])
+    return output if unpadded is None else unpadded[0].leave(output[0])
+
+
+def _unpadded(layer: Any, given: Arguments) -> tuple[Packed, Mask] | None:
+    """How padding is removed and what the remaining tokens attend to, where this is wanted and saves time."""
+    x, mask = given.tokens, given.mask
+    if type(mask) is not MaskTensor or not getattr(layer, "leaves_padding_out", True):
+        return None
+    found = mask.packed()
+    if found is None or found[0].size != x.shape[:2]:
+        return None
+    padding = x.shape[0] * x.shape[1] - len(found[0].places)
+    return found if padding * x.shape[2] ** 2 >= _LEAST_UNPADDED else None
+
+
+# ---- the same op by op, for observers -----------------------------------------------------------------------
+
+
+def _observed_layer(
+    layers: list[LayerParts], cores: Sequence[Any], given: Arguments, call: _Call, unpadded: tuple[Packed, Mask] | None
+) -> Tensor | None:
+    parts = layers[0]
+    sublayers: list[Callable[[Tensor], Tensor]] = [
+        partial(_observed_attention, cores[0], parts.attentions[0], given, call)
+    ]
+    if given.memory is not None:
+        sublayers.append(partial(_observed_memory, cores[1], parts.attentions[1], given, call.caches[1]))
+    output = of_parts(call.tokens, parts, call.masks, [*sublayers, partial(_fed, parts)], call.caches)
+    if output is None or unpadded is None:
+        return output
+    return unpadded[0].leave(unpadded[0].enter(output))
+
+
+def _observed_attention(core: Any, own: Projections, given: Arguments, call: _Call, x: Tensor) -> Tensor:
+    """Attention to a layer's own tokens ``x``, as an observer sees it."""
+    counts = (own.num_heads, own.num_kv_heads, own.num_kv_heads)
+    projected = [project(x, *layer, path=NATIVE) for layer in own.sources]
+    for place, (kind, pair) in enumerate(own.head_norms):
+        heads = projected[place].unflatten(-1, (counts[place], -1))
+        projected[place] = normed(heads, (kind, pair)).flatten(-2)
+    if len(projected) == 1:
+        projected = [*projected[0].split([count * own.head_dim for count in counts], dim=-1)]
+    query, key, value = (
+        part.unflatten(-1, (count, -1)).transpose(1, 2) for part, count in zip(projected, counts, strict=True)
+    )
+    if call.rotary is not None:
+        query, key = turned_by_token(query, call.rotary), turned_by_token(key, call.rotary)
+    if given.cache is not None:
+        key, value = of_own_tokens(given.cache).update(key, value, core.layer_idx)
+    causal = call.causal and given.mask is None and x.shape[1] > 1
+    output = planned(
+        core, query, key, value, given.mask, rules=own.rules, scale=own.scale, causal=causal, dropout=own.dropout
+    )
+    return project(output.flatten(-2), *own.last, path=NATIVE)
+
+
+def _observed_memory(core: Any, own: Projections, given: Arguments, held: Held | None, x: Tensor) -> Tensor:
+    """Attention to a memory, as an observer sees it."""
+
+    def heads(rows: Tensor, layer: Layer, count: int) -> Tensor:
+        by_head: Tensor = project(rows, *layer, path=NATIVE).unflatten(-1, (count, -1)).transpose(1, 2)
+        return by_head
+
+    query = heads(x, own.sources[0], own.num_heads)
+    if held is None:
+        assert given.memory is not None
+        key, value = (heads(given.memory, layer, own.num_kv_heads) for layer in own.sources[1:])
+    else:
+        key, value = held.key, held.value
+    output = planned(
+        core, query, key, value, given.memory_mask, rules=(), scale=own.scale, causal=False, dropout=own.dropout
+    )
+    return project(output.flatten(-2), *own.last, path=NATIVE)
+
+
+def _fed(parts: LayerParts, x: Tensor) -> Tensor:
+    *gate, expand, contract = parts.feedforward
+    output = project_activate_project(
+        x, *expand, *contract, gate=gate[0] if gate else None, activation=parts.activation, dropout=parts.hidden
+    )
+    assert output is not None
+    return output

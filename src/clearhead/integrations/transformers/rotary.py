@@ -1,0 +1,84 @@
+"""Rotary positions as transformers' models hand them to each layer: cosines and sines of a call's tokens."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any, Final
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from clearhead.integrations.torch.parts import is_plain
+from clearhead.shapes import Float
+
+__all__ = ["angles_of", "fits"]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What angles were made of, and they; None where they could not be."""
+
+    cosine: ref[Tensor]
+    sine: ref[Tensor]
+    versions: tuple[int, int]
+    angles: Tensor | None
+
+
+_LAST: Final = threading.local()
+#: Layers that see all of a text and those that see a window of it may be given angles of their own.
+_KINDS: Final = 2
+
+
+def angles_of(given: Any, dtype: torch.dtype) -> Float[Tensor, "_rows head_dim"] | None:
+    """Cosines and, behind them, sines of each token's angles, where no gradient is wanted of them; None elsewhere. All
+    layers of a kind are given the same two tensors, which are looked at once.
+
+    Args:
+        given: a model's ``position_embeddings``: cosines and sines, ``[batch | 1, len, head_dim]`` each, whose second
+            halves are to be their first ones.
+        dtype: of queries and keys.
+
+    Returns:
+        float32 ``[len, head_dim]``, or ``[batch * len, head_dim]`` where sequences differ, as behind padding.
+    """
+    if not isinstance(given, tuple) or len(given) != 2 or torch.is_autocast_enabled("cpu"):
+        return None
+    cosine, sine = given
+    if not isinstance(cosine, Tensor) or not isinstance(sine, Tensor) or not is_plain(cosine, sine):
+        return None
+    if cosine.dtype is not dtype:
+        return None
+    last: tuple[_Seen, ...] = getattr(_LAST, "seen", ())
+    versions = _version(cosine), _version(sine)
+    for seen in last:
+        if seen.cosine() is cosine and seen.sine() is sine and seen.versions == versions:
+            return seen.angles
+    found = _made(cosine, sine)
+    _LAST.seen = (_Seen(ref(cosine), ref(sine), versions, found), *last[: _KINDS - 1])
+    return found
+
+
+def fits(angles: Tensor, x: Float[Tensor, "batch len width"], head_dim: int) -> bool:
+    """Whether they are angles of these tokens, whose heads have so many channels."""
+    return angles.shape[1] == head_dim and len(angles) in (x.shape[1], x.shape[0] * x.shape[1])
+
+
+def _made(cosine: Tensor, sine: Tensor) -> Tensor | None:
+    if cosine.dim() != 3 or cosine.shape != sine.shape or cosine.shape[-1] % 2 or 0 in cosine.shape:
+        return None
+    if not cosine.is_cpu or not sine.is_cpu or cosine.requires_grad or sine.requires_grad:
+        return None
+    halves = [part.chunk(2, -1) for part in (cosine, sine)]
+    if not all(torch.equal(*pair) for pair in halves):
+        return None
+    alike = all(torch.equal(part, part[:1].expand_as(part)) for part in (cosine, sine))
+    # What is made in inference mode could not be part of a gradient later.
+    with torch.inference_mode(False):
+        return torch.cat([first[0] if alike else first.flatten(0, 1) for first, _ in halves], -1).float()
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written into, where torch counts that."""
+    return 0 if tensor.is_inference() else tensor._version

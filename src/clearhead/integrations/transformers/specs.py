@@ -1,0 +1,172 @@
+"""The weights and options of a layer or an attention, read from its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.integrations.transformers.attention import scale_of
+from clearhead.integrations.transformers.families import (
+    ATTENTION_DROPOUTS,
+    HEAD_DIMS,
+    KV_HEADS,
+    NUM_HEADS,
+    SCALES,
+    SOFTCAPS,
+    AttentionRow,
+)
+from clearhead.integrations.transformers.match import LayerMatch, at, first_of
+from clearhead.integrations.transformers.parts import Formulas, dropout_of, feedforward_of, linear_of, norm_of
+from clearhead.nn.spec import LayerParts, Projections
+from clearhead.nn.unchanged import Unchanged
+from clearhead.scores import SoftCap
+
+__all__ = ["attention_of", "current", "hooked", "layer_of"]
+
+#: The module of the hooks that transformers installs itself, which collect outputs on demand.
+_COLLECTS: Final = "transformers.utils.output_capturing"
+
+
+def attention_of(
+    row: AttentionRow, module: Any, x: Tensor, rotary: bool, formulas: Formulas
+) -> tuple[Projections, float] | None:
+    """An attention module's weights and options, and the dropout of its output; None if a part is not plain."""
+    core = at(module, row.core)
+    layers = [layer for path in (*row.projections, row.output) if (layer := linear_of(at(module, path))) is not None]
+    counts = None if len(layers) <= len(row.projections) else _heads(core, module, layers[:-1], layers[-1])
+    if counts is None:
+        return None
+    num_heads, num_kv_heads, head_dim = counts
+    norms = [
+        norm for path in row.head_norms if (norm := norm_of(at(module, path), x[..., :head_dim], formulas)) is not None
+    ]
+    dropout, weights_dropout = dropout_of(module, row.dropout), first_of((core, module), ATTENTION_DROPOUTS)
+    if len(norms) < len(row.head_norms) or dropout is None:
+        return None
+    softcap = first_of((core,), SOFTCAPS)
+    projections = Projections(
+        layers[:-1],
+        layers[-1],
+        num_heads,
+        num_kv_heads,
+        scale=scale_of(first_of((core,), SCALES), head_dim),
+        dropout=float(getattr(weights_dropout, "p", weights_dropout or 0.0)) if core.training else 0.0,
+        rotary="angles" if rotary else None,
+        head_norms=tuple(norms),
+        rules=() if softcap is None else (SoftCap(softcap),),
+    )
+    return projections, dropout
+
+
+def _heads(core: Any, module: Any, sources: Sequence[Any], output: Any) -> tuple[int, int, int] | None:
+    """Heads of queries, of keys and values, and their width; None if the weights have other sizes."""
+    places, width = (core, module, getattr(core, "config", None)), output[0].shape[1]
+    num_heads, head_dim = first_of(places, NUM_HEADS), first_of(places, HEAD_DIMS)
+    head_dim = head_dim or (width // num_heads if num_heads else 0)
+    if not head_dim or width % head_dim:
+        return None
+    num_heads = width // head_dim
+    num_kv_heads = len(sources[1][0]) // head_dim if len(sources) > 1 else first_of(places, KV_HEADS) or num_heads
+    rows = sum(len(weight) for weight, _ in sources)
+    return (num_heads, num_kv_heads, head_dim) if rows == (num_heads + 2 * num_kv_heads) * head_dim else None
+
+
+def layer_of(match: LayerMatch, layer: Any, x: Tensor, rotary: bool, formulas: Formulas) -> LayerParts | None:
+    """A layer's weights and options; None if a part is not plain."""
+    row = match.row
+    # The halves of a packed weight would have gradients of their own.
+    if (x.dtype is torch.float16 and row.clamps_float16) or (match.feedforward.packed_gate and torch.is_grad_enabled()):
+        return None
+    found = [
+        attention_of(own, at(layer, path), x, rotary, formulas)
+        for path, own in zip(row.attentions, match.attentions, strict=True)
+    ]
+    attentions = [own for own in found if own is not None]
+    paths = (*row.norms, *row.output_norms)
+    norms = [norm for path in paths if (norm := norm_of(at(layer, path), x, formulas)) is not None]
+    fed = feedforward_of(match.feedforward, match.feedforward_in(layer))
+    if len(attentions) < len(row.attentions) or len(norms) < len(paths) or fed is None:
+        return None
+    inner = [*(dropout for _, dropout in attentions), fed.dropout]
+    outer = [dropout_of(layer, path) for path in row.dropouts or (None,) * len(inner)]
+    # Two dropouts of one output are not one.
+    if None in outer or any(one and other for one, other in zip(inner, outer, strict=True)):
+        return None
+    return LayerParts(
+        [own for own, _ in attentions],
+        fed.layers,
+        norms[: len(row.norms)],
+        norm_first=row.norm_first,
+        activation=fed.activation,
+        after=tuple(one or other or 0.0 for one, other in zip(inner, outer, strict=True)),
+        hidden=fed.hidden,
+        behind=norms[len(row.norms) :],
+    )
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether a module's calls are hooked, or its ``forward`` was replaced on the object.
+
+    Hooks of transformers itself do nothing unless outputs are collected, and do not count.
+    """
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
+    hooks += module._backward_pre_hooks.values()
+    return "forward" in vars(module) or any(getattr(own, "__module__", "") != _COLLECTS for own in hooks)
+
+
+# ---- specs between calls ------------------------------------------------------------------------------------
+
+_Spec = TypeVar("_Spec")
+
+
+class _Reading(NamedTuple):
+    """A spec, and all that it depends on. ``viewed`` are parameters of which it has views, and their storage then."""
+
+    key: Hashable
+    unchanged: Unchanged
+    spec: object
+    viewed: Sequence[tuple[nn.Parameter, tuple[object, ...]]]
+
+    def is_current(self, key: Hashable) -> bool:
+        """Whether another reading would give the same."""
+        if key != self.key or not self.unchanged.holds():
+            return False
+        return all(_storage_of(parameter) == storage for parameter, storage in self.viewed)
+
+
+_READINGS: Final[WeakKeyDictionary[nn.Module, _Reading]] = WeakKeyDictionary()
+
+
+def current(
+    module: nn.Module, may_be_hooked: Sequence[nn.Module], key: Hashable, read: Callable[[], _Spec | None], *,
+    views: bool,
+) -> _Spec | None:  # fmt: skip
+    """``read()``, or what it gave before where that is what it would give now; None if a part is hooked.
+
+    A spec has parameters themselves, so that their new values count at once. Where it has ``views`` of parameters,
+    these keep the storage alive by which they are compared; with gradients they are part of a graph, and are made for
+    each call.
+    """
+    learns = torch.is_grad_enabled()
+    reading, key = _READINGS.get(module), (key, learns)
+    if reading is None or not reading.is_current(key) or (views and learns):
+        unchanged = Unchanged(module, apart_from=may_be_hooked)
+        if unchanged.is_hooked():
+            return None
+        viewed = [(own, _storage_of(own)) for own in module.parameters()] if views else []
+        try:
+            with torch.inference_mode(False), torch.set_grad_enabled(learns):
+                spec = read()
+        except AttributeError:
+            # Something else stands in the place of a part.
+            spec = None
+        reading = _READINGS[module] = _Reading(key, unchanged, spec, viewed)
+    return reading.spec  # type: ignore[return-value]
+
+
+def _storage_of(parameter: Tensor) -> tuple[object, ...]:
+    return parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype

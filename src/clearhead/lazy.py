@@ -1,0 +1,62 @@
+"""Names of a package, and torch operators, whose modules are imported when they are first read (PEP 562)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+__all__ = ["lazy_names", "lazy_operators"]
+
+
+def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a package whose names and modules are imported when they are first read.
+
+    Args:
+        package: the package's ``__name__``.
+        modules: for each module, the names that the package takes from it, separated by spaces.
+
+    >>> read, names = lazy_names("clearhead", {"clearhead.masks": "Causal Window"})
+    >>> read("Causal")
+    <class 'clearhead.masks.positional.Causal'>
+    """
+    sources = {name: module for module, names in modules.items() for name in names.split()}
+
+    def read(name: str) -> Any:
+        if name in sources:
+            value = getattr(import_module(sources[name]), name)
+            # Later reads find the value in the package itself.
+            setattr(sys.modules[package], name, value)
+            return value
+        if name.startswith("_") or find_spec(f"{package}.{name}") is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return import_module(f"{package}.{name}")
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *getattr(sys.modules[package], "__all__", ())})
+
+    return read, names
+
+
+def lazy_operators(modules: Mapping[str, str]) -> None:
+    """Import the module that defines an operator when ``torch.ops.clearhead`` is first asked for it.
+
+    ``torch.export.load`` asks for the operators of a program in a process that has imported clearhead alone.
+
+    Args:
+        modules: for each module, the operators that it defines, separated by spaces.
+    """
+    sources = {name: module for module, names in modules.items() for name in names.split()}
+
+    def define(name: str) -> Any:
+        # A module that is being imported asks for its operators itself.
+        if name in sources and sources[name] not in sys.modules:
+            import_module(sources[name])
+        # torch then looks the operator up.
+        raise AttributeError(name)
+
+    vars(torch.ops.clearhead)["__getattr__"] = define

@@ -1,0 +1,470 @@
+"""Attention with its projections, and whole layers, as one operator: which calls it takes, and what it is told.
+
+``fused_attention`` and ``fused_layers`` return None where the operator is not what every part would use, or where a
+part is observed, hooked or edited: the caller then runs op by op, with bitwise identical results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from clearhead.backends import native
+from clearhead.choices import SMALL, attention_path, named
+from clearhead.dispatch import choose
+from clearhead.errors import UnsupportedError
+from clearhead.masks import Mask
+from clearhead.masks.base import conjuncts
+from clearhead.masks.parts import band_of, is_padding, parts_of
+from clearhead.nn.dropout import plus_dropped_rows
+from clearhead.nn.held import Held
+from clearhead.nn.norm import normed, normed_by_torch
+from clearhead.nn.spec import LayerParts, NormLike, Projections
+from clearhead.nn.unfused import Attended, run_attention, run_layer
+from clearhead.ops.attention import mask_options, options_of
+from clearhead.ops.block import Recompute, Tape, run_blocks
+from clearhead.ops.dropout import LEVELS
+from clearhead.ops.kinds import NormKind
+from clearhead.ops.library import library
+from clearhead.positions import MOST_POSITIONS, Rotary, table_of
+from clearhead.problem import Problem, draw_seed
+from clearhead.projection import ACTIVATIONS, DTYPES, NATIVE, Layer, are_plain, choices, takes_small, unrecorded
+from clearhead.shapes import Float
+from clearhead.statistics import Want
+from clearhead.torch_private import is_hooked, modules_are_hooked
+from clearhead.watch import watched
+
+__all__ = ["fused_attention", "fused_layer", "fused_layers", "is_fused_attention", "norm_of", "of_parts"]
+
+_FUNCTION: Final = "attention"
+_NOTHING: Final = Want()
+_TYPES: Final = {Tensor, nn.Parameter}
+
+Tokens: TypeAlias = Sequence[Float[Tensor, "*batch _len _width"]]
+
+
+def fused_attention(
+    tokens: Tokens,
+    own: Projections,
+    *,
+    mask: Mask | None = None,
+    query_offset: int | None = None,
+    held: Held | None = None,
+    angles: Float[Tensor, "_rows head_dim"] | None = None,
+) -> Float[Tensor, "*batch _len _out"] | None:
+    """Project to heads, attend, and project back, in one operator.
+
+    ``concat_h(attention(x Wq_h, y Wk_h, y Wv_h)) Wo``, where ``y`` is ``x`` itself or a memory.
+
+    Args:
+        tokens: ``[batch, len, in]`` of those that attend, and of the memory where they read one.
+        own: the attention layer.
+        mask: which keys a query may attend to.
+        query_offset: position of the first query.
+        held: cached keys and values; where the cache grows, those of ``tokens`` are appended, and the first query
+            stands behind the cached tokens. ``tokens`` are those that attend alone.
+        angles: RoPE cos and sin of the call's tokens, where ``own.rotary`` is ``"angles"``.
+
+    Returns:
+        ``[batch, len, out]``, or None (see the module's first lines).
+
+    Raises:
+        ShapeError, MaskError, UnsupportedError: as ``attention``.
+
+    Cost: that of the parts. Saved for backward are ``tokens``, queries, keys, values, the heads' output, in 16 bits
+    beyond 256 tokens in float32 too, and two numbers for each row of scores.
+    """
+    if watched() or not _may_fuse(tokens):
+        return None
+    training = _learns(*tokens, *own.tensors())
+    attended = _attended(tokens, own, training, mask, query_offset, held)
+    if attended is None:
+        return None
+    tape, seed = Tape(), draw_seed(own.dropout)
+    tape.integer(1, 0, 0, 1)
+    _write_attention(tape, own, attended, seed, held, angles)
+    tape.integer(0)
+
+    def recompute(places: Mapping[int, Tensor], copies: Sequence[Tensor]) -> Tensor:
+        return run_attention(own.mapped(_change(places)), attended, copies, seed, angles)
+
+    return _run(tokens, tape, recompute if training else None)
+
+
+def is_fused_attention(tokens: Tokens, own: Projections, **options: Any) -> bool:
+    """Whether ``fused_attention`` would take a call that nobody observed.
+
+    Args:
+        tokens: as ``fused_attention`` takes them.
+        own: the attention layer.
+        options: ``mask``, ``query_offset`` and ``held``, as ``fused_attention`` takes them.
+    """
+    if not _may_fuse(tokens):
+        return False
+    arguments = (options.get("mask"), options.get("query_offset"), options.get("held"))
+    return _attended(tokens, own, _learns(*tokens, *own.tensors()), *arguments) is not None
+
+
+def fused_layer(
+    tokens: Tokens,
+    parts: LayerParts,
+    masks: Sequence[Mask | None],
+    held: Sequence[Held | None] = (),
+    angles: Float[Tensor, "_rows head_dim"] | None = None,
+) -> Float[Tensor, "*batch _len _width"] | None:
+    """The output of one layer; ``fused_layers`` of it alone."""
+    return fused_layers(tokens, [parts], masks, held, angles)
+
+
+def fused_layers(
+    tokens: Tokens,
+    layers: Sequence[LayerParts],
+    masks: Sequence[Mask | None],
+    held: Sequence[Held | None] = (),
+    angles: Float[Tensor, "_rows head_dim"] | None = None,
+) -> Float[Tensor, "*batch _len _width"] | None:
+    """The output of layers one after the other, in one operator.
+
+    Args:
+        tokens: ``[batch, len, width]`` of the layers' own and, where they attend to one, of the memory.
+        layers: a single one where a gradient is wanted.
+        masks: of each attention of each layer.
+        held: what each attention reads from a cache, where one does; a cached memory is not among ``tokens``.
+        angles: RoPE cos and sin of the call's tokens, where attentions are rotated by ``"angles"``.
+
+    Returns:
+        ``[batch, len, width]``, or None (see the module's first lines).
+
+    Raises:
+        MaskError: a mask does not fit.
+
+    Cost: that of the parts. Saved for backward are ``tokens``, the sums and what is normed, queries, keys, values, the
+    heads' output, the feedforward's activations and, but for a ReLU, their slopes.
+    """
+    if watched() or not _may_fuse(tokens) or any(parts.looked_at for parts in layers):
+        return None
+    training = any(_learns(*tokens, *parts.tensors()) for parts in layers)
+    if training and len(layers) > 1:
+        return None
+    tape, attended = Tape(), list[Attended]()
+    tape.integer(len(layers))
+    for parts in layers:
+        part = slice(len(attended), len(attended) + len(parts.attentions))
+        found = _attentions(tokens, parts, masks[part], training, held[part])
+        if found is None:
+            return None
+        attended += found
+    left = iter(zip(attended, held or (None,) * len(attended), strict=True))
+    seeds: list[int] = []
+    for parts in layers:
+        seeds = _draw_seeds(parts)
+        _write_layer(tape, parts, [next(left) for _ in parts.attentions], seeds, angles)
+
+    def recompute(places: Mapping[int, Tensor], copies: Sequence[Tensor]) -> Tensor:
+        return run_layer(layers[0].mapped(_change(places)), attended, copies, seeds, angles)
+
+    return _run(tokens, tape, recompute if training else None)
+
+
+def of_parts(
+    tokens: Tokens,
+    parts: LayerParts,
+    masks: Sequence[Mask | None],
+    sublayers: Sequence[Callable[[Tensor], Tensor]],
+    held: Sequence[Held | None] = (),
+) -> Float[Tensor, "*batch _len _width"] | None:
+    """A layer's output op by op, with the bits of ``fused_layer``, where a layer that it would take is observed.
+
+    Args:
+        tokens: as ``fused_layer`` takes them.
+        parts: the layer.
+        masks: of each attention.
+        sublayers: the layer's attentions and its feedforward.
+        held: what each attention reads from a cache.
+
+    Returns:
+        ``[batch, len, width]``; None where nobody observes the layer, or ``fused_layer`` would not take it.
+    """
+    if not (watched() or parts.looked_at) or not _may_fuse(tokens):
+        return None
+    if _attentions(tokens, parts, masks, _learns(*tokens, *parts.tensors()), held) is None:
+        return None
+    x = like = tokens[0]
+
+    def norm(x: Tensor, own: NormLike) -> Tensor:
+        return normed(x, own) if _are_alike(x, like) else normed_by_torch(x, own)
+
+    def plus(x: Tensor, levels: int, y: Tensor) -> Tensor:
+        # A hook may return what it likes.
+        if _are_alike(x, like) and _are_alike(y, like):
+            return plus_dropped_rows(x, levels, y)
+        return x + F.dropout(y, levels / LEVELS)
+
+    behind: Sequence[NormLike | None] = parts.behind or [None] * len(sublayers)
+    for sublayer, own, last, levels in zip(sublayers, parts.norms, behind, parts.drop_levels(), strict=True):
+        given = sublayer(norm(x, own) if parts.norm_first else x)
+        x = plus(x, levels, given if last is None else norm(given, last))
+        x = x if parts.norm_first else norm(x, own)
+    return x
+
+
+# ---- which calls are taken -------------------------------------------------------------------------------------------
+
+
+def _may_fuse(tokens: Tokens) -> bool:
+    """Whether nothing compiles or hooks every module, and there are tokens in batches."""
+    if named().fused is False:
+        return False
+    if torch.compiler.is_compiling() or modules_are_hooked():
+        return False
+    return all(each.dim() == 3 and 0 not in each.shape and len(each) == len(tokens[0]) for each in tokens)
+
+
+def _learns(*tensors: Tensor | None) -> bool:
+    """Whether a gradient may be wanted."""
+    return torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in tensors)
+
+
+def _are_alike(x: Tensor, like: Tensor) -> bool:
+    return are_plain(x, like) and x.shape == like.shape
+
+
+def _run(tokens: Tokens, tape: Tape, recompute: Recompute | None) -> Tensor | None:
+    """The operator's output; None where it refuses the tensors: op by op, the part that they do not fit says why."""
+    try:
+        return run_blocks(tokens, tape, recompute)
+    except RuntimeError as error:
+        UnsupportedError.from_operator(error)
+        return None
+
+
+def _are_plain(tokens: Tokens, tensors: Sequence[Tensor | None]) -> bool:
+    """Whether tensors are what the operator may look at; it checks dtypes, sizes and strides itself."""
+    if tokens[0].dtype not in DTYPES or not unrecorded() or library() is None:
+        return False
+    return all(part is None or type(part) in _TYPES for part in (*tokens, *tensors))
+
+
+def _takes_gemms(tokens: Tokens, layers: Sequence[Layer], training: bool) -> bool:
+    """Whether the table names the kernels for every layer's GEMMs. Small ones are theirs wherever they are there: as
+    parts of a block their calls cost nothing."""
+    dtype = tokens[0].dtype
+    chosen = choices(dtype) if training else choices(dtype)[:1]
+    if all(choice.path == NATIVE.name for choice in chosen):
+        return True
+    rows = max(each.shape[0] * each.shape[1] for each in tokens)
+    return takes_small(dtype) and all(rows * weight.numel() < SMALL for weight, _ in layers)
+
+
+def _attentions(
+    tokens: Tokens, parts: LayerParts, masks: Sequence[Mask | None], training: bool, held: Sequence[Held | None]
+) -> list[Attended] | None:
+    """The layer's attentions as the operator is told of them, where it is what every part would use."""
+    if (training and parts.behind) or round(max(*parts.after, parts.hidden) * LEVELS) >= LEVELS:
+        return None
+    linears = [*parts.feedforward, *(layer for own in parts.attentions for layer in (*own.sources, own.last))]
+    if not _are_plain(tokens, parts.tensors()) or not _takes_gemms(tokens, linears, training):
+        return None
+    found: list[Attended] = []
+    caches = held or (None,) * len(masks)
+    for place, (own, mask, cache) in enumerate(zip(parts.attentions, masks, caches, strict=True)):
+        attended = _lowered(tokens if place else tokens[:1], own, training, mask, None, cache)
+        if attended is None:
+            return None
+        found.append(attended)
+    return found
+
+
+def _attended(
+    tokens: Tokens, own: Projections, training: bool, mask: Mask | None, query_offset: int | None, held: Held | None
+) -> Attended | None:
+    """What the operator is told of an attention alone, where it is what every part would use."""
+    if not _are_plain(tokens, own.tensors()) or not _takes_gemms(tokens, (*own.sources, own.last), training):
+        return None
+    return _lowered(tokens, own, training, mask, query_offset, held)
+
+
+def _lowered(
+    tokens: Tokens, own: Projections, training: bool, mask: Mask | None, query_offset: int | None, held: Held | None
+) -> Attended | None:
+    """What the operator is told of an attention besides its tensors, which are plain."""
+    if held is not None and not _reads_cache(held, tokens[0], training, mask):
+        return None
+    if own.head_norms and (training or len(own.sources) < 3):
+        return None
+    attended = _in_a_band(tokens, own, training, mask, query_offset, held)
+    if attended is None:
+        attended = _validated(tokens, own, mask, query_offset, held)
+    if attended is None or not isinstance(own.rotary, Rotary):
+        return attended
+    grows, keys = held is not None and held.grows, tokens[-1].shape[1] if held is None else held.length
+    if attended.query_offset < 0 or (query_offset is None and not grows and tokens[0].shape[1] != keys):
+        return None
+    # A table is made for as many positions as the cache has room for, so that it serves later tokens too.
+    room = held.key.shape[2] if held is not None and held.grows else keys
+    positions = max(attended.query_offset + tokens[0].shape[1], room)
+    return attended._replace(positions=positions) if positions <= MOST_POSITIONS else None
+
+
+def _in_a_band(
+    tokens: Tokens, own: Projections, training: bool, mask: Mask | None, query_offset: int | None, held: Held | None
+) -> Attended | None:
+    """Most calls: without rules, under no mask, a band or padding, whose positions are unambiguous. None of others."""
+    grows, (batch, q_len) = held is not None and held.grows, tokens[0].shape[:2]
+    if own.rules or query_offset is not None or type(own.scale) not in (float, type(None)):
+        return None
+    k_len = tokens[-1].shape[1] if held is None else held.length + (q_len if held.grows else 0)
+    if mask is not None and q_len != k_len and not grows:
+        return None
+    if own.backend != native.BACKEND.name:
+        path = attention_path(tokens[0].dtype, q_len, k_len, causal=mask is not None, gradient=training)
+        if own.backend != "auto" or path != native.BACKEND.name:
+            return None
+    offset = held.length if held is not None and held.grows else 0
+    options = {} if mask is None else _mask_options(mask, (batch, own.num_heads, q_len, k_len), offset)
+    if options is None:
+        return None
+    scale = own.head_dim**-0.5 if own.scale is None else own.scale
+    return Attended(mask, (), scale, own.dropout, offset, options)
+
+
+def _mask_options(mask: Mask, size: tuple[int, int, int, int], offset: int) -> dict[str, Any] | None:
+    """A band, or padding and bands, as the operator's arguments; None of other masks."""
+    band = band_of(mask)
+    if band is not None:
+        return {name: bound for name, bound in zip(("before", "after"), band, strict=True) if bound is not None}
+    if not all(band_of(part) is not None or is_padding(part) for part in conjuncts(mask)):
+        return None
+    mask.check(_FUNCTION, *size[:2], range(offset, offset + size[2]), size[3])
+    return mask_options(parts_of(mask, size, offset))
+
+
+def _validated(
+    tokens: Tokens, own: Projections, mask: Mask | None, query_offset: int | None, held: Held | None
+) -> Attended | None:
+    """Any other call, validated and lowered as ``attention`` does; None where the choice is not the kernels."""
+    problem = Problem.of(
+        _FUNCTION,
+        *_hollow(tokens, own, held),
+        mask=mask,
+        scores=own.rules,
+        scale=own.scale,
+        dropout=own.dropout,
+        seed=0,
+        query_offset=held.length if held is not None and held.grows else query_offset,
+    )
+    learned = torch.is_grad_enabled() and problem.rule_parameters
+    if learned or choose(_FUNCTION, problem, _NOTHING, own.backend) is not native.BACKEND:
+        return None
+    # A score function that the kernels take comes to rules of theirs.
+    problem = problem.with_traced_rules
+    options, _ = options_of(problem)
+    return Attended(problem.mask, problem.scores, problem.scale, problem.dropout, problem.query_offset, options)
+
+
+def _reads_cache(held: Held, x: Tensor, training: bool, mask: Mask | None) -> bool:
+    """Whether the operator reads a cache: under a mask that is a band, or says which keys are real besides."""
+    if training or not {type(held.key), type(held.value)} <= _TYPES or held.key.dtype is not x.dtype:
+        return False
+    if mask is None or not held.grows or band_of(mask) is not None:
+        return True
+    return all(band_of(part) is not None or is_padding(part) for part in conjuncts(mask))
+
+
+def _hollow(tokens: Tokens, own: Projections, held: Held | None) -> tuple[Tensor, ...]:
+    """Queries, keys and values without memory."""
+    x = tokens[0]
+    nothing, batch, dim = x.new_empty(1), x.shape[0], own.head_dim
+    query = nothing.expand(batch, x.shape[1], own.num_heads, dim).transpose(1, 2)
+    if held is None:
+        keys = nothing.expand(batch, tokens[-1].shape[1], own.num_kv_heads, dim).transpose(1, 2)
+        return query, keys, keys
+    length = held.length + x.shape[1] if held.grows else held.length
+    return query, *(nothing.expand(*part.shape[:2], length, part.shape[3]) for part in (held.key, held.value))
+
+
+# ---- what the operator is told ---------------------------------------------------------------------------------------
+
+
+def _write_attention(
+    tape: Tape, own: Projections, attended: Attended, seed: int, held: Held | None, angles: Tensor | None
+) -> None:
+    tape.integer(len(own.sources) == 1, own.num_heads, own.num_kv_heads)
+    tape.linears((*own.sources, own.last))
+    tape.integer(bool(own.head_norms))
+    for (kind, epsilon), pair in own.head_norms:
+        tape.norm(kind, epsilon, *pair)
+    if own.rotary is None:
+        tape.integer(0)
+    else:
+        by_position = isinstance(own.rotary, Rotary)
+        tape.integer(1 if by_position else 2)
+        table = table_of(own.rotary, own.head_dim, attended.positions) if isinstance(own.rotary, Rotary) else angles
+        assert table is not None
+        tape.tensors.append(table)
+    if held is None:
+        tape.integer(0)
+    else:
+        tape.integer(1 if held.grows else 2, held.length)
+        tape.caches += (held.key, held.value)
+    tape.number(attended.scale, attended.dropout)
+    tape.integer(seed, attended.query_offset)
+    tape.mask(attended.options)
+    tape.rules(attended.options)
+
+
+def _draw_seeds(parts: LayerParts) -> list[int]:
+    """For each sublayer the seed of what it drops within itself, and that of what is dropped of its result."""
+    within = [*(own.dropout for own in parts.attentions), round(parts.hidden * LEVELS) / LEVELS]
+    after = [levels / LEVELS for levels in parts.drop_levels()]
+    if not any(within) and not any(after):
+        return [0] * (2 * len(within))
+    return [draw_seed(drop) for pair in zip(within, after, strict=True) for drop in pair]
+
+
+def _write_layer(
+    tape: Tape,
+    parts: LayerParts,
+    attentions: Sequence[tuple[Attended, Held | None]],
+    seeds: Sequence[int],
+    angles: Tensor | None,
+) -> None:
+    tape.integer(1, parts.norm_first, len(parts.attentions))
+    for place, (own, (one, held)) in enumerate(zip(parts.attentions, attentions, strict=True)):
+        _write_attention(tape, own, one, seeds[2 * place], held, angles)
+    tape.integer(1, len(parts.feedforward))
+    tape.linears(parts.feedforward)
+    tape.integer(ACTIVATIONS[parts.activation].kind, round(parts.hidden * LEVELS), seeds[-2])
+    behind: Sequence[NormLike | None] = parts.behind or [None] * len(parts.norms)
+    for place, (norm, last, levels) in enumerate(zip(parts.norms, behind, parts.drop_levels(), strict=True)):
+        tape.norm(*norm[0], *norm[1])
+        tape.integer(last is not None)
+        if last is not None:
+            tape.norm(*last[0], *last[1])
+        tape.integer(levels, seeds[2 * place + 1])
+
+
+def _change(places: Mapping[int, Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: places.get(id(tensor), tensor)
+
+
+# ---- norms -----------------------------------------------------------------------------------------------------------
+
+_NORMS: Final[dict[Any, NormKind]] = {nn.LayerNorm: NormKind.LAYER, nn.RMSNorm: NormKind.RMS}
+
+
+def norm_of(norm: nn.Module, x: Tensor) -> NormLike | None:
+    """Kind and epsilon, weight and bias, of torch's norms over the last axis of ``x`` without hooks; or None."""
+    kind = _NORMS.get(type(norm))
+    if not isinstance(norm, nn.LayerNorm | nn.RMSNorm) or kind is None or is_hooked(norm):
+        return None
+    if norm.normalized_shape != x.shape[-1:]:
+        return None
+    if norm.eps is None and x.dtype is not torch.float32:
+        return None
+    epsilon = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    return (kind, float(epsilon)), (norm.weight, getattr(norm, "bias", None))

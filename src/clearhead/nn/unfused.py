@@ -1,0 +1,139 @@
+"""An attention and a layer op by op, from their records: what the block operator computes, by functions that autograd
+and observers know. It serves gradients that are recorded, and those where NaN or infinity meets a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from clearhead.backends import native
+from clearhead.functional import attention
+from clearhead.masks import Mask
+from clearhead.nn.norm import normed_by_torch
+from clearhead.nn.spec import LayerParts, Projections
+from clearhead.ops.dropout import LEVELS, dropped
+from clearhead.positions import Rotary, turned_by_token
+from clearhead.projection import ACTIVATIONS, project
+from clearhead.scores import ScoreRule
+from clearhead.shapes import Float
+
+__all__ = ["Attended", "run_attention", "run_layer"]
+
+
+class Attended(NamedTuple):
+    """An attention besides its tensors, validated and lowered.
+
+    Attributes:
+        mask: as it was given, placed.
+        scores: score rules that the kernels know.
+        scale: factor on ``query @ key^T``.
+        dropout: probability of dropping a weight.
+        query_offset: position of the first query.
+        options: mask and rules as arguments of the operators.
+        positions: how many positions a rotary table needs.
+    """
+
+    mask: Mask | None
+    scores: tuple[ScoreRule, ...]
+    scale: float
+    dropout: float
+    query_offset: int
+    options: Mapping[str, Any]
+    positions: int = 0
+
+
+def run_attention(
+    own: Projections,
+    attended: Attended,
+    tokens: Sequence[Float[Tensor, "batch _len _in"]],
+    seed: int,
+    angles: Float[Tensor, "_rows head_dim"] | None,
+) -> Float[Tensor, "batch len out"]:
+    """Project to heads, attend, and project back.
+
+    Args:
+        own: the attention layer.
+        attended: what else it is.
+        tokens: those that attend, and the memory where they read one.
+        seed: of dropout.
+        angles: RoPE cos and sin of the call's tokens, where ``own.rotary`` is ``"angles"``.
+    """
+    query, key, value = _heads(own, tokens)
+    if isinstance(own.rotary, Rotary):
+        query, key = own.rotary.rotate(query, attended.query_offset), own.rotary.rotate(key)
+    elif own.rotary is not None:
+        assert angles is not None
+        query, key = turned_by_token(query, angles), turned_by_token(key, angles)
+    output = attention(
+        query,
+        key,
+        value,
+        mask=attended.mask,
+        scores=attended.scores,
+        scale=attended.scale,
+        dropout=attended.dropout,
+        seed=seed,
+        query_offset=attended.query_offset,
+        backend=native.BACKEND.name,
+    )
+    return project(output.transpose(1, 2).flatten(-2), *own.last)
+
+
+def _heads(own: Projections, tokens: Sequence[Tensor]) -> list[Tensor]:
+    """Queries, keys and values, ``[batch, heads, len, head_dim]``."""
+    counts = (own.num_heads, own.num_kv_heads, own.num_kv_heads)
+    read = (tokens[0], tokens[-1], tokens[-1])
+    layers = own.sources
+    if len(layers) == 1:
+        (weight, bias), sizes = layers[0], [count * own.head_dim for count in counts]
+        biases = [None] * 3 if bias is None else bias.split(sizes)
+        layers = [*zip(weight.split(sizes), biases, strict=True)]
+    projected = [project(x, *layer) for x, layer in zip(read, layers, strict=True)]
+    return [part.unflatten(-1, (count, -1)).transpose(1, 2) for part, count in zip(projected, counts, strict=True)]
+
+
+def run_layer(
+    parts: LayerParts,
+    attended: Sequence[Attended],
+    tokens: Sequence[Float[Tensor, "batch _len _width"]],
+    seeds: Sequence[int],
+    angles: Float[Tensor, "_rows head_dim"] | None,
+) -> Float[Tensor, "batch len width"]:
+    """A layer: ``x + drop(sublayer(norm(x)))`` for each sublayer (pre-norm), or ``norm(x + drop(sublayer(x)))``.
+
+    Args:
+        parts: the layer, without norms of what sublayers give.
+        attended: its attentions.
+        tokens: the layer's own, and the memory where an attention reads one.
+        seeds: for each sublayer that of what is dropped within it, and of its result.
+        angles: as ``run_attention`` takes them.
+    """
+    x = tokens[0]
+    for place, (norm, levels) in enumerate(zip(parts.norms, parts.drop_levels(), strict=True)):
+        read = normed_by_torch(x, norm) if parts.norm_first else x
+        if place < len(attended):
+            own = [read, *tokens[1:]] if place else [read]
+            given = run_attention(parts.attentions[place], attended[place], own, seeds[2 * place], angles)
+        else:
+            given = _feedforward(parts, read, seeds[2 * place])
+        x = x + _dropped(given, levels, seeds[2 * place + 1])
+        x = x if parts.norm_first else normed_by_torch(x, norm)
+    return x
+
+
+def _feedforward(parts: LayerParts, x: Tensor, seed: int) -> Tensor:
+    first, *between, contract = parts.feedforward
+    activated = ACTIVATIONS[parts.activation].formula(F.linear(x, *first))
+    hidden = _dropped(activated, round(parts.hidden * LEVELS), seed)
+    for expand in between:
+        hidden = hidden * F.linear(x, *expand)
+    return F.linear(hidden, *contract)
+
+
+def _dropped(x: Tensor, levels: int, seed: int) -> Tensor:
+    """What dropout keeps, by a factor that can be differentiated through."""
+    return x * dropped(torch.ones(x.shape, dtype=x.dtype), levels, seed) if levels else x

@@ -1,0 +1,150 @@
+"""The compiled CPU kernels and operators: found, loaded on first use, and checked against this version.
+
+``CLEARHEAD_NATIVE=0`` leaves them out; ``CLEARHEAD_ISA`` names the instruction set to use instead of the best.
+Both are read once, when something first asks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+# Its OpenMP and its library must be in the process before the kernels are: they bring none of their own.
+import torch as torch
+
+from clearhead.errors import UnsupportedError
+from clearhead.ops import openmp
+from clearhead.ops.fakes import register
+from clearhead.tensors import has_memory
+
+__all__ = ["ABI", "PATH", "in_memory", "isa_index", "isa_name", "isa_names", "library", "memory_bound", "reason"]
+
+PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
+_MEMORY: Final = "CLEARHEAD_KEEP_MEMORY"
+#: ``CH_ABI`` of the header that the library was built from.
+ABI: Final = 19
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """The library and the chosen instruction set, or the reason against it."""
+
+    library: ctypes.CDLL | None
+    reason: str | None
+    names: tuple[str, ...] = ()
+    index: int = -1
+
+
+def library() -> ctypes.CDLL | None:
+    """The kernels, or None where ``reason`` says why not."""
+    return _loaded().library
+
+
+def reason() -> str | None:
+    """Why the kernels cannot be used in this process, or None."""
+    return _loaded().reason
+
+
+def isa_names() -> list[str]:
+    """The instruction sets that were built and that this processor has, widest first; ``CLEARHEAD_ISA`` picks one.
+
+    Without it the table in ``native/src/entry.cpp`` does: Intel's processors run the dot products of ``avx512bf16`` at
+    half the rate of float32, so they widen bfloat16 and take ``avx512``.
+    """
+    return list(_loaded().names)
+
+
+def isa_index() -> int:
+    """The set in use, as the library counts; -1 where there is none."""
+    return _loaded().index
+
+
+def isa_name() -> str | None:
+    """The set in use, or None."""
+    found = _loaded()
+    return None if found.library is None else str(found.library.ch_isa_name(found.index).decode())
+
+
+def in_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory holds its numbers."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and has_memory(tensor)
+    )
+
+
+def memory_bound() -> int | None:
+    """The bytes of freed results that ``CLEARHEAD_KEEP_MEMORY`` lets the library cache, if it is set.
+
+    Raises:
+        UnsupportedError: it is no number of MiB.
+    """
+    text = os.environ.get(_MEMORY, "").strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        must, then = "be a whole number of MiB, 0 or more", "Unset it to keep up to an eighth of the machine's memory."
+        raise UnsupportedError.about("clearhead", _MEMORY, must=must, got=repr(text)[:80], then=then)
+    return int(text) * 2**20
+
+
+@cache
+def _loaded() -> _Loaded:
+    if os.environ.get("CLEARHEAD_NATIVE", "").strip() == "0":
+        return _Loaded(None, "is switched off by CLEARHEAD_NATIVE=0")
+    if not PATH.exists():
+        return _Loaded(None, "is not built (it takes GCC or Clang: install again, or make native in a checkout)")
+    try:
+        openmp.share()
+        found = ctypes.CDLL(str(PATH))
+        # Another version may lack other functions, so this one is asked first.
+        if (theirs := found.ch_abi()) != ABI:
+            return _Loaded(None, f"is of another version of clearhead ({theirs} instead of {ABI}): install again")
+        _declare(found)
+    except (OSError, AttributeError) as problem:
+        return _Loaded(None, f"was built for another machine or another torch ({' '.join(str(problem).split())})")
+    return _chosen(found, os.environ.get("CLEARHEAD_ISA", "").strip())
+
+
+def _chosen(found: ctypes.CDLL, asked: str) -> _Loaded:
+    """Settle on the set that was asked for, or on the best."""
+    built: list[str] = []
+    while (name := found.ch_isa_name(len(built))) is not None:
+        built.append(name.decode())
+    usable = tuple(name for index, name in enumerate(built) if found.ch_isa_usable(index))
+    problem = found.ch_operators_problem().decode()
+    if problem:
+        return _Loaded(None, f"was built for another torch ({problem})")
+    register()
+    bound = memory_bound()
+    if bound is not None:
+        found.ch_keep_memory(bound)
+    if not asked:
+        return _Loaded(found, None, usable, found.ch_isa_best())
+    if asked not in usable:
+        lacks = "names a set that this processor lacks" if asked in built else "names no instruction set"
+        return _Loaded(None, f"cannot run: CLEARHEAD_ISA={asked!r} {lacks}; here there are {', '.join(usable)}", usable)
+    found.ch_use_isa(built.index(asked))
+    return _Loaded(found, None, usable, built.index(asked))
+
+
+def _declare(found: ctypes.CDLL) -> None:
+    """Give the functions the types of the header."""
+    int32, int64 = ctypes.c_int32, ctypes.c_int64
+    for function, arguments, result in (
+        (found.ch_isa_best, [], ctypes.c_int),
+        (found.ch_isa_name, [ctypes.c_int], ctypes.c_char_p),
+        (found.ch_isa_usable, [ctypes.c_int], ctypes.c_int),
+        (found.ch_use_isa, [int32], None),
+        (found.ch_operators_problem, [], ctypes.c_char_p),
+        (found.ch_product_rate, [int32] * 3, ctypes.c_double),
+        (found.ch_kept_memory, [], int64),
+        (found.ch_keep_memory, [int64], int64),
+    ):
+        function.argtypes, function.restype = arguments, result

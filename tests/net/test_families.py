@@ -1,0 +1,94 @@
+"""A swapped model computes what the original does: fused, op by op, observed, padded, in training and in eval mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra 'hf'")
+
+from tests.net.calls import agree, distance, equal, hooked, observed, results
+from tests.net.families import FAMILIES, TOKENS, Family
+
+#: How far float32 may be from float64, relative in the 2-norm; the scores of CLIP and SigLIP are differences.
+FAR = 1e-4
+TERMS = 2 * 65 + 4 * 32
+LENGTHS = (1, 2, 17, 65)
+
+
+def _padded() -> Iterator[object]:
+    for family in FAMILIES.values():
+        for side in ("none", *family.paddings):
+            yield pytest.param(family, side, id=f"{family.name}, padding: {side}")
+
+
+@pytest.mark.parametrize(("family", "side"), list(_padded()))
+def test_swapped_model_equals_original(family: Family, side: str) -> None:
+    call = family.call(TOKENS, side)
+    textbook = results(family.plain(), call)
+    exact = results(family.exact(), call.to(torch.float64))
+    agree(results(family.swapped(), call), textbook, exact, TERMS)
+
+
+@pytest.mark.parametrize(
+    ("family", "length"),
+    [pytest.param(*pair, id=f"{pair[0].name}, {pair[1]} tokens") for pair in product(FAMILIES.values(), LENGTHS)],
+)
+def test_swapped_model_equals_original_at_odd_lengths(family: Family, length: int) -> None:
+    call = family.call(length, "none")
+    textbook, actual = (results(model, call, gradients=False) for model in (family.plain(), family.swapped()))
+    assert distance(actual, textbook) < FAR
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_swapped_model_in_bfloat16_is_as_near_as_the_original(family: Family) -> None:
+    call = family.call(TOKENS, family.paddings[-1] if family.paddings else "none")
+    exact = results(family.plain().to(torch.bfloat16).float(), call.to(torch.bfloat16).to(torch.float32))
+    textbook, actual = (
+        results(model.to(torch.bfloat16), call.to(torch.bfloat16)) for model in (family.plain(), family.swapped())
+    )
+    # A ReLU's gradient jumps at 0, where roundings decide.
+    assert distance(actual, exact) < max(0.4, 2.0 * distance(textbook, exact))
+    actual, textbook, exact = ({"output": each["output"]} for each in (actual, textbook, exact))
+    assert distance(actual, exact) < max(0.05, 2.0 * distance(textbook, exact))
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_fused_observed_and_unfused_models_agree(family: Family) -> None:
+    model = family.swapped()
+    call = family.call(TOKENS, family.paddings[0] if family.paddings else "none")
+    fused = results(model, call)
+    equal(results(model, call), fused)
+    with hooked(model):
+        unfused = results(model, call)
+    with observed(model):
+        watched = results(model, call)
+    assert distance(unfused, fused) < FAR
+    assert distance(watched, fused) < FAR
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_hooks_see_the_output_of_every_call(family: Family) -> None:
+    model = family.swapped()
+    call = family.call(TOKENS, "none")
+    results(model, call, gradients=False)
+    calls: list[str] = []
+    handles = [
+        part.register_forward_hook(lambda *_, name=name: calls.append(name))
+        for name, part in model.named_modules()
+        if not list(part.children())
+    ]
+    results(model, call, gradients=False)
+    swapped = set(calls)
+    for handle in handles:
+        handle.remove()
+    calls.clear()
+    plain = family.plain()
+    for name, part in plain.named_modules():
+        if not list(part.children()):
+            part.register_forward_hook(lambda *_, name=name: calls.append(name))
+    results(plain, call, gradients=False)
+    assert swapped >= set(calls)

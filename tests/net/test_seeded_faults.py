@@ -1,0 +1,39 @@
+"""The table of seeded faults fits the code: each fault can be put in, and the tests that must catch it exist."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "seeded_faults.py"
+FAULTS = tomllib.loads(TOOL.with_suffix(".toml").read_text())["fault"]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault["name"])
+def test_fault_can_be_put_in_and_has_tests(fault: dict[str, object]) -> None:
+    path = ROOT / str(fault["file"])
+    assert path.read_text().count(str(fault["text"])) == 1, f"the text must stand once in {fault['file']}"
+    assert fault["text"] != fault["replacement"]
+    lines = fault["tests"]
+    assert isinstance(lines, list)
+    assert lines
+    assert [line for line in lines if not (ROOT / shlex.split(line)[0]).exists()] == []
+
+
+def test_names_are_unique() -> None:
+    names = [fault["name"] for fault in FAULTS]
+    assert len(names) == len({*names})
+
+
+def test_tool_lists_the_faults_and_names_an_unknown_one() -> None:
+    listed = subprocess.run([sys.executable, TOOL, "--list"], capture_output=True, text=True, check=True)
+    assert all(fault["name"] in listed.stdout for fault in FAULTS)
+    wrong = subprocess.run([sys.executable, TOOL, "--only", "no such fault"], capture_output=True, text=True)
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    assert "--only must name faults of the table; got no such fault. Run with --list." in wrong.stderr

@@ -1,0 +1,128 @@
+"""A swapped model under what torch offers around a call: higher derivatives, transforms, copies, modes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+pytest.importorskip("transformers", reason="needs the extra 'hf'")
+
+from tests.net.calls import Call, as_tensor, distance, equal, hooked, results
+from tests.net.families import FAMILIES, TOKENS, Family
+
+FAR = 1e-4
+
+
+#: One of each way in which layers are built; the others are slow together.
+QUICK = ("torch encoder", "torch decoder layer", "llama", "gemma2", "gpt2", "bert", "modernbert", "t5")
+EACH = pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name, family in FAMILIES.items()
+    ],
+)
+
+
+def _both(family: Family, of: Callable[[Any, Call], dict[str, Tensor]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What the swapped model and the original give."""
+    call = family.call(TOKENS, "none")
+    with sdpa_kernel(SDPBackend.MATH):
+        plain = family.plain()
+        # Under a hook torch leaves its fused layer aside, which has no derivatives.
+        with hooked(plain):
+            return of(family.swapped(), call), of(plain, call)
+
+
+def _penalty(model: Any, call: Call) -> dict[str, Tensor]:
+    parameters = {name: part for name, part in model.named_parameters() if part.requires_grad}
+    output = as_tensor(model(**call.arguments))
+    first = torch.autograd.grad(output.square().sum(), [*parameters.values()], create_graph=True, allow_unused=True)
+    penalty = torch.stack([grad.square().sum() for grad in first if grad is not None]).sum()
+    second = torch.autograd.grad(penalty, [*parameters.values()], allow_unused=True)
+    return {name: grad for name, grad in zip(parameters, second, strict=True) if grad is not None}
+
+
+@EACH
+def test_gradient_penalty(family: Family) -> None:
+    actual, right = _both(family, _penalty)
+    assert distance(actual, right) < 10 * FAR
+
+
+def _jacobian(model: Any, call: Call) -> dict[str, Tensor]:
+    name, part = next((name, part) for name, part in model.named_parameters() if part.ndim == 1 and part.numel() > 1)
+
+    def first_values(given: Tensor) -> Tensor:
+        output = torch.func.functional_call(model, {name: given}, (), dict(call.arguments))
+        return as_tensor(output).flatten()[:5]
+
+    return {"jacobian": torch.autograd.functional.jacobian(first_values, part.detach().clone(), vectorize=True)}
+
+
+@EACH
+def test_vectorized_jacobian(family: Family) -> None:
+    actual, right = _both(family, _jacobian)
+    # A bias of keys moves all scores of a row alike: its derivatives are 0, and rounding alone is left of them.
+    torch.testing.assert_close(actual["jacobian"], right["jacobian"], rtol=FAR, atol=1e-6)
+
+
+def _counted(model: nn.Module, call: Call) -> int:
+    with FlopCounterMode(display=False) as counter:
+        as_tensor(model(**call.arguments)).sum().backward()
+    return counter.get_total_flops()
+
+
+@EACH
+def test_operations_are_counted(family: Family) -> None:
+    call, plain = family.call(TOKENS, "none"), family.plain()
+    with hooked(plain):
+        wanted = _counted(plain, call)
+    assert wanted > 0
+    assert _counted(family.swapped(), call) >= 0.8 * wanted
+
+
+@EACH
+def test_copies_and_pickles_are_models_of_their_own(family: Family) -> None:
+    model, call = family.swapped(), family.call(TOKENS, "none")
+    right = results(model, call)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        equal(results(other, call), right)
+        with torch.no_grad():
+            for part in other.parameters():
+                part.zero_()
+        equal(results(model, call), right)
+
+
+@EACH
+def test_modes_may_alternate(family: Family) -> None:
+    model, call = family.swapped(), family.call(TOKENS, "none")
+    right = results(family.swapped(), call)
+    for mode in (torch.no_grad, torch.inference_mode, nullcontext):
+        with mode():
+            actual = results(model, call, gradients=False)
+        assert distance(actual, {"output": right["output"]}) < FAR
+        assert distance(results(model, call), right) < FAR
+
+
+@EACH
+def test_autocast(family: Family) -> None:
+    call = family.call(TOKENS, "none")
+    exact = results(family.plain(), call)
+    plain = family.plain()
+    with torch.autocast("cpu", torch.bfloat16):
+        with hooked(plain):
+            theirs = results(plain, call)
+        ours = results(family.swapped(), call)
+    # A ReLU's gradient jumps at 0, where roundings decide.
+    assert distance(ours, exact) < max(0.3, 2.0 * distance(theirs, exact))
+    ours, theirs, exact = ({"output": each["output"]} for each in (ours, theirs, exact))
+    assert distance(ours, exact) < max(0.01, 2.0 * distance(theirs, exact))

@@ -1,0 +1,90 @@
+"""Tokens, gradients and parameters of a fused layer that are not contiguous."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import clearhead as ch
+from tests.agreement import needs_native
+from tests.nn.layers.definition import block, budget_of, draw, fused, numbers, same, tokens, upstream_of
+
+pytestmark = needs_native
+
+LAID: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "batches inside": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "sliced": lambda x: torch.cat([torch.full_like(x, torch.nan), x], -1).chunk(2, -1)[1],
+    "every second": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "negative": lambda x: torch._neg_view(-x),
+}
+
+
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+@pytest.mark.parametrize("lay", LAID)
+@pytest.mark.parametrize("dense_first", [True, False])
+def test_tokens_and_gradients_with_other_strides(dense_first: bool, lay: str, norm_first: bool) -> None:
+    own, x = block(norm_first=norm_first), tokens()
+    upstream = upstream_of(own(x))
+    right = numbers(own, x, upstream=upstream)
+    for round_ in range(12):
+        apart, which = (round_ // 4 == 1) == dense_first, round_ % 4
+        leaf = x.detach().clone().requires_grad_()
+        given = LAID[lay](leaf) if apart and which != 1 else leaf
+        arrived = LAID[lay](upstream) if apart and which != 0 else upstream
+        output = fused(own, given)
+        same([output.detach(), *torch.autograd.grad(output, [leaf, *own.parameters()], arrived)], right)
+
+
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+@pytest.mark.parametrize("watching", [False, True])
+def test_tokens_that_are_negated_when_they_are_read(watching: bool, norm_first: bool) -> None:
+    own, x = block(norm_first=norm_first), tokens().detach()
+    right = own(x).detach()
+    for _ in range(4):
+        given = torch._neg_view(-x)
+        assert given.is_neg()
+        with ch.observe(own, ch.Want(lse=True)) if watching else contextlib.nullcontext():
+            assert torch.equal(own(given), right)
+
+
+WEIGHTS = [
+    "attention.query_projection.weight", "attention.output_projection.weight", "feedforward.expand.weight",
+    "feedforward.contract.weight", "attention.value_projection.bias", "attention.output_projection.bias",
+    "feedforward.expand.bias", "feedforward.contract.bias", "attention_norm.weight", "attention_norm.bias",
+    "feedforward_norm.weight", "feedforward_norm.bias",
+]  # fmt: skip
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dense_first", [True, False])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_parameters_with_other_strides(name: str, dense_first: bool) -> None:
+    """Columns one after the other, slices of what is wider, every second number."""
+    own, x = block(), tokens()
+    place, _, last = name.rpartition(".")
+    dense = own.get_submodule(place).get_parameter(last).detach()
+    apart = [torch.stack([dense, torch.full_like(dense, torch.nan)], -1)[..., 0]]
+    if dense.ndim == 2:
+        apart += [dense.t().contiguous().t(), torch.cat([dense, torch.full_like(dense, torch.nan)], 1).chunk(2, 1)[0]]
+    order = [[dense], apart] if dense_first else [apart, [dense]]
+    for laid in (one for some in order for one in some):
+        assert torch.equal(laid, dense)
+        setattr(own.get_submodule(place), last, nn.Parameter(laid))
+        for _ in range(3):
+            budget_of(own, x, None, numbers(own, x, layer=None))
+
+
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norms first", "norms last"])
+def test_gradients_and_tokens_of_which_many_are_one(norm_first: bool) -> None:
+    own, one = block(norm_first=norm_first), draw(1, 7, 32)
+    for _ in range(4):
+        x = one.clone().expand(3, 7, 32).requires_grad_()
+        output = own(x)
+        row = draw(32, seed=5).expand(3, 7, 32)
+        found = [output.detach(), *torch.autograd.grad(output, [x, *own.parameters()], row)]
+        budget_of(own, x.detach().clone().requires_grad_(), None, found, upstream=row)

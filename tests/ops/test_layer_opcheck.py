@@ -1,0 +1,500 @@
+"""The operators of single layers and blocks as torch sees them: schemas, fakes, tracing, vmap and FLOP counts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import clearhead as ch
+from clearhead.ops.block import Tape
+from clearhead.ops.kinds import Activation, NormKind
+from tests.agreement import needs_native
+
+pytestmark = [
+    needs_native,
+    # The operators' gradients are those of the autograd.Function around them (docs/adr/0002).
+    pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered"),
+]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Of ``x``: contiguous, rows with a gap, and a last axis that is not contiguous.
+LAYOUTS: dict[str, Callable[[int, int], Tensor]] = {
+    "contiguous": torch.randn,
+    "rows with a gap": lambda rows, width: torch.randn(rows, width + 3)[:, :width],
+    "column-major": lambda rows, width: torch.randn(width, rows).T,
+}
+
+
+def _covering(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Each value of the first axis with values of the others in turn."""
+    first, *others = axes
+    return list(zip(first, *map(itertools.cycle, others), strict=False))
+
+
+EACH = _covering([*LAYOUTS], DTYPES)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def _call(operator: str, *arguments: Any) -> Any:
+    return getattr(torch.ops.clearhead, operator).default(*arguments)
+
+
+def _check(operator: str, *arguments: Any) -> None:
+    torch.library.opcheck(getattr(torch.ops.clearhead, operator).default, arguments)
+
+
+def _x(layout: str = "contiguous", dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> Tensor:
+    return LAYOUTS[layout](10, 8).to(dtype).requires_grad_(requires_grad)
+
+
+# ---- single layers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layout", "dtype"), EACH)
+def test_linear_operators_pass_opcheck(layout: str, dtype: torch.dtype) -> None:
+    x, weight, bias = _x(layout, dtype), torch.randn(6, 8, dtype=dtype), torch.randn(6, dtype=dtype)
+    _check("linear", x, weight, bias, int(Activation.GELU))
+    grad = _x(layout, dtype, requires_grad=False)[:, :6].requires_grad_()
+    _check("linear_input_gradient", [grad, grad], [weight, weight])
+    for with_bias in (False, True):
+        _check("linear_weight_gradient", grad, x, with_bias)
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 5, 8), (2, 0, 8), (2, 3, 4, 8)])
+def test_row_operators_pass_opcheck_with_any_number_of_axes(shape: tuple[int, ...]) -> None:
+    x, weight = torch.randn(shape, requires_grad=True), torch.randn(8)
+    _check("linear", x, torch.randn(6, 8))
+    _check("linear_input_gradient", [x], [torch.randn(8, 3)])
+    _check("norm", x, weight, None, int(NormKind.RMS), 1e-6, True)
+    _check("dropout_add", x, None, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "kind"),
+    _covering([*LAYOUTS] * 3, [*DTYPES, *DTYPES[1:], DTYPES[0], *DTYPES[2:], *DTYPES[:2]], NormKind),
+)
+def test_norm_operators_pass_opcheck(layout: str, dtype: torch.dtype, kind: NormKind) -> None:
+    x, weight, bias = _x(layout, dtype), torch.randn(8, dtype=dtype), torch.randn(8, dtype=dtype)
+    _check("norm", x, weight, bias, int(kind), 1e-5)
+    _, moments = _call("norm", x.detach(), weight, None, int(kind), 1e-5, True)
+    for of_weight, of_bias in ((True, True), (True, False), (False, False)):
+        arguments = (x.detach() + 1, x, moments, weight, None, int(kind), 1e-5, of_weight, of_bias)
+        _check("norm_gradients", *arguments)
+
+
+@every_dtype
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_rotary_passes_opcheck(dtype: torch.dtype, heads_first: bool) -> None:
+    x = torch.randn((2, 3, 5, 8) if heads_first else (2, 5, 3, 8)).to(dtype)
+    table = torch.randn(7, 8)
+    _check("rotary", (x if heads_first else x.transpose(1, 2)).requires_grad_(), table, 2, False)
+    _check("rotary", x.transpose(1, 3).repeat(1, 2, 1, 1).transpose(1, 3)[..., :8], torch.randn(9, 8), 0, True)
+
+
+@pytest.mark.parametrize(("layout", "dtype", "levels"), _covering([*LAYOUTS] * 2, DTYPES[::-1], [0, 20000]))
+def test_dropout_add_passes_opcheck(layout: str, dtype: torch.dtype, levels: int) -> None:
+    x = _x(layout, dtype)
+    _check("dropout_add", x, None, levels, 7)
+    _check("dropout_add", x, x.detach() + 1, levels, 7)
+
+
+@every_dtype
+@pytest.mark.parametrize("strided", [False, True])
+def test_cache_append_passes_opcheck(dtype: torch.dtype, strided: bool) -> None:
+    cache, new = torch.zeros(2, 3, 9, 4, dtype=dtype), torch.randn(2, 2, 3, 4).to(dtype).transpose(1, 2)
+    _check("cache_append", cache[:, :, ::2] if strided else cache, new, 3)
+
+
+# ---- blocks --------------------------------------------------------------------------------------------------------
+
+
+def _attention(
+    tape: Tape,
+    dtype: torch.dtype,
+    *,
+    together: bool = True,
+    memory_width: int = 16,
+    head_norms: bool = False,
+    rotary: bool = False,
+    cache: int = 0,
+    length: int = 5,
+    options: dict[str, Any] | None = None,
+) -> None:
+    """Two heads of 8 channels that read one head of keys and values, in tokens 16 wide."""
+
+    def layer(outputs: int, inputs: int = 16) -> tuple[Tensor, Tensor]:
+        return torch.randn(outputs, inputs, dtype=dtype) / 4, torch.randn(outputs, dtype=dtype)
+
+    given = options or {}
+    tape.integer(together, 2, 1)
+    tape.linears([layer(32)] if together else [layer(16), layer(8, memory_width), layer(8, memory_width)])
+    tape.linears([layer(16)])
+    tape.integer(head_norms)
+    for _ in range(2 * head_norms):
+        tape.norm(NormKind.RMS, 1e-6, torch.randn(8, dtype=dtype), None)
+    tape.integer(rotary)
+    tape.tensors += [torch.randn(20, 8)] if rotary else []
+    tape.integer(*((cache, 4) if cache else (0,)))
+    tape.caches += [torch.randn(2, 1, 12, 8, dtype=dtype) for _ in range(2 * bool(cache))]
+    tape.number(0.3, given.get("dropout", 0.0))
+    tape.integer(7, 0)
+    tape.mask({name: part for name, part in given.items() if name in MASKS})
+    tape.rules(given)
+
+
+MASKS = ("before", "after", "start", "stop", "allowed", "blocks", "block_size")
+
+
+def _feedforward(tape: Tape, dtype: torch.dtype, activation: Activation, gated: bool, dropped: int) -> None:
+    expand = [(torch.randn(24, 16, dtype=dtype) / 4, None) for _ in range(1 + gated)]
+    tape.integer(1, 2 + gated)
+    tape.linears([*expand, (torch.randn(16, 24, dtype=dtype) / 4, torch.randn(16, dtype=dtype))])
+    tape.integer(activation, dropped, 11)
+
+
+def _around(tape: Tape, dtype: torch.dtype, result_norm: bool = False, dropped: int = 0) -> None:
+    tape.norm(NormKind.LAYER, 1e-5, torch.randn(16, dtype=dtype), torch.randn(16, dtype=dtype))
+    tape.integer(result_norm)
+    if result_norm:
+        tape.norm(NormKind.RMS_FROM_ONE, 1e-5, torch.randn(16, dtype=dtype), None)
+    tape.integer(dropped, 5)
+
+
+def _block(
+    dtype: torch.dtype = torch.float32,
+    *,
+    blocks: int = 1,
+    pre_norm: bool = True,
+    attentions: Sequence[dict[str, Any]] = ({},),
+    activation: Activation = Activation.GELU,
+    gated: bool = False,
+    result_norm: bool = False,
+    dropped: int = 0,
+) -> Tape:
+    tape = Tape()
+    tape.integer(blocks)
+    for _ in range(blocks):
+        tape.integer(1, pre_norm, len(attentions))
+        for each in attentions:
+            _attention(tape, dtype, **each)
+        _feedforward(tape, dtype, activation, gated, dropped)
+        for _ in range(len(attentions) + 1):
+            _around(tape, dtype, result_norm, dropped)
+    return tape
+
+
+def _bare(dtype: torch.dtype = torch.float32, **attention: Any) -> Tape:
+    """An attention or a feedforward without residuals."""
+    tape = Tape()
+    tape.integer(1, 0, 0, bool(attention))
+    if attention:
+        _attention(tape, dtype, **attention)
+        tape.integer(0)
+    else:
+        _feedforward(tape, dtype, Activation.RELU, False, 300)
+    return tape
+
+
+APART: dict[str, Any] = {"together": False}
+TABLE: dict[str, Any] = {"options": {"allowed": torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()}}
+RUNS: dict[str, Any] = {
+    "options": {
+        "start": torch.zeros(1, 1, 5, 1, dtype=torch.int32),
+        "stop": torch.full((1, 1, 5, 1), 4, dtype=torch.int32),
+    }
+}
+RULES: dict[str, Any] = {
+    "options": {
+        "after": 0,
+        "rule_kinds": [4, 1],
+        "rule_values": [3.0],
+        "rule_tables": [torch.rand(2)],
+        "sink": torch.rand(2),
+    }
+}
+BLOCKS_OF_TABLE: dict[str, Any] = {
+    "options": {"blocks": torch.tensor([[True, False], [True, True]]).view(1, 1, 2, 2), "block_size": 3}
+}
+#: Blocks that learn: how they are made, and the number of sequences of tokens.
+LEARNED: dict[str, tuple[Callable[[torch.dtype], Tape], int]] = {
+    "pre-norm": (lambda dtype: _block(dtype), 1),
+    "post-norm": (lambda dtype: _block(dtype, pre_norm=False, activation=Activation.RELU), 1),
+    "gated": (lambda dtype: _block(dtype, gated=True, activation=Activation.SILU, attentions=[APART]), 1),
+    "dropout": (lambda dtype: _block(dtype, dropped=9000, attentions=[{"options": {"dropout": 0.2}}]), 1),
+    "table": (lambda dtype: _block(dtype, attentions=[TABLE]), 1),
+    "blocks of a table": (lambda dtype: _block(dtype, attentions=[BLOCKS_OF_TABLE]), 1),
+    "intervals, rotary": (lambda dtype: _block(dtype, attentions=[{**RUNS, "rotary": True}]), 1),
+    "rules": (lambda dtype: _block(dtype, attentions=[RULES]), 1),
+    "decoder": (lambda dtype: _block(dtype, attentions=[{}, {**APART, "memory_width": 12}]), 2),
+    "post-norm decoder": (lambda dtype: _block(dtype, pre_norm=False, attentions=[{}, {}]), 2),
+    "bare attention": (lambda dtype: _bare(dtype, together=True), 1),
+    "bare cross-attention": (lambda dtype: _bare(dtype, together=True, options={"before": 2}), 2),
+    "bare feedforward": (lambda dtype: _bare(dtype), 1),
+}
+#: Blocks that only run forward.
+FORWARD: dict[str, Callable[[torch.dtype], Tape]] = {
+    "norms of heads and results": lambda dtype: _block(
+        dtype, result_norm=True, attentions=[{**APART, "head_norms": True}]
+    ),
+    "growing cache": lambda dtype: _block(dtype, attentions=[{"cache": 1, "options": {"after": 0}}]),
+    "cached memory": lambda dtype: _block(dtype, attentions=[{"cache": 1}, {**APART, "cache": 2}]),
+    "two blocks": lambda dtype: _block(dtype, blocks=2, pre_norm=False, attentions=[{**TABLE, "rotary": True}]),
+}
+
+
+def _tokens(name: str, tape: Tape, dtype: torch.dtype, requires_grad: bool = True) -> list[Tensor]:
+    """``[2, 5, 16]``, and a memory of 4 tokens as wide as the block reads it."""
+    widths = [16, 12 if name == "decoder" else 16][: LEARNED[name][1] if name in LEARNED else 1]
+    lengths = (5, 4)
+    return [
+        torch.randn(2, length, width).to(dtype).requires_grad_(requires_grad)
+        for length, width in zip(lengths, widths, strict=False)
+    ]
+
+
+def _forward_call(name: str, dtype: torch.dtype, training: bool) -> tuple[Any, ...]:
+    tape = LEARNED[name][0](dtype) if name in LEARNED else FORWARD[name](dtype)
+    tokens = _tokens(name, tape, dtype)
+    caches = () if training else (tape.caches,)
+    return tokens, tape.tensors, *caches, tape.integers, tape.numbers
+
+
+def _learns(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a tensor of a block is a weight: the rest are tables, masks and rules."""
+    return tensor.dtype is dtype and tensor.shape not in ((20, 8), (2,), (1, 1, 5, 5))
+
+
+def _backward_call(name: str, dtype: torch.dtype, needs: Callable[[int], bool]) -> tuple[Any, ...]:
+    tokens, tensors, integers, numbers = _forward_call(name, dtype, True)
+    tokens = [part.detach() for part in tokens]
+    output, *saved = _call("block_forward", tokens, tensors, integers, numbers)
+    wanted = [True] * len(tokens) + [_learns(part, dtype) for part in tensors]
+    chosen = [int(each and needs(place)) for place, each in enumerate(wanted)]
+    return torch.randn_like(output), tokens, tensors, saved, integers, numbers, chosen
+
+
+@pytest.mark.parametrize(("name", "dtype"), _covering(LEARNED, DTYPES))
+def test_block_forward_passes_opcheck(name: str, dtype: torch.dtype) -> None:
+    _check("block_forward", *_forward_call(name, dtype, True))
+
+
+@pytest.mark.parametrize(("name", "dtype"), _covering([*FORWARD, "pre-norm", "post-norm decoder"], DTYPES))
+def test_block_passes_opcheck(name: str, dtype: torch.dtype) -> None:
+    _check("block", *_forward_call(name, dtype, False))
+
+
+@pytest.mark.parametrize("name", ["table", "blocks of a table"])
+def test_a_masked_block_saves_its_output_in_float32(name: str) -> None:
+    call = _forward_call(name, torch.bfloat16, True)
+    assert any(part.shape == (2, 2, 5, 8) and part.dtype is torch.float32 for part in _call("block_forward", *call))
+    _check("block_forward", *call)
+
+
+def test_a_block_of_more_keys_than_a_tile_saves_its_output_in_float32() -> None:
+    tape = _bare(torch.bfloat16, together=True)
+    tokens = [torch.randn(1, 257, 16, dtype=torch.bfloat16)]
+    call = (tokens, tape.tensors, tape.integers, tape.numbers)
+    assert _call("block_forward", *call)[-1].dtype is torch.float32
+    _check("block_forward", *call)
+
+
+@pytest.mark.parametrize(("name", "dtype"), _covering(LEARNED, DTYPES[1:]))
+def test_block_backward_passes_opcheck(name: str, dtype: torch.dtype) -> None:
+    arguments = _backward_call(name, dtype, lambda place: True)
+    arguments[0].requires_grad_()
+    _check("block_backward", *arguments)
+
+
+@pytest.mark.parametrize("first", [1, 4])
+def test_block_backward_passes_opcheck_where_some_gradients_are_needed(first: int) -> None:
+    arguments = _backward_call("pre-norm", torch.float32, lambda place: place >= first)
+    arguments[0].requires_grad_()
+    _check("block_backward", *arguments)
+
+
+# ---- vmap ----------------------------------------------------------------------------------------------------------
+
+X, W, B, TABLE_OF_ANGLES = torch.randn(3, 2, 5, 8), torch.randn(3, 6, 8), torch.randn(3, 8), torch.randn(3, 9, 8)
+HEADS = torch.randn(3, 2, 4, 5, 8)
+#: Operators with their arguments; the vmapped ones have an axis of 3 in front.
+VMAPPED: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
+    "linear": ("linear", (X, W[0], W[0, :, 0].clone(), 2), (0, None, None, None)),
+    "linear of each weight": ("linear", (X, W), (0, 0)),
+    "input gradient": ("linear_input_gradient", ([X, X[0] + 1], [B.T @ B, B.T @ B]), ([0, None], [None, None])),
+    "input gradient of each weight": ("linear_input_gradient", ([X[..., :6]], [W]), ([0], [0])),
+    "weight gradient": ("linear_weight_gradient", (X[..., :6], X[0], True), (0, None, None)),
+    "norm": ("norm", (X, B[0], None, 1, 1e-5, True), (0, None, None, None, None, None)),
+    "norm in eval": ("norm", (X, B[0], None, 0, 1e-5), (0, None, None, None, None)),
+    "norm of each weight": ("norm", (X, B, B + 1, 0, 1e-5, True), (0, 0, 0, None, None, None)),
+    "norm gradients": (
+        "norm_gradients", (X + 1, X[0], torch.rand(10, 2), B[0], None, 1, 1e-5, True, False),
+        (0, None, None, None, None, None, None, None, None),
+    ),
+    "rotary": ("rotary", (HEADS, TABLE_OF_ANGLES[0], 2), (0, None, None)),
+    "rotary of each table": ("rotary", (HEADS[0], TABLE_OF_ANGLES), (None, 0)),
+    "residual": ("dropout_add", (X, X[0] + 1, 0, 0), (0, None, None, None)),
+    "dropout": ("dropout_add", (X, X + 1, 30000, 5), (0, 0, None, None)),
+}  # fmt: skip
+
+
+def _entry(part: Any, dim: Any, place: int) -> Any:
+    if isinstance(part, list):
+        return [_entry(one, each, place) for one, each in zip(part, dim, strict=True)]
+    return part if dim is None else part.select(dim, place)
+
+
+def _listed(results: Any) -> tuple[Any, ...]:
+    return (results,) if isinstance(results, Tensor) else tuple(results)
+
+
+@pytest.mark.parametrize("name", VMAPPED)
+def test_single_layers_under_vmap_are_those_of_each_entry(name: str) -> None:
+    operator, arguments, dims = VMAPPED[name]
+    batched = torch.vmap(lambda *given: _listed(_call(operator, *given)), in_dims=dims)(*arguments)
+    parts = [[_entry(part, dim, place) for part, dim in zip(arguments, dims, strict=True)] for place in range(3)]
+    singles = [_listed(_call(operator, *each)) for each in parts]
+    for one, expected in zip(batched, zip(*singles, strict=True), strict=True):
+        torch.testing.assert_close(one, torch.stack(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_under_vmap_are_those_of_each_entry() -> None:
+    tape, many = _block(), torch.randn(3, 2, 5, 16)
+
+    def forward(tokens: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_call("block_forward", [tokens], tape.tensors, tape.integers, tape.numbers))
+
+    def backward(tokens: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
+        needs = [1] * (1 + len(tape.tensors))
+        output, *saved = results
+        call = (output, [tokens], tape.tensors, saved, tape.integers, tape.numbers, needs)
+        grads, finite = _call("block_backward", *call)
+        assert finite
+        return tuple(grads)
+
+    batched = torch.vmap(forward)(many)
+    singles = [forward(one) for one in many]
+    for one, expected in zip(batched, zip(*singles, strict=True), strict=True):
+        torch.testing.assert_close(one, torch.stack(expected))
+    grads = torch.vmap(backward)(many, *batched)
+    expected_grads = [backward(one, *results) for one, results in zip(many, singles, strict=True)]
+    for one, expected in zip(grads, zip(*expected_grads, strict=True), strict=True):
+        torch.testing.assert_close(one, torch.stack(expected))
+
+
+def test_caches_under_vmap_are_written_entry_by_entry() -> None:
+    caches, new = torch.zeros(3, 2, 1, 6, 4), torch.randn(3, 2, 1, 2, 4)
+
+    def append(cache: Tensor, new: Tensor) -> Tensor:
+        _call("cache_append", cache, new, 3)
+        return cache
+
+    expected = caches.clone()
+    expected[:, :, :, 3:5] = new
+    assert torch.equal(torch.vmap(append)(caches, new), expected)
+    assert torch.equal(caches, expected)
+    with pytest.raises(RuntimeError, match=r"^cache_append: cache must have the vmapped axis of new; got none\. "):
+        torch.vmap(append, in_dims=(None, 0))(caches[0], new)
+
+
+# ---- FLOPs ---------------------------------------------------------------------------------------------------------
+
+
+def _flops(call: Callable[[], Any]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    total: int = counter.get_total_flops()
+    return total
+
+
+def test_single_layers_count_their_gemms() -> None:
+    x, weight, grad = torch.randn(2, 5, 8), torch.randn(6, 8), torch.randn(2, 5, 6)
+    gemm = 2 * 10 * 6 * 8
+    assert _flops(lambda: _call("linear", x, weight)) == gemm
+    assert _flops(lambda: _call("linear_input_gradient", [grad, grad], [weight, weight])) == 2 * gemm
+    assert _flops(lambda: _call("linear_weight_gradient", grad, x, True)) == gemm
+    assert _flops(lambda: _call("norm", x, None, None, 0, 1e-5)) == 0
+
+
+#: GEMMs of a linear layer of ten rows, and of two heads' pairs of queries and keys, in two batch entries.
+ROWS, PAIRS = 2 * 10, 2 * 2 * 2 * 8
+
+
+def _forward_flops(keys: int) -> int:
+    projections = ROWS * 16 * (32 + 16)
+    return projections + PAIRS * 5 * keys * 2 + ROWS * 2 * 16 * 24
+
+
+def test_blocks_count_their_gemms() -> None:
+    for name in ("pre-norm", "post-norm", "dropout", "table"):
+        arguments = _forward_call(name, torch.float32, True)
+        assert _flops(lambda arguments=arguments: _call("block_forward", *arguments)) == _forward_flops(5)  # type: ignore[misc]
+    grows = _forward_call("growing cache", torch.float32, False)
+    # Query i of five, behind four cached tokens, reads i + 5 keys.
+    window = PAIRS * 2 * sum(range(5, 10))
+    assert _flops(lambda: _call("block", *grows)) == _forward_flops(0) + window
+    two = _forward_call("two blocks", torch.float32, False)
+    assert _flops(lambda: _call("block", *two)) == 2 * _forward_flops(5)
+    memory = _forward_call("cached memory", torch.float32, False)
+    cross = ROWS * 16 * 32 + PAIRS * 5 * 4 * 2
+    assert _flops(lambda: _call("block", *memory)) == _forward_flops(9) + cross
+
+
+def test_blocks_count_the_gradients_that_are_needed() -> None:
+    def backward(name: str, needs: Callable[[int], bool]) -> int:
+        arguments = _backward_call(name, torch.float32, needs)
+        return _flops(lambda: _call("block_backward", *arguments))
+
+    attention, gemms = PAIRS * 25 * 5, _forward_flops(0)
+    for name in ("pre-norm", "post-norm"):
+        assert backward(name, lambda place: True) == attention + 2 * gemms
+        # Gradients of the tokens alone are no gradients of weights.
+        assert backward(name, lambda place: place == 0) == attention + gemms
+        assert (
+            backward(name, lambda place: place > 0) == attention + 2 * gemms - name.startswith("post") * ROWS * 16 * 32
+        )
+    # The last layer of the feedforward alone, whose weight follows those of the attention and the first layer.
+    assert backward("pre-norm", lambda place: place == 6) == ROWS * 16 * 24
+
+
+@pytest.fixture
+def _op_by_op() -> Iterator[None]:
+    """torch's layers as operations that it counts: neither its fused encoder layer nor its fused attention."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+    torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+@pytest.mark.usefixtures("_op_by_op")
+@pytest.mark.parametrize("training", [False, True])
+def test_a_swapped_layer_counts_as_torch_counts_its_own(training: bool) -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True).train(training)
+    expected = _layer_flops(layer, training)
+    ch.swap(layer)
+    assert _layer_flops(layer, training) == expected + training * RECOMPUTED
+
+
+@pytest.mark.usefixtures("_op_by_op")
+@pytest.mark.parametrize("training", [False, True])
+def test_a_block_counts_as_a_layer_of_torch(training: bool) -> None:
+    block = ch.nn.EncoderBlock(64, 4, feedforward_dim=128, dropout=0.0).train(training)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True, norm_first=True).train(training)
+    assert _layer_flops(block, training) == _layer_flops(layer, training) + training * RECOMPUTED
+
+
+#: Backward computes ``Q K^T`` once more, where torch's attention reads what it saved.
+RECOMPUTED = 2 * 2 * 300 * 300 * 64
+
+
+def _layer_flops(layer: nn.Module, training: bool) -> int:
+    x = torch.randn(2, 300, 64, requires_grad=training)
+    with torch.set_grad_enabled(training):
+        return _flops(lambda: layer(x).sum().backward() if training else layer(x))

@@ -1,0 +1,343 @@
+"""Operators refuse wrong arguments in one line, and never crash."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead as ch
+from clearhead.nn import Decoder, DecoderBlock, EncoderBlock, FeedForward, MultiHeadAttention
+from clearhead.ops.block import Tape, run_blocks
+from clearhead.testing import choices, force_fused
+from tests.agreement import needs_native
+
+pytestmark = needs_native
+
+X, WEIGHT, BIAS = torch.ones(5, 6), torch.ones(4, 6), torch.ones(4)
+HEADS, TABLE, CACHE = torch.ones(2, 3, 5, 8), torch.ones(9, 8), torch.ones(2, 3, 7, 8)
+MOMENTS, SCALE, SHIFT = torch.ones(5, 2), torch.ones(6), torch.ones(6)
+GRAD = torch.ones(5, 4)
+
+#: Good arguments of each operator.
+GOOD: dict[str, tuple[Any, ...]] = {
+    "linear": (X, WEIGHT, BIAS, 0),
+    "linear_input_gradient": ([GRAD, GRAD], [WEIGHT, WEIGHT]),
+    "linear_weight_gradient": (GRAD, X, True),
+    "norm": (X, SCALE, SHIFT, 0, 1e-5, True),
+    "norm_gradients": (X, X, MOMENTS, SCALE, SHIFT, 0, 1e-5, True, True),
+    "rotary": (HEADS, TABLE, 2, False),
+    "dropout_add": (X, X, 9, 1),
+    "cache_append": (CACHE, HEADS, 1),
+}
+#: An operator, the place of an argument, a bad one, and what is said.
+BAD: list[tuple[str, int, Any, str]] = [
+    ("linear", 0, X.double(), "x must be float32, bfloat16 or float16"),
+    ("linear", 0, X.int(), "x must be float32, bfloat16 or float16"),
+    ("linear", 0, torch.tensor(1.0), "x must have an axis of channels"),
+    ("linear", 0, X[:, :5], "weight must read 5 channels"),
+    ("linear", 0, X.bfloat16(), r"weight must be \[out, in\] of bfloat16"),
+    ("linear", 1, WEIGHT[0], r"weight must be \[out, in\] of float32"),
+    ("linear", 1, WEIGHT[None], r"weight must be \[out, in\] of float32"),
+    ("linear", 1, WEIGHT.half(), r"weight must be \[out, in\] of float32"),
+    ("linear", 2, BIAS[:3], r"bias must be \[out\]"),
+    ("linear", 2, BIAS[None], r"bias must be \[out\]"),
+    ("linear", 2, BIAS.bfloat16(), r"bias must be \[out\]"),
+    ("linear", 3, 6, "activation must be 0 to 5"),
+    ("linear", 3, -1, "activation must be 0 to 5"),
+    ("linear_input_gradient", 0, [], "grads and weights must be as many, 1 to 4"),
+    ("linear_input_gradient", 0, [GRAD], "grads and weights must be as many, 1 to 4"),
+    ("linear_input_gradient", 0, [GRAD.double(), GRAD], "grads must be float32, bfloat16 or float16"),
+    ("linear_input_gradient", 0, [GRAD, GRAD[:4]], r"grads and weights must be \[\*batch, out\] and \[out, in\]"),
+    ("linear_input_gradient", 0, [GRAD[:, :3], GRAD], r"grads and weights must be \[\*batch, out\] and \[out, in\]"),
+    ("linear_input_gradient", 1, [WEIGHT, WEIGHT[:, :5]], r"grads and weights must be \[\*batch, out\] and"),
+    ("linear_input_gradient", 1, [WEIGHT, WEIGHT.half()], r"weight must be \[out, in\] of float32"),
+    ("linear_input_gradient", 1, [WEIGHT, BIAS], r"weight must be \[out, in\] of float32"),
+    ("linear_weight_gradient", 0, GRAD.double(), "grad must be float32, bfloat16 or float16"),
+    ("linear_weight_gradient", 0, torch.tensor(1.0), "grad must have an axis of channels"),
+    ("linear_weight_gradient", 0, GRAD[:4], "grad and x must have the same rows and dtype"),
+    ("linear_weight_gradient", 1, X.bfloat16(), "grad and x must have the same rows and dtype"),
+    ("linear_weight_gradient", 1, X[None].expand(2, 5, 6), "grad and x must have the same rows and dtype"),
+    ("norm", 0, X.double(), "x must be float32, bfloat16 or float16"),
+    ("norm", 0, torch.tensor(1.0), "x must have an axis of channels"),
+    ("norm", 1, SCALE[:5], r"weight and bias must be contiguous \[6\] in the dtype of x"),
+    ("norm", 1, SCALE.half(), r"weight and bias must be contiguous \[6\] in the dtype of x"),
+    ("norm", 1, torch.ones(12)[::2], r"weight and bias must be contiguous \[6\] in the dtype of x"),
+    ("norm", 2, SHIFT[None], r"weight and bias must be contiguous \[6\] in the dtype of x"),
+    ("norm", 3, 3, "kind must be 0, 1 or 2"),
+    ("norm", 3, -1, "kind must be 0, 1 or 2"),
+    ("norm", 4, -1.0, "epsilon must be 0 or more"),
+    ("norm", 4, float("nan"), "epsilon must be 0 or more"),
+    ("norm_gradients", 0, X[:4], "grad must have the shape and dtype of x"),
+    ("norm_gradients", 0, X.half(), "grad must have the shape and dtype of x"),
+    ("norm_gradients", 1, X.double(), "x must be float32, bfloat16 or float16"),
+    ("norm_gradients", 2, MOMENTS[:4], "moments must be what forward returned"),
+    ("norm_gradients", 2, MOMENTS.half(), "moments must be what forward returned"),
+    ("norm_gradients", 2, torch.ones(0, 2), "moments must be what forward returned"),
+    ("norm_gradients", 2, torch.ones(2, 5).t(), "moments must be what forward returned"),
+    ("norm_gradients", 3, SCALE[:5], r"weight and bias must be contiguous \[6\]"),
+    ("norm_gradients", 5, 7, "kind must be 0, 1 or 2"),
+    ("rotary", 0, HEADS[0], r"x must be \[batch, heads, len, head_dim\] of an even head_dim"),
+    ("rotary", 0, HEADS[..., :7], r"x must be \[batch, heads, len, head_dim\] of an even head_dim"),
+    ("rotary", 0, HEADS.double(), "x must be float32, bfloat16 or float16"),
+    ("rotary", 1, TABLE[:, :6], r"table must be contiguous float32 \[positions, head_dim\]"),
+    ("rotary", 1, TABLE.half(), r"table must be contiguous float32 \[positions, head_dim\]"),
+    ("rotary", 1, torch.ones(9, 16)[:, ::2], r"table must be contiguous float32 \[positions, head_dim\]"),
+    ("rotary", 1, TABLE[0], r"table must be contiguous float32 \[positions, head_dim\]"),
+    *[("rotary", 2, first, "first must leave every token a position") for first in (5, -1, 2**63 - 1, -(2**63))],
+    ("dropout_add", 0, X.double(), "x must be float32, bfloat16 or float16"),
+    ("dropout_add", 0, torch.tensor(1.0), "x must have an axis"),
+    ("dropout_add", 1, X[:4], "residual must have the shape and dtype of x"),
+    ("dropout_add", 1, X.half(), "residual must have the shape and dtype of x"),
+    *[("dropout_add", 2, levels, "levels must be 0 to 65535") for levels in (-1, 2**16, 2**63 - 1)],
+    ("cache_append", 0, CACHE[0], r"new must be \[batch, kv_heads, new, head_dim\] as the cache is"),
+    ("cache_append", 0, CACHE.half(), r"new must be \[batch, kv_heads, new, head_dim\] as the cache is"),
+    ("cache_append", 0, CACHE[:1], r"new must be \[batch, kv_heads, new, head_dim\] as the cache is"),
+    ("cache_append", 0, CACHE.mT.contiguous().mT, r"new must be \[batch, kv_heads, new, head_dim\] as the cache is"),
+    ("cache_append", 1, HEADS[:, :2], r"new must be \[batch, kv_heads, new, head_dim\] as the cache is"),
+    ("cache_append", 1, HEADS[..., :7], r"new must be \[batch, kv_heads, new, head_dim\] as the cache is"),
+    ("cache_append", 1, HEADS.double(), "new must be float32, bfloat16 or float16"),
+    *[("cache_append", 2, first, "first must leave room for 5 tokens") for first in (3, -1, 2**63 - 1, -(2**63))],
+]  # fmt: skip
+
+
+def call(operator: str, *arguments: Any) -> Any:
+    return getattr(torch.ops.clearhead, operator).default(*arguments)
+
+
+def is_one_line(message: str) -> bool:
+    """``<function>: <argument> must <rule>; got <what>. <what to do>`` on one line."""
+    return re.fullmatch(r"\w+: .+ must .+; got .+\. .+\.", message) is not None
+
+
+@pytest.mark.parametrize(("operator", "place", "bad", "expected"), BAD, ids=[f"{row[0]}-{row[3]}" for row in BAD])
+def test_wrong_arguments(operator: str, place: int, bad: Any, expected: str) -> None:
+    arguments = [*GOOD[operator]]
+    call(operator, *arguments)
+    arguments[place] = bad
+    with pytest.raises(RuntimeError, match=f"^{operator}: {expected}") as raised:
+        call(operator, *arguments)
+    assert is_one_line(str(raised.value).split("\n")[0])
+
+
+# ---- blocks --------------------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """Lists of ``block_forward``."""
+
+    tokens: list[Any]
+    tensors: list[Any]
+    caches: list[Any]
+    integers: list[Any]
+    numbers: list[Any]
+
+    def copy(self) -> Call:
+        caches = [each.clone() for each in self.caches]
+        return Call([*self.tokens], [*self.tensors], caches, [*self.integers], [*self.numbers])
+
+
+def modules() -> list[Callable[[], Any]]:
+    """Calls of every kind of block, in eval and without gradients."""
+    x, memory = torch.randn(2, 5, 16), torch.randn(2, 7, 16)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"norm_first": False, "dropout": 0.3},
+        {"rotary": True, "num_kv_heads": 2, "norm": "rms", "gated": True, "bias": False, "activation": "silu"},
+        {"scores": [ch.Alibi(4), ch.SoftCap(2.0), ch.Sink(torch.randn(4)), ch.RelativeBias(torch.randn(4, 5))]},
+    ]
+
+    def cached(own: Any, **given: Any) -> None:
+        caches = {"cache": ch.KVCache(), **({"memory_cache": ch.KVCache()} if given else {})}
+        for part in x.split([2, 3], 1):
+            own(part, **given, **caches)
+
+    found: list[Callable[[], Any]] = [
+        lambda: MultiHeadAttention(16, 4)(x),
+        lambda: MultiHeadAttention(16, 4)(x, memory),
+        lambda: FeedForward(16, 24, gated=True)(x),
+        lambda: Decoder(16, 4, 3).eval()(x),
+    ]
+    for options in kinds:
+        encoder, decoder = EncoderBlock(16, 4, **options), DecoderBlock(16, 4, **options)
+        crossing = DecoderBlock(16, 4, cross_attention=True, **options)
+        found += [
+            partial(encoder, x, mask=ch.Padding([5, 2])),
+            partial(encoder, x, mask=ch.Dense(torch.rand(5, 5) < 0.5)),
+            partial(cached, decoder),
+            partial(crossing, x, memory=memory, memory_mask=ch.Padding([3, 7])),
+            partial(cached, crossing, memory=memory),
+        ]
+    return found
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """The lists of these calls."""
+    calls: list[Call] = []
+
+    def record(tokens: Sequence[Tensor], tape: Tape, recompute: Any = None) -> Tensor:
+        calls.append(Call([*tokens], tape.tensors, tape.caches, tape.integers, tape.numbers).copy())
+        return run_blocks(tokens, tape, recompute)
+
+    for module in ("clearhead.nn.fused", "clearhead.projection.feedforward"):
+        monkeypatch.setattr(f"{module}.run_blocks", record)
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
+    torch.manual_seed(0)
+    with choices(attention="native"), torch.no_grad(), force_fused() as fused:
+        for each in modules():
+            each()
+    assert len(calls) == len(fused) >= 24
+    return calls
+
+
+def forward(given: Call, training: bool = False) -> list[Tensor]:
+    output: list[Tensor] = call("block_forward", *given, training)
+    return output
+
+
+def refused(given: Call, training: bool = False) -> str:
+    """The error of a call."""
+    with pytest.raises(RuntimeError) as raised:
+        forward(given, training)
+    message = str(raised.value).split("\n")[0]
+    assert is_one_line(message), message
+    return message
+
+
+def test_lists_that_are_too_short_or_too_long(recorded: list[Call]) -> None:
+    for given in recorded:
+        assert forward(given.copy())
+        for name in ("integers", "numbers", "tensors", "caches"):
+            whole = getattr(given, name)
+            for count in range(len(whole)):
+                refused(given.copy()._replace(**{name: whole[:count]}))
+            more = whole[-1] if whole else {"caches": torch.ones(2, 4, 8, 4), "tensors": torch.ones(16)}.get(name, 0)
+            refused(given.copy()._replace(**{name: [*whole, more]}))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([], "tokens must be one or two"),
+        ([torch.ones(2, 5, 16)] * 3, "tokens must be one or two"),
+        ([torch.ones(5, 16)], "tokens must be .batch, len, width."),
+        ([torch.ones(2, 5, 16).double()], "tokens must be .batch, len, width."),
+        ([torch.ones(0, 5, 16)], "tokens must be .batch, len, width., not empty"),
+        ([torch.ones(2, 0, 16)], "tokens must be .batch, len, width., not empty"),
+        ([torch.ones(2, 5, 15)], "must"),
+        ([torch.ones(2, 5, 16), torch.ones(3, 5, 16)], "tokens must be .batch, len, width."),
+        ([torch.ones(2, 5, 16), torch.ones(2, 5, 16).half()], "tokens must be .batch, len, width."),
+        ([torch.ones(2, 5, 16), torch.ones(2, 5, 12)], "must"),
+    ],
+    ids=lambda given: None if isinstance(given, str) else str([tuple(each.shape) for each in given]),
+)
+def test_wrong_tokens(tokens: list[Tensor], expected: str, recorded: list[Call]) -> None:
+    assert re.search(expected, refused(recorded[0].copy()._replace(tokens=tokens)))
+
+
+def test_training_of_what_has_no_gradients(recorded: list[Call]) -> None:
+    stacks = [given for given in recorded if given.integers[0] > 1]
+    cached = [given for given in recorded if given.caches]
+    assert stacks
+    assert cached
+    for given in (*stacks, *cached):
+        assert refused(given.copy(), training=True).startswith("block: training must be of one block without caches")
+
+
+def backward(given: Call, output: list[Tensor], needs: list[int], **other: Any) -> list[Tensor]:
+    grad, saved = other.get("grad", torch.ones_like(output[0])), other.get("saved", output[1:])
+    found: list[Tensor] = call("block_backward", grad, given.tokens, given.tensors, saved, *given[3:], needs)[0]
+    return found
+
+
+def test_wrong_gradients_saved_tensors_and_needs(recorded: list[Call]) -> None:
+    given = recorded[4].copy()
+    output = forward(given, training=True)
+    count = len(given.tokens) + len(given.tensors)
+    needs = [1, *(int(each.requires_grad) for each in given.tensors)]
+    assert len(backward(given, output, needs)) == sum(needs)
+    for grad in (torch.ones(2, 5, 15), torch.ones(2, 5, 17), torch.ones(10, 16), torch.ones(2, 5, 16).half()):
+        with pytest.raises(RuntimeError, match=r"^block: grad must have the output's shape and dtype"):
+            backward(given, output, needs, grad=grad)
+    for place, each in enumerate(output[1:]):
+        for bad in (each.double(), each.flatten(), each[..., :-1], each[:0], torch.ones(1)):
+            saved = [*output[1:]]
+            saved[place] = bad
+            with pytest.raises(RuntimeError, match=r"^block: saved must be what forward saved"):
+                backward(given, output, needs, saved=saved)
+    for some in range(len(output) - 1):
+        with pytest.raises(RuntimeError, match=r"^block: saved must be what forward saved"):
+            backward(given, output, needs, saved=output[1 : 1 + some])
+    for wrong in ([], needs[:-1], [*needs, 1]):
+        with pytest.raises(RuntimeError, match=r"^block: needs must be one for each token and tensor"):
+            backward(given, output, wrong)
+    with pytest.raises(RuntimeError, match=r"^block: needs must be 0 for what the block does not learn"):
+        backward(given, output, [1] * count)
+
+
+# ---- random lists --------------------------------------------------------------------------------------------------
+
+INTEGERS = (-(2**63), -(2**31), -5, -1, 0, 1, 2, 3, 4, 5, 7, 8, 16, 64, 255, 256, 2**16, 2**20, 2**31, 2**40, 2**63 - 1)
+NUMBERS = (0.0, -1.0, float("nan"), float("inf"), -float("inf"), 1.0, 0.5, 1e-30, 1e300)
+SPOILED: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda x: x.double(),
+    lambda x: x.flatten(),
+    lambda x: x[..., :-1] if x.dim() else x,
+    lambda x: x[None],
+    lambda x: x.bfloat16(),
+    lambda x: x.to(torch.int32),
+    lambda x: x[:0] if x.dim() else x,
+    lambda x: x.mT if x.dim() > 1 else x,
+    lambda x: x[..., :1].expand(x.shape) if x.dim() else x,
+    lambda x: x.repeat_interleave(2, -1)[..., ::2] if x.dim() else x,
+    lambda x: torch.tensor(1.0),
+    lambda x: torch.empty(0),
+    lambda x: torch.ones(16, 16),
+)
+
+
+def spoil(given: Call, rng: random.Random) -> Call:
+    """A call with one to three lists changed."""
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        kind = rng.choice(("integer", "integer", "number", "tensor", "tensor", "shorter", "longer"))
+        if kind == "integer" and given.integers:
+            given.integers[rng.randrange(len(given.integers))] = rng.choice(INTEGERS)
+        elif kind == "number" and given.numbers:
+            given.numbers[rng.randrange(len(given.numbers))] = rng.choice(NUMBERS)
+        elif kind == "tensor":
+            tensors = rng.choice([each for each in given[:3] if each] or [[torch.ones(1)]])
+            place = rng.randrange(len(tensors))
+            tensors[place] = rng.choice(SPOILED)(tensors[place])
+        elif kind in ("shorter", "longer"):
+            some = rng.choice([each for each in given if each] or [[0]])
+            if kind == "shorter":
+                del some[rng.randrange(len(some)) :]
+            else:
+                some.insert(rng.randrange(len(some) + 1), rng.choice(some))
+    return given
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_lists_raise_or_run(seed: int, recorded: list[Call]) -> None:
+    rng, raised, ran = random.Random(seed), 0, 0
+    for _ in range(150):
+        given, training = spoil(rng.choice(recorded).copy(), rng), rng.random() < 0.5
+        try:
+            output = forward(given, training)
+            ran += 1
+            if training:
+                needs = [rng.randrange(2) for _ in (*given.tokens, *given.tensors)]
+                backward(given, output, needs, saved=output[1 : rng.choice((None, None, -1))])
+        except RuntimeError as error:
+            raised += 1
+            message = str(error).split("\n")[0]
+            assert is_one_line(message), message
+    assert raised > 50
+    assert ran > 5

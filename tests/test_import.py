@@ -1,0 +1,114 @@
+"""``import clearhead`` loads little, and nothing optional; every public name is imported when it is first read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import clearhead as ch
+
+#: In a fresh process: what a statement loads besides torch, the lines of clearhead's files, and its CPU time.
+PROGRAM = """
+import json, sys, time
+import torch
+before = set(sys.modules)
+start = time.process_time()
+exec(sys.argv[1])
+seconds = time.process_time() - start
+modules = sorted(set(sys.modules) - before)
+files = [sys.modules[name].__file__ for name in modules if name.partition(".")[0] == "clearhead"]
+print(json.dumps({"modules": modules, "lines": sum(len(open(file).readlines()) for file in files), "seconds": seconds}))
+"""
+OPTIONAL = {
+    "matplotlib",
+    "numpy",
+    "onnx",
+    "rich",
+    "safetensors",
+    "sklearn",
+    "tokenizers",
+    "transformers",
+    "triton",
+    "typer",
+}
+ATTENTION = "import clearhead as ch; x = torch.ones(1, 1, 4, 8); ch.attention(x, x, x)"
+
+
+def loaded_by(statement: str) -> tuple[set[str], int, float]:
+    """Modules, lines and seconds."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, statement], capture_output=True, text=True, check=True, timeout=120
+    )
+    report = json.loads(done.stdout)
+    return set(report["modules"]), report["lines"], report["seconds"]
+
+
+def test_import_loads_only_the_package() -> None:
+    modules, lines, seconds = loaded_by("import clearhead")
+    assert modules == {"clearhead", "clearhead.lazy"}
+    assert lines < 400
+    assert seconds < 0.06
+
+
+@pytest.mark.parametrize("statement", [ATTENTION, "import clearhead as ch; ch.nn.MultiHeadAttention(8, 2)"])
+def test_first_use_loads_nothing_optional(statement: str) -> None:
+    modules, _, _ = loaded_by(statement)
+    assert not OPTIONAL & {name.partition(".")[0] for name in modules}
+    assert not [name for name in modules if name.startswith(("clearhead.bridges", "clearhead.verify"))]
+
+
+def test_attention_loads_no_modules() -> None:
+    modules, lines, _ = loaded_by(ATTENTION)
+    assert "clearhead.nn" not in modules
+    assert lines < 12_000
+
+
+def test_every_public_name_is_there_and_listed() -> None:
+    assert set(ch.__all__) <= set(dir(ch))
+    assert [name for name in ch.__all__ if not hasattr(ch, name)] == []
+
+
+def test_name_shared_with_a_module_is_the_function() -> None:
+    statement = "import clearhead.packing, clearhead.observe.explain; from clearhead import explain, observe, pack; "
+    loaded_by(statement + "assert callable(pack) and callable(observe) and callable(explain)")
+
+
+def test_missing_name_raises_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'clearhead' has no attribute 'attend'"):
+        ch.attend  # noqa: B018
+
+
+def test_compiled_code_imports_what_it_reads() -> None:
+    statement = (
+        "import clearhead as ch; x = torch.ones(1, 1, 4, 8); "
+        "call = torch.compile(lambda x: ch.attention(x, x, x, mask=ch.Causal()), backend='eager', fullgraph=True); "
+        "assert torch.equal(call(x), ch.attention(x, x, x, mask=ch.Causal()))"
+    )
+    modules, _, _ = loaded_by(statement)
+    assert "clearhead.torch_op" in modules
+
+
+@pytest.mark.parametrize("name", ["attention", "observe_attention", "top_k_attention", "linear_documents"])
+def test_operator_is_there_when_it_is_first_asked_for(name: str) -> None:
+    loaded_by(f"import clearhead; assert torch.ops.clearhead.{name}_backward and torch.ops.clearhead.{name}")
+
+
+def test_missing_operator_raises_attribute_error() -> None:
+    loaded_by("import clearhead; assert not hasattr(torch.ops.clearhead, 'attend')")
+
+
+def test_exported_program_loads_after_import_of_the_package(tmp_path: Path) -> None:
+    path = tmp_path / "program.pt2"
+    x = torch.randn(1, 2, 4, 8)
+    torch.export.save(torch.export.export(Causal(), (x,)), path)
+    loaded_by(f"import clearhead; torch.export.load({str(path)!r}).module()(torch.ones(1, 2, 4, 8))")
+
+
+class Causal(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ch.attention(x, x, x, mask=ch.Causal())

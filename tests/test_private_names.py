@@ -1,0 +1,135 @@
+"""Private names of torch and transformers are used in one file, each with its reason."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from inspect import isfunction
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import clearhead as ch
+from clearhead import torch_private
+
+PACKAGE = Path(ch.__file__).parent
+HOME = "torch_private.py"
+#: Replaced by `integrations`, which obeys the rule.
+LEGACY = "bridges"
+#: A section of the file is one use.
+MOST_USES = 8
+MOST_PLACES = 24
+LIBRARIES = ("torch", "transformers")
+#: Underscored attributes of modules, tensors, their classes and compiled functions.
+UNDERSCORED = {
+    name
+    for owner in (nn.Module(), torch.zeros(0), torch.nn.Parameter(torch.zeros(0)), nn.Module, torch.Tensor)
+    for name in dir(owner)
+    if name.startswith("_") and not name.startswith("__")
+} | {"_torchdynamo_orig_callable", "_torchdynamo_disable", "_dynamo_marked_constant", "_orig_mod"}
+
+
+def private_names(source: str) -> list[str]:
+    """The private names of torch and transformers in a program, one for each place.
+
+    >>> private_names("import torch; torch._C.f(layer._modules)")
+    ['_modules', 'torch._C']
+    """
+    tree = ast.parse(source)
+    ours = {name for node in ast.walk(tree) for name in _defined(node)}
+    paths = {name: path for node in ast.walk(tree) for name, path in _imported(node)}
+    return [name for node in ast.walk(tree) for name in _names(node, ours, paths)]
+
+
+def _imported(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Names that stand for a part of one of the libraries, and where it lies."""
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in LIBRARIES:
+        yield from ((each.asname or each.name, f"{node.module}.{each.name}") for each in node.names)
+    if isinstance(node, ast.Import):
+        yield from ((each.asname, each.name) for each in node.names if each.asname is not None)
+
+
+def _defined(node: ast.AST) -> Iterator[str]:
+    """Attributes that the file's classes define, which have nothing to do with torch's."""
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+        yield node.attr
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        yield node.name
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        yield node.target.id
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def _names(node: ast.AST, ours: set[str], paths: Mapping[str, str]) -> Iterator[str]:
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in LIBRARIES:
+        yield from (f"{node.module}.{each.name}" for each in node.names if _is_private(f"{node.module}.{each.name}"))
+    elif isinstance(node, ast.Import):
+        names = [each.name for each in node.names if each.name.partition(".")[0] in LIBRARIES]
+        yield from (name for name in names if _is_private(name))
+    elif isinstance(node, ast.Attribute):
+        root, _, rest = _path(node).partition(".")
+        path = f"{paths.get(root, root)}.{rest}"
+        if path.partition(".")[0] in LIBRARIES:
+            # The longest path says it once.
+            if _is_private(path) and not _is_private(path.rpartition(".")[0]):
+                yield path
+        elif node.attr in UNDERSCORED and node.attr not in ours:
+            yield node.attr
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in UNDERSCORED:
+        yield node.value
+
+
+def _path(node: ast.expr) -> str:
+    """``a.b.c`` of names and attributes; "" of anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    inner = _path(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{inner}.{node.attr}" if inner and isinstance(node, ast.Attribute) else ""
+
+
+def _is_private(path: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in path.split("."))
+
+
+def test_private_names_are_used_in_one_file() -> None:
+    files = (file for file in PACKAGE.rglob("*.py") if file.name != HOME and file.parent.name != LEGACY)
+    found = {str(file.relative_to(PACKAGE)): private_names(file.read_text()) for file in files}
+    assert {file: names for file, names in found.items() if names} == {}
+
+
+def test_uses_are_few() -> None:
+    source = (PACKAGE / HOME).read_text()
+    assert len(re.findall(r"^# \d+\. ", source, re.MULTILINE)) <= MOST_USES
+    assert len(private_names(source)) <= MOST_PLACES
+
+
+def test_each_use_says_what_happens_without_it() -> None:
+    functions = [getattr(torch_private, name) for name in torch_private.__all__]
+    silent = [each.__name__ for each in functions if isfunction(each) and "Without" not in (each.__doc__ or "")]
+    assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import torch\ntorch._C._is_tracing()", ["torch._C"]),
+        ("from torch._subclasses import FakeTensor", ["torch._subclasses.FakeTensor"]),
+        ("from torch.nn.modules.module import _has_any_global_hook", ["torch.nn.modules.module._has_any_global_hook"]),
+        (
+            "from torch.autograd import forward_ad\nforward_ad._current_level",
+            ["torch.autograd.forward_ad._current_level"],
+        ),
+        ("import torch.overrides as overrides\noverrides._stack()", ["torch.overrides._stack"]),
+        ("layer._modules", ["_modules"]),
+        ("getattr(tensor, '_version', 0)", ["_version"]),
+        ("torch.compiler.is_compiling(); layer.weight; self._mine", []),
+    ],
+)
+def test_private_name_is_found(source: str, names: list[str]) -> None:
+    assert private_names(source) == names

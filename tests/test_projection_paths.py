@@ -1,0 +1,89 @@
+"""How the paths of linear layers stand in the choice where oneDNN's operator or the kernels are absent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from clearhead import choices as sizes
+from clearhead.errors import UnsupportedError
+from clearhead.projection import choice, paths, project
+from clearhead.testing import choices, processor
+from tests.processes import told
+
+OTHERS = [name for name, path in paths.PATHS.items() if path.absent(torch.float32) is None and name != "torch"]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The table read anew, nothing forced, and the smallest product large enough."""
+    monkeypatch.delenv("CLEARHEAD_PROJECTION", raising=False)
+    monkeypatch.setattr(sizes, "SMALL", 1)
+    monkeypatch.setattr(sizes, "SMALL_UNPREPARED", 1)
+    with choices():
+        yield
+
+
+def test_without_the_operator_or_the_kernels_there_is_less_to_choose_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    x, weight = torch.randn(4, 8), torch.randn(6, 8)
+    there = " or ".join(["torch", *(name for name in OTHERS if name != "onednn")])
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "onednn")
+    with pytest.raises(
+        UnsupportedError, match=rf"^project: CLEARHEAD_PROJECTION must be {there} for float32 here; got onednn, but"
+    ):
+        choice("input gradient")
+    monkeypatch.delenv("CLEARHEAD_PROJECTION")
+    monkeypatch.setattr(paths, "library", lambda: None)
+    assert torch.equal(project(x, weight), F.linear(x, weight))
+    with processor("AuthenticAMD", ["avx2"]):
+        found = choice("forward")
+    assert found.path == "torch"
+    assert "; native: the CPU kernels are not here" in found.reason
+    assert "; onednn: " in found.reason
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
+    refused = r"must be torch for float32 here; got native, but the CPU kernels are not here\. Unset it\.$"
+    with pytest.raises(UnsupportedError, match=refused):
+        choice("input gradient")
+
+
+def test_a_processor_without_bfloat16_in_onednn_leaves_it_out_for_that_dtype_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its operator is there, and would raise."""
+    theirs = SimpleNamespace(_linear_pointwise=None, _is_mkldnn_bf16_supported=lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", theirs)
+    assert [paths.ONEDNN.absent(dtype) for dtype in (torch.float32, torch.bfloat16)] == [
+        None,
+        "oneDNN has no bfloat16 products on this processor",
+    ]
+    with processor("GenuineIntel", ["avx2", "avx512", "amx_bf16"]):
+        assert choice("forward", torch.bfloat16).path == "torch"
+    monkeypatch.setenv("CLEARHEAD_PROJECTION", "onednn")
+    assert choice("forward").path == "onednn"
+    with pytest.raises(UnsupportedError, match=r"CLEARHEAD_PROJECTION must be torch.* for bfloat16 here; got onednn"):
+        choice("input gradient", torch.bfloat16)
+
+
+ALONE = """
+import json, torch
+torch.ops.mkldnn = None
+from clearhead.projection import KINDS, choice
+from clearhead.testing import choices, processor
+with processor("AuthenticAMD", ["avx2"]):
+    print(json.dumps([[choice(kind).path, choice(kind).reason] for kind in KINDS]))
+"""
+
+
+def test_without_kernels_and_operator_the_reason_says_so() -> None:
+    done = told(ALONE, environment={"CLEARHEAD_NATIVE": "0", "CLEARHEAD_PROJECTION": ""})
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [name for name, _ in found] == ["torch"] * 3
+    assert all("; native: the CPU kernels are not here" in reason for _, reason in found)
+    assert all("; onednn: " in reason for _, reason in found)

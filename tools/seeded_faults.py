@@ -1,0 +1,291 @@
+"""Seed faults into a copy of the library, one at a time, and see whether the tests catch each.
+
+The faults are records in ``tools/seeded_faults.toml``: a name, a file, the exact text, its replacement, and the tests
+that must fail. The checkout is not touched. Exits with 1 if a fault is missed, with 2 if one could not be tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = Path(__file__).with_suffix(".toml")
+LIBRARY = Path("src", "clearhead", "_native")
+MISSED, NOT_TRIED, INTERRUPTED = 1, 2, 130
+#: Seconds that the tests of one fault may take; those of a fault that hangs are ended, and the fault is caught.
+LONGEST = 600
+#: pytest's exit codes.
+PASSED, FAILED = 0, 1
+#: An editable install puts its finder before the path, in every process that starts.
+SITE = """
+import sys
+from importlib.machinery import PathFinder
+
+class Copy:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] == "clearhead":
+            return PathFinder.find_spec(name, [{source!r}] if path is None else path)
+
+sys.meta_path.insert(0, Copy)
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A record of the table.
+
+    Attributes:
+        name: what it is called here.
+        file: where it goes, from the root.
+        text: what stands there, exactly once.
+        replacement: what stands there instead.
+        tests: arguments of pytest, one run a line; at least one of the tests must fail.
+        why: what a user would meet.
+    """
+
+    name: str
+    file: str
+    text: str
+    replacement: str
+    tests: tuple[str, ...]
+    why: str
+
+    @property
+    def compiled(self) -> bool:
+        return self.file.startswith("native/")
+
+    def check(self, root: Path) -> None:
+        """Raise unless the text stands in the file exactly once."""
+        path = root / self.file
+        count = path.read_text().count(self.text) if path.exists() else 0
+        if count != 1 or self.text == self.replacement:
+            where = f"{count} times in {self.file}" if path.exists() else f"no file {self.file}"
+            raise ValueError(f"{self.name}: text must stand once and differ from its replacement; got {where}.")
+
+    def applied(self, root: Path) -> str:
+        """The file's text with the fault."""
+        return (root / self.file).read_text().replace(self.text, self.replacement)
+
+
+def faults(table: Path = TABLE) -> list[Fault]:
+    """The records of a table."""
+    return [
+        Fault(**{**record, "tests": tuple(record["tests"])}) for record in tomllib.loads(table.read_text())["fault"]
+    ]
+
+
+class Copy:
+    """A copy of the checkout's files in a folder, in which faults are tried."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "tree"
+        for name in _files():
+            target = self.root / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target)
+        site = folder / "site"
+        site.mkdir()
+        (site / "sitecustomize.py").write_text(SITE.format(source=str(self.root / "src")))
+        self._environment = {
+            **os.environ, "PYTHONPATH": os.pathsep.join((str(site), str(self.root / "src"))),
+            "OMP_WAIT_POLICY": "passive",
+        }  # fmt: skip
+        self._clean = folder / "library"
+        self._passing: dict[str, bool] = {}
+        if (ROOT / LIBRARY).exists():
+            shutil.copytree(ROOT / LIBRARY, self.root / LIBRARY, dirs_exist_ok=True)
+        self._check_imported()
+
+    def build(self) -> None:
+        """Build the copy's kernels, for this processor's best instruction set and the baseline; only what changed."""
+        build, script = self.root / "build" / "native", self.root / "native" / "CMakeLists.txt"
+        if not build.exists():
+            # A fault is as wrong without the later optimizations, which take two thirds of the build's time.
+            script.write_text(script.read_text().replace(" -O3 ", " -O1 "))
+            left_out = [f"-DCLEARHEAD_HAS_{name}=OFF" for name in _sets_left_out()]
+            self._run("cmake", "-S", self.root / "native", "-B", build, "-DCLEARHEAD_IN_PLACE=ON", *left_out)
+        self._run("cmake", "--build", build, "--parallel", str(os.cpu_count() or 1))
+
+    def keep_library(self) -> None:
+        """Remember the library as it is without a fault."""
+        shutil.rmtree(self._clean, ignore_errors=True)
+        shutil.copytree(self.root / LIBRARY, self._clean)
+
+    def restore_library(self) -> None:
+        shutil.copytree(self._clean, self.root / LIBRARY, dirs_exist_ok=True)
+
+    def tested(self, line: str) -> tuple[int | None, str]:
+        """pytest's exit code on a line of a fault's tests, None past ``LONGEST`` seconds, and what failed."""
+        options = ("-x", "-q", "-p", "no:cacheprovider", "--no-header", "-m", "not slow")
+        command = [sys.executable, "-m", "pytest", *options, *shlex.split(line)]
+        try:
+            done = self._started(command, LONGEST)
+        except subprocess.TimeoutExpired:
+            return None, f"no end after {LONGEST} s"
+        if done.returncode < 0:
+            return done.returncode, f"the tests ended by signal {-done.returncode}"
+        failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return done.returncode, failed[0] if failed else (done.stdout + done.stderr).strip().rpartition("\n")[2]
+
+    def passes(self, line: str) -> bool:
+        """Whether a line of tests passes without a fault."""
+        if line not in self._passing:
+            self._passing[line] = self.tested(line)[0] == PASSED
+        return self._passing[line]
+
+    def _check_imported(self) -> None:
+        command = [sys.executable, "-c", "import clearhead; print(clearhead.__file__)"]
+        path = self._started(command, LONGEST).stdout.strip()
+        if not path.startswith(str(self.root)):
+            raise ValueError(f"the tests must import the copy in {self.root}; got {path or 'no clearhead'}.")
+
+    def _run(self, *command: str | Path) -> None:
+        done = self._started([str(part) for part in command], LONGEST)
+        if done.returncode != 0:
+            raise ValueError(f"{command[0]} failed: {(done.stdout + done.stderr).strip()[-800:]}")
+
+    def _started(self, command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
+        """Run a command in the copy, in a new process group, which ends with it."""
+        process = subprocess.Popen(
+            command, cwd=self.root, env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            said, errors = process.communicate(timeout=timeout)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return subprocess.CompletedProcess(list(command), process.returncode, said, errors)
+
+
+def _files() -> list[str]:
+    """The checkout's files, those not yet committed among them."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    return [name for name in names if name and (ROOT / name).is_file()]
+
+
+def _sets_left_out() -> list[str]:
+    """The instruction sets that are not this processor's best: a fault in a header would rebuild them all."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
+    best = next((name for name, flag in (("avx512bf16", "avx512_bf16"), ("avx512", "avx512f"), ("avx2", "avx2"))
+                 if flag in flags), None)  # fmt: skip
+    return [name for name in ("avx512bf16", "avx512", "avx2") if best is not None and name != best]
+
+
+@contextmanager
+def _with_fault(copy: Copy, fault: Fault) -> Iterator[None]:
+    path = copy.root / fault.file
+    before = path.read_text()
+    path.write_text(fault.applied(copy.root))
+    try:
+        if fault.compiled:
+            copy.build()
+        yield
+    finally:
+        path.write_text(before)
+        if fault.compiled:
+            copy.restore_library()
+
+
+def _tried(copy: Copy, fault: Fault) -> tuple[str, str]:
+    """``caught``, ``missed`` or ``not tried``, and by what or why."""
+    try:
+        with _with_fault(copy, fault):
+            code, said, line = next(
+                (result for line in fault.tests if (result := (*copy.tested(line), line))[0] != PASSED),
+                (PASSED, "all tests passed", ""),
+            )
+    except ValueError as failure:
+        return "not tried", str(failure)
+    if code == PASSED:
+        return "missed", said
+    if code is not None and code > FAILED:
+        return "not tried", f"pytest ended with {code}: {said}"
+    # Tests that fail anyway catch nothing.
+    return ("caught", said) if copy.passes(line) else ("not tried", f"without the fault {line} fails too")
+
+
+def _try_all(chosen: Sequence[Fault]) -> list[str]:
+    """Try each fault, and print the result."""
+    with TemporaryDirectory(prefix="clearhead-faults-") as folder:
+        copy = Copy(Path(folder))
+        if any(fault.compiled for fault in chosen):
+            _say("building the kernels without a fault")
+            copy.build()
+        if (copy.root / LIBRARY).exists():
+            copy.keep_library()
+        results = []
+        for place, fault in enumerate(chosen, 1):
+            start = time.monotonic()
+            result, line = _tried(copy, fault)
+            results.append(result)
+            _say(f"[{place}/{len(chosen)}] {result}: {fault.name} ({time.monotonic() - start:.0f} s) {line[:200]}")
+    return results
+
+
+def main() -> None:
+    options = _options()
+    table = faults()
+    chosen = [fault for fault in table if not options.only or fault.name in options.only]
+    missing = sorted({*options.only} - {fault.name for fault in table})
+    if missing:
+        _stop(f"--only must name faults of the table; got {', '.join(missing)}. Run with --list.")
+    if options.list:
+        for fault in chosen:
+            print(f"{fault.name}\n    {fault.file}: {fault.why}")
+        return
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        for fault in chosen:
+            fault.check(ROOT)
+        results = _try_all(chosen)
+    except KeyboardInterrupt:
+        _say("interrupted; nothing is left behind.")
+        sys.exit(INTERRUPTED)
+    except ValueError as failure:
+        _stop(str(failure))
+    counts = {result: results.count(result) for result in ("caught", "missed", "not tried")}
+    _say(", ".join(f"{count} {result}" for result, count in counts.items()))
+    sys.exit(MISSED if counts["missed"] else NOT_TRIED if counts["not tried"] else 0)
+
+
+def _interrupt(*_: Any) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Seed faults into a copy of the library and run the tests on each.")
+    parser.add_argument("--list", action="store_true", help="list the faults and run nothing")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a fault to try; may be repeated")
+    return parser.parse_args(arguments)
+
+
+def _say(line: str) -> None:
+    print(f"faults: {line}", flush=True)
+
+
+def _stop(line: str) -> NoReturn:
+    print(f"seeded_faults: {line}", file=sys.stderr)
+    sys.exit(NOT_TRIED)
+
+
+if __name__ == "__main__":
+    main()
