@@ -56,11 +56,17 @@ def test_a_processor_without_bfloat16_in_onednn_leaves_it_out_for_that_dtype_alo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its operator is there, and would raise."""
-    theirs = SimpleNamespace(_linear_pointwise=None, _is_mkldnn_bf16_supported=lambda: False)
-    monkeypatch.setattr(torch.ops, "mkldnn", theirs)
+
+    def linear(x: torch.Tensor, *_: object) -> torch.Tensor:
+        if x.dtype is torch.bfloat16:
+            raise RuntimeError("mkldnn_linear: bf16 path needs the cpu support avx512bw, avx512vl and avx512dq")
+        return x
+
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(_linear_pointwise=SimpleNamespace(default=linear)))
+    monkeypatch.setattr(paths, "_onednn_has_bfloat16", paths._onednn_has_bfloat16.__wrapped__)
     assert [paths.ONEDNN.absent(dtype) for dtype in (torch.float32, torch.bfloat16)] == [
         None,
-        "oneDNN has no bfloat16 products on this processor",
+        "oneDNN has no bfloat16 on this processor",
     ]
     with processor("GenuineIntel", ["avx2", "avx512", "amx_bf16"]):
         assert choice("forward", torch.bfloat16).path == "torch"

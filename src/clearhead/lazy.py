@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -42,8 +42,14 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str]
     return read, names
 
 
+#: Loads the operators that are written in C++.
+_LIBRARY: Final = "clearhead.ops.library"
+
+
 def lazy_operators(modules: Mapping[str, str]) -> None:
     """Import the module that defines an operator when ``torch.ops.clearhead`` is first asked for it.
+
+    The library of kernels defines all that no module does.
 
     ``torch.export.load`` asks for the operators of a program in a process that has imported clearhead alone.
 
@@ -56,6 +62,8 @@ def lazy_operators(modules: Mapping[str, str]) -> None:
         # A module that is being imported asks for its operators itself.
         if name in sources and sources[name] not in sys.modules:
             import_module(sources[name])
+        elif _LIBRARY not in sys.modules:
+            import_module(_LIBRARY).library()
         # torch then looks the operator up.
         raise AttributeError(name)
 

@@ -63,7 +63,7 @@ def test_the_kernels_share_torch_s_threads() -> None:
     """One pool: the number of threads that torch sets is the one that the kernels' OpenMP knows."""
     code = """if True:
         import ctypes, torch
-        from clearhead.backends import openmp
+        from clearhead.ops import openmp
         openmp.share()
         torch.set_num_threads(3)
         print(ctypes.CDLL(None).omp_get_max_threads())
