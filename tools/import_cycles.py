@@ -13,9 +13,6 @@ import grimp
 
 __all__ = ["find_cycle", "main"]
 
-#: Replaced by `integrations`; its cycle goes with it.
-LEGACY = "clearhead.bridges."
-
 
 def find_cycle(imports: Mapping[str, Set[str]]) -> list[str]:
     """A cycle of files, each imported by the one behind it, or an empty list.
@@ -34,11 +31,7 @@ def find_cycle(imports: Mapping[str, Set[str]]) -> list[str]:
 
 def main() -> int:
     graph = grimp.build_graph("clearhead", exclude_type_checking_imports=True, cache_dir=None)
-    imports = {
-        module: graph.find_modules_directly_imported_by(module)
-        for module in graph.modules
-        if not module.startswith(LEGACY)
-    }
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     cycle = find_cycle(imports)
     if cycle:
         print(f"imports in a cycle: {' <- '.join(cycle)}")
