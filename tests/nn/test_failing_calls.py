@@ -38,7 +38,7 @@ def decoder() -> tuple[nn.Module, dict[str, Any], Sequence[KVCache], str]:
     return module, {"cache": cache}, cache.layers, "blocks.1.feedforward"
 
 
-def contents(caches: Sequence[KVCache]) -> list[tuple[int, Any, Any]]:
+def contents(caches: Sequence[KVCache]) -> list[tuple[Any, ...]]:
     return [(own.length, *(None if part is None else part.clone() for part in (own.key, own.value))) for own in caches]
 
 
