@@ -53,9 +53,14 @@ def only(kernel: SDPBackend) -> Callable[..., Tensor]:
 
 
 def flex(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """FlexAttention without compilation: bool masks as a ``mask_mod``, float masks as a ``score_mod``."""
     sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     block_mask = score_mod = None
@@ -150,32 +155,54 @@ class Layer:
 
 
 def transformers_eager(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Llama's eager attention; bool masks become what transformers itself makes of them, the dtype's least number."""
     from transformers.models.llama.modeling_llama import eager_attention_forward
 
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, 0.0, torch.finfo(query.dtype).min).to(query.dtype)
     output, weights = eager_attention_forward(
-        Layer(query.shape[1] // key.shape[1]), query, key, value, attn_mask,
-        scaling=query.shape[-1] ** -0.5 if scale is None else scale, dropout=dropout_p,
-    )  # fmt: skip
+        Layer(query.shape[1] // key.shape[1]),
+        query,
+        key,
+        value,
+        attn_mask,
+        scaling=query.shape[-1] ** -0.5 if scale is None else scale,
+        dropout=dropout_p,
+    )
     return output.transpose(1, 2), weights
 
 
 def transformers_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """What transformers calls for ``attn_implementation="sdpa"``."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     output, _ = sdpa_attention_forward(
-        Layer(query.shape[1] // key.shape[1]), query, key, value, attn_mask, dropout=dropout_p, scaling=scale,
+        Layer(query.shape[1] // key.shape[1]),
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout=dropout_p,
+        scaling=scale,
         is_causal=is_causal,
-    )  # fmt: skip
+    )
     return output.transpose(1, 2)
 
 
@@ -248,16 +275,20 @@ def written(found: list[tuple[Contender, Report]]) -> str:
     """The report as Markdown."""
     titles = [contender.title for contender, _ in found]
     lines = [
-        "# Conformance", "",
+        "# Conformance",
+        "",
         "What `clearhead.verify` says about the attention functions in use on a CPU: which laws hold, which fail with "
         "the smallest failing example found, and which do not apply.",
         "Made by `python benchmarks/conformance.py --write`; "
         f"{', '.join(f'{name} {version}' for name, version in versions().items())}; float32, "
-        f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}.", "",
+        f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}.",
+        "",
         "A law does not apply (–) where a function cannot be told what it speaks of, or returns nothing that it could "
-        "look at. *Refused*: the function says that it does not do this, which breaks no law.", "",
-        "| law | " + " | ".join(titles) + " |", "|---|" + "---|" * len(titles),
-    ]  # fmt: skip
+        "look at. *Refused*: the function says that it does not do this, which breaks no law.",
+        "",
+        "| law | " + " | ".join(titles) + " |",
+        "|---|" + "---|" * len(titles),
+    ]
     for place, finding in enumerate(found[0][1].findings):
         if finding.law != "memory":
             cells = [mark(report.findings[place]) for _, report in found]

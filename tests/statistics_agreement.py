@@ -27,18 +27,29 @@ GIVING = [
 
 
 def everything(
-    inputs: Sequence[Tensor], *, only: Iterable[str] | None = None, top_k: int = 5, heatmap: int = 5, sink: int = 3,
+    inputs: Sequence[Tensor],
+    *,
+    only: Iterable[str] | None = None,
+    top_k: int = 5,
+    heatmap: int = 5,
+    sink: int = 3,
     rows: Sequence[int] | None = None,
-) -> ch.Want:  # fmt: skip
+) -> ch.Want:
     """All statistics of a call, or ``only`` those named, each number cut to what the call has."""
     q_len, k_len = inputs[0].shape[-2], inputs[1].shape[-2]
     generator = torch.Generator().manual_seed(11)
     asked: dict[str, Any] = {
-        "lse": True, "max_score": True, "entropy": True, "received": True, "distance": True,
-        "top_k": min(top_k, k_len), "sink": min(sink, k_len), "heatmap": heatmap,
+        "lse": True,
+        "max_score": True,
+        "entropy": True,
+        "received": True,
+        "distance": True,
+        "top_k": min(top_k, k_len),
+        "sink": min(sink, k_len),
+        "heatmap": heatmap,
         "rows": rows if rows is not None else [row for row in (q_len - 1, 0, q_len // 2, 0) if 0 <= row < q_len],
         "row_weights": torch.rand(1, 1, 2, q_len, generator=generator, dtype=torch.float64),
-    }  # fmt: skip
+    }
     names = set(asked) if only is None else set(only)
     return ch.Want(**{name: value for name, value in asked.items() if name in names})
 
@@ -134,9 +145,14 @@ def _compare_top(
 
 
 def check_gradients(
-    backend: str, inputs: tuple[Tensor, ...], names: Sequence[str], *, learned: Sequence[Tensor] = (),
-    rules: Callable[[list[Tensor]], tuple[ch.ScoreRule, ...]] = lambda learned: (), **options: Any,
-) -> None:  # fmt: skip
+    backend: str,
+    inputs: tuple[Tensor, ...],
+    names: Sequence[str],
+    *,
+    learned: Sequence[Tensor] = (),
+    rules: Callable[[list[Tensor]], tuple[ch.ScoreRule, ...]] = lambda learned: (),
+    **options: Any,
+) -> None:
     """Gradients of the output together with each statistic named, for inputs and learned tensors of ``rules``."""
     want = everything(inputs, only=[name for name in names if name in given_by(backend)])
     if not want.names:

@@ -142,13 +142,12 @@ calls(
     Dense=lambda: (ch.Dense, {"allowed": torch.ones(2, 2, dtype=torch.bool)}),
     MaskFunction=lambda: (ch.MaskFunction, {"fn": lambda batch, head, q_pos, k_pos: q_pos >= k_pos}),
     MaskFunction_called=lambda: (
-        lambda fn: ch.MaskFunction(fn).dense(2, 2), {"fn": lambda batch, head, q_pos, k_pos: q_pos >= k_pos}
+        lambda fn: ch.MaskFunction(fn).dense(2, 2),
+        {"fn": lambda batch, head, q_pos, k_pos: q_pos >= k_pos},
     ),
     Mask_and=lambda: (lambda other: ch.Causal() & other, {"other": ch.Causal()}),
     Mask_or=lambda: (lambda other: ch.Causal() | other, {"other": ch.Causal()}),
-    Mask_dense=lambda: (
-        ch.Causal().dense, {"q_len": 2, "k_len": 2, "query_offset": 0, "batch": 1, "num_heads": 1}
-    ),
+    Mask_dense=lambda: (ch.Causal().dense, {"q_len": 2, "k_len": 2, "query_offset": 0, "batch": 1, "num_heads": 1}),
     Mask_picture=lambda: (ch.Causal().picture, {"q_len": 2, "k_len": 2}),
     Alibi=lambda: (ch.Alibi, {"num_heads": 2}),
     Alibi_slopes=lambda: (ch.Alibi, {"slopes": [0.5, 0.25]}),
@@ -161,13 +160,19 @@ calls(
         lambda fn: ch.attention(heads(), heads(), heads(), scores=ch.ScoreFunction(fn)),
         {"fn": lambda score, batch, head, q_pos, k_pos: score},
     ),
-)  # fmt: skip
+)
 
 # --- the verbs ---
 
 OPTIONS: Final[dict[str, Any]] = {
-    "mask": ch.Causal(), "scores": (), "scale": 0.5, "dropout": 0.0, "seed": 0, "query_offset": 0, "backend": "auto"
-}  # fmt: skip
+    "mask": ch.Causal(),
+    "scores": (),
+    "scale": 0.5,
+    "dropout": 0.0,
+    "seed": 0,
+    "query_offset": 0,
+    "backend": "auto",
+}
 LINEAR: Final[dict[str, Any]] = {"feature_map": "elu", "scale": 1.0, "state": None, "form": "auto", "chunk_size": 64}
 
 calls(
@@ -231,9 +236,15 @@ calls(
 # --- modules ---
 
 ATTENTION: Final[dict[str, Any]] = {
-    "embed_dim": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "key_dim": 8, "value_dim": 8, "bias": True,
+    "embed_dim": 8,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 4,
+    "key_dim": 8,
+    "value_dim": 8,
+    "bias": True,
     "output_projection": True,
-}  # fmt: skip
+}
 BLOCK: Final[dict[str, Any]] = {
     "embed_dim": 8, "num_heads": 2, "feedforward_dim": 8, "dropout": 0.1, "attention_dropout": 0.1,
     "norm_first": True, "activation": "gelu", "bias": True, "num_kv_heads": 1, "scores": (), "rotary": None,
@@ -244,8 +255,13 @@ MODEL: Final[dict[str, Any]] = {
     "feedforward_dim": 8, "norm_first": True, "positions": "learned", "checkpoint_activations": False,
 }  # fmt: skip
 SAMPLING: Final[dict[str, Any]] = {
-    "max_new_tokens": 1, "temperature": 1.0, "top_k": 2, "seed": 0, "stop": 3, "cached": True
-}  # fmt: skip
+    "max_new_tokens": 1,
+    "temperature": 1.0,
+    "top_k": 2,
+    "seed": 0,
+    "stop": 3,
+    "cached": True,
+}
 
 
 def torch_encoder_layer() -> nn.Module:
@@ -442,15 +458,14 @@ calls(
     swap=lambda: (ch.swap, {"model": torch_encoder_layer(), "leave_padding_out": True}),
     unswap=lambda: (ch.unswap, {"model": torch_encoder_layer()}),
     from_forbidden=lambda: (
-        ch.bridges.from_forbidden, {"forbidden": torch.zeros(2, 2, 2, dtype=torch.bool), "num_heads": 2}
+        ch.bridges.from_forbidden,
+        {"forbidden": torch.zeros(2, 2, 2, dtype=torch.bool), "num_heads": 2},
     ),
     from_zero_forbids=lambda: (ch.bridges.from_zero_forbids, {"mask": torch.ones(2, 2)}),
     from_key_padding=lambda: (ch.bridges.from_key_padding, {"padding": torch.zeros(2, 2, dtype=torch.bool)}),
     from_additive=lambda: (ch.bridges.from_additive, {"bias": torch.zeros(2, 2, 2), "num_heads": 2, "forbids": -1e9}),
-    to_forbidden=lambda: (
-        ch.bridges.to_forbidden, {"mask": ch.Causal(), "q_len": 2, "k_len": 2, "query_offset": 0}
-    ),
-)  # fmt: skip
+    to_forbidden=lambda: (ch.bridges.to_forbidden, {"mask": ch.Causal(), "q_len": 2, "k_len": 2, "query_offset": 0}),
+)
 
 
 #: A function that can be called is no junk where one is asked for: what it raises is its own.
@@ -488,11 +503,8 @@ def test_good_input_is_taken(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "argument"),
-    [
-        pytest.param(name, argument, id=f"{name}-{argument}")
-        for name, make in CALLS.items() for argument in make()[1]
-    ],
-)  # fmt: skip
+    [pytest.param(name, argument, id=f"{name}-{argument}") for name, make in CALLS.items() for argument in make()[1]],
+)
 @pytest.mark.filterwarnings("ignore")
 def test_junk_is_taken_or_refused_in_one_line(name: str, argument: str) -> None:
     wrong = [found for junk in JUNK if (found := told(name, argument, junk)) is not None]

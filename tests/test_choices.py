@@ -100,10 +100,16 @@ def test_sizes_of_a_gemm() -> None:
     """Small, narrow, few rows, and rows that do not recur where a path prepares each shape."""
     with processor("GenuineIntel", ["avx2", "avx512", "amx_bf16"]):
         sizes = {
-            (BF16, 512, 1024, 1024): "onednn", (BF16, 4, 1024, 1024): "native", (BF16, 5, 1024, 1024): "onednn",
-            (BF16, 65, 256, 256): "torch", (BF16, 257, 256, 256): "onednn", (BF16, 64, 128, 128): "torch",
-            (F32, 512, 1024, 1024): "native", (F32, 1024, 64, 64): "torch", (F32, 64, 128, 128): "torch",
-        }  # fmt: skip
+            (BF16, 512, 1024, 1024): "onednn",
+            (BF16, 4, 1024, 1024): "native",
+            (BF16, 5, 1024, 1024): "onednn",
+            (BF16, 65, 256, 256): "torch",
+            (BF16, 257, 256, 256): "onednn",
+            (BF16, 64, 128, 128): "torch",
+            (F32, 512, 1024, 1024): "native",
+            (F32, 1024, 64, 64): "torch",
+            (F32, 64, 128, 128): "torch",
+        }
         for (dtype, rows, columns, steps), path in sizes.items():
             assert gemm_path(dtype, rows, columns, steps).name == path, (dtype, rows, columns, steps)
         assert gemm_path(F32, 1, 512, 512, training=False).name == "native"
@@ -144,9 +150,13 @@ class TestAttention:
     def test_calls_that_mean_something_else_there_stay_with_the_kernels(self) -> None:
         inputs = _inputs(512)
         for options in (
-            {"dropout": 0.1}, {"mask": ch.Window(9)}, {"scores": ch.SoftCap(3.0)}, {"scores": ch.Sink(0.0)},
-            {"want": ch.Want(lse=True)}, {"mask": ch.Causal(), "query_offset": 3},
-        ):  # fmt: skip
+            {"dropout": 0.1},
+            {"mask": ch.Window(9)},
+            {"scores": ch.SoftCap(3.0)},
+            {"scores": ch.Sink(0.0)},
+            {"want": ch.Want(lse=True)},
+            {"mask": ch.Causal(), "query_offset": 3},
+        ):
             assert _choice(*inputs, **options) == "native", options
         assert _choice(*_inputs(512, F32)) == "native"
         assert _choice(*_inputs(512, torch.float64)) == "sdpa"

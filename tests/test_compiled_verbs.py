@@ -15,9 +15,16 @@ from clearhead.sparse import dilated_attention, longformer, routed, top_k_attent
 from clearhead.statistics import UNDIFFERENTIABLE
 
 EVERYTHING = {
-    "lse": True, "max_score": True, "entropy": True, "top_k": 3, "received": True, "heatmap": 8, "sink": 2,
-    "distance": True, "rows": [3, 1, 3],
-}  # fmt: skip
+    "lse": True,
+    "max_score": True,
+    "entropy": True,
+    "top_k": 3,
+    "received": True,
+    "heatmap": 8,
+    "sink": 2,
+    "distance": True,
+    "rows": [3, 1, 3],
+}
 FAR = longformer(40, window=8, num_global=2)
 
 

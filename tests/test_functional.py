@@ -104,16 +104,20 @@ BAD = [
     ((q(2, 4), q(3, 4), q(3, 4)), {"mask": ch.Causal()}, ch.MaskError, "Usual choices: 0"),
     ((q(2, 4), q(3, 4), q(3, 4)), {"scores": ch.Alibi(1)}, ch.MaskError, "or 1 (k_len - q_len"),
     (
-        (q(3, 4),) * 3, {"scores": ch.ScoreFunction(lambda s, b, h, i, j: s.sum())},
-        ch.ShapeError, "return float32 of the tile's shape (1, 1, 3, 3)",
+        (q(3, 4),) * 3,
+        {"scores": ch.ScoreFunction(lambda s, b, h, i, j: s.sum())},
+        ch.ShapeError,
+        "return float32 of the tile's shape (1, 1, 3, 3)",
     ),
     (
-        (q(3, 4),) * 3, {"scores": ch.ScoreFunction(lambda s, b, h, i, j: s + undefined)},  # type: ignore[name-defined] # noqa: F821
-        ch.ShapeError, "NameError",
+        (q(3, 4),) * 3,
+        {"scores": ch.ScoreFunction(lambda s, b, h, i, j: s + undefined)},  # type: ignore[name-defined] # noqa: F821
+        ch.ShapeError,
+        "NameError",
     ),
     ((q(3, 4),) * 3, {"scores": ch.SoftCap(2.0), "backend": "sdpa"}, ch.UnsupportedError, "sdpa: cannot apply SoftCap"),
     ((q(3, 4),) * 3, {"backend": "flex"}, ch.UnsupportedError, "flex:"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("inputs", "options", "error", "words"), BAD, ids=[case[3][:40] for case in BAD])

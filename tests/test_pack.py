@@ -67,7 +67,7 @@ def test_ids_and_extra_axes_are_packed_too() -> None:
         (lambda: unpack(torch.zeros(1, 4, 2), [3, 2]), r"^unpack: packed must have axes \[1, 5, \.\.\.\], the sum"),
         (lambda: unpack(torch.zeros(1, 3), [3], 2), r"^unpack: lengths must lie from 0 to 2; got 3\."),
     ],
-)  # fmt: skip
+)
 def test_bad_input(call: object, text: str) -> None:
     with pytest.raises(ch.ShapeError, match=text) as caught:
         call()  # type: ignore[operator]

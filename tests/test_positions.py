@@ -86,9 +86,14 @@ def test_rotary_in_every_dtype_shape_and_place(dtype: torch.dtype, shape: tuple[
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rotary_of_tensors_that_lie_otherwise(dtype: torch.dtype) -> None:
     packed = draw(2, 9, 3, 4, 16, dtype=dtype)
-    for x in (packed[:, :, 1].transpose(1, 2), packed[..., 0, :, :].movedim(1, 2), packed[:, ::2, 2].transpose(1, 2),
-              packed.transpose(-1, -2), packed[:, :, 0].expand(2, 9, 4, 16), torch.view_as_complex(
-                  packed.float().unflatten(-1, (8, 2))).conj().imag.to(dtype)):  # fmt: skip
+    for x in (
+        packed[:, :, 1].transpose(1, 2),
+        packed[..., 0, :, :].movedim(1, 2),
+        packed[:, ::2, 2].transpose(1, 2),
+        packed.transpose(-1, -2),
+        packed[:, :, 0].expand(2, 9, 4, 16),
+        torch.view_as_complex(packed.float().unflatten(-1, (8, 2))).conj().imag.to(dtype),
+    ):
         assert torch.equal(Rotary().rotate(x, 5), Rotary().rotate(x.clone(memory_format=torch.contiguous_format), 5))
 
 

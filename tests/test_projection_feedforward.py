@@ -27,9 +27,12 @@ from tests.dropped import kept
 pytestmark = needs_native
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "silu": F.silu,
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-}  # fmt: skip
+}
 NAMES = ("output", "dx", "dexpand", "dexpand_bias", "dcontract", "dcontract_bias")
 #: Leading axes of x, width in, hidden, out.
 SHAPES = [((1,), 8, 16, 4), ((67,), 33, 70, 17), ((3, 5), 40, 24, 40), ((1300,), 24, 129, 8), ((2, 1, 7), 65, 64, 1)]
@@ -43,9 +46,15 @@ def native(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _steps(
-    x: Tensor, expand: Tensor, expand_bias: Tensor | None, contract: Tensor, contract_bias: Tensor | None, *,
-    activation: str = "relu", factor: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    expand: Tensor,
+    expand_bias: Tensor | None,
+    contract: Tensor,
+    contract_bias: Tensor | None,
+    *,
+    activation: str = "relu",
+    factor: Tensor | None = None,
+) -> Tensor:
     """One after the other; ``factor`` is what dropout multiplies by."""
     hidden = FORMULAS[activation](F.linear(x, expand, expand_bias))
     return F.linear(hidden if factor is None else hidden * factor.to(hidden.dtype), contract, contract_bias)

@@ -260,9 +260,13 @@ class Tied(torch.nn.Module):
 
 
 TIED: dict[str, Callable[[Tensor], Tensor]] = {
-    "turned": lambda w: w.flip(0), "view": lambda w: w[:], "sum": lambda w: w + 1.0, "itself": lambda w: w,
-    "softplus": torch.nn.functional.softplus, "exponential": torch.exp,
-}  # fmt: skip
+    "turned": lambda w: w.flip(0),
+    "view": lambda w: w[:],
+    "sum": lambda w: w + 1.0,
+    "itself": lambda w: w,
+    "softplus": torch.nn.functional.softplus,
+    "exponential": torch.exp,
+}
 
 
 @pytest.mark.parametrize("length", [20, 700])
@@ -303,10 +307,11 @@ def test_what_a_module_computed_once_is_behind_every_tile() -> None:
     found = [
         torch.autograd.grad(
             ch.attention(*inputs, scores=ch.ScoreFunction(rule), backend=backend).square().sum(),
-            list(rule.parameters()), retain_graph=True,
+            list(rule.parameters()),
+            retain_graph=True,
         )
         for backend in ("tiled", "reference")
-    ]  # fmt: skip
+    ]
     for one, right in zip(*found, strict=True):
         torch.testing.assert_close(one, right, rtol=1e-4, atol=1e-6)
 
@@ -391,8 +396,9 @@ class Annealed(torch.nn.Module):
 
 
 VERBS: dict[str, Callable[..., Tensor]] = {
-    "tiled": partial(ch.attention, backend="tiled"), "top_k": partial(ch.sparse.top_k_attention, k=5)
-}  # fmt: skip
+    "tiled": partial(ch.attention, backend="tiled"),
+    "top_k": partial(ch.sparse.top_k_attention, k=5),
+}
 
 
 @pytest.mark.parametrize("name", VERBS)

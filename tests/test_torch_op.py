@@ -150,9 +150,10 @@ def test_the_operator_is_well_formed() -> None:
         (torch.ops.clearhead.top_k_attention, "2"),
     ):
         torch.library.opcheck(
-            own.default, (*arguments, asked, *rest),
+            own.default,
+            (*arguments, asked, *rest),
             test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-        )  # fmt: skip
+        )
 
 
 def _add(amount: float) -> ch.ScoreFunction:

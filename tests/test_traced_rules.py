@@ -44,10 +44,12 @@ TRACED: dict[str, tuple[Callable[..., Tensor], list[type[ScoreRule]]]] = {
     "by key": (lambda s, b, h, i, j: s + BY_KEY[b, j] * SLOPES[h], [ch.DenseBias]),
     "cap": (lambda s, b, h, i, j: 5.0 * torch.tanh(s / 5.0), [ch.SoftCap]),
     "cap by product": (lambda s, b, h, i, j: (s * 0.5).tanh() * 2.0, [ch.SoftCap]),
-    "cap, then alibi": (lambda s, b, h, i, j: 2 * torch.tanh(s / 2) - SLOPES[h] * (i - j).abs(),
-                        [ch.SoftCap, ch.RelativeBias]),
+    "cap, then alibi": (
+        lambda s, b, h, i, j: 2 * torch.tanh(s / 2) - SLOPES[h] * (i - j).abs(),
+        [ch.SoftCap, ch.RelativeBias],
+    ),
     "nothing": (lambda s, b, h, i, j: s, []),
-}  # fmt: skip
+}
 
 
 def _decides(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -229,20 +231,36 @@ def test_a_problem_without_functions_is_itself() -> None:
 _Number = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 _HEADWISE, _KEYWISE = torch.tensor([0.5, -1.0, 2.0]), torch.arange(7.0).cos()
 _LEAVES: list[_Number] = [
-    lambda b, h, i, j: i, lambda b, h, i, j: j, lambda b, h, i, j: h, lambda b, h, i, j: b,
-    lambda b, h, i, j: i - j, lambda b, h, i, j: 2, lambda b, h, i, j: 0.25, lambda b, h, i, j: _HEADWISE[h],
-    lambda b, h, i, j: _KEYWISE[j], lambda b, h, i, j: _HEADWISE[:, None, None],
-]  # fmt: skip
+    lambda b, h, i, j: i,
+    lambda b, h, i, j: j,
+    lambda b, h, i, j: h,
+    lambda b, h, i, j: b,
+    lambda b, h, i, j: i - j,
+    lambda b, h, i, j: 2,
+    lambda b, h, i, j: 0.25,
+    lambda b, h, i, j: _HEADWISE[h],
+    lambda b, h, i, j: _KEYWISE[j],
+    lambda b, h, i, j: _HEADWISE[:, None, None],
+]
 _ONE: list[Callable[[Any], Any]] = [
-    lambda x: -x, abs, lambda x: 0.5 * x, lambda x: x / 4, lambda x: x * 3, lambda x: torch.as_tensor(x).float(),
-    lambda x: torch.as_tensor(x).clamp(-2, 2), lambda x: torch.as_tensor(x).float().cos(),
-    lambda x: _HEADWISE[torch.as_tensor(x).long().remainder(3)], lambda x: torch.as_tensor(x / 3).long(),
-]  # fmt: skip
+    lambda x: -x,
+    abs,
+    lambda x: 0.5 * x,
+    lambda x: x / 4,
+    lambda x: x * 3,
+    lambda x: torch.as_tensor(x).float(),
+    lambda x: torch.as_tensor(x).clamp(-2, 2),
+    lambda x: torch.as_tensor(x).float().cos(),
+    lambda x: _HEADWISE[torch.as_tensor(x).long().remainder(3)],
+    lambda x: torch.as_tensor(x / 3).long(),
+]
 _TWO: list[Callable[[Any, Any], Any]] = [
-    lambda x, y: x + y, lambda x, y: x - y, lambda x, y: x * y,
+    lambda x, y: x + y,
+    lambda x, y: x - y,
+    lambda x, y: x * y,
     lambda x, y: torch.where(torch.as_tensor(x >= y), 1.0, -0.5),
     lambda x, y: torch.maximum(torch.as_tensor(x).float(), torch.as_tensor(y).float()),
-]  # fmt: skip
+]
 
 
 def _one(change: Callable[[Any], Any], inner: _Number) -> _Number:

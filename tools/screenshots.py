@@ -82,9 +82,11 @@ def _telling(page: Path) -> str:
 def _picture(browser: Browser, page: Path, fragment: str, out: Path, scheme: str) -> None:
     dark = scheme == "dark"
     context = browser.new_context(
-        offline=True, viewport={"width": WIDTH, "height": HEIGHT[out.stem]}, device_scale_factor=1.25,
+        offline=True,
+        viewport={"width": WIDTH, "height": HEIGHT[out.stem]},
+        device_scale_factor=1.25,
         color_scheme="dark" if dark else "light",
-    )  # fmt: skip
+    )
     tab = context.new_page()
     tab.goto(f"{page.as_uri()}#{fragment}")
     tab.wait_for_selector("#main[data-ready]", state="attached")

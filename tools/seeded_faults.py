@@ -102,9 +102,10 @@ class Copy:
         site.mkdir()
         (site / "sitecustomize.py").write_text(SITE.format(source=str(self.root / "src")))
         self._environment = {
-            **os.environ, "PYTHONPATH": os.pathsep.join((str(site), str(self.root / "src"))),
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join((str(site), str(self.root / "src"))),
             "OMP_WAIT_POLICY": "passive",
-        }  # fmt: skip
+        }
         self._clean = folder / "library"
         self._passing: dict[str, bool] = {}
         if (ROOT / LIBRARY).exists():
@@ -162,9 +163,15 @@ class Copy:
     def _started(self, command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
         """Run a command in the copy, in a new process group, which ends with it."""
         process = subprocess.Popen(
-            command, cwd=self.root, env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+            command,
+            cwd=self.root,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         try:
             said, errors = process.communicate(timeout=timeout)
         finally:
@@ -185,8 +192,14 @@ def _sets_left_out() -> list[str]:
     """The instruction sets that are not this processor's best: a fault in a header would rebuild them all."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
-    best = next((name for name, flag in (("avx512bf16", "avx512_bf16"), ("avx512", "avx512f"), ("avx2", "avx2"))
-                 if flag in flags), None)  # fmt: skip
+    best = next(
+        (
+            name
+            for name, flag in (("avx512bf16", "avx512_bf16"), ("avx512", "avx512f"), ("avx2", "avx2"))
+            if flag in flags
+        ),
+        None,
+    )
     return [name for name in ("avx512bf16", "avx512", "avx2") if best is not None and name != best]
 
 

@@ -53,7 +53,7 @@ def several(given: object) -> tuple[object, ...]:
 
 def tensor_of(
     value: object, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """What a user gave as one dense tensor; None where it is none. A tensor stays on its device."""
     if isinstance(value, Tensor) and _kind_but_dense(value) is not None:
         return None
@@ -115,14 +115,20 @@ def whole(function: str, argument: str, value: object, *, low: int, high: int = 
     found = value if isinstance(value, torch.SymInt) else whole_number(value)
     if found is None or found < low:
         raise ShapeError.about(
-            function, argument, must=f"be a whole number of at least {low}", got=seen(value),
+            function,
+            argument,
+            must=f"be a whole number of at least {low}",
+            got=seen(value),
             then=then or "Pass an int.",
-        )  # fmt: skip
+        )
     if isinstance(found, int) and found > high:
         raise ShapeError.about(
-            function, argument, must=f"be at most {_power(high)}", got=seen(value),
+            function,
+            argument,
+            must=f"be at most {_power(high)}",
+            got=seen(value),
             then="No position lies farther away." if high == FARTHEST else "Pass a smaller one.",
-        )  # fmt: skip
+        )
     return found  # type: ignore[return-value]
 
 
@@ -156,7 +162,7 @@ def real_number(value: object) -> float | None:
 
 def number(
     function: str, argument: str, value: object, *, must: str, fits: Callable[[float], bool], then: str
-) -> float:  # fmt: skip
+) -> float:
     """A finite number that fits what it must.
 
     Raises:
@@ -173,9 +179,12 @@ def probability(function: str, argument: str, value: object) -> float:
     found = real_number(value)
     if found is None or not 0.0 <= found < 1.0:
         raise ShapeError.about(
-            function, argument, must="be a probability from 0 up to, but not, 1", got=seen(value),
+            function,
+            argument,
+            must="be a probability from 0 up to, but not, 1",
+            got=seen(value),
             then="0.0 switches it off.",
-        )  # fmt: skip
+        )
     return found
 
 

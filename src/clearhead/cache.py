@@ -57,9 +57,7 @@ class KVCache:
 
     def append(
         self, key: Float[Tensor, "batch kv_heads new head_dim"], value: Float[Tensor, "batch kv_heads new value_dim"]
-    ) -> tuple[
-        Float[Tensor, "batch kv_heads length head_dim"], Float[Tensor, "batch kv_heads length value_dim"]
-    ]:  # fmt: skip
+    ) -> tuple[Float[Tensor, "batch kv_heads length head_dim"], Float[Tensor, "batch kv_heads length value_dim"]]:
         """Add tokens, and get all keys and all values, the new ones last.
 
         Raises:
@@ -69,9 +67,12 @@ class KVCache:
         self._check("value", value, self._value)
         if key.shape[:3] != value.shape[:3]:
             raise ShapeError.about(
-                "KVCache.append", "value", must=f"have key's batch, heads and length {tuple(key.shape[:3])}",
-                got=f"shape {tuple(value.shape)}", then="One value per key.",
-            )  # fmt: skip
+                "KVCache.append",
+                "value",
+                must=f"have key's batch, heads and length {tuple(key.shape[:3])}",
+                got=f"shape {tuple(value.shape)}",
+                then="One value per key.",
+            )
         self._key = self._joined(self._key, key)
         self._value = self._joined(self._value, value)
         self._length += key.shape[2]
@@ -135,19 +136,23 @@ class KVCache:
         if not isinstance(new, Tensor) or new.ndim != 4:
             got = f"shape {tuple(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
             raise ShapeError.about(
-                "KVCache.append", argument, must="have axes [batch, kv_heads, new, head_dim]", got=got,
+                "KVCache.append",
+                argument,
+                must="have axes [batch, kv_heads, new, head_dim]",
+                got=got,
                 then="Split the embedding into heads first.",
-            )  # fmt: skip
+            )
         if held is None:
             return
         if not _fits(new.shape, new, held):
             raise ShapeError.about(
-                "KVCache.append", argument,
+                "KVCache.append",
+                argument,
                 must=f"match what is held, [{held.shape[0]}, {held.shape[1]}, new, {held.shape[3]}] "
-                     f"{held.dtype} on {held.device}",
+                f"{held.dtype} on {held.device}",
                 got=f"shape {tuple(new.shape)} {new.dtype} on {new.device}",
                 then="Use one cache per layer and per batch, or call reset().",
-            )  # fmt: skip
+            )
 
     def __repr__(self) -> str:
         shape = None if self._key is None else [*self._key.shape[:2], self._length, self._key.shape[3]]
@@ -229,6 +234,9 @@ def check_cache(function: str, argument: str, cache: object) -> None:
     """Raise unless ``cache`` is that of one attention, or None."""
     if cache is not None and not isinstance(cache, KVCache):
         raise UnsupportedError.about(
-            function, argument, must="be a KVCache", got=type(cache).__name__,
+            function,
+            argument,
+            must="be a KVCache",
+            got=type(cache).__name__,
             then="A DecoderCache is for the whole decoder; each of its layers is a KVCache.",
-        )  # fmt: skip
+        )

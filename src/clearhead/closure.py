@@ -68,7 +68,7 @@ class Bound:
         reached = _without_results(self.fn, [one for one in objects if isinstance(one, Tensor)])
         copy.__dict__.update(
             self.__dict__, fn=bound_now(self.fn), reached=reached, held=tuple(_held_in(objects, reached))
-        )  # fmt: skip
+        )
         return copy
 
     def as_called(self) -> AbstractContextManager[None]:

@@ -245,11 +245,15 @@ def _gradients(
     logits = None if sink is None else sink.detach().requires_grad_(learned[-1])
     mask = Causal() if before is None else Window(before, _MOST if after is None else after)
     problem = Problem.of(
-        "attention", query.detach(), key.detach(), value.detach(),
+        "attention",
+        query.detach(),
+        key.detach(),
+        value.detach(),
         mask=None if before is None and after is None else mask,
         scores=[*_rules(rule_kinds, rule_values, tables), *([] if logits is None else [Sink(logits)])],
-        scale=scale, query_offset=query_offset,
-    )  # fmt: skip
+        scale=scale,
+        query_offset=query_offset,
+    )
     # The parameters of the rules in their order, a sink's last.
     return [part.contiguous() for part in native.gradients(problem, Saved(exact, lse, softmax), native.Arrived(grad))]
 

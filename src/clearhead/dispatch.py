@@ -18,8 +18,13 @@ __all__ = ["BACKENDS", "DispatchReport", "backend_names", "choose", "report", "r
 
 #: In order of preference: "auto" takes the first that has no reason against the problem.
 BACKENDS: tuple[Backend, ...] = (
-    native.BACKEND, sdpa.BACKEND, triton.BACKEND, flex.BACKEND, tiled.BACKEND, reference.BACKEND
-)  # fmt: skip
+    native.BACKEND,
+    sdpa.BACKEND,
+    triton.BACKEND,
+    flex.BACKEND,
+    tiled.BACKEND,
+    reference.BACKEND,
+)
 
 #: What "auto" takes only where statistics are wanted; attention alone stays with torch's own kernels on a GPU.
 _FOR_STATISTICS = frozenset({triton.BACKEND.name})
@@ -72,9 +77,12 @@ def choose(function: str, problem: Problem, want: Want, backend: str = "auto") -
             return candidate
         against.append(f"{candidate.name}: {'; '.join(reasons)}")
     raise UnsupportedError.about(
-        function, "backend", must="be able to run this call", got=" | ".join(against),
+        function,
+        "backend",
+        must="be able to run this call",
+        got=" | ".join(against),
         then="Use backend='auto', or change what it cannot do.",
-    )  # fmt: skip
+    )
 
 
 def _is_auto(backend: object) -> bool:

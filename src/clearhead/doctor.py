@@ -99,14 +99,21 @@ def diagnose() -> Diagnosis:
     compiler = _compiler()
     found = {**machine(), "load": load()}
     return Diagnosis(
-        machine=found, versions=versions(), torch=torch_build(), threads=threads(),
+        machine=found,
+        versions=versions(),
+        torch=torch_build(),
+        threads=threads(),
         backends={backend.name: {"what": backend.summary, **backend.capability.row()} for backend in BACKENDS},
-        extras=extras, compiler=compiler, rates=[*_limits(), *_product_rates(), *_attention_rates()],
-        projections=[choice(kind, dtype) for dtype in DTYPES for kind in KINDS], kernels=_kernels(),
-        processor=str(processor()), table=[_table_row(row) for row in TABLE],
+        extras=extras,
+        compiler=compiler,
+        rates=[*_limits(), *_product_rates(), *_attention_rates()],
+        projections=[choice(kind, dtype) for dtype in DTYPES for kind in KINDS],
+        kernels=_kernels(),
+        processor=str(processor()),
+        table=[_table_row(row) for row in TABLE],
         attentions=[_attention_row(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)],
         missing=_missing(found, extras, compiler),
-    )  # fmt: skip
+    )
 
 
 def _kernels() -> str:

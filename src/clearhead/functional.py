@@ -77,9 +77,16 @@ def attention(
     if torch.compiler.is_compiling():
         scores = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
         traced = compiled.attention(
-            query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, query_offset=query_offset,
+            query,
+            key,
+            value,
+            mask=mask,
+            scores=scores,
+            scale=scale,
+            dropout=dropout,
+            query_offset=query_offset,
             backend=backend,
-        )  # fmt: skip
+        )
         return traced if traced is not None else torch_op.attention(
             query, key, value, mask=mask, scores=scores, scale=scale, dropout=dropout, seed=seed,
             query_offset=query_offset, backend=backend,

@@ -30,17 +30,22 @@ def as_lengths(
     integral = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool) or empty
     if tensor.ndim != 1 or not integral or (batch is not None and tensor.shape[0] != batch):
         raise ShapeError.about(
-            function, "lengths", must=f"be whole numbers, one per sequence{'' if batch is None else f' ({batch})'}",
+            function,
+            "lengths",
+            must=f"be whole numbers, one per sequence{'' if batch is None else f' ({batch})'}",
             got=seen(lengths) + (" on meta" if found is not None and found.is_meta else ""),
             then="Count the real tokens of each sequence.",
-        )  # fmt: skip
+        )
     tensor = tensor.to(torch.int64)
     low, high = (int(tensor.min()), int(tensor.max())) if tensor.numel() else (0, 0)
     if low < 0 or (longest is not None and high > longest):
         raise ShapeError.about(
-            function, "lengths", must=f"lie from 0 to {'the longest sequence' if longest is None else longest}",
-            got=low if low < 0 else high, then="Count the real tokens of each sequence, padding to the right.",
-        )  # fmt: skip
+            function,
+            "lengths",
+            must=f"lie from 0 to {'the longest sequence' if longest is None else longest}",
+            got=low if low < 0 else high,
+            then="Count the real tokens of each sequence, padding to the right.",
+        )
     return tensor
 
 
@@ -110,9 +115,12 @@ def unpack(packed: Tensor, lengths: Sequence[int] | Int[Tensor, " batch"], max_l
         dense("unpack", "packed", packed)
     if not isinstance(packed, Tensor) or packed.ndim < 2 or packed.shape[:2] != (1, total):
         raise ShapeError.about(
-            "unpack", "packed", must=f"have axes [1, {total}, ...], the sum of the lengths", got=_seen(packed),
+            "unpack",
+            "packed",
+            must=f"have axes [1, {total}, ...], the sum of the lengths",
+            got=_seen(packed),
             then="Pass the lengths that it was packed with.",
-        )  # fmt: skip
+        )
     length = max_len if max_len is not None else int(counts.max()) if counts.numel() else 0
     places = real_places(counts, length).to(packed.device)
     padded = packed.new_zeros((counts.shape[0] * length, *packed.shape[2:])).index_copy(0, places, packed[0])

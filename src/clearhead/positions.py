@@ -51,9 +51,13 @@ class Rotary:
 
     def __post_init__(self) -> None:
         base = number(
-            "Rotary", "base", self.base, must="be a number above 1", fits=lambda base: base > 1.0,
+            "Rotary",
+            "base",
+            self.base,
+            must="be a number above 1",
+            fits=lambda base: base > 1.0,
             then="The paper uses 10000.0.",
-        )  # fmt: skip
+        )
         object.__setattr__(self, "base", base)
 
     def rotate(
@@ -62,16 +66,22 @@ class Rotary:
         """The same tensor, its tokens turned as those at positions ``first, first + 1, ...``."""
         if not isinstance(x, Tensor) or x.ndim < 2 or not x.is_floating_point():
             raise ShapeError.about(
-                "Rotary.rotate", "x", must="be floating point [..., len, head_dim]", got=seen(x),
+                "Rotary.rotate",
+                "x",
+                must="be floating point [..., len, head_dim]",
+                got=seen(x),
                 then="Split the embedding into heads first.",
-            )  # fmt: skip
+            )
         first = whole("Rotary.rotate", "first", first, low=-FARTHEST)
         length, channels = x.shape[-2:]
         if channels % 2:
             raise ShapeError.about(
-                "Rotary.rotate", "x", must="have an even number of channels", got=tuple(x.shape),
+                "Rotary.rotate",
+                "x",
+                must="have an even number of channels",
+                got=tuple(x.shape),
                 then="Choose an even head_dim.",
-            )  # fmt: skip
+            )
         if are_plain(x) and library() is not None and x.numel() > 0:
             return turned(x, *_table_from(self, first, length, channels))
         work = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -185,9 +195,12 @@ def as_rotary(function: str, rotary: Rotary | bool | float | None) -> Rotary | N
         return Rotary()
     if real_number(rotary) is None:
         raise ShapeError.about(
-            function, "rotary", must="be a Rotary, True, a base or None", got=seen(rotary),
+            function,
+            "rotary",
+            must="be a Rotary, True, a base or None",
+            got=seen(rotary),
             then="Pass rotary=True for the usual base of 10000.",
-        )  # fmt: skip
+        )
     return Rotary(rotary)
 
 

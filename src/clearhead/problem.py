@@ -57,19 +57,25 @@ class Problem:
         rules = as_rules(function, scores)
         if mask is not None and not isinstance(mask, Mask):
             raise MaskError.about(
-                function, "mask", must="be a mask", got=type(mask).__name__,
+                function,
+                "mask",
+                must="be a mask",
+                got=type(mask).__name__,
                 then="Wrap a boolean tensor (True = may attend) in ch.Dense, or use ch.Causal() and others.",
-            )  # fmt: skip
+            )
         offset = _offset(function, query_offset, mask, rules, query.shape[2], key.shape[2])
         problem = cls(
-            query=query, key=key, value=value,
+            query=query,
+            key=key,
+            value=value,
             mask=None if mask is None else mask.placed(offset).to(query.device),
             scores=tuple(rule.placed(offset).to(query.device) for rule in rules),
             scale=1.0 / math.sqrt(query.shape[3]) if scale is None else scale_of(function, scale, query.dtype),
             dropout=probability(function, "dropout", dropout),
             seed=draw_seed(dropout) if seed is None else seed_of(function, seed),
-            query_offset=offset, leading=leading,
-        )  # fmt: skip
+            query_offset=offset,
+            leading=leading,
+        )
         problem._check_parts(function)
         return problem
 
@@ -81,9 +87,12 @@ class Problem:
             rule.check(function, self.batch, self.num_heads, self.q_len, self.k_len)
         if len([rule for rule in self.scores if isinstance(rule, Sink)]) > 1:
             raise UnsupportedError.about(
-                function, "scores", must="hold one Sink at most", got="several",
+                function,
+                "scores",
+                must="hold one Sink at most",
+                got="several",
                 then="One logit that is the log-sum-exp of several has the same effect.",
-            )  # fmt: skip
+            )
 
     @property
     def batch(self) -> int:
@@ -157,7 +166,7 @@ class Problem:
             return self
         extent = Extent(
             batch=self.batch, heads=self.num_heads, q_len=self.q_len, k_len=self.k_len, query_offset=self.query_offset
-        )  # fmt: skip
+        )
         like = self.query.new_empty(0, dtype=self.work_dtype)
         traced = {
             place: rules
@@ -215,14 +224,20 @@ def _check_tensors(function: str, query: Tensor, key: Tensor, value: Tensor) -> 
         dense(function, name, tensor)
         if not 2 <= tensor.ndim <= 4:
             raise ShapeError.about(
-                function, name, must="have axes [batch, heads, len, head_dim], leading ones optional",
-                got=f"shape {tuple(tensor.shape)}", then="Split the embedding into heads first.",
-            )  # fmt: skip
+                function,
+                name,
+                must="have axes [batch, heads, len, head_dim], leading ones optional",
+                got=f"shape {tuple(tensor.shape)}",
+                then="Split the embedding into heads first.",
+            )
         if tensor.ndim != query.ndim:
             raise ShapeError.about(
-                function, name, must=f"have as many axes as query ({query.ndim})", got=f"shape {tuple(tensor.shape)}",
+                function,
+                name,
+                must=f"have as many axes as query ({query.ndim})",
+                got=f"shape {tuple(tensor.shape)}",
                 then="Give all three the same axes.",
-            )  # fmt: skip
+            )
         if tensor.dtype not in DTYPES or tensor.dtype != query.dtype:
             wanted = f"have query's dtype {query.dtype}" if tensor.dtype in DTYPES else "be floating point"
             raise UnsupportedError.about(
@@ -291,9 +306,12 @@ def scale_of(function: str, scale: object, dtype: torch.dtype) -> float:
         # A whole number that no float holds is finite too.
         known = type(scale) is int if found is None else math.isfinite(found)
         raise ShapeError.about(
-            function, "scale", must=f"be a number that float{held.bits} holds" if known else "be a finite number",
-            got=seen(scale), then="A learned scale goes onto query before the call.",
-        )  # fmt: skip
+            function,
+            "scale",
+            must=f"be a number that float{held.bits} holds" if known else "be a finite number",
+            got=seen(scale),
+            then="A learned scale goes onto query before the call.",
+        )
     # Below the normal numbers some kernels would have digits that others lack.
     return found if held.bits == 64 or abs(found) >= held.tiny else 0.0
 

@@ -95,11 +95,14 @@ def _from_transformers(function: str, folder: Path) -> Reader:
     before, after = _frame(tokenizer)
     limit = max(1, _limit(config, tokenizer) - len(before) - len(after))
     return Reader(
-        name=str(folder), model=model, limit=limit, run=model,
+        name=str(folder),
+        model=model,
+        limit=limit,
+        run=model,
         encode=lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]),
         framed=lambda ids: [*before, *ids, *after],
         words=lambda ids: list(tokenizer.convert_ids_to_tokens(ids)),
-    )  # fmt: skip
+    )
 
 
 def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -113,10 +113,12 @@ def _named(function: Callable[..., Any], handle: str) -> str:
 def _function(name: str) -> Callable[..., Any]:
     if name not in _FUNCTIONS:
         raise UnsupportedError.about(
-            "attention", "mask or scores", must="name functions of this process",
+            "attention",
+            "mask or scores",
+            must="name functions of this process",
             got="a program exported elsewhere, which holds no functions",
             then="Export masks and rules made of ch.Causal, ch.Window, ch.RelativeBias and others.",
-        )  # fmt: skip
+        )
     return _FUNCTIONS[name]
 
 

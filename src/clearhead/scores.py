@@ -38,9 +38,13 @@ class ScoreRule(Record, ABC):
     relative: bool = False
 
     def apply(
-        self, score: Float[Tensor, "..."], batch: Int[Tensor, "..."], head: Int[Tensor, "..."],
-        q_pos: Int[Tensor, "..."], k_pos: Int[Tensor, "..."],
-    ) -> Float[Tensor, "..."]:  # fmt: skip
+        self,
+        score: Float[Tensor, "..."],
+        batch: Int[Tensor, "..."],
+        head: Int[Tensor, "..."],
+        q_pos: Int[Tensor, "..."],
+        k_pos: Int[Tensor, "..."],
+    ) -> Float[Tensor, "..."]:
         """The new scores of a tile ``[batch, heads, q_len, k_len]``; index tensors broadcast to it."""
         return score
 
@@ -59,9 +63,12 @@ class ScoreRule(Record, ABC):
 def _check_heads(function: str, rule: ScoreRule, own: int, heads: int) -> None:
     if own not in (1, heads):
         raise ShapeError.about(
-            function, "scores", must=f"have one entry per query head ({heads})", got=f"{own} in {rule!r}",
+            function,
+            "scores",
+            must=f"have one entry per query head ({heads})",
+            got=f"{own} in {rule!r}",
             then="Make the rule for this call's number of heads.",
-        )  # fmt: skip
+        )
 
 
 class Alibi(ScoreRule):
@@ -84,9 +91,12 @@ class Alibi(ScoreRule):
     ):
         if (num_heads is None) == (slopes is None):
             raise ShapeError.about(
-                "Alibi", "num_heads", must="be given, or slopes, one of both",
-                got="both" if slopes is not None else "neither", then="Pass Alibi(8).",
-            )  # fmt: skip
+                "Alibi",
+                "num_heads",
+                must="be given, or slopes, one of both",
+                got="both" if slopes is not None else "neither",
+                then="Pass Alibi(8).",
+            )
         if num_heads is not None:
             then = "Pass the number of query heads."
             slopes = _alibi_slopes(whole("Alibi", "num_heads", num_heads, low=1, high=_MOST_HEADS, then=then))
@@ -125,9 +135,12 @@ class RelativeBias(ScoreRule):
         self.table = _float_tensor("RelativeBias", "table", table, axes=2)
         if self.table.shape[1] % 2 == 0:
             raise ShapeError.about(
-                "RelativeBias", "table", must="have an odd number of columns, 2 * R + 1", got=tuple(self.table.shape),
+                "RelativeBias",
+                "table",
+                must="have an odd number of columns, 2 * R + 1",
+                got=tuple(self.table.shape),
                 then="Column R is distance 0.",
-            )  # fmt: skip
+            )
 
     def apply(self, score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         reach = self.table.shape[1] // 2
@@ -172,9 +185,12 @@ class DenseBias(ScoreRule):
         tensor = tensor_of(bias)
         if tensor is None or not tensor.is_floating_point() or not 2 <= tensor.ndim <= 4:
             raise ShapeError.about(
-                "DenseBias", "bias", must="be floating point with 2 to 4 axes",
-                got=seen(bias if tensor is None else tensor), then="Pass booleans as a mask: ch.Dense.",
-            )  # fmt: skip
+                "DenseBias",
+                "bias",
+                must="be floating point with 2 to 4 axes",
+                got=seen(bias if tensor is None else tensor),
+                then="Pass booleans as a mask: ch.Dense.",
+            )
         self.bias = tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)
         self.first = 0
 
@@ -192,9 +208,12 @@ class DenseBias(ScoreRule):
         for own, call in zip(self.bias.shape, (batch, heads, q_len, k_len), strict=True):
             if own not in (1, call):
                 raise ShapeError.about(
-                    function, "scores", must=f"hold a bias that broadcasts to {(batch, heads, q_len, k_len)}",
-                    got=tuple(self.bias.shape), then="A dense bias has one row per query and one column per key.",
-                )  # fmt: skip
+                    function,
+                    "scores",
+                    must=f"hold a bias that broadcasts to {(batch, heads, q_len, k_len)}",
+                    got=tuple(self.bias.shape),
+                    then="A dense bias has one row per query and one column per key.",
+                )
 
 
 class Sink(ScoreRule):
@@ -258,12 +277,14 @@ class ScoreFunction(Bound, ScoreRule):
             result = call_user_function("ScoreFunction", self.fn, ShapeError, score, batch, head, q_pos, k_pos)
         if result.shape != score.shape or result.dtype != score.dtype:
             raise ShapeError.about(
-                "ScoreFunction", "fn", must=f"return {str(score.dtype)[6:]} of the tile's shape {tuple(score.shape)}",
+                "ScoreFunction",
+                "fn",
+                must=f"return {str(score.dtype)[6:]} of the tile's shape {tuple(score.shape)}",
                 got=f"{str(result.dtype)[6:]} of shape {tuple(result.shape)} from {function_name(self.fn)} "
-                    f"on {tile_seen(batch, head, q_pos, k_pos)}",
+                f"on {tile_seen(batch, head, q_pos, k_pos)}",
                 then="Work element by element on the score it is given, and look tensors up by the indices, as in "
-                     "table[head, q_pos - k_pos].",
-            )  # fmt: skip
+                "table[head, q_pos - k_pos].",
+            )
         return result
 
     def placed(self, query_offset: int) -> ScoreFunction:
@@ -274,9 +295,13 @@ class ScoreFunction(Bound, ScoreRule):
 
 
 def differentiated(
-    rules: Sequence[ScoreRule], after: Tensor, before: Tensor, parameters: Sequence[Tensor], grad: Tensor,
+    rules: Sequence[ScoreRule],
+    after: Tensor,
+    before: Tensor,
+    parameters: Sequence[Tensor],
+    grad: Tensor,
     indices: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:
     """Gradients of a tile's scores before the rules and of the parameters, from that of the scores after.
 
     Raises:
@@ -289,10 +314,12 @@ def differentiated(
         if not names:
             raise
         raise UnsupportedError.about(
-            "ScoreFunction", "fn", must="have a derivative",
+            "ScoreFunction",
+            "fn",
+            must="have a derivative",
             got=f"{type(failure).__name__}: {failure} from {' or '.join(names)} on {tile_seen(*indices)}",
             then="Use differentiable tensor operations, out of place.",
-        ) from failure  # fmt: skip
+        ) from failure
 
 
 def _stopped_at(after: Tensor, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -338,10 +365,12 @@ def check_reached(rules: Sequence[ScoreRule], after: Tensor, before: Tensor, par
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             raise UnsupportedError.about(
-                "ScoreFunction", "fn", must="name the learned tensors it reads",
+                "ScoreFunction",
+                "fn",
+                must="name the learned tensors it reads",
                 got=f"one of shape {tuple(variable.shape)} that {' or '.join(names)} reaches in another way",
                 then="Close over the tensor or its module directly.",
-            )  # fmt: skip
+            )
         waiting += [following for following, _ in node.next_functions if following is not None]
 
 
@@ -351,9 +380,12 @@ def _float_tensor(function: str, argument: str, value: object, *, axes: int) -> 
         tensor = tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
     if tensor is None or tensor.ndim != axes or not tensor.is_floating_point():
         raise ShapeError.about(
-            function, argument, must=f"be floating point with {axes} ax{'is' if axes == 1 else 'es'}",
-            got=seen(value if tensor is None else tensor), then="See its documentation for the shape.",
-        )  # fmt: skip
+            function,
+            argument,
+            must=f"be floating point with {axes} ax{'is' if axes == 1 else 'es'}",
+            got=seen(value if tensor is None else tensor),
+            then="See its documentation for the shape.",
+        )
     return tensor
 
 
@@ -363,7 +395,10 @@ def as_rules(function: str, scores: object) -> tuple[ScoreRule, ...]:
     for rule in rules:
         if not isinstance(rule, ScoreRule):
             raise UnsupportedError.about(
-                function, "scores", must="hold score rules", got=type(rule).__name__,
+                function,
+                "scores",
+                must="hold score rules",
+                got=type(rule).__name__,
                 then="Wrap a function in ch.ScoreFunction and a tensor in ch.DenseBias.",
-            )  # fmt: skip
+            )
     return rules

@@ -147,9 +147,12 @@ def _check_rows(function: str, given: Sequence[int] | Tensor, q_len: int) -> Non
     if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= q_len):
         outside = rows[(rows < 0) | (rows >= q_len)]
         raise ShapeError.about(
-            function, "want.rows", must=must, got=outside[:8].tolist(),
+            function,
+            "want.rows",
+            must=must,
+            got=outside[:8].tolist(),
             then="Rows are counted within the call, not by absolute position.",
-        )  # fmt: skip
+        )
 
 
 def _check_row_weights(function: str, weights: Tensor, sizes: tuple[int, int, int]) -> None:
@@ -158,15 +161,21 @@ def _check_row_weights(function: str, weights: Tensor, sizes: tuple[int, int, in
     if not isinstance(weights, Tensor) or not weights.is_floating_point():
         got = str(weights.dtype).removeprefix("torch.") if isinstance(weights, Tensor) else type(weights).__name__
         raise ShapeError.about(
-            function, "want.row_weights", must=f"be a floating point tensor {shape}", got=got,
+            function,
+            "want.row_weights",
+            must=f"be a floating point tensor {shape}",
+            got=got,
             then="Convert with .float().",
-        )  # fmt: skip
+        )
     fits = weights.ndim == 4 and weights.shape[0] in (1, batch) and weights.shape[1] in (1, heads)
     if not fits or weights.shape[3] != q_len:
         raise ShapeError.about(
-            function, "want.row_weights", must=f"have shape {shape}", got=tuple(weights.shape),
+            function,
+            "want.row_weights",
+            must=f"have shape {shape}",
+            got=tuple(weights.shape),
             then="One weight per query, in n rows.",
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

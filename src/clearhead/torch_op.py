@@ -167,9 +167,12 @@ def _reached(name: str, functions: Iterable[ScoreFunction], tensors: Sequence[Te
     compiled = [tensor for tensor, kind in zip(tensors, kinds, strict=True) if kind == _CLOSED_OVER]
     if [*map(_lies, found)] != [*map(_lies, compiled)]:
         raise UnsupportedError.about(
-            name, "scores", must="close over the learned tensors that they had when they were compiled",
-            got="others", then="Write to them in place, or make a new ch.ScoreFunction.",
-        )  # fmt: skip
+            name,
+            "scores",
+            must="close over the learned tensors that they had when they were compiled",
+            got="others",
+            then="Write to them in place, or make a new ch.ScoreFunction.",
+        )
     return found
 
 
@@ -177,9 +180,12 @@ def _check_all_compiled(name: str, grads: Sequence[Tensor | None]) -> None:
     """A learned tensor that a function reads at some places alone was not seen when it was compiled."""
     if any(grad is not None for grad in grads):
         raise UnsupportedError.about(
-            name, "scores", must="read the same learned tensors at every place under torch.compile",
-            got="a function that reads others at the first", then="Use torch.where, or leave it uncompiled.",
-        )  # fmt: skip
+            name,
+            "scores",
+            must="read the same learned tensors at every place under torch.compile",
+            got="a function that reads others at the first",
+            then="Use torch.where, or leave it uncompiled.",
+        )
 
 
 def _among(tensor: Tensor, others: Iterable[Tensor]) -> bool:

@@ -326,9 +326,13 @@ def named(names: str) -> Iterator[Callable[..., Any]]:
 
 #: The names of each comparison.
 COMPARISONS: Final = {
-    "==": "eq __eq__", "!=": "ne not_equal __ne__", "<": "lt less __lt__", "<=": "le less_equal __le__",
-    ">": "gt greater __gt__", ">=": "ge greater_equal __ge__",
-}  # fmt: skip
+    "==": "eq __eq__",
+    "!=": "ne not_equal __ne__",
+    "<": "lt less __lt__",
+    "<=": "le less_equal __le__",
+    ">": "gt greater __gt__",
+    ">=": "ge greater_equal __ge__",
+}
 
 
 _ELEMENTWISE: Final = """
@@ -351,13 +355,16 @@ def _table() -> dict[Callable[..., Any], _Way]:
         "neg negative __neg__": _negated,
         " ".join(COMPARISONS.values()): _comparison,
         "to": _converted,
-        "float": _to(torch.float32), "double": _to(torch.float64), "long": _to(torch.int64), "int": _to(torch.int32),
+        "float": _to(torch.float32),
+        "double": _to(torch.float64),
+        "long": _to(torch.int64),
+        "int": _to(torch.int32),
         "bool": _to(torch.bool),
         "__getitem__": _looked_up,
         "bucketize": _bucket,
         "tanh": _tanh,
         _ELEMENTWISE: _any_function,
-    }  # fmt: skip
+    }
     return {func: way for names, way in ways.items() for func in named(names)}
 
 

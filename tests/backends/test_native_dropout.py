@@ -18,9 +18,16 @@ pytestmark = needs_native
 
 
 def kept_by_the_kernels(
-    p: float, seed: int, *, batch: int = 2, heads: int = 3, q_len: int = 200, k_len: int = 250, query_offset: int = 0,
+    p: float,
+    seed: int,
+    *,
+    batch: int = 2,
+    heads: int = 3,
+    q_len: int = 200,
+    k_len: int = 250,
+    query_offset: int = 0,
     dtype: torch.dtype = torch.float32,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Weights that dropout keeps, seen from outside: all scores alike and one value channel per key."""
     query, key = torch.zeros(batch, heads, q_len, 4, dtype=dtype), torch.zeros(batch, heads, k_len, 4, dtype=dtype)
     value = torch.eye(k_len, dtype=dtype).expand(batch, heads, k_len, k_len)
@@ -42,9 +49,14 @@ class TestDropout:
             expected = trials * deviation**2
             assert abs(sums.var().item() / expected - 1.0) < 5.0 * (2.0 / sums.numel()) ** 0.5
         pairs = [
-            (mask[:, 0], mask[:, 1]), (mask[:, 1], mask[:, 2]), (mask[0], mask[1]), (mask[..., 1:], mask[..., :-1]),
-            (mask[..., 4:], mask[..., :-4]), (mask[:, :, 1:], mask[:, :, :-1]), (mask[..., :200], mask[..., :200].mT),
-        ]  # fmt: skip
+            (mask[:, 0], mask[:, 1]),
+            (mask[:, 1], mask[:, 2]),
+            (mask[0], mask[1]),
+            (mask[..., 1:], mask[..., :-1]),
+            (mask[..., 4:], mask[..., :-4]),
+            (mask[:, :, 1:], mask[:, :, :-1]),
+            (mask[..., :200], mask[..., :200].mT),
+        ]
         for one, other in pairs:
             correlation = torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1].item()
             assert abs(correlation) < 5.0 / one.numel() ** 0.5

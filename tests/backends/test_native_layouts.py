@@ -35,7 +35,7 @@ class TestLayouts:
             "odd offsets": (odd[0], odd[1], odd[2]),
             "one query, sliced cache": (wide[:, :, 49:], long[0], long[1]),
             "several tiles": tuple(part.unflatten(-1, (2, 64)).transpose(1, 2) for part in many),
-        }  # fmt: skip
+        }
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize(
@@ -130,9 +130,11 @@ class TestAgain:
         query, key, value = (draw(1, 2, n, 16, seed=n, grad=False) for n in (6, 40, 40))
         plain = ch.attention(query, key, value, backend="native")
         for options in (
-            {"scale": 0.5}, {"dropout": 0.5, "seed": 1}, {"mask": ch.Causal(), "query_offset": 34},
+            {"scale": 0.5},
+            {"dropout": 0.5, "seed": 1},
+            {"mask": ch.Causal(), "query_offset": 34},
             {"scores": (ch.Sink(torch.zeros(1)),)},
-        ):  # fmt: skip
+        ):
             other = ch.attention(query, key, value, backend="native", **options)
             assert not torch.equal(other, plain)
             torch.testing.assert_close(other, ch.attention(query, key, value, backend="reference", **options))

@@ -97,9 +97,7 @@ def test_the_largest_score_of_a_decoded_token_has_a_gradient() -> None:
     found = torch.autograd.grad(seen.max_score.sum(), query)[0]
     groups = query.shape[1] // key.shape[1]
     scores = query.detach() @ key.detach().repeat_interleave(groups, dim=1).transpose(-2, -1)
-    best = key.detach().repeat_interleave(groups, dim=1).gather(
-        2, scores.argmax(dim=-1)[..., None].expand_as(query)
-    )  # fmt: skip
+    best = key.detach().repeat_interleave(groups, dim=1).gather(2, scores.argmax(dim=-1)[..., None].expand_as(query))
     torch.testing.assert_close(found, best * query.shape[-1] ** -0.5)
 
 

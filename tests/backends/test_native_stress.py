@@ -178,9 +178,12 @@ print("parent")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_children_forked_after_use_compute_the_same() -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=200,
+        [sys.executable, "-W", "ignore", "-c", FORK],
+        capture_output=True,
+        text=True,
+        timeout=200,
         env={**os.environ, "OMP_NUM_THREADS": "2"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0", "0", "0", "parent"]
 

@@ -70,8 +70,9 @@ def test_rows_that_are_not_finite_are_float32_too(defaults: Callable[..., None])
 def test_a_default_device_is_not_asked(device: str, defaults: Callable[..., None]) -> None:
     own, large = inputs(1, 2, 9, 8), inputs(8, 8, 128, 4)
     weights = torch.ones(1, 1, 2, 9)
-    want = ch.Want(lse=True, entropy=True, received=True, max_score=True, top_k=2, rows=[1], heatmap=2,
-                   row_weights=weights)  # fmt: skip
+    want = ch.Want(
+        lse=True, entropy=True, received=True, max_score=True, top_k=2, rows=[1], heatmap=2, row_weights=weights
+    )
     defaults(device=device)
     seen = ch.observe_attention(*own, want=want, mask=ch.Causal() | ch.Prefix(2), dropout=0.5)
     found = [getattr(seen, name) for name in ("output", "lse", "entropy", "received", "top_indices", "rows")]

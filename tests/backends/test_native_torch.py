@@ -163,14 +163,18 @@ class TestTorch:
         found, right = (
             torch.autograd.grad(
                 ch.attention(
-                    *(own.to(dtype) for own in (query, key, value)), scores=(ch.RelativeBias(table),), mask=ch.Causal(),
+                    *(own.to(dtype) for own in (query, key, value)),
+                    scores=(ch.RelativeBias(table),),
+                    mask=ch.Causal(),
                     backend=backend,
-                ).square().sum(),
+                )
+                .square()
+                .sum(),
                 table,
             )[0]
             for backend, dtype in (("native", torch.float32), ("reference", torch.float64))
             for table in [TABLE.to(dtype).requires_grad_()]
-        )  # fmt: skip
+        )
         torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-5)
 
     def test_gradient_penalty_is_the_references(self) -> None:

@@ -28,9 +28,13 @@ def _both(mask: NamedMask, rule: NamedRule) -> tuple[ch.Observation, tuple[np.nd
         query, key, value, mask=mask.mask, scores=rule.rules, want=EVERYTHING, backend="reference"
     )
     exact = attend(
-        _arrays(query), _arrays(key), _arrays(value), allowed=mask.plain, rules=rule.plain,
+        _arrays(query),
+        _arrays(key),
+        _arrays(value),
+        allowed=mask.plain,
+        rules=rule.plain,
         sink=None if rule.sink is None else _arrays(rule.sink),
-    )  # fmt: skip
+    )
     return seen, exact
 
 
@@ -113,9 +117,14 @@ def test_statistics_have_their_gradients_in_float64() -> None:
             lse=True, max_score=True, entropy=True, received=True, row_weights=rows, sink=2, distance=True, rows=[1, 3]
         )
         seen = ch.observe_attention(
-            query, key, value, want=want, mask=~ch.Causal() | ch.Window(0) & ch.Prefix(2), backend="reference",
+            query,
+            key,
+            value,
+            want=want,
+            mask=~ch.Causal() | ch.Window(0) & ch.Prefix(2),
+            backend="reference",
             scores=(ch.RelativeBias(table), ch.SoftCap(2.0), ch.Sink(logits)),
-        )  # fmt: skip
+        )
         # The empty row's largest score is -inf, which finite differences cannot subtract.
         return seen.lse, *(getattr(seen, name).masked_fill(getattr(seen, name) == -torch.inf, 0.0) for name in names)
 
@@ -155,19 +164,32 @@ def test_statistics_by_hand() -> None:
     """Weights 1/4 and 3/4, with a sink that takes half of both."""
     query, key = torch.ones(1, 1, dtype=torch.float64), torch.tensor([[0.0], [math.log(3.0)]], dtype=torch.float64)
     want = ch.Want(
-        lse=True, max_score=True, entropy=True, top_k=2, received=True, heatmap=2, sink=1, distance=True,
+        lse=True,
+        max_score=True,
+        entropy=True,
+        top_k=2,
+        received=True,
+        heatmap=2,
+        sink=1,
+        distance=True,
         row_weights=torch.full((1, 1, 1, 1), 2.0),
-    )  # fmt: skip
+    )
     seen = ch.observe_attention(
         query, key, key, want=want, scores=ch.Sink(torch.tensor([math.log(4.0)])), query_offset=3, backend="reference"
     )
     weights = [0.125, 0.375]
     expected = {
-        "lse": [math.log(8.0)], "max_score": [math.log(3.0)],
-        "entropy": [-sum(weight * math.log(weight) for weight in weights)], "top_weights": [weights[::-1]],
-        "received": weights, "row_weights": [[0.25, 0.75]], "heatmap_max": [[0.375]], "heatmap_mean": [[0.25]],
-        "sink": [0.125], "distance": [0.125 * 3 + 0.375 * 2],
-    }  # fmt: skip
+        "lse": [math.log(8.0)],
+        "max_score": [math.log(3.0)],
+        "entropy": [-sum(weight * math.log(weight) for weight in weights)],
+        "top_weights": [weights[::-1]],
+        "received": weights,
+        "row_weights": [[0.25, 0.75]],
+        "heatmap_max": [[0.375]],
+        "heatmap_mean": [[0.25]],
+        "sink": [0.125],
+        "distance": [0.125 * 3 + 0.375 * 2],
+    }
     for name, numbers in expected.items():
         found = getattr(seen, name)
         torch.testing.assert_close(found, torch.tensor(numbers, dtype=found.dtype), rtol=1e-6, atol=1e-6, msg=name)

@@ -52,8 +52,12 @@ def _check_output(inputs: tuple[Tensor, ...], **options: Any) -> None:
         # Weights are rounded to 16 bits before they meet the values.
         textbook = textbook + torch.finfo(inputs[0].dtype).eps * inputs[2].abs().max().item()
     size = inputs[2][torch.isfinite(inputs[2])].double().square().mean().sqrt().item() if inputs[2].numel() else 1.0
-    within_budget("triton output", *(each.nan_to_num() for each in (found, textbook, exact)), size=size,
-                  terms=max(1, inputs[1].shape[2]))  # fmt: skip
+    within_budget(
+        "triton output",
+        *(each.nan_to_num() for each in (found, textbook, exact)),
+        size=size,
+        terms=max(1, inputs[1].shape[2]),
+    )
 
 
 def _mask_and_rule(mask: str, rule: str) -> Callable[[], None]:
@@ -68,9 +72,16 @@ def _blocks_of_both(mask: ch.Mask | None, dtype: torch.dtype = torch.float32, of
 
     def run() -> None:
         inputs = tensors(
-            dtype=dtype, batch=1, heads=2, kv_heads=1, q_len=66 if dtype == torch.float32 else 34, k_len=70,
-            head_dim=20, value_dim=40, seed=3,
-        )  # fmt: skip
+            dtype=dtype,
+            batch=1,
+            heads=2,
+            kv_heads=1,
+            q_len=66 if dtype == torch.float32 else 34,
+            k_len=70,
+            head_dim=20,
+            value_dim=40,
+            seed=3,
+        )
         _check(inputs, mask=mask, query_offset=offset, scores=(ch.SoftCap(3.0), ch.Sink(0.5)))
 
     return run
@@ -170,7 +181,7 @@ def _multiply_bfloat16() -> None:
         numbers = (
             self.cast_impl(each, language.float32) if each.dtype.scalar == language.bfloat16 else each
             for each in (left, right)
-        )  # fmt: skip
+        )
         return plain(self, *numbers, *rest)
 
     InterpreterBuilder.create_dot = product
@@ -242,8 +253,12 @@ def _own_process(what: str, place: Path, **environment: str) -> str:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(place), **environment}
     done = subprocess.run(
         [sys.executable, "-m", "tests.backends.test_triton", what],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

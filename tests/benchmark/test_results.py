@@ -19,9 +19,13 @@ SETTING = Setting("attention", "forward", (1, 2, 32, 8), torch.float32, True)
 def result(**seconds: float) -> Result:
     timings = {name.replace("_", " "): Timing(s, 0.9 * s, 1.2 * s, (s,)) for name, s in seconds.items()}
     return Result(
-        setting=SETTING, backend="sdpa", timings=timings, errors=dict.fromkeys(timings, 1e-7),
-        extra_bytes={"clearhead": 3 * 2**20}, left_out={"someone": "too large"},
-    )  # fmt: skip
+        setting=SETTING,
+        backend="sdpa",
+        timings=timings,
+        errors=dict.fromkeys(timings, 1e-7),
+        extra_bytes={"clearhead": 3 * 2**20},
+        left_out={"someone": "too large"},
+    )
 
 
 @pytest.fixture(scope="module")

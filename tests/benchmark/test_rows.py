@@ -41,7 +41,7 @@ ROWS: dict[str, Row] = {
     ),
     "decoding": DecodingRow(size=(2, 9, 32, 4), dtype=FLOAT, layers=2),
     "observe": ObserveRow(wanted="everything", shape=(1, 2, 128, 8), causal=True),
-}  # fmt: skip
+}
 #: Those that need transformers.
 MODEL_ROWS: dict[str, Row] = {
     "encoder model": EncoderModelRow(model="MiniLM 6x384", batch=2, length=8).small(),
@@ -95,9 +95,13 @@ def test_dropout_must_be_there_and_as_much_as_the_others() -> None:
     work = TensorWork((2, 4, 64, 16), FLOAT, causal=False, training=True)
     honest = work.call(SDPA, dropout=0.1)
     case = Case(
-        title="dropout", calls={"honest": honest}, checked={}, noisy=("honest",),
-        exact=lambda: work.by_rows(torch.float64), plain=lambda: work.by_rows(FLOAT),
-    )  # fmt: skip
+        title="dropout",
+        calls={"honest": honest},
+        checked={},
+        noisy=("honest",),
+        exact=lambda: work.by_rows(torch.float64),
+        plain=lambda: work.by_rows(FLOAT),
+    )
     assert case.check() == {}
     for cheat in (work.call(SDPA), work.call(SDPA, dropout=0.2)):
         both = replace(case, calls={"honest": honest, "cheat": cheat}, noisy=("honest", "cheat"))
@@ -117,9 +121,13 @@ def test_a_gradient_that_dropped_nothing_is_found() -> None:
     work = TensorWork((2, 4, 64, 16), FLOAT, causal=False, training=True)
     honest, without = work.call(SDPA, dropout=0.1), work.call(SDPA)
     case = Case(
-        title="dropout", calls={"honest": honest, "half": lambda: (honest()[0], without()[1])}, checked={},
-        noisy=("honest", "half"), exact=lambda: work.by_rows(torch.float64), plain=lambda: work.by_rows(FLOAT),
-    )  # fmt: skip
+        title="dropout",
+        calls={"honest": honest, "half": lambda: (honest()[0], without()[1])},
+        checked={},
+        noisy=("honest", "half"),
+        exact=lambda: work.by_rows(torch.float64),
+        plain=lambda: work.by_rows(FLOAT),
+    )
     with pytest.raises(UnsupportedError, match="drop as much"):
         case.check()
 

@@ -18,9 +18,16 @@ from tests.benchmark.test_lines import line
 
 FORWARD = "1x12x8192x64 full forward float32"
 POINT = Point(
-    title="small", group="forward float32", backend="sdpa", ours=2e-5, theirs=1e-5, ratio=0.5, noise=0.01, rounds=401,
+    title="small",
+    group="forward float32",
+    backend="sdpa",
+    ours=2e-5,
+    theirs=1e-5,
+    ratio=0.5,
+    noise=0.01,
+    rounds=401,
     against_itself=1.002,
-)  # fmt: skip
+)
 
 
 def test_a_suite_shows_medians_ratios_rates_and_floors() -> None:
@@ -32,10 +39,12 @@ def test_a_suite_shows_medians_ratios_rates_and_floors() -> None:
     assert dict(zip(sheet.header, row, strict=True))["of product rate"] == "0.58"
     notes = "\n".join(sheet.notes)
     for words in (
-        "oneDNN product 2048x2048x2048 float32: 172 GFLOP/s", "float32, SDPA: geometric mean 1.50x",
-        "1.500x (lowest of 1, at 1x12x8192x64 full forward float32); floor 2x: SHORT", "floor 0.85: SHORT",
+        "oneDNN product 2048x2048x2048 float32: 172 GFLOP/s",
+        "float32, SDPA: geometric mean 1.50x",
+        "1.500x (lowest of 1, at 1x12x8192x64 full forward float32); floor 2x: SHORT",
+        "floor 0.85: SHORT",
         "left out: ONNX Runtime Attention, absent",
-    ):  # fmt: skip
+    ):
         assert words in notes
     assert "floor" not in "\n".join(suite_sheet("forward", [one], judged=False).notes[:-2])
 

@@ -17,7 +17,7 @@ from clearhead.benchmark.sweep import measure_point
 ROW = AttentionRow(shape=(1, 1, 8, 8), dtype=torch.float32)
 POINT = Point(
     title="", group="forward float32", backend="sdpa", ours=1.0, theirs=1.0, ratio=1.0, noise=0.001, rounds=41
-)  # fmt: skip
+)
 
 
 def test_the_grid_has_about_a_hundred_calls_from_tiny_to_large() -> None:

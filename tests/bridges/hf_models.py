@@ -26,9 +26,13 @@ def _settings(*shared: Mapping[str, Any], **own: Any) -> Mapping[str, Any]:
 
 
 _SMALL: Final = _settings(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
     max_position_embeddings=96,
-)  # fmt: skip
+)
 _GROUPED: Final = _settings(_SMALL, num_key_value_heads=2, head_dim=8)
 _TOKENS: Final = _settings(bos_token_id=1, eos_token_id=None, pad_token_id=0)
 
@@ -167,9 +171,7 @@ def _formula(
     return (weights @ value).transpose(1, 2).contiguous(), None
 
 
-def inputs(
-    name: str, *, padding: Literal["left", "right", "none"] = "none", seed: int = 1
-) -> dict[str, Tensor]:  # fmt: skip
+def inputs(name: str, *, padding: Literal["left", "right", "none"] = "none", seed: int = 1) -> dict[str, Tensor]:
     """A batch for the model."""
     kind = MODELS[name].kind
     generator = torch.Generator().manual_seed(seed)

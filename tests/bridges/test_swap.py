@@ -195,11 +195,17 @@ def test_what_is_left_and_why() -> None:
     layer.self_attn = Mine(8, 2, batch_first=True)
     odd = nn.MultiheadAttention(8, 2)
     odd.forward = odd.forward
-    model = nn.ModuleDict({
-        "mine": Mine(8, 2), "layer": layer, "stack": nn.TransformerEncoder(layer, 1, enable_nested_tensor=False),
-        "my layer": MyLayer(8, 2), "foreign": foreign(), "odd": odd,
-        "script": torch.jit.script(nn.TransformerEncoderLayer(8, 2)),
-    })  # fmt: skip
+    model = nn.ModuleDict(
+        {
+            "mine": Mine(8, 2),
+            "layer": layer,
+            "stack": nn.TransformerEncoder(layer, 1, enable_nested_tensor=False),
+            "my layer": MyLayer(8, 2),
+            "foreign": foreign(),
+            "odd": odd,
+            "script": torch.jit.script(nn.TransformerEncoderLayer(8, 2)),
+        }
+    )
     report = swap(model)
     assert {part.name: part.why for part in report.left if "." not in part.name} == {
         "mine": "a subclass may compute something else",

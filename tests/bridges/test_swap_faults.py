@@ -26,9 +26,13 @@ pytestmark = [
 ]
 
 SIZES = {
-    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
     "pad_token_id": 0,
-}  # fmt: skip
+}
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
     "phi3": lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES)),
@@ -37,10 +41,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
     "modernbert": lambda: transformers.ModernBertForMaskedLM(
-        transformers.ModernBertConfig(**{**SIZES, "num_hidden_layers": 3}, bos_token_id=1, eos_token_id=2,
-                                      cls_token_id=1, sep_token_id=2)
+        transformers.ModernBertConfig(
+            **{**SIZES, "num_hidden_layers": 3}, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2
+        )
     ),
-}  # fmt: skip
+}
 
 
 def _output(model: Any) -> Tensor:
@@ -127,9 +132,13 @@ def test_dropout_modules_in_training_mode_drop_in_a_model_in_eval_mode() -> None
 def test_a_window_that_no_layer_has_is_not_refused() -> None:
     """Qwen2-MoE makes a mask of a window of -1 or 0 where it uses none."""
     config = transformers.Qwen2MoeConfig(
-        **SIZES, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, shared_expert_intermediate_size=16,
+        **SIZES,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        shared_expert_intermediate_size=16,
         num_key_value_heads=4,
-    )  # fmt: skip
+    )
     assert not config.use_sliding_window
     model = distinct(lambda: transformers.Qwen2MoeForCausalLM(config))
     own = _output(model)

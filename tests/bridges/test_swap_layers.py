@@ -62,16 +62,20 @@ def _encoder(**options: object) -> nn.TransformerEncoder:
 
 
 def _same(
-    theirs: nn.Module, ours: nn.Module, inputs: tuple[Tensor, ...], call: dict[str, object],
+    theirs: nn.Module,
+    ours: nn.Module,
+    inputs: tuple[Tensor, ...],
+    call: dict[str, object],
     real: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Outputs and gradients agree, where ``real`` says that the output counts."""
     results = []
     for module in (ours, theirs):
         output = module(*inputs, **call)
         counted = output if real is None else output[real]
-        grads = torch.autograd.grad((counted * torch.arange(counted.numel()).view(counted.shape).cos()).sum(),
-                                    [*inputs, *module.parameters()])  # fmt: skip
+        grads = torch.autograd.grad(
+            (counted * torch.arange(counted.numel()).view(counted.shape).cos()).sum(), [*inputs, *module.parameters()]
+        )
         results.append([counted, *grads])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, **EXACT)
@@ -231,8 +235,10 @@ def test_a_long_ragged_batch_within_the_budget_of_float32() -> None:
     lengths = torch.tensor([90, 13, 57, 1])
     padding = torch.arange(90) >= lengths[:, None]
     x = torch.randn(4, 90, WIDTH)
-    results = [module(x.to(next(module.parameters()).dtype), src_key_padding_mask=padding)[~padding]
-               for module in (ours, theirs, wide)]  # fmt: skip
+    results = [
+        module(x.to(next(module.parameters()).dtype), src_key_padding_mask=padding)[~padding]
+        for module in (ours, theirs, wide)
+    ]
     within_budget("encoder", *results, terms=90)
 
 
@@ -286,8 +292,10 @@ def test_dropout_is_drawn_anew_and_right_on_average() -> None:
     ours = copy.deepcopy(theirs)
     swap(ours)
     x = torch.randn(BATCH, LENGTH, WIDTH)
-    draws = [torch.stack([module(x, src_key_padding_mask=RIGHT)[~RIGHT].detach() for _ in range(400)])
-             for module in (ours, theirs)]  # fmt: skip
+    draws = [
+        torch.stack([module(x, src_key_padding_mask=RIGHT)[~RIGHT].detach() for _ in range(400)])
+        for module in (ours, theirs)
+    ]
     assert not torch.equal(draws[0][0], draws[0][1])
     error = (draws[0].mean(dim=0) - draws[1].mean(dim=0)).abs()
     allowed = 5 * ((draws[0].var(dim=0) + draws[1].var(dim=0)) / 400) ** 0.5
@@ -451,9 +459,11 @@ def test_what_was_replaced_on_an_object_sees_what_torch_shows_it(name: str) -> N
         original = getattr(part, called)
 
         def wrap(
-            *args: object, own: list[object] = seen[model is ours], original: Callable[..., object] = original,
+            *args: object,
+            own: list[object] = seen[model is ours],
+            original: Callable[..., object] = original,
             **kwargs: object,
-        ) -> object:  # fmt: skip
+        ) -> object:
             own.append([tuple(each.shape) for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][:1])
             assert not any(isinstance(each, torch_attention.Meaning) for each in (*args, *kwargs.values()))
             return original(*args, **kwargs)

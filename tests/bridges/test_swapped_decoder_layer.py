@@ -49,9 +49,12 @@ CALLS: dict[str, dict[str, Any]] = {
     "a mask for each head": {"memory_mask": SOME.expand(BATCH * HEADS, LENGTH, OTHERS).clone()},
 }
 OPTIONS: list[dict[str, Any]] = [
-    {}, {"activation": "gelu"}, {"norm_first": True}, {"norm_first": True, "activation": "gelu", "bias": False},
+    {},
+    {"activation": "gelu"},
+    {"norm_first": True},
+    {"norm_first": True, "activation": "gelu", "bias": False},
     {"layer_norm_eps": 1e-2, "activation": F.silu},
-]  # fmt: skip
+]
 
 
 def decoder(**options: Any) -> Any:
@@ -74,9 +77,15 @@ def numbers(
 
 
 def agrees(
-    theirs: nn.Module, ours: nn.Module, x: Tensor, memory: Tensor, call: dict[str, Any] | None = None, *,
-    is_step: bool | None = True, times: int = 4,
-) -> None:  # fmt: skip
+    theirs: nn.Module,
+    ours: nn.Module,
+    x: Tensor,
+    memory: Tensor,
+    call: dict[str, Any] | None = None,
+    *,
+    is_step: bool | None = True,
+    times: int = 4,
+) -> None:
     """Ours against theirs in float64, on the budget of theirs; every call has the bits of the first."""
     call = {} if call is None else call
     found = numbers(ours, x, memory, call, is_step=is_step)

@@ -40,9 +40,12 @@ pytestmark = [
 ]
 
 OPTIONS: list[dict[str, Any]] = [
-    {}, {"activation": "gelu"}, {"norm_first": True}, {"norm_first": True, "activation": "gelu"},
+    {},
+    {"activation": "gelu"},
+    {"norm_first": True},
+    {"norm_first": True, "activation": "gelu"},
     {"layer_norm_eps": 1e-2, "activation": F.silu},
-]  # fmt: skip
+]
 
 
 def _name(options: dict[str, Any]) -> str:

@@ -36,10 +36,16 @@ pytestmark = [
 
 LAYERS: Final = 3
 SIZES: Final[dict[str, Any]] = {
-    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": None,
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 72,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": None,
     "pad_token_id": 0,
-}  # fmt: skip
+}
 GROUPED: Final = {**SIZES, "num_key_value_heads": 2}
 EXPERTS: Final = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 #: Layers that no table knows: of experts, with sums that are multiplied, and with an activation of their own.
@@ -117,7 +123,7 @@ def test_it_trains_in_one_step(name: str, taken: list[str]) -> None:
 def test_it_learns_between_calls_without_gradients() -> None:
     learns_between_calls_without_gradients(
         distinct(KINDS["granite"]), lambda model: model(ids_of(), use_cache=False).logits
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("part", ["q_proj", "v_proj", "o_proj"])
@@ -192,9 +198,13 @@ STEPS: Final = ["AttentionStep", "LayerStep", "LayerStep"]
 
 def _modernbert(**more: Any) -> Any:
     config = transformers.ModernBertConfig(
-        **{**SIZES, "eos_token_id": 2}, cls_token_id=1, sep_token_id=2, local_attention=6, global_attn_every_n_layers=2,
+        **{**SIZES, "eos_token_id": 2},
+        cls_token_id=1,
+        sep_token_id=2,
+        local_attention=6,
+        global_attn_every_n_layers=2,
         **more,
-    )  # fmt: skip
+    )
     return transformers.ModernBertModel(config)
 
 

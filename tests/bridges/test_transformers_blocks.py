@@ -30,13 +30,22 @@ pytestmark = [
 
 LAYERS = 3
 SIZES: Final[Mapping[str, Any]] = {
-    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 72,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
 PICTURES: Final[Mapping[str, Any]] = {
-    "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
-    "image_size": 12, "patch_size": 4,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 72,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "image_size": 12,
+    "patch_size": 4,
+}
 PAIRS: Final[Mapping[str, Any]] = {
     "vocab_size": 50, "d_model": 32, "encoder_layers": LAYERS, "decoder_layers": 1, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 72, "decoder_ffn_dim": 72, "pad_token_id": 0,
@@ -111,9 +120,12 @@ NAMES: Final = tuple(ROWS)
 TEXTS: Final = tuple(name for name, row in ROWS.items() if row.reads == "tokens")
 DTYPES: Final = (torch.float32, torch.bfloat16)
 DROPS: Final = {
-    "hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3, "attention_dropout": 0.3, "dropout": 0.2,
+    "hidden_dropout_prob": 0.2,
+    "attention_probs_dropout_prob": 0.3,
+    "attention_dropout": 0.3,
+    "dropout": 0.2,
     "activation_dropout": 0.1,
-}  # fmt: skip
+}
 
 
 def _model(name: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -478,7 +490,7 @@ CHANGES: Final[Mapping[str, Callable[[Any], object]]] = {
         setattr(layer.attention.self, "num_attention_heads", 2),
         setattr(layer.attention.self, "attention_head_size", 16),
     ),
-}  # fmt: skip
+}
 
 
 class _Same(nn.Module):

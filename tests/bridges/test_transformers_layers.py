@@ -38,10 +38,17 @@ pytestmark = [
 ]
 
 SIZES = {
-    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": None,
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": None,
     "pad_token_id": 0,
-}  # fmt: skip
+}
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 KINDS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
@@ -339,9 +346,13 @@ def test_tokens_behind_padding_one_by_one(name: str, dtype: torch.dtype, taken: 
         for begin, end in ((0, 9), (9, 10), (10, 11), (11, 14), (14, 15), (15, 16)):
             with torch.no_grad():
                 found.append(
-                    of(ids[:, begin:end], attention_mask=real[:, :end], position_ids=places[:, begin:end],
-                       past_key_values=cache).logits
-                )  # fmt: skip
+                    of(
+                        ids[:, begin:end],
+                        attention_mask=real[:, :end],
+                        position_ids=places[:, begin:end],
+                        past_key_values=cache,
+                    ).logits
+                )
         return torch.cat(found, 1)[real.bool()]
 
     exact, own = run(in_float64(model)), run(model)
@@ -437,9 +448,10 @@ def test_a_cache_that_remembers_its_past_goes_by_parts(taken: list[str]) -> None
 def test_generate_gives_the_same_tokens_with_beams_too(taken: list[str]) -> None:
     model, ids = _model(), ids_of()
     options = [
-        {"do_sample": False}, {"num_beams": 3, "do_sample": False},
+        {"do_sample": False},
+        {"num_beams": 3, "do_sample": False},
         {"do_sample": False, "num_return_sequences": 2, "num_beams": 2},
-    ]  # fmt: skip
+    ]
     own = [model.generate(ids, max_new_tokens=8, **option) for option in options]
     ch.swap(model)
     for option, right in zip(options, own, strict=True):
@@ -454,10 +466,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "forgotten": lambda cache: cache.reset(),
     "scaled": lambda cache: [setattr(layer, "keys", layer.keys * 0.5) for layer in cache.layers],
     "written into": lambda cache: [layer.values.mul_(0.5) for layer in cache.layers],
-    "joined": lambda cache: [
-        layer.update(torch.ones(2, 2, 1, 8), torch.ones(2, 2, 1, 8)) for layer in cache.layers
-    ],
-}  # fmt: skip
+    "joined": lambda cache: [layer.update(torch.ones(2, 2, 1, 8), torch.ones(2, 2, 1, 8)) for layer in cache.layers],
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -560,9 +570,15 @@ def test_inference_mode_and_none_by_turns(name: str) -> None:
 # ---- who sees the parts -------------------------------------------------------------------------------------
 
 PARTS = (
-    "self_attn", "self_attn.q_proj", "self_attn.o_proj", "mlp", "mlp.gate_proj", "mlp.act_fn", "input_layernorm",
+    "self_attn",
+    "self_attn.q_proj",
+    "self_attn.o_proj",
+    "mlp",
+    "mlp.gate_proj",
+    "mlp.act_fn",
+    "input_layernorm",
     "post_attention_layernorm",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -63,10 +63,8 @@ FUNCTIONS: Final[dict[str, tuple[Callable[[int], Any], set[str]]]] = {
         ),
         {"Either"},
     ),
-    "causal or anything": (
-        lambda k: hf.or_masks(hf.causal_mask_function, hf.bidirectional_mask_function), set()
-    ),
-}  # fmt: skip
+    "causal or anything": (lambda k: hf.or_masks(hf.causal_mask_function, hf.bidirectional_mask_function), set()),
+}
 if hasattr(hf, "packed_sequence_compatibility_function"):
     # transformers 5.24 has no such function.
     FUNCTIONS.update(
@@ -88,9 +86,14 @@ if hasattr(hf, "packed_sequence_compatibility_function"):
 def both(function: Any, place: str, real: Tensor | None) -> tuple[Tensor, Tensor]:
     q_len, k_len, q_offset, k_offset = PLACES[place]
     arguments: dict[str, Any] = {
-        "batch_size": BATCH, "q_length": q_len, "kv_length": k_len, "q_offset": q_offset, "kv_offset": k_offset,
-        "mask_function": function, "attention_mask": real,
-    }  # fmt: skip
+        "batch_size": BATCH,
+        "q_length": q_len,
+        "kv_length": k_len,
+        "q_offset": q_offset,
+        "kv_offset": k_offset,
+        "mask_function": function,
+        "attention_mask": real,
+    }
     made, wanted = make_mask(**arguments), hf.sdpa_mask(**arguments, allow_is_causal_skip=False)
     assert made is not None
     assert wanted is not None

@@ -69,10 +69,13 @@ def _decoded(model: Any, cache: Any = None, mask: Tensor | None = None) -> Tenso
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if cache is None else cache
     given = {} if mask is None else {"encoder_attention_mask": mask}
     with torch.no_grad():
-        return torch.cat([
-            decoder(part, encoder_hidden_states=_memory(dtype), past_key_values=cache, **given).last_hidden_state
-            for part in _ids().split(list(CALLS), 1)
-        ], 1)  # fmt: skip
+        return torch.cat(
+            [
+                decoder(part, encoder_hidden_states=_memory(dtype), past_key_values=cache, **given).last_hidden_state
+                for part in _ids().split(list(CALLS), 1)
+            ],
+            1,
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -179,9 +182,15 @@ def test_generate_gives_the_same_tokens(name: str, taken: list[str]) -> None:
 
 
 PARTS: Final = (
-    "self_attn", "encoder_attn", "encoder_attn.q_proj", "encoder_attn.k_proj", "encoder_attn.out_proj",
-    "encoder_attn_layer_norm", "fc2", "activation_fn",
-)  # fmt: skip
+    "self_attn",
+    "encoder_attn",
+    "encoder_attn.q_proj",
+    "encoder_attn.k_proj",
+    "encoder_attn.out_proj",
+    "encoder_attn_layer_norm",
+    "fc2",
+    "activation_fn",
+)
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -72,9 +72,15 @@ def in_dtype(dtype: torch.dtype, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def agrees(
-    theirs: nn.Module, ours: nn.Module, x: Tensor, call: dict[str, Any] | None = None, *, is_step: bool | None = True,
-    real: Tensor | None = None, times: int = 4,
-) -> None:  # fmt: skip
+    theirs: nn.Module,
+    ours: nn.Module,
+    x: Tensor,
+    call: dict[str, Any] | None = None,
+    *,
+    is_step: bool | None = True,
+    real: Tensor | None = None,
+    times: int = 4,
+) -> None:
     """Ours against theirs in float64, on the budget of theirs; every call has the bits of the first."""
     call = {} if call is None else call
     found = numbers(ours, x, in_dtype(x.dtype, call), is_step=is_step, real=real)

@@ -58,8 +58,10 @@ def test_json(mine: Path) -> None:
     read = json.loads(result.stdout)
     assert not read["ok"]
     assert {finding["law"]: finding["status"] for finding in read["findings"]} == {
-        "output": "holds", "lengths": "holds", "mask polarity": "fails",
-    }  # fmt: skip
+        "output": "holds",
+        "lengths": "holds",
+        "mask polarity": "fails",
+    }
 
 
 def test_json_stays_json_where_the_subject_prints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

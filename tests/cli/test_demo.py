@@ -125,10 +125,15 @@ def test_wrong_use_is_one_line_and_2(tmp_path: Path, arguments: tuple[str, ...],
 @pytest.mark.slow
 def test_an_interrupt_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     running = subprocess.Popen(
-        COMMAND, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        COMMAND,
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         # A background job of a shell ignores interrupts, and its children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
+    )
     assert running.stdout is not None
     running.stdout.readline()  # training is about to start
     running.stdout.readline()

@@ -201,9 +201,13 @@ def hugging_face(tmp_path: Path) -> Path:
     ).save_pretrained(tmp_path)
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=7, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
+        vocab_size=7,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
         max_position_embeddings=8,
-    )  # fmt: skip
+    )
     model = transformers.BertModel(config)
     model.save_pretrained(tmp_path)
     ch.swap(model)

@@ -90,9 +90,12 @@ def test_a_full_disk_is_one_line() -> None:
 def test_bytes_that_are_no_text_are_refused(films: Path, play: Path) -> None:
     odd = "caf\udce9 film"
     for words in (
-        ("explain", "--text", odd), ("predict", films / "run", "--text", odd), ("observe", play / "run", "--text", odd),
-        ("view", films / "run", "--text", odd), ("generate", play / "run", "--prompt", odd),
-    ):  # fmt: skip
+        ("explain", "--text", odd),
+        ("predict", films / "run", "--text", odd),
+        ("observe", play / "run", "--text", odd),
+        ("view", films / "run", "--text", odd),
+        ("generate", play / "run", "--prompt", odd),
+    ):
         assert "must be UTF-8; got a byte that is none at character 3" in refused(*words)
 
 

@@ -211,8 +211,12 @@ def test_decays_gates_and_the_delta_rule(form: str) -> None:
     agrees(lambda q, k, v, g: linear.gated_linear_attention(q, k, v, log_gate=-g, form=form), query, key, value, gates)
     agrees(
         lambda q, k, v, g, r: linear.delta_attention(q, k, v, log_gate=-g[..., :1], rate=r, form=form),
-        query, key, value, gates, rates,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        gates,
+        rates,
+    )
 
 
 def test_positions() -> None:
@@ -286,8 +290,9 @@ def test_a_classifier_and_a_translator() -> None:
     agrees(module(lambda: ch.nn.SequenceClassifier(20, 16, 4, 2, 3).eval(), classify), tokens(), learns=False)
     agrees(
         module(lambda: ch.nn.EncoderDecoder(20, 20, 16, 4, 2).eval(), lambda made, ids: made(ids, ids)),
-        tokens(), learns=False,
-    )  # fmt: skip
+        tokens(),
+        learns=False,
+    )
 
 
 def test_modules_of_torch_that_were_swapped() -> None:

@@ -33,9 +33,14 @@ class Far(Tensor):
     @staticmethod
     def __new__(cls, raw: Tensor) -> Far:
         return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
-            cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype,
-            layout=raw.layout, device=torch.device(NAME, 0),
-        )  # fmt: skip
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            layout=raw.layout,
+            device=torch.device(NAME, 0),
+        )
 
     def __init__(self, raw: Tensor) -> None:
         self.raw = raw

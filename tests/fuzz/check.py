@@ -35,10 +35,11 @@ class _Formula:
 def _index(meant: Meant) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     size = meant.drawn
     return (
-        torch.arange(size.batch).view(-1, 1, 1, 1), torch.arange(size.heads).view(1, -1, 1, 1),
+        torch.arange(size.batch).view(-1, 1, 1, 1),
+        torch.arange(size.heads).view(1, -1, 1, 1),
         torch.arange(size.offset, size.offset + size.q_len).view(1, 1, -1, 1),
         torch.arange(size.k_len).view(1, 1, 1, -1),
-    )  # fmt: skip
+    )
 
 
 def _formula(meant: Meant, tensors: tuple[Tensor, ...], allowed: Tensor, dtype: torch.dtype) -> _Formula:
@@ -95,7 +96,7 @@ def check(meant: Meant, backends: tuple[str, ...] = HERE) -> int:
     kept = [tensor.detach().to(torch.float64 if dtype == torch.float64 else torch.float32) for tensor in meant.learned]
     reasons = ch.explain_dispatch(
         *(tensor.detach().requires_grad_() for tensor in given), **meant.options(kept)
-    ).reasons  # fmt: skip
+    ).reasons
     ran = 0
     for backend in backends:
         if not reasons[backend]:
@@ -137,9 +138,12 @@ def _check_lse(backend: str, meant: Meant, given: tuple[Tensor, ...], kept: list
     seen = ch.observe_attention(query, key, value, want=want, backend=backend, **options)
     assert seen.lse is not None
     floor = rounding(
-        torch.zeros(1), meant.drawn.head_dim, 1.0, largest_score=2.0 * exact.largest_score,
+        torch.zeros(1),
+        meant.drawn.head_dim,
+        1.0,
+        largest_score=2.0 * exact.largest_score,
         dtype=torch.float64 if query.dtype == torch.float64 else torch.float32,
-    )  # fmt: skip
+    )
     if query.dtype in (torch.float16, torch.bfloat16):
         # Exponentials need some digits more than the 16 bits that weights are rounded to, not all of float32's.
         floor += torch.finfo(query.dtype).eps / 64.0

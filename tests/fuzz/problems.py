@@ -71,9 +71,13 @@ class Meant:
 
     def options(self, learned: list[Tensor]) -> dict[str, Any]:
         return {
-            "mask": self.mask, "scores": tuple(rule(learned) for rule in self.rules), "scale": self.scale,
-            "query_offset": self.drawn.offset, "dropout": self.dropout, "seed": self.drawn.seed,
-        }  # fmt: skip
+            "mask": self.mask,
+            "scores": tuple(rule(learned) for rule in self.rules),
+            "scale": self.scale,
+            "query_offset": self.drawn.offset,
+            "dropout": self.dropout,
+            "seed": self.drawn.seed,
+        }
 
     def __repr__(self) -> str:
         query, _, value = self.tensors
@@ -203,11 +207,16 @@ def problems(draw: st.DrawFn) -> Meant:
     """A whole problem."""
     q_len, k_len = draw(st.sampled_from(LENGTHS)), draw(st.sampled_from(LENGTHS))
     size = Drawn(
-        batch=draw(st.integers(1, 3)), kv_heads=draw(st.integers(1, 2)), group=draw(st.integers(1, 3)),
-        q_len=q_len, k_len=k_len, head_dim=draw(st.sampled_from((8, 1, 3, 16, 33))),
-        value_dim=draw(st.sampled_from((8, 1, 5, 16))), offset=draw(st.sampled_from((0, k_len - q_len, 3))),
+        batch=draw(st.integers(1, 3)),
+        kv_heads=draw(st.integers(1, 2)),
+        group=draw(st.integers(1, 3)),
+        q_len=q_len,
+        k_len=k_len,
+        head_dim=draw(st.sampled_from((8, 1, 3, 16, 33))),
+        value_dim=draw(st.sampled_from((8, 1, 5, 16))),
+        offset=draw(st.sampled_from((0, k_len - q_len, 3))),
         seed=draw(_pick(99)),
-    )  # fmt: skip
+    )
     dtype, layout = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(("plain", *LAYOUTS)))
     shapes = (
         (size.heads, q_len, size.head_dim),

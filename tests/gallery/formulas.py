@@ -162,9 +162,7 @@ def perceiver_resampler(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
     heads = module.heads
     read_by, read = norm(0, module.latents)[None], norm(1, x)
     pairs = ((heads.query_projection, read_by), (heads.key_projection, read), (heads.value_projection, read))
-    query, key, value = (
-        layer(source).unflatten(-1, (-1, heads.head_dim)).transpose(1, 2) for layer, source in pairs
-    )  # fmt: skip
+    query, key, value = (layer(source).unflatten(-1, (-1, heads.head_dim)).transpose(1, 2) for layer, source in pairs)
     weights = softmax(query @ key.mT / query.shape[-1] ** 0.5, allowed[:, None, None])
     read = module.latents + heads.output_projection(side_by_side(weights @ value))
     return read + module.feedforward(norm(2, read))
@@ -173,7 +171,13 @@ def perceiver_resampler(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
 SEQUENCES: dict[str, Formula] = {
     formula.__name__: formula
     for formula in (
-        query_key_norm, gated_attention, differential_attention, latent_attention, cosine_attention, talking_heads,
-        learned_sinks, t5_attention,
+        query_key_norm,
+        gated_attention,
+        differential_attention,
+        latent_attention,
+        cosine_attention,
+        talking_heads,
+        learned_sinks,
+        t5_attention,
     )
-}  # fmt: skip
+}

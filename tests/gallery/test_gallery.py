@@ -65,9 +65,11 @@ def test_at_most_thirty_lines_of_code_on_public_pieces(path: Path) -> None:
         code = {token.start[0] for token in tokenize.tokenize(file.readline) if token.type not in marks}
     assert len(code - docstrings) <= 30
     named = {
-        part for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("clear")
+        part
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("clear")
         for part in (node.module or "").split(".")
-    }  # fmt: skip
+    }
     assert named <= {"clearhead", "nn"}
     docstring = ast.get_docstring(tree) or ""
     assert "Paper" in docstring
@@ -134,9 +136,16 @@ def test_it_trains(name: str) -> None:
 
 # Most laws hold a function to the plain formula, which these are variants of; these do not.
 LAWS = (
-    "shape and dtype", "inputs unchanged", "no leak from the future", "no leak in gradients", "NaN is shown",
-    "batch invariance", "determinism", "earlier results", "process state",
-)  # fmt: skip
+    "shape and dtype",
+    "inputs unchanged",
+    "no leak from the future",
+    "no leak in gradients",
+    "NaN is shown",
+    "batch invariance",
+    "determinism",
+    "earlier results",
+    "process state",
+)
 # Windows take no mask, and what lies in one of them does not reach the others; sinks are always causal.
 NOT_OF = {
     "swin_windows": {"no leak from the future", "no leak in gradients", "NaN is shown"},
@@ -240,11 +249,14 @@ def test_any_sizes_a_copy_and_a_compiler(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "sizes", "options"),
     [
-        ("differential_attention", (10, 2), {}), ("latent_attention", (15, 2), {}),
-        ("latent_attention", (16, 2), {"rotary_dim": 7}), ("t5_attention", (16, 2), {"farthest": 8}),
-        ("t5_attention", (16, 2), {"num_buckets": 2}), ("talking_heads", (15, 2), {}),
+        ("differential_attention", (10, 2), {}),
+        ("latent_attention", (15, 2), {}),
+        ("latent_attention", (16, 2), {"rotary_dim": 7}),
+        ("t5_attention", (16, 2), {"farthest": 8}),
+        ("t5_attention", (16, 2), {"num_buckets": 2}),
+        ("talking_heads", (15, 2), {}),
     ],
-)  # fmt: skip
+)
 def test_sizes_that_do_not_fit_are_told(name: str, sizes: tuple[int, int], options: dict[str, int]) -> None:
     with pytest.raises(ch.ShapeError, match=r"must .*; got"):
         build(name, *sizes, **options)

@@ -133,9 +133,11 @@ def test_several_masks_stand_side_by_side() -> None:
 def test_a_picture_goes_with_its_patches(kind: str) -> None:
     image = torch.arange(24.0).reshape(4, 6)
     given: Any = {
-        "bytes": image.to(torch.uint8), "floats": image / 10 - 3, "colours": image[..., None].expand(4, 6, 3),
+        "bytes": image.to(torch.uint8),
+        "floats": image / 10 - 3,
+        "colours": image[..., None].expand(4, 6, 3),
         "array": image.numpy(),
-    }[kind]  # fmt: skip
+    }[kind]
     data = ch.view(torch.eye(7), torch.eye(7), image=given, grid=(2, 3), grid_first=1).data
     (picture,) = data["images"]
     assert (picture["rows"], picture["columns"], picture["first"]) == (2, 3, 1)

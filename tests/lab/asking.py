@@ -15,17 +15,25 @@ from tests.lab.running import Ticketless
 
 PLAY, FILMS, BERT, GPT2, BARE, CLASSES = range(1, 7)
 TEXT = {
-    PLAY: "Speak, sp", FILMS: "a fine film", BERT: "a [MASK] film and it", GPT2: "a fine film", BARE: "a dull play",
+    PLAY: "Speak, sp",
+    FILMS: "a fine film",
+    BERT: "a [MASK] film and it",
+    GPT2: "a fine film",
+    BARE: "a dull play",
     CLASSES: "a dull play",
-}  # fmt: skip
+}
 
 
 def model_folders(home: Path) -> list[Path]:
     """One folder of each kind, in the order of their numbers."""
     return [
-        language_run(home), classifier_run(home), bert(home), gpt2(home), bert(home, "BertModel"),
+        language_run(home),
+        classifier_run(home),
+        bert(home),
+        gpt2(home),
+        bert(home, "BertModel"),
         bert(home, "BertForSequenceClassification", num_labels=3, id2label={0: "good", 1: "bad", 2: "odd"}),
-    ]  # fmt: skip
+    ]
 
 
 class Asking:

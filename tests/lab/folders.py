@@ -68,9 +68,12 @@ def transformers_folder(folder: Path, kind: str, **settings: Any) -> Path:
 
 def bert(folder: Path, kind: str = "BertForMaskedLM", **settings: Any) -> Path:
     small = {
-        "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
         "max_position_embeddings": 24,
-    }  # fmt: skip
+    }
     return transformers_folder(folder, kind, **{**small, **settings})
 
 

@@ -76,9 +76,13 @@ def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
 
 
 def sent(
-    lab: Lab, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None,
+    lab: Lab,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
     timeout: float = 60.0,
-) -> Answer:  # fmt: skip
+) -> Answer:
     """One request; ``path`` is sent as it is written, a ``Host`` in ``headers`` takes the place of the right one."""
     connection = http.client.HTTPConnection("127.0.0.1", lab.port, timeout=timeout)
     try:

@@ -31,8 +31,10 @@ def ask(folders: list[Path]) -> Asking:
     [
         ({}, "lab: model must be a whole number from 0 to 6; got nothing."),
         ({"model": 7}, "lab: model must be a whole number from 0 to 6; got 7."),
-        ({"model": -1}, "lab: model must be"), ({"model": "../secret"}, "got '../secret'"),
-        ({"model": True}, "got True"), ({"model": 1}, "lab: text must be a text; got nothing."),
+        ({"model": -1}, "lab: model must be"),
+        ({"model": "../secret"}, "got '../secret'"),
+        ({"model": True}, "got True"),
+        ({"model": 1}, "lab: text must be a text; got nothing."),
         ({"model": 1, "text": 3}, "lab: text must be a text; got 3."),
         ({"model": 1, "text": "x" * 101}, "lab: text must have at most 100 characters; got 101. Use a shorter one."),
         ({"model": 1, "text": ""}, "text must have at least one token"),
@@ -50,7 +52,7 @@ def ask(folders: list[Path]) -> Asking:
         ({"model": 1, "text": "Sp", "edits": [{"layer": 0, "mask": "window", "reach": -1}]}, "lab: reach must be"),
         ({"model": 1, "text": "Sp", "edits": [{"layer": 0, "off": "all"}]}, "lab: off must be whole numbers"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_in_one_line(folders: list[Path], params: dict[str, Any], says: str) -> None:
     ask = Asking(folders, Limits(characters=100, tokens=16))
     with pytest.raises(ClearheadError) as refused:

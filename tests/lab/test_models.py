@@ -114,10 +114,11 @@ def test_heads_off_and_temperature_are_those_of_trace(ask: Asking, play: Reader)
 @pytest.mark.parametrize(
     ("mask", "own"),
     [
-        ({"mask": "window", "reach": 2}, ch.Window(2, 2)), ({"mask": "window", "reach": 0}, ch.Window(0)),
+        ({"mask": "window", "reach": 2}, ch.Window(2, 2)),
+        ({"mask": "window", "reach": 0}, ch.Window(0)),
         ({"mask": "causal"}, ch.Causal()),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("model", [PLAY, FILMS])
 def test_masks_are_those_that_the_model_itself_can_be_given(
     ask: Asking, folders: list[Path], model: int, mask: dict[str, Any], own: ch.Causal

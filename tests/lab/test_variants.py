@@ -97,9 +97,14 @@ class TestStarts:
 
 class TestShape:
     def test_a_combination_is_read_from_the_left(self) -> None:
-        answer = asked(tokens=12, mask=[
-            part("Causal"), part("Prefix", "|", length=4), part("Strided", "&", True, stride=3),
-        ])  # fmt: skip
+        answer = asked(
+            tokens=12,
+            mask=[
+                part("Causal"),
+                part("Prefix", "|", length=4),
+                part("Strided", "&", True, stride=3),
+            ],
+        )
         assert answer["mask"]["python"] == "(ch.Causal() | ch.Prefix(length=4)) & ~ch.Strided(stride=3)"
         wanted = ((ch.Causal() | ch.Prefix(4)) & ~ch.Strided(3)).dense(12, 12)
         np.testing.assert_array_equal(allowed(answer), wanted.numpy())
@@ -122,10 +127,12 @@ class TestShape:
         assert shape["runs"] is True
         side = shape["tiles"]["side"]
         kinds = [
-            [0 if not tile.any() else 2 if tile.all() else 1 for tile in (
-                table[row : row + side, column : column + side] for column in range(0, tokens, side)
-            )] for row in range(0, tokens, side)
-        ]  # fmt: skip
+            [
+                0 if not tile.any() else 2 if tile.all() else 1
+                for tile in (table[row : row + side, column : column + side] for column in range(0, tokens, side))
+            ]
+            for row in range(0, tokens, side)
+        ]
         assert shape["tiles"]["kinds"] == kinds
         flat = [kind for row in kinds for kind in row]
         assert [shape["tiles"][name] for name in ("empty", "partial", "full")] == [
@@ -222,10 +229,17 @@ class TestCurve:
         curve = asked(tokens=12, rules=[part("RelativeBias", table=[1.0, 2.0, 3.0])])["curve"]
         assert curve["values"] == [1.0] * 11 + [2.0] + [3.0] * 11
 
-    @pytest.mark.parametrize(("text", "relative"), [
-        ("score - abs(q_pos - k_pos)", True), ("score + (q_pos - k_pos) % 3", True), ("score * 2", True),
-        ("score - k_pos", False), ("where(q_pos > 3, score, 0)", False), ("score * k_pos", False),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("text", "relative"),
+        [
+            ("score - abs(q_pos - k_pos)", True),
+            ("score + (q_pos - k_pos) % 3", True),
+            ("score * 2", True),
+            ("score - k_pos", False),
+            ("where(q_pos > 3, score, 0)", False),
+            ("score * k_pos", False),
+        ],
+    )
     def test_only_where_the_distance_decides(self, text: str, relative: bool) -> None:
         curve = asked(rules=[formula(text)])["curve"]
         assert curve["relative"] is relative
@@ -297,14 +311,18 @@ class TestRefused:
 
 KINDS = st.sampled_from([*MASKS, *RULES, "None"])
 VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(-5, 70), st.floats(), st.text(max_size=12),
+    st.none(),
+    st.booleans(),
+    st.integers(-5, 70),
+    st.floats(),
+    st.text(max_size=12),
     st.lists(st.integers(-2, 9), max_size=5),
     st.sampled_from(["k_pos <= q_pos", "score / 0", "score * q_pos", "exp(score)**8"]),
-)  # fmt: skip
+)
 NAMES = st.sampled_from([field.name for table in (MASKS, RULES) for kind in table.values() for field in kind.fields])
 PARTS = st.lists(
     st.fixed_dictionaries({"kind": KINDS, "values": st.dictionaries(NAMES, VALUES, max_size=4)}), max_size=3
-)  # fmt: skip
+)
 
 
 @given(

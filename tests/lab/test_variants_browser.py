@@ -122,9 +122,16 @@ class TestFormulas:
         assert room.page.get_attribute("#mask-0-formula", "aria-invalid") is None
         assert "head >= 0" in python(room)
 
-    @pytest.mark.parametrize("text", [
-        "<img src=x onerror=alert(1)>", "__import__('os').system('true')", "alert(1)", "k_pos\u202e < 1", "</textarea>",
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "<img src=x onerror=alert(1)>",
+            "__import__('os').system('true')",
+            "alert(1)",
+            "k_pos\u202e < 1",
+            "</textarea>",
+        ],
+    )
     def test_a_hostile_one_is_shown_and_never_run(self, room: Room, text: str) -> None:
         room.after(lambda: room.page.get_by_label("kind of mask 1").select_option("Expression"))
         fill(room, "mask-0-formula", text)
@@ -178,9 +185,10 @@ class TestHead:
             for chart in room.root.locator("section:not([hidden]) .chart svg[role=img]").all()
         ]
         assert [label.split(".")[0] for label in labels] == [
-            "Entropy of the weights, in nats", "Mean distance to what is attended to",
+            "Entropy of the weights, in nats",
+            "Mean distance to what is attended to",
             "Sum of the weights: the rest is the sink's",
-        ]  # fmt: skip
+        ]
         assert "before: 1.00 to 1.00" in labels[2]
 
     def test_more_tokens_and_another_head(self, room: Room) -> None:

@@ -91,10 +91,15 @@ class TestDocuments:
     def test_lesson_0(self) -> None:
         found, wanted = computed(preset("lesson-0")), documents.TestLesson0
         for name, numbers in (
-            ("Q", wanted.QUERY), ("K", wanted.KEY), ("V", wanted.VALUE), ("scores.0", wanted.SCORES),
-            ("scaled.0", wanted.SCALED), ("masked.0", wanted.SCALED), ("weights.0", wanted.WEIGHTS),
+            ("Q", wanted.QUERY),
+            ("K", wanted.KEY),
+            ("V", wanted.VALUE),
+            ("scores.0", wanted.SCORES),
+            ("scaled.0", wanted.SCALED),
+            ("masked.0", wanted.SCALED),
+            ("weights.0", wanted.WEIGHTS),
             ("output.0", wanted.OUTPUT),
-        ):  # fmt: skip
+        ):
             np.testing.assert_allclose(found[name], numbers, atol=PRINTED, rtol=0)
 
     def test_lesson_1(self) -> None:
@@ -104,18 +109,23 @@ class TestDocuments:
         np.testing.assert_allclose(found["weights.0"][2], wanted.WEIGHTS_3, atol=PRINTED, rtol=0)
         np.testing.assert_allclose(found["output.0"], wanted.CONTEXT, atol=PRINTED, rtol=0)
 
-    @pytest.mark.parametrize(("name", "module", "tokens", "mask"), [
-        ("lesson-0", lesson_0_self_attention.module, lesson_0_self_attention.TOKENS, None),
-        ("lesson-1", lesson_1_one_token.module, lesson_1_one_token.TOKENS, None),
-        ("lesson-3", lesson_3_causal_mask.module, lesson_3_causal_mask.TOKENS, "causal"),
-        ("lesson-4", lambda: lesson_4_cross_and_heads.heads(2), lesson_4_cross_and_heads.TOKENS, None),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("name", "module", "tokens", "mask"),
+        [
+            ("lesson-0", lesson_0_self_attention.module, lesson_0_self_attention.TOKENS, None),
+            ("lesson-1", lesson_1_one_token.module, lesson_1_one_token.TOKENS, None),
+            ("lesson-3", lesson_3_causal_mask.module, lesson_3_causal_mask.TOKENS, "causal"),
+            ("lesson-4", lambda: lesson_4_cross_and_heads.heads(2), lesson_4_cross_and_heads.TOKENS, None),
+        ],
+    )
     def test_the_weights_are_the_lessons(self, name: str, module: Any, tokens: torch.Tensor, mask: str | None) -> None:
         sheet, made = preset(name), module()
         assert torch.equal(torch.tensor(sheet["X"]), tokens)
         for letter, projection in (
-            ("q", made.query_projection), ("k", made.key_projection), ("v", made.value_projection)
-        ):  # fmt: skip
+            ("q", made.query_projection),
+            ("k", made.key_projection),
+            ("v", made.value_projection),
+        ):
             # Eight places of what a seed drew.
             np.testing.assert_allclose(sheet[f"W_{letter}"], projection.weight.detach().T, atol=6e-9, rtol=0)
             if projection.bias is not None:
@@ -208,10 +218,16 @@ def numbers_of(printed: str) -> list[tuple[str, list[list[float]]]]:
 
 
 class TestScript:
-    @pytest.mark.parametrize("change", [
-        {"of": "lesson-1"}, {"of": "lesson-4"}, {"of": "lesson-3", "scale": -0.25, "heads": 2},
-        {"of": "lesson-0", "allowed": [[True, False, True], [False, False, False], [False, True, True]]},
-    ], ids=["biases", "two heads", "causal", "own mask"])  # fmt: skip
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"of": "lesson-1"},
+            {"of": "lesson-4"},
+            {"of": "lesson-3", "scale": -0.25, "heads": 2},
+            {"of": "lesson-0", "allowed": [[True, False, True], [False, False, False], [False, True, True]]},
+        ],
+        ids=["biases", "two heads", "causal", "own mask"],
+    )
     def test_it_prints_the_same(self, change: dict[str, Any]) -> None:
         sheet = preset(change["of"]) | {name: value for name, value in change.items() if name != "of"}
         answer = asked(worked.exported, sheet)
@@ -279,11 +295,13 @@ class TestRefused:
             with pytest.raises(ShapeError, match="X row 1 column 1 must be a number"):
                 worked.compute(preset("lesson-0") | {"X": [[number, 1.0]] * 3}, Ticket())
 
-    @given(st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
-        lambda part: st.lists(part, max_size=3) | st.dictionaries(st.sampled_from(["X", "W_q"]), part, max_size=3),
-        max_leaves=12,
-    ))  # fmt: skip
+    @given(
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+            lambda part: st.lists(part, max_size=3) | st.dictionaries(st.sampled_from(["X", "W_q"]), part, max_size=3),
+            max_leaves=12,
+        )
+    )
     @settings(max_examples=150, deadline=None, database=None)
     def test_any_json_in_any_place(self, value: Any) -> None:
         sheet = PRESETS[0].as_json() | {"X": [list(row) for row in PRESETS[0].X]}

@@ -54,8 +54,9 @@ def numbers(room: Room, step: str) -> list[list[str]]:
     """The texts of a step's cells."""
     return room.page.evaluate(  # type: ignore[no-any-return]
         "(step) => [...document.querySelectorAll(`table[data-table='${step}'] tbody tr`)]"
-        ".map((row) => [...row.querySelectorAll('td')].map((cell) => cell.textContent))", step
-    )  # fmt: skip
+        ".map((row) => [...row.querySelectorAll('td')].map((cell) => cell.textContent))",
+        step,
+    )
 
 
 def written(values: list[list[float | None]]) -> list[list[str]]:
@@ -91,9 +92,12 @@ class TestEdits:
         agrees(room, sheet)
         rows = {f"{name}/1/{column}" for name in "QKV" for column in range(2)}
         squares = {
-            f"{name}.0/{row}/{column}" for name in ("scores", "scaled", "masked")
-            for row in range(3) for column in range(3) if 1 in (row, column)
-        }  # fmt: skip
+            f"{name}.0/{row}/{column}"
+            for name in ("scores", "scaled", "masked")
+            for row in range(3)
+            for column in range(3)
+            if 1 in (row, column)
+        }
         everything = {f"weights.0/{row}/{column}" for row in range(3) for column in range(3)}
         everything |= {f"output.0/{row}/{column}" for row in range(3) for column in range(2)}
         assert changed(room) == {"X/1/0"} | rows | squares | everything
@@ -190,10 +194,17 @@ class TestKeyboard:
     def test_arrows_go_from_cell_to_cell(self, room: Room) -> None:
         cell(room, "X/0/0").focus()
         for key, place in (
-            ("ArrowDown", "X/1/0"), ("ArrowRight", "X/1/1"), ("ArrowRight", "W_q/1/0"), ("ArrowUp", "W_q/0/0"),
-            ("ArrowLeft", "X/0/1"), ("Enter", "X/1/1"), ("Enter", "X/2/1"), ("Enter", "X/2/1"), ("Tab", "W_q/0/0"),
+            ("ArrowDown", "X/1/0"),
+            ("ArrowRight", "X/1/1"),
+            ("ArrowRight", "W_q/1/0"),
+            ("ArrowUp", "W_q/0/0"),
+            ("ArrowLeft", "X/0/1"),
+            ("Enter", "X/1/1"),
+            ("Enter", "X/2/1"),
+            ("Enter", "X/2/1"),
+            ("Tab", "W_q/0/0"),
             ("Shift+Tab", "X/2/1"),
-        ):  # fmt: skip
+        ):
             room.page.keyboard.press(key)
             assert room.focused() == place, key
 
@@ -223,7 +234,8 @@ class TestKeyboard:
 MADE = {
     "Q/1/1": ("Q row 2 column 2 = 0.5700 × (−0.1657) + 1.3600 × 0.6496 = 0.7890", "X/1/0 X/1/1 W_q/0/1 W_q/1/1"),
     "scores.0/0/2": (
-        "S row 1 column 3 = 0.7621 × (−0.9914) + (−0.0428) × (−2.4152) = −0.6523", "Q/0/0 Q/0/1 K/2/0 K/2/1"
+        "S row 1 column 3 = 0.7621 × (−0.9914) + (−0.0428) × (−2.4152) = −0.6523",
+        "Q/0/0 Q/0/1 K/2/0 K/2/1",
     ),
     "scaled.0/0/2": ("Z row 1 column 3 = (−0.6523) × 0.7071 = −0.4612", "scores.0/0/2"),
     "masked.0/0/2": ("M row 1 column 3 = allowed, so −0.4612 stays = −0.4612", "scaled.0/0/2 mask/0/2"),
@@ -235,7 +247,7 @@ MADE = {
         "O row 1 column 1 = 0.3573 × 0.6038 + 0.4011 × (−0.3502) + 0.2416 × 3.8695 = 1.0100",
         "weights.0/0/0 weights.0/0/1 weights.0/0/2 V/0/0 V/1/0 V/2/0",
     ),
-}  # fmt: skip
+}
 
 
 class TestMadeFrom:
@@ -286,9 +298,14 @@ def test_export(room: Room, tmp_path: Path) -> None:
 
 def test_a_busy_lab_is_said(browser: Any, lab: Any) -> None:
     room = Room(browser, lab, "worked")
-    room.page.route("**/works/worked", lambda route: route.fulfill(
-        status=503, content_type="application/x-ndjson", body='{"error": "busy: <b>try again</b>"}\n',
-    ))  # fmt: skip
+    room.page.route(
+        "**/works/worked",
+        lambda route: route.fulfill(
+            status=503,
+            content_type="application/x-ndjson",
+            body='{"error": "busy: <b>try again</b>"}\n',
+        ),
+    )
     cell(room, "X/0/0").fill("3")
     room.root.get_by_text("busy: <b>try again</b>", exact=True).wait_for()
     room.context.close()

@@ -92,9 +92,14 @@ class TestLesson0:
     def test_the_lessons_own_lines_agree(self) -> None:
         found = lesson_0_self_attention.by_hand(lesson_0_self_attention.module(), TOKENS)
         for name, expected in (
-            ("query", self.QUERY), ("key", self.KEY), ("value", self.VALUE), ("scores", self.SCORES),
-            ("scaled", self.SCALED), ("weights", self.WEIGHTS), ("output", self.OUTPUT),
-        ):  # fmt: skip
+            ("query", self.QUERY),
+            ("key", self.KEY),
+            ("value", self.VALUE),
+            ("scores", self.SCORES),
+            ("scaled", self.SCALED),
+            ("weights", self.WEIGHTS),
+            ("output", self.OUTPUT),
+        ):
             printed(found[name], expected)
 
 
@@ -103,19 +108,28 @@ class TestLesson1:
 
     TOKENS = lesson_1_one_token.TOKENS
     KEYS = (
-        (0.2236, 0.8145, -0.4259), (0.1462, 0.9094, -0.2659), (0.1122, 0.6939, -0.2615),
-        (0.0270, 0.8234, -0.2469), (0.2751, 0.6120, -0.0675),
-    )  # fmt: skip
+        (0.2236, 0.8145, -0.4259),
+        (0.1462, 0.9094, -0.2659),
+        (0.1122, 0.6939, -0.2615),
+        (0.0270, 0.8234, -0.2469),
+        (0.2751, 0.6120, -0.0675),
+    )
     VALUES = (
-        (0.5962, 0.2799, -0.5147), (0.7200, 0.4179, -0.5233), (0.4013, 0.6908, -0.3236),
-        (0.6165, 0.7007, -0.5124), (0.4484, 0.7392, -0.4560),
-    )  # fmt: skip
+        (0.5962, 0.2799, -0.5147),
+        (0.7200, 0.4179, -0.5233),
+        (0.4013, 0.6908, -0.3236),
+        (0.6165, 0.7007, -0.5124),
+        (0.4484, 0.7392, -0.4560),
+    )
     WEIGHTS_3 = (0.1988, 0.1936, 0.2067, 0.2039, 0.1969)
     CONTEXT_3 = (0.5549, 0.5678, -0.4649)
     CONTEXT = (
-        (0.5522, 0.5712, -0.4637), (0.5531, 0.5700, -0.4640), (0.5549, 0.5678, -0.4649),
-        (0.5535, 0.5694, -0.4642), (0.5536, 0.5687, -0.4642),
-    )  # fmt: skip
+        (0.5522, 0.5712, -0.4637),
+        (0.5531, 0.5700, -0.4640),
+        (0.5549, 0.5678, -0.4649),
+        (0.5535, 0.5694, -0.4642),
+        (0.5536, 0.5687, -0.4642),
+    )
 
     def module(self) -> MultiHeadAttention:
         torch.manual_seed(123)
@@ -327,8 +341,10 @@ class TestLesson4:
     """Document 004: self and cross through one module, one and two heads, seed 42."""
 
     TWO = (
-        (1.0100, 1.0641, -0.7081, -0.8268), (0.2040, 0.7057, -0.7417, -0.9193), (3.4989, 2.2427, -0.7190, -0.8447),
-    )  # fmt: skip
+        (1.0100, 1.0641, -0.7081, -0.8268),
+        (0.2040, 0.7057, -0.7417, -0.9193),
+        (3.4989, 2.2427, -0.7190, -0.8447),
+    )
 
     def test_one_head_self_and_cross(self) -> None:
         torch.manual_seed(42)

@@ -89,9 +89,13 @@ class Member:
                     output[b, h] = oracle.fast_weights(*own, rate, phi=self.phi, gate=gate, scale=scale)
                 else:
                     output[b, h] = oracle.weighted(
-                        *own, lambda i, b=b: present(b, i), phi=self.phi, normalized=self.normalized, gate=gate,
+                        *own,
+                        lambda i, b=b: present(b, i),
+                        phi=self.phi,
+                        normalized=self.normalized,
+                        gate=gate,
                         scale=scale,
-                    )  # fmt: skip
+                    )
         return torch.from_numpy(output)
 
 
@@ -117,4 +121,4 @@ MEMBERS = {
     "delta": Member(linear.delta_attention, corrects=True, phi=oracle.unit),
     "delta, gate per token": Member(linear.delta_attention, gates=1, corrects=True, phi=oracle.unit),
     "delta, gate per channel": Member(linear.delta_attention, gates=SHAPE[3], corrects=True, phi=oracle.unit),
-}  # fmt: skip
+}

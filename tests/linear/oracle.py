@@ -31,9 +31,16 @@ def unit(x: Array) -> Array:
 
 
 def weighted(
-    query: Array, key: Array, value: Array, present: Callable[[int], Sequence[int]], *, phi: Callable[[Array], Array],
-    normalized: bool, gate: Array | None = None, scale: float = 1.0,
-) -> Array:  # fmt: skip
+    query: Array,
+    key: Array,
+    value: Array,
+    present: Callable[[int], Sequence[int]],
+    *,
+    phi: Callable[[Array], Array],
+    normalized: bool,
+    gate: Array | None = None,
+    scale: float = 1.0,
+) -> Array:
     """One head as attention: every weight of every pair, decays multiplied up between the two tokens.
 
     ``query [q_len, dim]``, ``gate [k_len, features]`` in place of its logarithm.
@@ -56,9 +63,15 @@ def weighted(
 
 
 def fast_weights(
-    query: Array, key: Array, value: Array, rate: Array, *, phi: Callable[[Array], Array], gate: Array | None = None,
+    query: Array,
+    key: Array,
+    value: Array,
+    rate: Array,
+    *,
+    phi: Callable[[Array], Array],
+    gate: Array | None = None,
     scale: float = 1.0,
-) -> Array:  # fmt: skip
+) -> Array:
     """One head under the delta rule as a memory that is rewritten: its matrix moved along one key at a time."""
     features = phi(key[0]).shape[0]
     memory = np.zeros((features, value.shape[1]))

@@ -41,12 +41,14 @@ def test_performers_estimate_is_unbiased(orthogonal: bool) -> None:
     dim, draws = 8, 1500
     query, key = 0.5 * torch.randn(2, 5, dim, generator=generator, dtype=torch.float64)
     wanted = torch.exp((query * key).sum(-1) / math.sqrt(dim))
-    found = torch.stack([
-        (features.features(query) * features.features(key)).sum(-1)
-        for features in (
-            PositiveRandomFeatures.draw(dim, 12, orthogonal=orthogonal, seed=seed) for seed in range(draws)
-        )
-    ])  # fmt: skip
+    found = torch.stack(
+        [
+            (features.features(query) * features.features(key)).sum(-1)
+            for features in (
+                PositiveRandomFeatures.draw(dim, 12, orthogonal=orthogonal, seed=seed) for seed in range(draws)
+            )
+        ]
+    )
     # Means of many independent draws are nearly normal: five standard errors are passed once in some 1.7 million.
     error = found.std(dim=0) / math.sqrt(draws)
     assert bool(((found.mean(dim=0) - wanted).abs() < 5.0 * error).all())

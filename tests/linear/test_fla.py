@@ -24,9 +24,16 @@ ROUGH = 2.0**-8
 
 
 def token_by_token(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, *, scale: float,
-    initial_state: Tensor, output_final_state: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    scale: float,
+    initial_state: Tensor,
+    output_final_state: bool,
+) -> tuple[Tensor, Tensor | None]:
     """What each of their functions documents: ``[batch, len, heads, dim]``, gates in logarithms, states ``[K, V]``."""
     assert q.dtype == k.dtype == v.dtype == torch.bfloat16
     assert initial_state.dtype == torch.float32

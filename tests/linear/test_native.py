@@ -24,9 +24,15 @@ EPS = torch.finfo(torch.float32).eps
 #: Batch, heads of queries and of keys, tokens, head_dim, value_dim, tokens of a chunk: at, below and above what is
 #: padded or unrolled.
 SHAPES = (
-    (1, 1, 1, 130, 16, 16, 64), (2, 3, 3, 37, 5, 7, 16), (1, 4, 2, 257, 20, 33, 32), (1, 2, 2, 70, 80, 96, 128),
-    (2, 6, 2, 64, 64, 64, 64), (2, 1, 1, 5, 3, 3, 64), (1, 1, 1, 9, 128, 130, 4), (1, 5, 1, 65, 17, 1, 1),
-)  # fmt: skip
+    (1, 1, 1, 130, 16, 16, 64),
+    (2, 3, 3, 37, 5, 7, 16),
+    (1, 4, 2, 257, 20, 33, 32),
+    (1, 2, 2, 70, 80, 96, 128),
+    (2, 6, 2, 64, 64, 64, 64),
+    (2, 1, 1, 5, 3, 3, 64),
+    (1, 1, 1, 9, 128, 130, 4),
+    (1, 5, 1, 65, 17, 1, 1),
+)
 #: Random features are torch's products, whose bits depend on threads and strides.
 own_features = pytest.mark.parametrize("name", [name for name in MEMBERS if name != "performer"])
 every_member = pytest.mark.parametrize("name", MEMBERS)
@@ -84,8 +90,9 @@ def results(
     drawn = fixed.get("feature_map")
     if isinstance(drawn, linear.PositiveRandomFeatures):
         fixed = {
-            **fixed, "feature_map": linear.PositiveRandomFeatures(weights=drawn.weights.to(dtype), scale=drawn.scale)
-        }  # fmt: skip
+            **fixed,
+            "feature_map": linear.PositiveRandomFeatures(weights=drawn.weights.to(dtype), scale=drawn.scale),
+        }
     own, begin = inputs.mapped(moved), state.mapped(moved)
     output, after = member.verb(
         own.query, own.key, own.value, **own.extra, **fixed, state=begin, form="chunked", chunk_size=chunk
@@ -308,9 +315,13 @@ def test_grouped_heads_are_repeated_keys(name: str, form: str, dtype: torch.dtyp
     if "decay" in options:
         options["decay"] = [number for number in fixed["decay"] for _ in range(3)]
     whole, last = member.verb(
-        inputs.query, repeated(inputs.key), repeated(inputs.value),
-        **{name: repeated(part) for name, part in inputs.extra.items()}, **options, state=state.mapped(repeated),
-    )  # fmt: skip
+        inputs.query,
+        repeated(inputs.key),
+        repeated(inputs.value),
+        **{name: repeated(part) for name, part in inputs.extra.items()},
+        **options,
+        state=state.mapped(repeated),
+    )
     eps = torch.finfo(dtype).eps
     assert float((output - whole).abs().max()) <= 32 * eps * float(whole.abs().max())
     assert float((after.matrix - last.matrix[:, ::3]).abs().max()) <= 32 * eps * float(last.matrix.abs().max())

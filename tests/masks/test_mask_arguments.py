@@ -121,11 +121,14 @@ def test_what_a_parent_knows_is_not_inherited_with_another_predicate() -> None:
 @pytest.mark.parametrize(
     "made",
     [
-        ch.Dense, lambda table: ch.DenseBias(table.float()), lambda table: ch.Padding(table.sum(1)),
-        lambda table: ch.Documents(lengths=table.sum(1)), lambda table: ch.Documents(table.long()[0]),
+        ch.Dense,
+        lambda table: ch.DenseBias(table.float()),
+        lambda table: ch.Padding(table.sum(1)),
+        lambda table: ch.Documents(lengths=table.sum(1)),
+        lambda table: ch.Documents(table.long()[0]),
         lambda table: ch.Sink(table.float()[0]),
     ],
-)  # fmt: skip
+)
 def test_a_tensor_stays_where_it_is(made: Callable[[Tensor], Any]) -> None:
     """Whatever device is the default one: a model may be built on another."""
     table = torch.ones(3, 3, dtype=torch.bool, device="cpu")

@@ -261,13 +261,19 @@ class TestPartsOf:
 @pytest.mark.parametrize(
     ("mask", "band"),
     [
-        (ch.Causal(), (None, 0)), (ch.Window(3), (3, 0)), (ch.Window(3, 2), (3, 2)),
-        (ch.Causal() & ch.Window(3, 2), (3, 0)), (ch.Window(5, 1) & ch.Window(3, 2) & ch.Window(4, 0), (3, 0)),
-        (ch.Causal() | ch.Window(3), None), (~ch.Causal(), None), (ch.Causal() & ch.Prefix(3), None),
-        (ch.Padding([3]), None), (ch.Causal() & ch.Documents(lengths=[3, 4]), None),
+        (ch.Causal(), (None, 0)),
+        (ch.Window(3), (3, 0)),
+        (ch.Window(3, 2), (3, 2)),
+        (ch.Causal() & ch.Window(3, 2), (3, 0)),
+        (ch.Window(5, 1) & ch.Window(3, 2) & ch.Window(4, 0), (3, 0)),
+        (ch.Causal() | ch.Window(3), None),
+        (~ch.Causal(), None),
+        (ch.Causal() & ch.Prefix(3), None),
+        (ch.Padding([3]), None),
+        (ch.Causal() & ch.Documents(lengths=[3, 4]), None),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_what_is_a_band(mask: ch.Mask, band: object) -> None:
     assert band_of(mask) == band
 

@@ -51,7 +51,7 @@ RUNS: dict[str, tuple[Predicate, int]] = {
     "float": (lambda b, h, i, j: i.float() - j.float() > -0.5, 1),
     "everything": (lambda b, h, i, j: j >= 0, 1),
     "nothing": (lambda b, h, i, j: j < 0, 1),
-}  # fmt: skip
+}
 
 
 def _decides(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -149,9 +149,13 @@ _LEAVES: list[_Number] = [
     lambda b, h, i, j: -j, lambda b, h, i, j: (i - j).abs(),
 ]  # fmt: skip
 _COMPARED: list[Callable[[Any, Any], Any]] = [
-    lambda x, y: x >= y, lambda x, y: x > y, lambda x, y: x <= y, lambda x, y: x < y, lambda x, y: x == y,
+    lambda x, y: x >= y,
+    lambda x, y: x > y,
+    lambda x, y: x <= y,
+    lambda x, y: x < y,
+    lambda x, y: x == y,
     lambda x, y: x != y,
-]  # fmt: skip
+]
 _JOINED: list[Callable[[Any, Any], Any]] = [lambda x, y: x & y, lambda x, y: x | y, lambda x, y: x & ~y]
 
 

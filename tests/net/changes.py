@@ -199,7 +199,14 @@ CHANGES: Final[Mapping[str, Callable[[nn.Module], None]]] = {
     "forward replaced": _replace_forward,
 }
 #: Changes of linear layers, which a model without any does not show.
-OF_LAYERS: Final = frozenset({
-    "weights tied", "parametrized", "weight norm", "low rank wrapper", "forward hook", "forward pre-hook",
-    "forward replaced",
-})  # fmt: skip
+OF_LAYERS: Final = frozenset(
+    {
+        "weights tied",
+        "parametrized",
+        "weight norm",
+        "low rank wrapper",
+        "forward hook",
+        "forward pre-hook",
+        "forward replaced",
+    }
+)

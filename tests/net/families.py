@@ -103,19 +103,29 @@ def _decoder_call(length: int, padding: str) -> Call:
     memory = tokens(BATCH, 7, WIDTH, seed=2)
     causal = nn.Transformer.generate_square_subsequent_mask(length)
     padded = None if padding == "none" else ~_real(7, padding)
-    return Call({
-        "tgt": tokens(BATCH, length, WIDTH), "memory": memory, "tgt_mask": causal, "tgt_is_causal": True,
-        "memory_key_padding_mask": padded,
-    })  # fmt: skip
+    return Call(
+        {
+            "tgt": tokens(BATCH, length, WIDTH),
+            "memory": memory,
+            "tgt_mask": causal,
+            "tgt_is_causal": True,
+            "memory_key_padding_mask": padded,
+        }
+    )
 
 
 def _transformer_call(length: int, padding: str) -> Call:
     padded = None if padding == "none" else ~_real(7, padding)
-    return Call({
-        "src": tokens(BATCH, 7, WIDTH, seed=2), "tgt": tokens(BATCH, length, WIDTH), "tgt_is_causal": True,
-        "tgt_mask": nn.Transformer.generate_square_subsequent_mask(length), "src_key_padding_mask": padded,
-        "memory_key_padding_mask": padded,
-    })  # fmt: skip
+    return Call(
+        {
+            "src": tokens(BATCH, 7, WIDTH, seed=2),
+            "tgt": tokens(BATCH, length, WIDTH),
+            "tgt_is_causal": True,
+            "tgt_mask": nn.Transformer.generate_square_subsequent_mask(length),
+            "src_key_padding_mask": padded,
+            "memory_key_padding_mask": padded,
+        }
+    )
 
 
 def _encoder(dropout: float, **options: Any) -> nn.Module:
@@ -192,21 +202,33 @@ def _of(cls: str, config: str, dropouts: tuple[str, ...] = (), **settings: Any) 
 
 
 _SMALL: Final[Mapping[str, Any]] = {
-    "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": HEADS, "max_position_embeddings": 96,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 96,
+}
 _GROUPED: Final[Mapping[str, Any]] = {
-    **_SMALL, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
+    **_SMALL,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 _PAIR: Final[Mapping[str, Any]] = {
     "vocab_size": VOCAB, "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": HEADS,
     "decoder_attention_heads": HEADS, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "bos_token_id": 1,
     "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1,
 }  # fmt: skip
 _VISION: Final[Mapping[str, Any]] = {
-    "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 48,
-    "image_size": 16, "patch_size": 4,
-}  # fmt: skip
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 48,
+    "image_size": 16,
+    "patch_size": 4,
+}
 _BERT: Final = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 
 

@@ -29,15 +29,24 @@ _SCORES: Final[Mapping[str, Callable[[], Any]]] = {
 }
 _MASKS: Final = ("no mask", "causal", "window", "padding", "dense", "empty rows")
 _CALL: Final = {
-    "length": _LENGTHS, "dtype": (torch.float32, torch.bfloat16), "training": (False, True), "dropout": (0.2, 0.0),
-}  # fmt: skip
+    "length": _LENGTHS,
+    "dtype": (torch.float32, torch.bfloat16),
+    "training": (False, True),
+    "dropout": (0.2, 0.0),
+}
 _ATTENTION: Final = {
-    "num_kv_heads": (None, 2, 1), "rotary": (None, True), "bias": (True, False), "scores": tuple(_SCORES),
-}  # fmt: skip
+    "num_kv_heads": (None, 2, 1),
+    "rotary": (None, True),
+    "bias": (True, False),
+    "scores": tuple(_SCORES),
+}
 _LAYER: Final = {
-    **_ATTENTION, "norm_first": (True, False), "norm": ("layer", "rms"), "gated": (False, True),
+    **_ATTENTION,
+    "norm_first": (True, False),
+    "norm": ("layer", "rms"),
+    "gated": (False, True),
     "activation": ("gelu", "relu", "silu"),
-}  # fmt: skip
+}
 _MODEL: Final = {"norm_first": (True, False), "positions": ("learned", "rotary"), "lengths": (False, True)}
 
 MODULES: Final[Mapping[str, Mapping[str, Sequence[Any]]]] = {
@@ -130,8 +139,11 @@ def _mask(name: str, length: int, k_len: int) -> Any:
     elif name == "empty rows":
         allowed[::2] = False
     return {
-        "no mask": None, "causal": ch.Causal(), "window": ch.Window(3, 1), "padding": ch.Padding(_lengths(k_len)),
-    }.get(name, ch.Dense(allowed))  # fmt: skip
+        "no mask": None,
+        "causal": ch.Causal(),
+        "window": ch.Window(3, 1),
+        "padding": ch.Padding(_lengths(k_len)),
+    }.get(name, ch.Dense(allowed))
 
 
 @cache
@@ -142,11 +154,16 @@ def _made(row: Module) -> nn.Module:
     if "scores" in options:
         options["scores"] = _SCORES[options["scores"]]()
     first: tuple[int, ...] = {
-        "FeedForward": (WIDTH,), "MultiHeadAttention": (WIDTH, HEADS), "EncoderBlock": (WIDTH, HEADS),
-        "DecoderBlock": (WIDTH, HEADS), "Encoder": (WIDTH, HEADS, 2), "Decoder": (WIDTH, HEADS, 2),
-        "LanguageModel": (VOCAB, WIDTH, HEADS, 2), "SequenceClassifier": (VOCAB, WIDTH, HEADS, 2, 5),
+        "FeedForward": (WIDTH,),
+        "MultiHeadAttention": (WIDTH, HEADS),
+        "EncoderBlock": (WIDTH, HEADS),
+        "DecoderBlock": (WIDTH, HEADS),
+        "Encoder": (WIDTH, HEADS, 2),
+        "Decoder": (WIDTH, HEADS, 2),
+        "LanguageModel": (VOCAB, WIDTH, HEADS, 2),
+        "SequenceClassifier": (VOCAB, WIDTH, HEADS, 2, 5),
         "EncoderDecoder": (VOCAB, VOCAB, WIDTH, HEADS, 1),
-    }[row.kind]  # fmt: skip
+    }[row.kind]
     if row.kind in ("LanguageModel", "SequenceClassifier", "EncoderDecoder"):
         options["max_len"] = MAX_LEN
     if row.kind == "MultiHeadAttention" and values["source"] == "key and value":
@@ -211,10 +228,16 @@ def _of_pair(values: Mapping[str, Any]) -> Call:
 
 
 _CALLS: Final[Mapping[str, Callable[[Mapping[str, Any]], Call]]] = {
-    "MultiHeadAttention": _of_attention, "FeedForward": _of_layer, "EncoderBlock": _of_layer,
-    "DecoderBlock": _of_layer, "Encoder": _of_layer, "Decoder": _of_layer, "LanguageModel": _of_ids,
-    "SequenceClassifier": _of_ids, "EncoderDecoder": _of_pair,
-}  # fmt: skip
+    "MultiHeadAttention": _of_attention,
+    "FeedForward": _of_layer,
+    "EncoderBlock": _of_layer,
+    "DecoderBlock": _of_layer,
+    "Encoder": _of_layer,
+    "Decoder": _of_layer,
+    "LanguageModel": _of_ids,
+    "SequenceClassifier": _of_ids,
+    "EncoderDecoder": _of_pair,
+}
 
 
 @cache

@@ -27,7 +27,7 @@ _LAYERS: dict[str, dict[str, Any]] = {
     "one key head, a rule": {"num_kv_heads": 1, "scores": ch.Alibi(HEADS)},
     "sink and soft cap": {"scores": [ch.SoftCap(2.0), ch.Sink(torch.linspace(-1, 1, HEADS))]},
     "no bias": {"bias": False, "rotary": 1000.0},
-}  # fmt: skip
+}
 _MORE: dict[str, dict[str, Any]] = {
     "gated, rms": {"gated": True, "norm": "rms", "activation": "silu", "bias": False, "rotary": True},
     "post-norm": {"norm_first": False, "activation": "relu"},
@@ -99,9 +99,12 @@ def _decoded(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
     for count in PARTS:
         end = first + count
         output = model(
-            input_ids=ids[:, first:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True,
+            input_ids=ids[:, first:end],
+            attention_mask=mask[:, :end],
+            past_key_values=cache,
+            use_cache=True,
             position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, first:end],
-        )  # fmt: skip
+        )
         parts.append(output.logits)
         first = end
     return torch.cat(parts, 1)
@@ -109,9 +112,10 @@ def _decoded(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("padding", [0, 3], ids=["no padding", "left padding"])
 @pytest.mark.parametrize(
-    "family", [each for each in GENERATING if "decoder_input_ids" not in each.call(4, "none").arguments],
+    "family",
+    [each for each in GENERATING if "decoder_input_ids" not in each.call(4, "none").arguments],
     ids=lambda family: family.name,
-)  # fmt: skip
+)
 def test_swapped_decoder_with_a_cache_equals_the_original(family: Family, padding: int) -> None:
     ids = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)

@@ -42,9 +42,7 @@ def test_fused_module_equals_unfused_module(row: Module) -> None:
         agree(fused, unfused, exact, TERMS)
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in PAIRS if row.kind != "FeedForward"], ids=lambda row: row.name
-)  # fmt: skip
+@pytest.mark.parametrize("row", [row for row in PAIRS if row.kind != "FeedForward"], ids=lambda row: row.name)
 def test_observed_module_equals_unobserved_module(row: Module) -> None:
     module, call = row.make(), row.call()
     plain = results(module, call)

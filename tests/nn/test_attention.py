@@ -321,7 +321,7 @@ def test_repr_reads() -> None:
         (lambda: MultiHeadAttention.from_heads([5]), r"from_heads: heads must hold one .*; got list\."),
         (lambda: MultiHeadAttention.from_torch(nn.Linear(2, 2)), r"module must be a torch\.nn\.MultiheadAttention"),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments_say_what_to_do(build: object, text: str) -> None:
     with pytest.raises(ch.ClearheadError, match=text) as caught:
         build()  # type: ignore[operator]
@@ -344,7 +344,7 @@ X = torch.zeros(2, 5, 8)
         ((X.double(),), ch.UnsupportedError, r"query must have the module's dtype torch\.float32; got torch\.float64"),
         ((X.long(),), ch.UnsupportedError, r"query must have the module's dtype"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_says_what_to_do(arguments: tuple[object, ...], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match="^MultiHeadAttention: " + text) as caught:
         MultiHeadAttention(8, 2)(*arguments)

@@ -159,9 +159,12 @@ def test_memory_is_given_exactly_where_it_is_wanted() -> None:
 
 
 PACKABLE = [
-    {}, {"scores": (ch.Alibi(2), ch.SoftCap(4.0))}, {"rotary": True}, {"num_kv_heads": 1, "norm_first": False},
+    {},
+    {"scores": (ch.Alibi(2), ch.SoftCap(4.0))},
+    {"rotary": True},
+    {"num_kv_heads": 1, "norm_first": False},
     {"scores": (ch.RelativeBias(torch.tensor([[0.5, 0.0, -1.0], [1.0, 2.0, 3.0]])), ch.Sink(torch.tensor([0.1, 0.2])))},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("options", PACKABLE, ids=str)

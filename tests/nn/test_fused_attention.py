@@ -76,10 +76,13 @@ def same(call: Callable[[], Tensor], inputs: list[Tensor], rtol: float = 0.0, at
 
 
 MASKS = [
-    None, ch.Causal(), ch.Window(5), ch.Padding(torch.tensor([37, 5, 0])),
+    None,
+    ch.Causal(),
+    ch.Window(5),
+    ch.Padding(torch.tensor([37, 5, 0])),
     ch.Causal() & ch.Padding(torch.tensor([1, 37, 9])),
     ch.Dense(torch.rand(37, 37, generator=torch.Generator().manual_seed(4)) < 0.3),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: type(mask).__name__)
@@ -148,11 +151,16 @@ def _of_batch(score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: 
 
 @pytest.mark.parametrize(
     "scores",
-    [(ch.Alibi(4),), (ch.SoftCap(5.0),), (ch.Sink([0.0, 1.0, -1.0, 3.0]),), (ch.ScoreFunction(_alibi_by_hand),),
-     (ch.SoftCap(5.0), ch.ScoreFunction(_alibi_by_hand)),
-     (ch.DenseBias(torch.randn(37, 37, generator=torch.Generator().manual_seed(5))), ch.Alibi(4))],
+    [
+        (ch.Alibi(4),),
+        (ch.SoftCap(5.0),),
+        (ch.Sink([0.0, 1.0, -1.0, 3.0]),),
+        (ch.ScoreFunction(_alibi_by_hand),),
+        (ch.SoftCap(5.0), ch.ScoreFunction(_alibi_by_hand)),
+        (ch.DenseBias(torch.randn(37, 37, generator=torch.Generator().manual_seed(5))), ch.Alibi(4)),
+    ],
     ids=["alibi", "softcap", "sink", "by hand", "capped by hand", "dense"],
-)  # fmt: skip
+)
 def test_with_rules_that_do_not_learn(scores: Any) -> None:
     own, x = module(scores=scores), tokens()
     same(lambda: own(x, mask=ch.Causal()), [x, *own.parameters()])
@@ -406,10 +414,13 @@ def test_a_part_that_is_somebodys_own_is_called(change: Callable[[ch.nn.MultiHea
 
 @pytest.mark.parametrize(
     "options",
-    [{"output_projection": False}, {"scores": [ch.RelativeBias(nn.Parameter(torch.zeros(4, 9)))]},
-     {"scores": [ch.Sink(nn.Parameter(torch.zeros(4)))]}],
+    [
+        {"output_projection": False},
+        {"scores": [ch.RelativeBias(nn.Parameter(torch.zeros(4, 9)))]},
+        {"scores": [ch.Sink(nn.Parameter(torch.zeros(4)))]},
+    ],
     ids=["no output", "learned bias", "learned sink"],
-)  # fmt: skip
+)
 def test_what_it_cannot_do_runs_op_by_op(options: dict[str, Any]) -> None:
     own, x = module(**options), tokens()
     unfused(own, x)
@@ -576,8 +587,12 @@ class TestFewTokens:
             own(x, mask=ch.Padding([37, 5, 0]))
             own(x)
         for bad, error in (
-            (x[..., :47], "width"), (x.double(), "dtype"), (x[None], "axes"), ([1.0], "axes"), (None, "axes"),
-        ):  # fmt: skip
+            (x[..., :47], "width"),
+            (x.double(), "dtype"),
+            (x[None], "axes"),
+            ([1.0], "axes"),
+            (None, "axes"),
+        ):
             with pytest.raises(ch.ClearheadError, match=error):
                 own(bad)
         with pytest.raises(ch.ClearheadError, match="mask"):
@@ -658,9 +673,7 @@ class TestMemory:
 
     @pytest.mark.parametrize("mask", [None, torch.rand(37, 21) < 0.3], ids=["plain", "a mask"])
     @pytest.mark.parametrize("options", [{}, {"bias": False}, {"batch_first": False}, {"dropout": 0.3}], ids=str)
-    def test_torchs_module(
-        self, options: dict[str, Any], mask: Tensor | None
-    ) -> None:  # fmt: skip
+    def test_torchs_module(self, options: dict[str, Any], mask: Tensor | None) -> None:
         torch.manual_seed(1)
         theirs = nn.MultiheadAttention(48, 4, **({"batch_first": True} | options))
         holder = nn.ModuleList([copy.deepcopy(theirs)])
@@ -690,9 +703,12 @@ class TestMemory:
         for _ in range(3):
             own(x, memory)
         for bad, error in (
-            (memory[..., :47], "width"), (memory.double(), "dtype"), (memory[:2], "batch"), (memory[0], "batch"),
+            (memory[..., :47], "width"),
+            (memory.double(), "dtype"),
+            (memory[:2], "batch"),
+            (memory[0], "batch"),
             ([1.0], "key"),
-        ):  # fmt: skip
+        ):
             with pytest.raises(ch.ClearheadError, match=error):
                 own(x, bad)
         with force_fused():

@@ -122,9 +122,10 @@ def test_symbolic_tracing_and_compilation_see_one_linear() -> None:
 
 def test_our_models_are_built_of_it() -> None:
     models = [
-        ch.nn.SequenceClassifier(10, 8, 2, 1, 3), ch.nn.LanguageModel(10, 8, 2, 1),
+        ch.nn.SequenceClassifier(10, 8, 2, 1, 3),
+        ch.nn.LanguageModel(10, 8, 2, 1),
         ch.nn.EncoderDecoder(10, 10, 8, 2, 1),
-    ]  # fmt: skip
+    ]
     for model in models:
         layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
         assert layers

@@ -173,15 +173,15 @@ WRONG: dict[str, tuple[Callable[[], object], type[ClearheadError], str]] = {
     "window": (lambda: LinearAttention(12, 3)(X, mask=ch.Window(2)), MaskError, "Causal(), Padding, Documents"),
     "no order": (lambda: LinearAttention(12, 3, kind="delta")(X), MaskError, "hold Causal() with kind 'delta'"),
     "not a mask": (lambda: LinearAttention(12, 3, kind="gated")(X, mask=X), MaskError, "hold Causal()"),  # type: ignore[arg-type]
-    "cross order": (
-        lambda: LinearAttention(12, 3)(X, X + 1, mask=ch.Causal()), MaskError, "where key is not query"
-    ),
+    "cross order": (lambda: LinearAttention(12, 3)(X, X + 1, mask=ch.Causal()), MaskError, "where key is not query"),
     "cache": (
-        lambda: LinearAttention(12, 3)(X, cache=ch.KVCache()), UnsupportedError, "cache must be a LinearCache"  # type: ignore[arg-type]
+        lambda: LinearAttention(12, 3)(X, cache=ch.KVCache()),
+        UnsupportedError,
+        "cache must be a LinearCache",  # type: ignore[arg-type]
     ),
     "documents behind": (lambda: _behind(), MaskError, "hold no Documents with a cache"),
     "another memory": (lambda: _other_memory(), ShapeError, "be the memory that filled the cache, 4 tokens"),
-}  # fmt: skip
+}
 
 
 def _behind() -> None:

@@ -69,9 +69,13 @@ def _separate(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | No
 
 
 def _gradients(
-    function: Callable[..., tuple[Tensor, ...]], x: Tensor, weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None], used: Sequence[int] | None = None, dtype: torch.dtype | None = None,
-) -> list[Tensor | None]:  # fmt: skip
+    function: Callable[..., tuple[Tensor, ...]],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    used: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor | None]:
     """Outputs, then the gradients of x, of every weight and of every bias; None where there is none."""
     x, *leaves = (
         None if each is None else each.detach().to(dtype or each.dtype).requires_grad_(each.requires_grad)
@@ -358,7 +362,7 @@ HOOKS = {
     "before forward": lambda layer, seen: layer.register_forward_pre_hook(lambda *given: seen.append("seen")),
     "backward": lambda layer, seen: layer.register_full_backward_hook(lambda *given: seen.append("seen")),
     "before backward": lambda layer, seen: layer.register_full_backward_pre_hook(lambda *given: seen.append("seen")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("place", [0, 2])

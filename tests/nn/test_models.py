@@ -168,14 +168,20 @@ def test_blocks_like_llamas_are_transformers_own() -> None:
     theirs = _spread(transformers.LlamaForCausalLM(config).double())
     own = LanguageModel(20, 16, 4, 2, max_len=16, feedforward_dim=24, **{**LLAMA, "num_kv_heads": 2}).double().eval()  # type: ignore[arg-type]
     names = {
-        "embedding.token.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight",
-        "decoder.norm.weight": "model.norm.weight", "decoder.blocks": "model.layers",
-        "attention_norm": "input_layernorm", "feedforward_norm": "post_attention_layernorm",
-        "feedforward.gate": "mlp.gate_proj", "feedforward.expand": "mlp.up_proj",
+        "embedding.token.weight": "model.embed_tokens.weight",
+        "head.weight": "lm_head.weight",
+        "decoder.norm.weight": "model.norm.weight",
+        "decoder.blocks": "model.layers",
+        "attention_norm": "input_layernorm",
+        "feedforward_norm": "post_attention_layernorm",
+        "feedforward.gate": "mlp.gate_proj",
+        "feedforward.expand": "mlp.up_proj",
         "feedforward.contract": "mlp.down_proj",
-        "attention.query_projection": "self_attn.q_proj", "attention.key_projection": "self_attn.k_proj",
-        "attention.value_projection": "self_attn.v_proj", "attention.output_projection": "self_attn.o_proj",
-    }  # fmt: skip
+        "attention.query_projection": "self_attn.q_proj",
+        "attention.key_projection": "self_attn.k_proj",
+        "attention.value_projection": "self_attn.v_proj",
+        "attention.output_projection": "self_attn.o_proj",
+    }
     state, known = theirs.state_dict(), own.state_dict()
     for name, tensor in known.items():
         called = name
@@ -375,7 +381,7 @@ LONG = torch.zeros(2, 17, dtype=torch.int64)
         (lambda: _language_model()(IDS, cache=ch.KVCache()), r"^LanguageModel: cache must be a DecoderCache; got KV"),
         (lambda: _language_model()(IDS, cache=_other_cache()), r"^LanguageModel: cache must hold .* 2 layers.*; got 1"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_says_what_to_do(call: object, text: str) -> None:
     with pytest.raises(ch.ClearheadError, match=text) as caught:
         call()  # type: ignore[operator]

@@ -68,9 +68,13 @@ def test_the_whole_formula_agrees_with_a_third_computation() -> None:
     )
     sink = torch.randn(6, dtype=torch.float64, generator=generator)
     output, weights, _ = attend(
-        query.numpy(), key.numpy(), value.numpy(), allowed=lambda b, h, i, j: j <= i, sink=sink.numpy(),
+        query.numpy(),
+        key.numpy(),
+        value.numpy(),
+        allowed=lambda b, h, i, j: j <= i,
+        sink=sink.numpy(),
         rules=(lambda s, b, h, i, j: 2.0 * np.tanh(s / 2.0),),
-    )  # fmt: skip
+    )
     seen = explain(
         query, key, value, token=4, head=5, batch=1, mask=ch.Causal(), scores=[ch.SoftCap(2.0), ch.Sink(sink)]
     )

@@ -224,11 +224,14 @@ def _tensors(**options: object) -> Callable[[], Explanation]:
         (lambda: explain(nn.Linear(2, 2), torch.zeros(1, 2, 2), token=0), ch.UnsupportedError, "MultiHeadAttention"),
         (lambda: explain(module(), token=0), ch.UnsupportedError, "inputs must be what MultiHeadAttention takes"),
         (lambda: explain(module(), torch.zeros(1, 2, 16), token=0, scale=1.0), ch.UnsupportedError, "left to"),
-        (lambda: explain(Encoder(16, 4, 2), torch.zeros(1, 2, 16), token=0, layer=2), ch.ShapeError,
-         "layer must be one of 0 (blocks.0.attention), 1 (blocks.1.attention); got 2"),
+        (
+            lambda: explain(Encoder(16, 4, 2), torch.zeros(1, 2, 16), token=0, layer=2),
+            ch.ShapeError,
+            "layer must be one of 0 (blocks.0.attention), 1 (blocks.1.attention); got 2",
+        ),
         (lambda: explain(Encoder(16, 4, 2), torch.zeros(2, 2, 16), token=0), ch.ShapeError, "one sequence, batch 1"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line_that_says_what_exists(
     call: Callable[[], Explanation], error: type[ValueError], text: str
 ) -> None:

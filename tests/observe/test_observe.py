@@ -220,9 +220,10 @@ def test_cross_attention_and_unbatched_calls(x: Tensor) -> None:
         model(source, target)
     shapes = {name: tuple(found.received.shape) for name, found in seen.items() if found.received is not None}
     assert shapes == {
-        "encoder.blocks.0.attention": (1, 4, 4), "decoder.blocks.0.attention": (1, 4, 2),
+        "encoder.blocks.0.attention": (1, 4, 4),
+        "decoder.blocks.0.attention": (1, 4, 2),
         "decoder.blocks.0.cross_attention": (1, 4, 4),
-    }  # fmt: skip
+    }
     module = MultiHeadAttention(16, 4)
     with ch.observe(module, ch.Want(entropy=True)) as alone:
         module(x[0])

@@ -44,9 +44,16 @@ def textbook(attention: MultiHeadAttention, x: Tensor, mask: ch.Mask) -> dict[st
     assert attention.output_projection is not None
     joined = heads.transpose(1, 2).flatten(-2)
     return {
-        "query": query, "key": key, "value": value, "scores": scores, "scaled": scaled, "masked": masked,
-        "weights": weights, "head_outputs": heads, "output": attention.output_projection(joined),
-    }  # fmt: skip
+        "query": query,
+        "key": key,
+        "value": value,
+        "scores": scores,
+        "scaled": scaled,
+        "masked": masked,
+        "weights": weights,
+        "head_outputs": heads,
+        "output": attention.output_projection(joined),
+    }
 
 
 @pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "rotary": True}, {"bias": False}], ids=str)

@@ -62,9 +62,11 @@ UNEQUAL = ("no queries", "no keys")
 
 
 def _step(
-    inputs: Sequence[Tensor], needs: Sequence[bool] = (True, True, True), arrives: str = "as the output lies",
+    inputs: Sequence[Tensor],
+    needs: Sequence[bool] = (True, True, True),
+    arrives: str = "as the output lies",
     **options: Any,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """The output, and gradients of the inputs that need some."""
     leaves = [tensor.detach().requires_grad_(need) for tensor, need in zip(inputs, needs, strict=True)]
     output = ch.attention(*leaves, **options)
@@ -303,9 +305,7 @@ def test_many_threads_train_at_once() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 8, 8), (2, 2, 8, 8), (1, 1, 32, 2), (2, 4, 32, 16), (1, 1, 45, 1)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_small_step_in_16_bits_is_as_exact_as_any(
-    shape: tuple[int, ...], dtype: torch.dtype, causal: bool
-) -> None:  # fmt: skip
+def test_a_small_step_in_16_bits_is_as_exact_as_any(shape: tuple[int, ...], dtype: torch.dtype, causal: bool) -> None:
     """Gradients included: within twice the error of the formula computed in the same dtype."""
     generator = torch.Generator().manual_seed(1)
     drawn = [torch.randn(shape, generator=generator).to(dtype) for _ in range(4)]

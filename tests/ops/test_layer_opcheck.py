@@ -334,14 +334,15 @@ VMAPPED: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
     "norm in eval": ("norm", (X, B[0], None, 0, 1e-5), (0, None, None, None, None)),
     "norm of each weight": ("norm", (X, B, B + 1, 0, 1e-5, True), (0, 0, 0, None, None, None)),
     "norm gradients": (
-        "norm_gradients", (X + 1, X[0], torch.rand(10, 2), B[0], None, 1, 1e-5, True, False),
+        "norm_gradients",
+        (X + 1, X[0], torch.rand(10, 2), B[0], None, 1, 1e-5, True, False),
         (0, None, None, None, None, None, None, None, None),
     ),
     "rotary": ("rotary", (HEADS, TABLE_OF_ANGLES[0], 2), (0, None, None)),
     "rotary of each table": ("rotary", (HEADS[0], TABLE_OF_ANGLES), (None, 0)),
     "residual": ("dropout_add", (X, X[0] + 1, 0, 0), (0, None, None, None)),
     "dropout": ("dropout_add", (X, X + 1, 30000, 5), (0, 0, None, None)),
-}  # fmt: skip
+}
 
 
 def _entry(part: Any, dim: Any, place: int) -> Any:

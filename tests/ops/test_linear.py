@@ -81,8 +81,10 @@ def laid(weight: Tensor, transposed: bool) -> Tensor:
 
 def check(name: str, found: Tensor, formula: Callable[..., Tensor], *given: Tensor | None, terms: int) -> None:
     """Within the budget of the formula in float32, rounded once."""
-    textbook, exact = (formula(*(None if part is None else part.to(dtype) for part in given))
-                       for dtype in (torch.float32, torch.float64))  # fmt: skip
+    textbook, exact = (
+        formula(*(None if part is None else part.to(dtype) for part in given))
+        for dtype in (torch.float32, torch.float64)
+    )
     assert found.shape == exact.shape
     within_budget(name, found, textbook.to(found.dtype), exact, terms=max(terms, 1), dtype=found.dtype)
 

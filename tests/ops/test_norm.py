@@ -119,9 +119,12 @@ def test_rows_of_other_sizes_side_by_side(kind: NormKind) -> None:
     norm = norm_like(kind, 64, torch.float32, epsilon=1e-12)
     for row in range(6):
         within_budget(
-            f"row {row}", normed(x, norm)[row], normed_by_torch(x, norm)[row],
-            formula(x.double(), in_dtype(norm, torch.float64))[row], terms=64,
-        )  # fmt: skip
+            f"row {row}",
+            normed(x, norm)[row],
+            normed_by_torch(x, norm)[row],
+            formula(x.double(), in_dtype(norm, torch.float64))[row],
+            terms=64,
+        )
 
 
 @pytest.mark.parametrize("shape", [(24,), (2, 24), (2, 3, 24), (2, 1, 3, 24), (0, 24), (2, 0, 24)], ids=str)

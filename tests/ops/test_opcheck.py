@@ -46,11 +46,13 @@ OPTIONS: dict[str, Callable[[], Options]] = {
     "distances": lambda: {"rule_kinds": [2], "rule_tables": [torch.randn(4, 7)]},
     "dense bias": lambda: {"rule_kinds": [3], "rule_tables": [torch.randn(2, 1, 9, 11)]},
     "soft-cap, then a bias": lambda: {
-        "rule_kinds": [4, 3], "rule_values": [5.0], "rule_tables": [torch.randn(1, 4, 9, 11)]
+        "rule_kinds": [4, 3],
+        "rule_values": [5.0],
+        "rule_tables": [torch.randn(1, 4, 9, 11)],
     },
     "sink": lambda: {"sink": torch.randn(4)},
     "dropout": lambda: {"dropout": 0.4, "seed": 7},
-}  # fmt: skip
+}
 
 
 def _rows(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = False) -> Tensor:
@@ -69,8 +71,10 @@ def _column_major(*shape: int, **options: Any) -> Tensor:
 
 
 LAYOUTS: dict[str, Callable[..., Tensor]] = {
-    "contiguous": _rows, "interleaved": _interleaved, "column-major": _column_major
-}  # fmt: skip
+    "contiguous": _rows,
+    "interleaved": _interleaved,
+    "column-major": _column_major,
+}
 every_option = pytest.mark.parametrize("name", OPTIONS)
 
 

@@ -22,9 +22,10 @@ def same(ours: Tensor, masked: Tensor, inputs: list[Tensor]) -> None:
     torch.testing.assert_close(ours, masked, atol=1e-12, rtol=1e-12)
     weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=ours.dtype)
     for got, wanted in zip(
-        torch.autograd.grad((ours * weight).sum(), inputs), torch.autograd.grad((masked * weight).sum(), inputs),
+        torch.autograd.grad((ours * weight).sum(), inputs),
+        torch.autograd.grad((masked * weight).sum(), inputs),
         strict=True,
-    ):  # fmt: skip
+    ):
         torch.testing.assert_close(got, wanted, atol=1e-12, rtol=1e-12)
 
 

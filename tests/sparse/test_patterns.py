@@ -36,11 +36,7 @@ def test_longformer_is_a_window_and_global_tokens_both_ways(window: int, num_glo
 def test_dilated_is_every_strideth_key_within_reach(stride: int, before: int | None, after: int | None) -> None:
     def allowed(i: int, j: int) -> bool:
         steps = (i - j) / stride
-        return (
-            (i - j) % stride == 0
-            and (before is None or steps <= before)
-            and (after is None or -steps <= after)
-        )  # fmt: skip
+        return (i - j) % stride == 0 and (before is None or steps <= before) and (after is None or -steps <= after)
 
     assert torch.equal(dilated(stride, before, after).dense(LENGTH, LENGTH), table(allowed))
 

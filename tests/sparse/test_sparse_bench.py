@@ -21,7 +21,7 @@ def point(length: int, full: float, other: float, mode: str = "forward") -> Spar
     timings = {FULL: Timing.of((full,) * 3), "other": Timing.of((other,) * 3)}
     return SparsePoint(
         title=f"{length} {mode}", mode=mode, length=length, timings=timings, errors={FULL: 1e-7, "other": 2e-7}
-    )  # fmt: skip
+    )
 
 
 def test_lengths_go_from_1k_to_32k_in_both_modes() -> None:

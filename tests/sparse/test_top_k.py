@@ -21,17 +21,25 @@ from tests.problems import BATCH, HEADS, LEN, MASKS, RULES
 
 
 def dense(
-    query: Tensor, key: Tensor, value: Tensor, *, k: int, mask: ch.Mask | None = None,
-    scores: tuple[ch.ScoreRule, ...] = (), scale: float | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    k: int,
+    mask: ch.Mask | None = None,
+    scores: tuple[ch.ScoreRule, ...] = (),
+    scale: float | None = None,
+) -> Tensor:
     """Every score, all but the k largest of a row forbidden; softmax; nothing shared with what is tested."""
     batch, heads, q_len, head_dim = query.shape
     k_len = key.shape[2]
     key, value = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (key, value))
     index = (
-        torch.arange(batch).view(-1, 1, 1, 1), torch.arange(heads).view(1, -1, 1, 1),
-        torch.arange(q_len).view(1, 1, -1, 1), torch.arange(k_len).view(1, 1, 1, -1),
-    )  # fmt: skip
+        torch.arange(batch).view(-1, 1, 1, 1),
+        torch.arange(heads).view(1, -1, 1, 1),
+        torch.arange(q_len).view(1, 1, -1, 1),
+        torch.arange(k_len).view(1, 1, 1, -1),
+    )
     all_scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(head_dim) if scale is None else scale)
     sink = None
     for rule in scores:

@@ -28,8 +28,14 @@ from .conftest import TINY
 def test_a_run_holds_what_the_readme_says(classifier_run: Path) -> None:
     names = {item.name for item in classifier_run.iterdir()}
     assert names == {
-        "config.json", "tokenizer.json", "model.safetensors", "checkpoint", "log.jsonl", "metrics.json", "tensorboard",
-    }  # fmt: skip
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+        "checkpoint",
+        "log.jsonl",
+        "metrics.json",
+        "tensorboard",
+    }
     config = json.loads((classifier_run / "config.json").read_text())
     assert config["labels"] == ["good", "poor"]
     assert {"python", "torch", "tokenizers"} <= config["versions"].keys()

@@ -87,9 +87,14 @@ def _read_as_bool(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def _scaled_after_masking(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """-inf times a scale that is not positive is inf, or NaN."""
     own = query.shape[-1] ** -0.5 if scale is None else scale
     late = replace(RIGHT, softmax=lambda scores: take_softmax(scores * own))
@@ -239,9 +244,7 @@ _ENDLESS = torch.Generator().manual_seed(0)
 def _with_lse(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Right output; the log-sum-exp changed, given itself and the scores."""
 
-    def attention(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         scores = take_scores(query, key, value, None)
         scores = scores if attn_mask is None else take_forbid(scores, attn_mask)
         return RIGHT(query, key, value, attn_mask), change(torch.logsumexp(scores, dim=-1), scores)
@@ -250,9 +253,7 @@ def _with_lse(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., tuple
 
 
 def _with_weights(change: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    def attention(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         scores = take_scores(query, key, value, None)
         scores = scores if attn_mask is None else take_forbid(scores, attn_mask)
         return RIGHT(query, key, value, attn_mask), change(take_softmax(scores))

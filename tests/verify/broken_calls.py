@@ -223,9 +223,13 @@ def _rounding_unrecorded(query: Tensor, key: Tensor, value: Tensor, **options: A
 
 
 def _dropless_causal(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return RIGHT(query, key, value, attn_mask, dropout_p=0.0 if is_causal else dropout_p, is_causal=is_causal)
 
 

@@ -167,8 +167,9 @@ def _group_rows_by_tiles(query: Tensor, key: Tensor, value: Tensor, **options: A
 def _equal_shares(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """The keys of one query are shared among two workers, whose results count alike."""
     cut = key.shape[2] // 2
-    halves = (RIGHT(query, key[:, :, part], value[:, :, part], **options)
-              for part in (slice(None, cut), slice(cut, None)))  # fmt: skip
+    halves = (
+        RIGHT(query, key[:, :, part], value[:, :, part], **options) for part in (slice(None, cut), slice(cut, None))
+    )
     return sum(halves, start=torch.zeros(())) / 2.0
 
 

@@ -70,8 +70,10 @@ def _nobody_helps(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> 
 def _shares_not_added(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """The key's gradient is that of the first thread's rows."""
     rows = -(-query.shape[2] // torch.get_num_threads())
-    parts = (take_scores(query[:, :, :rows], key, value, scale),
-             take_scores(query[:, :, rows:], key.detach(), value, scale))  # fmt: skip
+    parts = (
+        take_scores(query[:, :, :rows], key, value, scale),
+        take_scores(query[:, :, rows:], key.detach(), value, scale),
+    )
     return torch.cat(parts, dim=2)
 
 

@@ -101,9 +101,16 @@ class Steps:
     mix: Callable[[Tensor, Tensor], Tensor] = take_mix
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
         mask = self.causal(query.shape[2], key.shape[2]) if is_causal else attn_mask
         key, value = self.clean(query, key, mask), self.clean(query, value, mask)
         key, value = self.groups(key, query.shape[1]), self.groups(value, query.shape[1])

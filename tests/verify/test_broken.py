@@ -75,9 +75,13 @@ def test_the_right_one_breaks_no_law() -> None:
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
 def test_it_is_caught_by_the_law_it_breaks(broken: Broken) -> None:
     report = ch.verify(
-        broken.fn, signature=broken.signature, laws=[broken.law], linear_memory=broken.linear_memory, examples=0,
+        broken.fn,
+        signature=broken.signature,
+        laws=[broken.law],
+        linear_memory=broken.linear_memory,
+        examples=0,
         dtype=broken.dtype,
-    )  # fmt: skip
+    )
     assert not report.ok
     assert report.broken == (broken.law,), report
     finding = report[broken.law]

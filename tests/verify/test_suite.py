@@ -380,8 +380,9 @@ def test_the_oracle_is_the_formula_in_loops() -> None:
     assert mask is not None
     allowed = mask.allowed.expand(2, 4, 5, 7)
     done = attend(query, key, value, allowed=mask.allowed)
-    exact = oracle.attend(*(tensor.numpy() for tensor in (query, key, value)),
-                          allowed=lambda b, h, i, j: bool(allowed[b, h, i, j]))  # fmt: skip
+    exact = oracle.attend(
+        *(tensor.numpy() for tensor in (query, key, value)), allowed=lambda b, h, i, j: bool(allowed[b, h, i, j])
+    )
     for found, wanted in zip((done.output, done.weights, done.lse), exact, strict=True):
         torch.testing.assert_close(found, torch.from_numpy(wanted), rtol=1e-12, atol=1e-12)
 

@@ -85,9 +85,10 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def product(
-    left: Float[Tensor, "*batch rows x"], right: Float[Tensor, "*batch x columns"],
+    left: Float[Tensor, "*batch rows x"],
+    right: Float[Tensor, "*batch x columns"],
     allowed: Bool[Tensor, "*batch rows x"] | None = None,
-) -> Float[Tensor, "*batch rows columns"]:  # fmt: skip
+) -> Float[Tensor, "*batch rows columns"]:
     """``left @ right``, differentiable any number of times, and in this precision also where autocast is on by then.
 
     With ``allowed``, what is not finite in ``right``, or arrives as a gradient of the product, makes NaN where a row
@@ -181,9 +182,12 @@ class Contained:
 
 
 def contained(
-    problem: Problem, output: Tensor, lse: Float[Tensor, "batch heads q_len"], grad_output: Tensor,
+    problem: Problem,
+    output: Tensor,
+    lse: Float[Tensor, "batch heads q_len"],
+    grad_output: Tensor,
     rows: Bool[Tensor, "batch heads q_len"] | None,
-) -> Contained:  # fmt: skip
+) -> Contained:
     """Prepare a backward pass over numbers that are not all finite.
 
     ``output`` and ``lse`` are what forward gave, ``rows`` those at which another gradient arrives that is not finite.
@@ -206,7 +210,7 @@ def _attending(problem: Problem) -> Bool[Tensor, "batch heads q_len"]:
 
 def _reached(
     problem: Problem, marks: Bool[Tensor, "batch heads q_len marks"]
-) -> Bool[Tensor, "batch kv_heads k_len marks"]:  # fmt: skip
+) -> Bool[Tensor, "batch kv_heads k_len marks"]:
     """The marks of the rows that may attend to each key."""
     found = torch.zeros(problem.batch, problem.num_heads, problem.k_len, marks.shape[3], device=marks.device)
     for rows, allowed in _strips(problem):

@@ -70,9 +70,13 @@ def bits(
 
 
 def kept(
-    seed: int, probability: float, batch: Int[Tensor, "b 1 1 1"], head: Int[Tensor, "1 heads 1 1"],
-    q_pos: Int[Tensor, "b 1 q_len 1"], k_pos: Int[Tensor, "b 1 1 k_len"],
-) -> Bool[Tensor, "batch heads q_len k_len"]:  # fmt: skip
+    seed: int,
+    probability: float,
+    batch: Int[Tensor, "b 1 1 1"],
+    head: Int[Tensor, "1 heads 1 1"],
+    q_pos: Int[Tensor, "b 1 q_len 1"],
+    k_pos: Int[Tensor, "b 1 1 k_len"],
+) -> Bool[Tensor, "batch heads q_len k_len"]:
     """Where weights survive; ``k_pos`` must be consecutive along its last axis, but for padding."""
     first = k_pos[..., :1] // _COLUMNS
     group = first + torch.arange(k_pos.shape[-1] // _COLUMNS + 2, device=k_pos.device)

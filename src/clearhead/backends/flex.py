@@ -62,11 +62,15 @@ def run(problem: Problem, want: Want, call: Callable[..., Any] | None = None) ->
     """Output, and log-sum-exp where wanted, through FlexAttention; ``call`` replaces the compiled one."""
     flex = call or _compiled()
     output, lse = flex(
-        problem.query, problem.key, problem.value,
+        problem.query,
+        problem.key,
+        problem.value,
         score_mod=score_mod(problem.elementwise, problem.query_offset),
         block_mask=None if problem.mask is None else block_mask(problem.mask, problem),
-        scale=problem.scale, enable_gqa=problem.num_heads != problem.num_kv_heads, return_lse=True,
-    )  # fmt: skip
+        scale=problem.scale,
+        enable_gqa=problem.num_heads != problem.num_kv_heads,
+        return_lse=True,
+    )
     empty = lse == -torch.inf
     output = output.masked_fill(empty[..., None], 0.0)
     return Observation(output=output, lse=lse if want.lse else None)

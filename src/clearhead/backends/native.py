@@ -183,9 +183,14 @@ class _Native(torch.autograd.Function):
         ctx.mark_non_differentiable(*fixed)
         # Small ones, and what a gradient of them needs.
         ctx.save_for_backward(
-            *tensors[:3], done.exact, done.lse, done.softmax, done.written,
-            *(done.statistics.get(name) for name in _SAVED), *_read_again(problem),
-        )  # fmt: skip
+            *tensors[:3],
+            done.exact,
+            done.lse,
+            done.softmax,
+            done.written,
+            *(done.statistics.get(name) for name in _SAVED),
+            *_read_again(problem),
+        )
         return done.output, done.lse, *done.statistics.values()
 
     @staticmethod
@@ -231,13 +236,15 @@ class Arrived:
     def finite(self) -> Arrived:
         """The same with 0 for what is not finite."""
         return replace(
-            self, output=only_finite(self.output), lse=None if self.lse is None else only_finite(self.lse),
+            self,
+            output=only_finite(self.output),
+            lse=None if self.lse is None else only_finite(self.lse),
             statistics={name: only_finite(grad) for name, grad in self.statistics.items()},
             # The largest score of an empty row is -inf, which backward knows it by.
             found={
                 name: own if own is None or name == "ties" else only_finite(own) for name, own in self.found.items()
             },
-        )  # fmt: skip
+        )
 
 
 def gradients(problem: Problem, rows: Saved, arrived: Arrived) -> list[Tensor]:
@@ -275,9 +282,7 @@ def _received_mean(problem: Problem, grad: Tensor) -> Tensor:
     group = problem.num_heads // problem.num_kv_heads
     query, key = (tensor.detach().to(torch.float32) for tensor in (problem.query, problem.key))
     values = grad.to(torch.float32)[..., None]
-    alone = replace(
-        problem, query=query, key=key.repeat_interleave(group, dim=1), value=values, dropout=0.0
-    )  # fmt: skip
+    alone = replace(problem, query=query, key=key.repeat_interleave(group, dim=1), value=values, dropout=0.0)
     if problem.mask is not None:
         # What the mask came to in forward: a user's function is not asked again.
         alone.__dict__["mask_parts"] = problem.mask_parts

@@ -59,12 +59,16 @@ def recorded_gradients(
         ]
         found = iter(
             torch.autograd.grad(
-                [own for own, _ in pairs], wanted, [grad for _, grad in pairs],
-                create_graph=create_graph, allow_unused=True, is_grads_batched=False,
+                [own for own, _ in pairs],
+                wanted,
+                [grad for _, grad in pairs],
+                create_graph=create_graph,
+                allow_unused=True,
+                is_grads_batched=False,
             )
             if pairs
             else [None] * len(wanted)
-        )  # fmt: skip
+        )
     return [next(found) if part is not None and needed else None for part, needed in zip(inputs, needs, strict=True)]
 
 

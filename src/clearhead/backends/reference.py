@@ -68,9 +68,16 @@ def steps(problem: Problem) -> Steps:
         dropped = weights * keep_scale(problem.seed, problem.dropout, indices, dtype)
     output = product(dropped, value, allowed)
     return Steps(
-        raw=raw, scaled=scaled, ruled=ruled, allowed=allowed, masked=masked, logs=logs, weights=weights,
-        lse=(largest + logarithm)[..., 0], output=output.to(problem.query.dtype),
-    )  # fmt: skip
+        raw=raw,
+        scaled=scaled,
+        ruled=ruled,
+        allowed=allowed,
+        masked=masked,
+        logs=logs,
+        weights=weights,
+        lse=(largest + logarithm)[..., 0],
+        output=output.to(problem.query.dtype),
+    )
 
 
 def _sums(masked: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:

@@ -243,9 +243,7 @@ def _equally_wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
     return (pad(query, (0, -more)), pad(key, (0, -more)), value) if more else (query, key, value)
 
 
-def _unfused(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
-) -> Tensor:  # fmt: skip
+def _unfused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     """The formula, where torch would do the same by products that backward rounds within autocast."""
     key, value = (own.repeat_interleave(query.shape[1] // own.shape[1], dim=1) for own in (key, value))
     scores = product(query * scale, key.mT)
@@ -275,9 +273,14 @@ def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds:
     else:
         query, key, value = _equally_wide(query, key, value) if on_cpu else (query, key, value)
         output = scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale,
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=is_causal,
+            scale=scale,
             enable_gqa=bool(problem.num_heads != problem.num_kv_heads),
-        )[..., : problem.value_dim]  # fmt: skip
+        )[..., : problem.value_dim]
     if empty is not None:
         output = output.masked_fill(empty, 0.0)
     return output.to(dtype)

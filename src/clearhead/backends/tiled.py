@@ -155,9 +155,12 @@ class _Tiled(torch.autograd.Function):
 
 
 def _gradients(
-    problem: Problem, saved: tuple[Tensor, Base], grads: tuple[Tensor | None, Tensor | None], pulls: Pulls,
+    problem: Problem,
+    saved: tuple[Tensor, Base],
+    grads: tuple[Tensor | None, Tensor | None],
+    pulls: Pulls,
     reached: list[bool],
-) -> list[Tensor | None]:  # fmt: skip
+) -> list[Tensor | None]:
     """Gradients of query, key, value and the rules' parameters; None of those that no tile reached.
 
     ``reached`` are parameters that are known to be read.
@@ -177,10 +180,11 @@ def _gradients(
     everything = slice(None)
     for layout in layouts(problem):
         rows = _Rows(
-            layout.take(grad_output), layout.take(delta),
+            layout.take(grad_output),
+            layout.take(delta),
             Base(layout.take(base.largest, padding=torch.inf), layout.take(base.total, padding=1.0)),
             bad=None if bad is None else layout.take(bad),
-        )  # fmt: skip
+        )
         own, own_pulls = (layout.gathered(found[1]), layout.gathered(found[2])), pulls.within(layout)
         for queries, tiles in strips(problem, layout):
             strip = rows.cut(queries)
@@ -222,9 +226,11 @@ class _Rows:
 
     def cut(self, queries: slice) -> _Rows:
         return _Rows(
-            self.grad_output[:, :, queries], self.delta[:, :, queries], self.base.cut(queries),
+            self.grad_output[:, :, queries],
+            self.delta[:, :, queries],
+            self.base.cut(queries),
             bad=None if self.bad is None else self.bad[:, :, queries],
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

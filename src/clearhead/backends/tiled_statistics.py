@@ -145,9 +145,11 @@ class Sweep:
         side = self.side
         if side:
             cells = (
-                block.batch, slice(None), slice(block.q_start // side, (block.q_start + q_len - 1) // side + 1),
+                block.batch,
+                slice(None),
+                slice(block.q_start // side, (block.q_start + q_len - 1) // side + 1),
                 slice(block.k_start // side, (block.k_start + k_len - 1) // side + 1),
-            )  # fmt: skip
+            )
             highest, sums = self.found["heatmap_max"], self.found["heatmap_mean"]
             highest[cells] = torch.maximum(highest[cells], _pooled(weights, block, side, torch.amax))
             sums[cells] += _pooled(weights, block, side, torch.sum)
@@ -297,9 +299,15 @@ class Pulls:
 
     @classmethod
     def of(
-        cls, problem: Problem, want: Want, max_score: tuple[Tensor, Tensor | None], grads: Mapping[str, Tensor],
-        row_weights: Tensor | None, *, gather: bool,
-    ) -> Pulls:  # fmt: skip
+        cls,
+        problem: Problem,
+        want: Want,
+        max_score: tuple[Tensor, Tensor | None],
+        grads: Mapping[str, Tensor],
+        row_weights: Tensor | None,
+        *,
+        gather: bool,
+    ) -> Pulls:
         """From the largest scores with their gradient, and gradients by field of the observation.
 
         ``gather`` says that the gradient of ``Want.row_weights`` itself is wanted.
@@ -310,9 +318,11 @@ class Pulls:
         if row_weights is None or "row_weights" not in grads:
             return pulls
         return replace(
-            pulls, mixing=_mixing(problem, row_weights.to(highest.dtype)), mixed=grads["row_weights"].mT,
+            pulls,
+            mixing=_mixing(problem, row_weights.to(highest.dtype)),
+            mixed=grads["row_weights"].mT,
             grad_mixing=highest.new_zeros((*highest.shape, row_weights.shape[2])) if gather else None,
-        )  # fmt: skip
+        )
 
     @property
     def any(self) -> bool:

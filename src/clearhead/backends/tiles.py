@@ -137,9 +137,13 @@ class Layout:
             q_stop, k_stop = (min(length, part.stop) - part.start for part in (queries, keys))
             if q_stop > 0 and k_stop > 0:
                 yield Block(
-                    slice(0, 1), slice(number, number + 1), slice(0, q_stop), slice(0, k_stop),
-                    first + queries.start, first + keys.start,
-                )  # fmt: skip
+                    slice(0, 1),
+                    slice(number, number + 1),
+                    slice(0, q_stop),
+                    slice(0, k_stop),
+                    first + queries.start,
+                    first + keys.start,
+                )
 
     @cached_property
     def _documents(self) -> list[tuple[int, int]]:
@@ -186,11 +190,15 @@ def _batches(problem: Problem, layout: Layout) -> Iterator[Layout]:
         part = slice(start, min(start + step, size))
         cut = tuple(index[part] if index.shape[0] > 1 else index for index in layout.indices)
         yield Layout(
-            layout.query[part], layout.key[part], layout.value[part], (cut[0], cut[1], cut[2], cut[3]),
+            layout.query[part],
+            layout.key[part],
+            layout.value[part],
+            (cut[0], cut[1], cut[2], cut[3]),
             None if layout.valid is None else layout.valid[part],
             None if layout.bad is None else (layout.bad[0][part], layout.bad[1][part], layout.bad[2][part]),
-            None if layout.group is None else Group(layout.group.slots[part], layout.group.valid[part]), part,
-        )  # fmt: skip
+            None if layout.group is None else Group(layout.group.slots[part], layout.group.valid[part]),
+            part,
+        )
 
 
 def _serves_parts(problem: Problem) -> bool:
@@ -247,9 +255,7 @@ def strips(problem: Problem, layout: Layout) -> Iterator[tuple[slice, list[Tile]
         )
 
 
-def _kinds(
-    problem: Problem, layout: Layout, rows: list[slice], q_tile: int, k_tile: int
-) -> Iterator[list[int] | None]:  # fmt: skip
+def _kinds(problem: Problem, layout: Layout, rows: list[slice], q_tile: int, k_tile: int) -> Iterator[list[int] | None]:
     """For each strip which of its tiles are empty, partial or full; None where there is no mask."""
     if problem.mask is None:
         yield from [None] * len(rows)
@@ -297,9 +303,11 @@ def stacked(tensor: Float[Tensor, "b heads rows x"], kv_heads: int) -> Float[Ten
 
 
 def add_product(
-    into: Float[Tensor, "b heads rows x"], left: Float[Tensor, "n rows y"], right: Float[Tensor, "n y x"],
+    into: Float[Tensor, "b heads rows x"],
+    left: Float[Tensor, "n rows y"],
+    right: Float[Tensor, "n y x"],
     alpha: float = 1.0,
-) -> None:  # fmt: skip
+) -> None:
     """``into += alpha * left @ right`` where it lies, batch entries and heads taken as one axis."""
     if into.shape[0] == 1 or into.stride(0) == into.shape[1] * into.stride(1):
         into.flatten(0, 1).baddbmm_(left, right, alpha=alpha)

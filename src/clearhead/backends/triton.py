@@ -162,9 +162,16 @@ class _Call:
         else:
             self.output = self.query.new_empty(batch, heads, q_len, problem.value_dim)
         self.sizes = _Sizes(
-            heads, problem.num_kv_heads, heads // problem.num_kv_heads, q_len, problem.k_len, problem.head_dim,
-            problem.value_dim, problem.query_offset, problem.scale,
-        )  # fmt: skip
+            heads,
+            problem.num_kv_heads,
+            heads // problem.num_kv_heads,
+            q_len,
+            problem.k_len,
+            problem.head_dim,
+            problem.value_dim,
+            problem.query_offset,
+            problem.scale,
+        )
         self.strides = _Strides(
             *(tuple(tensor.stride()[:3]) for tensor in (self.query, self.key, self.value, self.output))
         )

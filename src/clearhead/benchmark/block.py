@@ -40,8 +40,10 @@ def _sparse(name: str, found: Mapping[str, Any]) -> Sheet:
 
 #: What each measured file is shown as, in the order of the block.
 _SHEETS: Final[Mapping[str, Callable[[str, Mapping[str, Any]], Sheet]]] = {
-    **dict.fromkeys(SUITES, _suite), SPARSE: _sparse, GRID: _grid,
-}  # fmt: skip
+    **dict.fromkeys(SUITES, _suite),
+    SPARSE: _sparse,
+    GRID: _grid,
+}
 
 
 def measured(folder: Path) -> dict[str, Path]:

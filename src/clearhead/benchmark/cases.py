@@ -63,9 +63,13 @@ class Setting:
     def to_dict(self) -> dict[str, Any]:
         """The setting as plain values."""
         return {
-            "level": self.level, "mode": self.mode, "shape": list(self.shape), "dtype": str(self.dtype)[6:],
-            "causal": self.causal, "operations": self.operations,
-        }  # fmt: skip
+            "level": self.level,
+            "mode": self.mode,
+            "shape": list(self.shape),
+            "dtype": str(self.dtype)[6:],
+            "causal": self.causal,
+            "operations": self.operations,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +128,10 @@ class Case:
                 not error <= _ALLOWANCE * (own + floor) for error, own in zip(found, allowed, strict=True)
             ):
                 raise _other_work(
-                    name, f"compute the same as the others in '{self.title}'",
+                    name,
+                    f"compute the same as the others in '{self.title}'",
                     f"relative errors {_shown(found)} where the textbook formula has {_shown(allowed)}",
-                )  # fmt: skip
+                )
             worst[name] = max(found)
         self._check_noise(exact)
         return worst
@@ -142,9 +147,10 @@ class Case:
             ):
                 others = "; ".join(f"{other} {_shown(far)}" for other, far in found.items() if other != name)
                 raise _other_work(
-                    name, f"drop as much as the others in '{self.title}'",
+                    name,
+                    f"drop as much as the others in '{self.title}'",
                     f"noise {_shown(noise)} of the numbers without dropout, others have {others}",
-                )  # fmt: skip
+                )
 
 
 def _other_work(name: str, must: str, got: str) -> UnsupportedError:
@@ -226,9 +232,13 @@ def case_of(setting: Setting) -> Case:
         left_out = {name: reason for name in calls if name in _HOLD_ALL_SCORES}
     kept = {name: call for name, call in calls.items() if name not in left_out}
     return Case(
-        title=setting.title, calls=kept, exact=exact, plain=plain, left_out=left_out,
+        title=setting.title,
+        calls=kept,
+        exact=exact,
+        plain=plain,
+        left_out=left_out,
         backend=lambda: chosen_backend(setting),
-    )  # fmt: skip
+    )
 
 
 def chosen_backend(setting: Setting) -> str:

@@ -22,9 +22,14 @@ __all__ = ["PLAIN_LAYERS", "DecodingRow", "decoding_rows"]
 PLAIN_LAYERS: Final = "nn.Linear, SDPA and a cache"
 #: Batch, tokens held, width and heads.
 _SIZES: Final = (
-    (1, 32, 64, 4), (1, 64, 128, 4), (1, 256, 384, 6), (1, 512, 768, 12), (1, 2048, 768, 12), (8, 256, 384, 6),
+    (1, 32, 64, 4),
+    (1, 64, 128, 4),
+    (1, 256, 384, 6),
+    (1, 512, 768, 12),
+    (1, 2048, 768, 12),
+    (8, 256, 384, 6),
     (16, 512, 512, 8),
-)  # fmt: skip
+)
 #: Those with rotary positions besides.
 _TURNED: Final = ((1, 64, 128, 4), (1, 512, 768, 12), (8, 256, 384, 6))
 _LAYERS: Final = 4
@@ -89,10 +94,12 @@ class DecodingRow:
             PLAIN_LAYERS: lambda: _their_call(theirs, x),
         }
         return Case(
-            title=self.title, calls={name: build() for name, build in builders.items()},
-            exact=_their_call(deepcopy(theirs).double(), x.double()), plain=_their_call(theirs, x),
+            title=self.title,
+            calls={name: build() for name, build in builders.items()},
+            exact=_their_call(deepcopy(theirs).double(), x.double()),
+            plain=_their_call(theirs, x),
             backend=lambda: choice("forward", self.dtype).path,
-        )  # fmt: skip
+        )
 
     def small(self) -> Self:
         """Two layers of 32 channels on few tokens."""

@@ -71,10 +71,12 @@ class FunctionRow:
         inputs, upstream = self._drawn()
         calls = {name: self._call(attend, inputs, upstream) for name, attend in self._contenders(inputs[3]).items()}
         return Case(
-            title=self.title, calls=calls, exact=lambda: self._by_heads(inputs, upstream, torch.float64),
+            title=self.title,
+            calls=calls,
+            exact=lambda: self._by_heads(inputs, upstream, torch.float64),
             plain=lambda: self._by_heads(inputs, upstream, self.dtype),
             backend=lambda: explain_dispatch(*inputs[:3], **_ours(self.kind, inputs[3])).choice or "none",
-        )  # fmt: skip
+        )
 
     def _drawn(self) -> tuple[list[Tensor], Tensor]:
         """Query, key, value and slopes; and the output's gradient."""

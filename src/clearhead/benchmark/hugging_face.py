@@ -117,13 +117,17 @@ class EncoderModelRow:
         return Case(
             title=self.title,
             calls={
-                OURS: partial(_hidden, _ours(theirs), ids, real), SDPA_MODEL: partial(_hidden, theirs, ids, real),
+                OURS: partial(_hidden, _ours(theirs), ids, real),
+                SDPA_MODEL: partial(_hidden, theirs, ids, real),
                 **foreign,
             },
-            left_out=left_out, exact=lambda: _hidden(deepcopy(eager).double(), ids[last], real[last]),
-            plain=lambda: _hidden(eager, ids[last], real[last]), pick=lambda groups: ((groups[0][0][-checked:],),),
-            apart=tuple(foreign), backend=lambda: "model",
-        )  # fmt: skip
+            left_out=left_out,
+            exact=lambda: _hidden(deepcopy(eager).double(), ids[last], real[last]),
+            plain=lambda: _hidden(eager, ids[last], real[last]),
+            pick=lambda groups: ((groups[0][0][-checked:],),),
+            apart=tuple(foreign),
+            backend=lambda: "model",
+        )
 
     def small(self) -> Self:
         """Two layers, a few tokens."""
@@ -192,10 +196,15 @@ def _qwen2(layers: int, positions: int) -> Any:
 
 def _qwen2_size(layers: int, positions: int) -> dict[str, Any]:
     return {
-        "vocab_size": 32768, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": layers,
-        "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": max(positions, 128),
+        "vocab_size": 32768,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": max(positions, 128),
         "attn_implementation": "sdpa",
-    }  # fmt: skip
+    }
 
 
 def _whisper(layers: int, positions: int) -> Any:
@@ -203,9 +212,14 @@ def _whisper(layers: int, positions: int) -> Any:
     from transformers import AutoModel, WhisperConfig
 
     config = WhisperConfig(
-        d_model=512, encoder_layers=1, encoder_attention_heads=8, decoder_layers=layers, decoder_attention_heads=8,
-        decoder_ffn_dim=2048, max_target_positions=max(positions, 448),
-    )  # fmt: skip
+        d_model=512,
+        encoder_layers=1,
+        encoder_attention_heads=8,
+        decoder_layers=layers,
+        decoder_attention_heads=8,
+        decoder_ffn_dim=2048,
+        max_target_positions=max(positions, 448),
+    )
     return AutoModel.from_config(config, attn_implementation="sdpa").get_decoder()
 
 
@@ -214,10 +228,17 @@ def _gemma3(layers: int, positions: int) -> Any:
     from transformers import Gemma3TextConfig, Gemma3TextModel
 
     config = Gemma3TextConfig(
-        vocab_size=32768, hidden_size=640, intermediate_size=2048, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=1, head_dim=256, sliding_window=512, max_position_embeddings=max(positions, 128),
+        vocab_size=32768,
+        hidden_size=640,
+        intermediate_size=2048,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        sliding_window=512,
+        max_position_embeddings=max(positions, 128),
         attn_implementation="sdpa",
-    )  # fmt: skip
+    )
     return Gemma3TextModel(config)
 
 
@@ -229,12 +250,19 @@ def _granite(layers: int, positions: int) -> Any:
 
 
 _CAUSAL: Final[dict[str, Callable[[int, int], Any]]] = {
-    "GPT-2": _gpt2, "Qwen2.5 0.5B": _qwen2, "Whisper base": _whisper, "Gemma 3 270M": _gemma3, "Granite": _granite,
-}  # fmt: skip
+    "GPT-2": _gpt2,
+    "Qwen2.5 0.5B": _qwen2,
+    "Whisper base": _whisper,
+    "Gemma 3 270M": _gemma3,
+    "Granite": _granite,
+}
 #: What floors call models of a kind; of others it is Llama's.
 _KINDS: Final = {
-    "GPT-2": "", "Whisper base": ", with a memory", "Gemma 3 270M": ", windows", "Granite": ", layers of other kinds",
-}  # fmt: skip
+    "GPT-2": "",
+    "Whisper base": ", with a memory",
+    "Gemma 3 270M": ", windows",
+    "Granite": ", layers of other kinds",
+}
 #: What a model writes about, where it does: half a minute of speech.
 _HEARD: Final = {"Whisper base": 1500}
 
@@ -296,10 +324,13 @@ class CausalRow:
         eager.set_attn_implementation("eager")
         build = partial(_decoding if self.decode else _prefill, ids=ids, real=real, heard=_HEARD.get(self.model))
         return Case(
-            title=self.title, calls={OURS: build(_ours(theirs)), SDPA_MODEL: build(theirs)},
+            title=self.title,
+            calls={OURS: build(_ours(theirs)), SDPA_MODEL: build(theirs)},
             # Eager attention has its softmax in float32, where float64's lowest number is -inf: NaN at padding.
-            exact=lambda: build(deepcopy(theirs).double())(), plain=lambda: build(eager)(), backend=lambda: "model",
-        )  # fmt: skip
+            exact=lambda: build(deepcopy(theirs).double())(),
+            plain=lambda: build(eager)(),
+            backend=lambda: "model",
+        )
 
     def small(self) -> Self:
         """One layer, a few tokens."""

@@ -65,7 +65,10 @@ class Journal:
         found = read_json(path, function="bench")
         if not isinstance(found, dict) or not {"head", "rows"} <= set(found):
             raise DataError.about(
-                "bench", str(path), must="be written by clearhead bench", got="another file",
+                "bench",
+                str(path),
+                must="be written by clearhead bench",
+                got="another file",
                 then="Name another folder with --out.",
-            )  # fmt: skip
+            )
         return found

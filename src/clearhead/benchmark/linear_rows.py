@@ -95,16 +95,22 @@ class LinearRow:
         form = "parallel" if self.shape[2] <= _ALL_PAIRS else "chunked"
         calls = {
             OURS: self._call(drawn, upstream, lambda parts: self._ours(parts, form="chunked")),
-            FULL: self._call(drawn, upstream, lambda parts: attention(parts["query"], parts["key"], parts["value"],
-                                                                      mask=Causal())),
-        }  # fmt: skip
+            FULL: self._call(
+                drawn, upstream, lambda parts: attention(parts["query"], parts["key"], parts["value"], mask=Causal())
+            ),
+        }
         measure, unmeasured = yardsticks(self.dtype)
         return Case(
-            title=self.title, calls=calls, checked={OURS: calls[OURS]}, left_out=unmeasured,
+            title=self.title,
+            calls=calls,
+            checked={OURS: calls[OURS]},
+            left_out=unmeasured,
             exact=lambda: by(torch.float64, form=form, chunk_size=2 * linear.CHUNK),
             plain=lambda: by(self.dtype, form=form, chunk_size=2 * linear.CHUNK),
-            yardsticks=measure, apart=(PRODUCT,), backend=lambda: "chunked",
-        )  # fmt: skip
+            yardsticks=measure,
+            apart=(PRODUCT,),
+            backend=lambda: "chunked",
+        )
 
     def _drawn(self) -> tuple[dict[str, Tensor], Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -127,7 +133,7 @@ class LinearRow:
 
     def _call(
         self, parts: Mapping[str, Tensor], upstream: Tensor, run: Callable[[Mapping[str, Tensor]], Tensor]
-    ) -> Call:  # fmt: skip
+    ) -> Call:
         asked = [parts[name] for name in ("query", "key", "value")]
 
         def forward() -> Groups:

@@ -70,17 +70,26 @@ class Line(Timed):
         """The line as plain values."""
         contenders = {
             name: {
-                "seconds": timing.to_dict(), "times_clearhead": self.ratio(name), "gflops": self.rate(name),
-                "share_of_product_rate": self.share(name), "gigabytes_per_second": self.bandwidth(name),
-                "relative_error": self.errors.get(name), "peak_bytes": self.memory.get(name),
+                "seconds": timing.to_dict(),
+                "times_clearhead": self.ratio(name),
+                "gflops": self.rate(name),
+                "share_of_product_rate": self.share(name),
+                "gigabytes_per_second": self.bandwidth(name),
+                "relative_error": self.errors.get(name),
+                "peak_bytes": self.memory.get(name),
             }
             for name, timing in self.timings.items()
-        }  # fmt: skip
+        }
         return {
-            "title": self.title, "group": self.group, "backend": self.backend, "operations": self.operations,
-            "memory_read": self.memory_read, "limit": self.limit, "contenders": contenders,
+            "title": self.title,
+            "group": self.group,
+            "backend": self.backend,
+            "operations": self.operations,
+            "memory_read": self.memory_read,
+            "limit": self.limit,
+            "contenders": contenders,
             "left_out": dict(self.left_out),
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -113,10 +122,17 @@ def measure_row(row: Row, *, repeats: int, seconds: float | None) -> Line:
     found = timed(case, repeats=repeats, seconds=seconds, fewest=_FEWEST_ROUNDS)
     peaks = {name: peak_extra_bytes(call) for name, call in case.calls.items()} if row.memory else {}
     return Line(
-        title=row.title, group=row.group, operations=row.operations, memory_read=row.memory_read,
-        backend=found.backend, timings=found.timings, errors=found.errors, left_out=found.left_out,
-        memory={name: peak for name, peak in peaks.items() if peak is not None}, limit=limit,
-    )  # fmt: skip
+        title=row.title,
+        group=row.group,
+        operations=row.operations,
+        memory_read=row.memory_read,
+        backend=found.backend,
+        timings=found.timings,
+        errors=found.errors,
+        left_out=found.left_out,
+        memory={name: peak for name, peak in peaks.items() if peak is not None},
+        limit=limit,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,9 +171,10 @@ class Verdict:
     def __str__(self) -> str:
         unit = "" if self.kind == "share" else "x"
         what = {
-            "each": f"lowest of {self.rows}, at {self.where}", "share": f"lowest of {self.rows}, at {self.where}",
+            "each": f"lowest of {self.rows}, at {self.where}",
+            "share": f"lowest of {self.rows}, at {self.where}",
             "mean": f"geometric mean of {self.rows}",
-        }[self.kind]  # fmt: skip
+        }[self.kind]
         who = "" if self.floor.ours == OURS else f" ({self.floor.ours})"
         verdict = "met" if self.met else "SHORT"
         found = f"{self.found:.3f}{unit} ({what}); floor {self.wanted:g}{unit}: {verdict}"

@@ -70,9 +70,11 @@ class _Usage(ctypes.Structure):
     """What ``mallinfo2`` returns (glibc 2.33 and later): what its heaps hold, and what of that is free, in bytes."""
 
     _fields_ = [
-        ("held", ctypes.c_size_t), *((f"not_read_{place}", ctypes.c_size_t) for place in range(7)),
-        ("free", ctypes.c_size_t), ("not_read_7", ctypes.c_size_t),
-    ]  # fmt: skip
+        ("held", ctypes.c_size_t),
+        *((f"not_read_{place}", ctypes.c_size_t) for place in range(7)),
+        ("free", ctypes.c_size_t),
+        ("not_read_7", ctypes.c_size_t),
+    ]
 
 
 def _give_back_the_last(library: ctypes.CDLL) -> Callable[[], object]:

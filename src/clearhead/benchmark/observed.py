@@ -25,8 +25,12 @@ _HEATMAP, _SINK, _TOP = 64, 4, 8
 #: Heads whose numbers are compared with float64.
 _CHECKED_HEADS: Final = 2
 _SUMS: Final[Mapping[str, object]] = {
-    "lse": True, "max_score": True, "entropy": True, "sink": _SINK, "distance": True,
-}  # fmt: skip
+    "lse": True,
+    "max_score": True,
+    "entropy": True,
+    "sink": _SINK,
+    "distance": True,
+}
 #: What each row asks for.
 WANTS: Final[Mapping[str, Mapping[str, object]]] = {
     "row sums": _SUMS,
@@ -94,11 +98,14 @@ class ObserveRow:
             return _groups(_from_weights(work.inputs[0], work.inputs[1], work.inputs[2], work.hidden, want))
 
         return Case(
-            title=self.title, calls={OURS: ours, PLAIN: work.call(OURS), MATERIALISED: materialised},
-            exact=lambda: _exact(work, want), plain=materialised,
-            checked={OURS: ours, MATERIALISED: materialised}, pick=_first_heads,
+            title=self.title,
+            calls={OURS: ours, PLAIN: work.call(OURS), MATERIALISED: materialised},
+            exact=lambda: _exact(work, want),
+            plain=materialised,
+            checked={OURS: ours, MATERIALISED: materialised},
+            pick=_first_heads,
             backend=lambda: explain_dispatch(*work.inputs, mask=work.mask, want=want).choice or "none",
-        )  # fmt: skip
+        )
 
     def small(self) -> Self:
         """64 tokens."""

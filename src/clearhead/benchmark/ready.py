@@ -52,9 +52,15 @@ def check_backends() -> dict[str, int]:
 def _passes(backend: str, call: _Call, dtype: torch.dtype, training: bool) -> bool:
     """Whether the backend takes the call; its numbers are right then."""
     work = TensorWork(
-        call["shape"], dtype, causal=call["causal"], training=training, kv_heads=call.get("kv_heads"),
-        k_len=call.get("k_len"), window=call.get("window"), asked=backend,
-    )  # fmt: skip
+        call["shape"],
+        dtype,
+        causal=call["causal"],
+        training=training,
+        kv_heads=call.get("kv_heads"),
+        k_len=call.get("k_len"),
+        window=call.get("window"),
+        asked=backend,
+    )
     if work.backend != backend:
         return False
     name = f"{OURS}, backend {backend}"
@@ -64,7 +70,10 @@ def _passes(backend: str, call: _Call, dtype: torch.dtype, training: bool) -> bo
         Case(title=title, calls={name: work.call(OURS)}, exact=exact, plain=plain).check()
     except RuntimeError as error:
         raise UnsupportedError.about(
-            "bench", f"contender {name!r}", must=f"compute '{title}'", got=" ".join(str(error).split()),
+            "bench",
+            f"contender {name!r}",
+            must=f"compute '{title}'",
+            got=" ".join(str(error).split()),
             then="Nothing is timed while a backend is broken.",
-        ) from error  # fmt: skip
+        ) from error
     return True

@@ -61,21 +61,29 @@ class Result(Timed):
         """The result as plain values."""
         contenders = {
             name: {
-                "seconds": timing.to_dict(), "times_clearhead": self.ratio(name), "gflops": self.rate(name),
-                "relative_error": self.errors.get(name), "extra_bytes": self.extra_bytes.get(name),
+                "seconds": timing.to_dict(),
+                "times_clearhead": self.ratio(name),
+                "gflops": self.rate(name),
+                "relative_error": self.errors.get(name),
+                "extra_bytes": self.extra_bytes.get(name),
             }
             for name, timing in self.timings.items()
-        }  # fmt: skip
+        }
         return {
-            **self.setting.to_dict(), "backend": self.backend, "contenders": contenders,
+            **self.setting.to_dict(),
+            "backend": self.backend,
+            "contenders": contenders,
             "left_out": dict(self.left_out),
-        }  # fmt: skip
+        }
 
 
 def measure(
-    setting: Setting, *, repeats: int = 9, seconds: float | None = None,
+    setting: Setting,
+    *,
+    repeats: int = 9,
+    seconds: float | None = None,
     after_round: Callable[[int], None] = lambda done: None,
-) -> Result:  # fmt: skip
+) -> Result:
     """Check that the contenders do the same work, then time them in turns.
 
     Args:
@@ -93,9 +101,14 @@ def measure(
 
 
 def timed(
-    case: Case, *, repeats: int, seconds: float | None = None, fewest: int = 3, memory: bool = False,
+    case: Case,
+    *,
+    repeats: int,
+    seconds: float | None = None,
+    fewest: int = 3,
+    memory: bool = False,
     after_round: Callable[[int], None] = lambda done: None,
-) -> Timed:  # fmt: skip
+) -> Timed:
     """Check a case, then time its contenders and yardsticks in turns; see ``measure``.
 
     Args:
@@ -110,13 +123,21 @@ def timed(
     sizes = {name: peak_extra_bytes(call) for name, call in case.calls.items()} if memory else {}
     # The check has warmed the contenders up.
     timings = interleaved(
-        case.timed, repeats=repeats, warmup=0, seconds=seconds, fewest=fewest, after_round=after_round,
+        case.timed,
+        repeats=repeats,
+        warmup=0,
+        seconds=seconds,
+        fewest=fewest,
+        after_round=after_round,
         apart=case.apart,
-    )  # fmt: skip
+    )
     return Timed(
-        backend=case.backend(), timings=timings, errors=errors, left_out=case.left_out,
+        backend=case.backend(),
+        timings=timings,
+        errors=errors,
+        left_out=case.left_out,
         extra_bytes={name: size for name, size in sizes.items() if size is not None},
-    )  # fmt: skip
+    )
 
 
 def report(results: Sequence[Result], *, command: str, load_before: float | None = None) -> dict[str, Any]:

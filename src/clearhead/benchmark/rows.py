@@ -132,9 +132,14 @@ class AttentionRow:
     def case(self) -> Case:
         """The contenders."""
         work = TensorWork(
-            self.shape, self.dtype, causal=self.causal, training=self.training, kv_heads=self.kv_heads,
-            k_len=self.k_len, window=self.window,
-        )  # fmt: skip
+            self.shape,
+            self.dtype,
+            causal=self.causal,
+            training=self.training,
+            kv_heads=self.kv_heads,
+            k_len=self.k_len,
+            window=self.window,
+        )
         names = [OURS, *(name for name in self.peers if name not in ONNX_OPERATORS)]
         calls = {name: work.call(name, dropout=self.dropout) for name in names}
         foreign, left_out = self._onnx(work)
@@ -143,12 +148,18 @@ class AttentionRow:
         same = [name for name in names if self.window is None or name != SDPA]
         pairs = work.pairs(self.most_checked)
         return Case(
-            title=self.title, calls={**calls, **foreign}, left_out={**left_out, **unmeasured},
-            exact=lambda: work.by_rows(torch.float64, pairs), plain=lambda: work.by_rows(self.dtype, pairs),
+            title=self.title,
+            calls={**calls, **foreign},
+            left_out={**left_out, **unmeasured},
+            exact=lambda: work.by_rows(torch.float64, pairs),
+            plain=lambda: work.by_rows(self.dtype, pairs),
             checked={**{name: work.call(name) for name in same}, **foreign},
-            noisy=names if self.dropout else (), pick=_picker(work, pairs),
-            yardsticks=measure, apart=(PRODUCT, *foreign), backend=lambda: work.backend,
-        )  # fmt: skip
+            noisy=names if self.dropout else (),
+            pick=_picker(work, pairs),
+            yardsticks=measure,
+            apart=(PRODUCT, *foreign),
+            backend=lambda: work.backend,
+        )
 
     def _onnx(self, work: TensorWork) -> tuple[dict[str, Call], dict[str, str]]:
         asked = any(name in ONNX_OPERATORS for name in self.peers)
@@ -158,10 +169,11 @@ class AttentionRow:
         """At most 40 tokens."""
         batch, heads, q_len, head_dim = self.shape
         return replace(
-            self, shape=(min(batch, 2), heads if self.kv_heads else min(heads, 3), min(q_len, 40), min(head_dim, 16)),
+            self,
+            shape=(min(batch, 2), heads if self.kv_heads else min(heads, 3), min(q_len, 40), min(head_dim, 16)),
             k_len=None if self.k_len is None else min(self.k_len, 48),
             window=None if self.window is None else min(self.window, 7),
-        )  # fmt: skip
+        )
 
 
 def _picker(work: TensorWork, pairs: list[tuple[int, int]]) -> Callable[[Groups], Groups]:
@@ -229,11 +241,15 @@ class ModuleRow:
         return Case(
             title=self.title,
             calls={OURS: work.our_call(dropout=self.dropout), MODULE: work.their_call(dropout=self.dropout)},
-            exact=work.exact, plain=work.textbook_call(), left_out=left_out,
+            exact=work.exact,
+            plain=work.textbook_call(),
+            left_out=left_out,
             checked={OURS: work.our_call(), MODULE: work.their_call()},
-            noisy=(OURS, MODULE) if self.dropout else (), yardsticks=measure, apart=(PRODUCT,),
+            noisy=(OURS, MODULE) if self.dropout else (),
+            yardsticks=measure,
+            apart=(PRODUCT,),
             backend=lambda: probe.backend,
-        )  # fmt: skip
+        )
 
     def small(self) -> Self:
         """At most 24 tokens."""
@@ -300,19 +316,28 @@ class EncoderRow:
     def case(self) -> Case:
         """The contenders; torch's own encoder sets how far off the others may be."""
         work = EncoderWork(
-            ragged(self.batch, self.longest), embed_dim=self.embed_dim, num_heads=self.num_heads,
-            num_layers=self.num_layers, feedforward_dim=self.feedforward_dim, dtype=self.dtype,
+            ragged(self.batch, self.longest),
+            embed_dim=self.embed_dim,
+            num_heads=self.num_heads,
+            num_layers=self.num_layers,
+            feedforward_dim=self.feedforward_dim,
+            dtype=self.dtype,
             activation=self.activation,
-        )  # fmt: skip
+        )
         builders = work.contenders
         measure, left_out = yardsticks(self.dtype) if self.yardstick else ({}, {})
         return Case(
-            title=self.title, calls={name: build(self.dropout) for name, build in builders.items()},
-            exact=work.exact, plain=work.their_call(), left_out=left_out,
+            title=self.title,
+            calls={name: build(self.dropout) for name, build in builders.items()},
+            exact=work.exact,
+            plain=work.their_call(),
+            left_out=left_out,
             checked={name: partial(_once, build) for name, build in builders.items()},
-            noisy=tuple(builders) if self.dropout else (), yardsticks=measure, apart=(PRODUCT,),
+            noisy=tuple(builders) if self.dropout else (),
+            yardsticks=measure,
+            apart=(PRODUCT,),
             backend=lambda: work.backend,
-        )  # fmt: skip
+        )
 
     def small(self) -> Self:
         """At most 24 tokens of 32 channels."""

@@ -65,19 +65,23 @@ def suite_sheet(name: str, lines: Sequence[Line], *, judged: bool = True) -> She
         "of limit": any(line.limit for line in lines),
         "GB/s": any(line.memory_read for line in lines),
         "MiB above inputs": any(line.memory for line in lines),
-    }  # fmt: skip
+    }
     shown = [column for column, there in extra.items() if there]
     rows = []
     for line in lines:
         own = {
-            "GFLOP/s": _number(line.rate(OURS), "{:.0f}"), "of product rate": _number(line.share(OURS), "{:.2f}"),
+            "GFLOP/s": _number(line.rate(OURS), "{:.0f}"),
+            "of product rate": _number(line.share(OURS), "{:.2f}"),
             "of limit": _number(line.share_of_limit(OURS), "{:.2f}"),
-            "GB/s": _bandwidths(line, peers), "MiB above inputs": _memories(line, peers),
-        }  # fmt: skip
+            "GB/s": _bandwidths(line, peers),
+            "MiB above inputs": _memories(line, peers),
+        }
         cells = [_cell(line, peer) for peer in (OURS, *peers)]
         rows.append([f"{line.title} ({line.backend})", *cells, *(own[column] for column in shown)])
-    notes = [f"{PRODUCT} 2048x2048x2048 {group}: {middle:.0f} GFLOP/s ({low:.0f} to {high:.0f})"
-             for group, (middle, low, high) in product_rates(lines).items()]  # fmt: skip
+    notes = [
+        f"{PRODUCT} 2048x2048x2048 {group}: {middle:.0f} GFLOP/s ({low:.0f} to {high:.0f})"
+        for group, (middle, low, high) in product_rates(lines).items()
+    ]
     notes += _means(lines, peers)
     if judged:
         notes += [*map(str, verdicts(suite, lines)), *unjudged(suite, lines)]
@@ -132,10 +136,12 @@ def floors_sheet(measured: Mapping[str, Sequence[Line]]) -> Sheet:
         "the first caches; little more is to be had on this machine"
     ] * any(_reach(verdict) for _, verdict in judged)
     return Sheet(
-        title="floors", about="what has to be reached, and what was",
+        title="floors",
+        about="what has to be reached, and what was",
         header=["suite", "rows", "against", "figure", "found", "at the limit", "floor", ""],
-        rows=[[name, *_floor_cells(verdict)] for name, verdict in judged], notes=notes,
-    )  # fmt: skip
+        rows=[[name, *_floor_cells(verdict)] for name, verdict in judged],
+        notes=notes,
+    )
 
 
 def _reach(verdict: Verdict) -> str:
@@ -146,10 +152,14 @@ def _floor_cells(verdict: Verdict) -> list[str]:
     floor = verdict.floor
     rows = f"{floor.group}, {floor.only}" if floor.only else floor.group
     return [
-        rows if floor.ours == OURS else f"{rows} ({floor.ours})", verdict.against,
-        f"mean of {verdict.rows}" if verdict.kind == "mean" else f"lowest of {verdict.rows}", f"{verdict.found:.2f}",
-        _reach(verdict), f"{verdict.wanted:.3g}", "met" if verdict.met else "SHORT",
-    ]  # fmt: skip
+        rows if floor.ours == OURS else f"{rows} ({floor.ours})",
+        verdict.against,
+        f"mean of {verdict.rows}" if verdict.kind == "mean" else f"lowest of {verdict.rows}",
+        f"{verdict.found:.2f}",
+        _reach(verdict),
+        f"{verdict.wanted:.3g}",
+        "met" if verdict.met else "SHORT",
+    ]
 
 
 def grid_sheet(points: Sequence[Point]) -> Sheet:
@@ -157,11 +167,16 @@ def grid_sheet(points: Sequence[Point]) -> Sheet:
     slower = sorted((point for point in points if point.slower), key=lambda point: point.ratio)
     rows = [
         [
-            f"{point.title} ({point.backend})", _microseconds(point.ours), _microseconds(point.theirs),
-            f"{point.ratio:.3f}x", f"{point.noise:.3f}", str(point.rounds), _number(point.against_itself, "{:.3f}x"),
+            f"{point.title} ({point.backend})",
+            _microseconds(point.ours),
+            _microseconds(point.theirs),
+            f"{point.ratio:.3f}x",
+            f"{point.noise:.3f}",
+            str(point.rounds),
+            _number(point.against_itself, "{:.3f}x"),
         ]
         for point in slower
-    ]  # fmt: skip
+    ]
     ratios = [point.ratio for point in points]
     worst = min(points, key=lambda point: point.ratio)
     doubtful = sum(point.doubtful and not point.slower for point in points)
@@ -177,8 +192,13 @@ def grid_sheet(points: Sequence[Point]) -> Sheet:
     if equals:
         notes.append(f"SDPA against itself in {len(equals)} calls timed again: off by at most {max(equals):.3f}")
     header = ["work", f"{OURS}, us", "SDPA, us", "ratio", "standard error", "rounds", "SDPA against itself"]
-    return Sheet(title=GRID, about="calls at which clearhead is slower than SDPA by more than 3 %", header=header,
-                 rows=rows, notes=notes)  # fmt: skip
+    return Sheet(
+        title=GRID,
+        about="calls at which clearhead is slower than SDPA by more than 3 %",
+        header=header,
+        rows=rows,
+        notes=notes,
+    )
 
 
 def _grid_means(points: Sequence[Point]) -> list[str]:

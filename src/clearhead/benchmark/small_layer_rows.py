@@ -25,14 +25,24 @@ ENCODER_LAYER: Final = "nn.TransformerEncoderLayer"
 DECODER_LAYER: Final = "nn.TransformerDecoderLayer"
 #: Batch, tokens, width and heads; a classifier of digits' is among them, and last a small sentence encoder's.
 _SIZES: Final = (
-    (1, 8, 32, 4), (1, 32, 64, 4), (8, 32, 64, 4), (64, 64, 64, 4), (16, 64, 128, 4), (1, 32, 384, 12),
+    (1, 8, 32, 4),
+    (1, 32, 64, 4),
+    (8, 32, 64, 4),
+    (64, 64, 64, 4),
+    (16, 64, 128, 4),
+    (1, 32, 384, 12),
     (1, 128, 384, 12),
-)  # fmt: skip
+)
 #: The same of a decoder's, and tokens of the memory; last a translator's.
 _DECODER_SIZES: Final = (
-    ((1, 8, 32, 4), 8), ((1, 16, 128, 4), 32), ((16, 32, 64, 4), 32), ((16, 64, 128, 4), 64), ((4, 128, 256, 4), 128),
-    ((32, 20, 256, 8), 30), ((8, 64, 512, 8), 64),
-)  # fmt: skip
+    ((1, 8, 32, 4), 8),
+    ((1, 16, 128, 4), 32),
+    ((16, 32, 64, 4), 32),
+    ((16, 64, 128, 4), 64),
+    ((4, 128, 256, 4), 128),
+    ((32, 20, 256, 8), 30),
+    ((8, 64, 512, 8), 64),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +134,14 @@ class SmallLayerRow:
         peer = DECODER_LAYER if memory else ENCODER_LAYER
         builders: dict[str, Callable[[float], Call]] = {OURS: ours, SWAPPED: swapped, peer: torchs}
         return Case(
-            title=self.title, calls={name: build(self.dropout) for name, build in builders.items()}, exact=exact,
-            plain=torchs(0.0), checked={name: _without_dropout(build) for name, build in builders.items()},
-            noisy=tuple(builders) if self.dropout else (), backend=lambda: choice("forward", self.dtype).path,
-        )  # fmt: skip
+            title=self.title,
+            calls={name: build(self.dropout) for name, build in builders.items()},
+            exact=exact,
+            plain=torchs(0.0),
+            checked={name: _without_dropout(build) for name, build in builders.items()},
+            noisy=tuple(builders) if self.dropout else (),
+            backend=lambda: choice("forward", self.dtype).path,
+        )
 
     def _call(
         self, run: Callable[..., Tensor], parameters: Sequence[Tensor], tokens: Sequence[Tensor], upstream: Tensor

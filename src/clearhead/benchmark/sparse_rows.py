@@ -163,10 +163,12 @@ class SparsePoint:
         """The point as plain values."""
         contenders = {
             name: {
-                "seconds": timing.to_dict(), "times_full": self.times_full(name), "relative_error": self.errors[name],
+                "seconds": timing.to_dict(),
+                "times_full": self.times_full(name),
+                "relative_error": self.errors[name],
             }
             for name, timing in self.timings.items()
-        }  # fmt: skip
+        }
         return {"title": self.title, "mode": self.mode, "length": self.length, "contenders": contenders}
 
     @classmethod
@@ -240,10 +242,12 @@ def _checked(row: SparseRow, name: str, one: SparseContender, picked: Tensor) ->
         error, allowance = (float((part.double() - wanted).detach().abs().max()) / size for part in (got, textbook))
         if not error <= _ALLOWANCE * (allowance + torch.finfo(row.dtype).eps):
             raise UnsupportedError.about(
-                "bench", f"contender {name!r}", must=f"compute its pattern in '{row.title}'",
+                "bench",
+                f"contender {name!r}",
+                must=f"compute its pattern in '{row.title}'",
                 got=f"a relative error of {error:.1e} where the textbook formula has {allowance:.1e}",
                 then="What is wrong is not timed.",
-            )  # fmt: skip
+            )
         worst = max(worst, error)
     return worst
 
@@ -291,9 +295,12 @@ def sparse_sheet(points: Sequence[SparsePoint]) -> Sheet:
     worst = max(error for point in points for error in point.errors.values())
     notes.append(f"largest error against float64 on the rows that were checked: {worst:.1e}")
     return Sheet(
-        title=SPARSE, about="cost of sparse patterns against length, and where each overtakes full causal attention",
-        header=["pattern", *map(str, lengths), "overtakes"], rows=rows, notes=notes,
-    )  # fmt: skip
+        title=SPARSE,
+        about="cost of sparse patterns against length, and where each overtakes full causal attention",
+        header=["pattern", *map(str, lengths), "overtakes"],
+        rows=rows,
+        notes=notes,
+    )
 
 
 def _cell(point: SparsePoint, name: str) -> str:

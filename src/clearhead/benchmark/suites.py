@@ -74,11 +74,14 @@ class Suite:
 def _forward() -> list[Row]:
     return [
         AttentionRow(
-            shape=shape, causal=causal, dtype=dtype, yardstick=True,
+            shape=shape,
+            causal=causal,
+            dtype=dtype,
+            yardstick=True,
             peers=(SDPA, *ONNX_OPERATORS) if dtype == torch.float32 else (SDPA,),
         )
         for dtype, shape, causal in product(_DTYPES, _FORWARD, (False, True))
-    ]  # fmt: skip
+    ]
 
 
 def _training() -> list[Row]:
@@ -130,21 +133,35 @@ def _module_small() -> list[Row]:
 def _encoder() -> list[Row]:
     return [
         EncoderRow(
-            batch=16, longest=256, embed_dim=512, num_heads=8, num_layers=4, feedforward_dim=2048, dtype=dtype,
-            dropout=dropout, yardstick=True,
+            batch=16,
+            longest=256,
+            embed_dim=512,
+            num_heads=8,
+            num_layers=4,
+            feedforward_dim=2048,
+            dtype=dtype,
+            dropout=dropout,
+            yardstick=True,
         )
         for dtype, dropout in product(_DTYPES, (0.0, 0.1))
-    ]  # fmt: skip
+    ]
 
 
 def _encoder_gelu() -> list[Row]:
     return [
         EncoderRow(
-            batch=batch, longest=longest, embed_dim=embed_dim, num_heads=heads, num_layers=4,
-            feedforward_dim=4 * embed_dim, dtype=dtype, dropout=dropout, activation="gelu",
+            batch=batch,
+            longest=longest,
+            embed_dim=embed_dim,
+            num_heads=heads,
+            num_layers=4,
+            feedforward_dim=4 * embed_dim,
+            dtype=dtype,
+            dropout=dropout,
+            activation="gelu",
         )
         for dtype, (batch, longest, embed_dim, heads), dropout in product(_DTYPES, _STACKS, (0.0, 0.1))
-    ]  # fmt: skip
+    ]
 
 
 def _observe() -> list[Row]:

@@ -39,9 +39,11 @@ _SQUARE = (
 )  # fmt: skip
 #: The same with another number of keys: ((batch, heads, q_len, head_dim), kv_heads, k_len, with training)
 _OBLONG = (
-    ((1, 32, 1, 128), 8, 1024, False), ((16, 8, 1, 64), None, 512, False), ((8, 8, 32, 64), None, 256, True),
+    ((1, 32, 1, 128), 8, 1024, False),
+    ((16, 8, 1, 64), None, 512, False),
+    ((8, 8, 32, 64), None, 256, True),
     ((1, 8, 16, 64), None, 2048, True),
-)  # fmt: skip
+)
 
 
 def grid_rows() -> list[AttentionRow]:
@@ -123,11 +125,16 @@ def measure_point(row: AttentionRow, *, retry: bool = False) -> Point:
     ours, theirs = (_both(found.timings, *names) for names in ((OURS, _OURS_AGAIN), (SDPA, _SDPA_AGAIN)))
     ratios = paired(theirs, ours)
     return Point(
-        title=row.title, group=f"{'training' if row.training else 'forward'} {row.group}", backend=found.backend,
-        ours=ours.median, theirs=theirs.median, ratio=ratios.median, noise=standard_error(ratios),
+        title=row.title,
+        group=f"{'training' if row.training else 'forward'} {row.group}",
+        backend=found.backend,
+        ours=ours.median,
+        theirs=theirs.median,
+        ratio=ratios.median,
+        noise=standard_error(ratios),
         rounds=len(ratios.runs),
         against_itself=paired(found.timings[_SDPA_AGAIN], found.timings[SDPA]).median if retry else None,
-    )  # fmt: skip
+    )
 
 
 def _both(timings: Mapping[str, Timing], name: str, again: str) -> Timing:
@@ -149,9 +156,13 @@ def standard_error(ratios: Timing) -> float:
 
 
 def walk(
-    rows: Sequence[AttentionRow], *, keep: Callable[[Point], None], told: Callable[[str], None] = lambda title: None,
-    known: Iterable[Point] = (), retry_seconds: float = 180.0,
-) -> list[Point]:  # fmt: skip
+    rows: Sequence[AttentionRow],
+    *,
+    keep: Callable[[Point], None],
+    told: Callable[[str], None] = lambda title: None,
+    known: Iterable[Point] = (),
+    retry_seconds: float = 180.0,
+) -> list[Point]:
     """Every row once; then the doubtful ones again, those that look slowest first, while time lasts.
 
     Args:

@@ -91,9 +91,12 @@ def interleaved(
     """
     if not calls or repeats < 1:
         raise ShapeError.about(
-            "interleaved", "calls" if repeats >= 1 else "repeats", must="be at least one",
-            got="none" if repeats >= 1 else repeats, then="Name what to time and how often.",
-        )  # fmt: skip
+            "interleaved",
+            "calls" if repeats >= 1 else "repeats",
+            must="be at least one",
+            got="none" if repeats >= 1 else repeats,
+            then="Name what to time and how often.",
+        )
     inner = {name: _settle(call, warmup, min_seconds) for name, call in calls.items()}
     names = list(calls)
     runs: dict[str, list[float]] = {name: [] for name in names}

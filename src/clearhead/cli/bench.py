@@ -106,9 +106,12 @@ def _put_together(results: Path, out: Path, shape: list[str] | None = None) -> N
 
     if shape or not measured(out):
         raise UnsupportedError.about(
-            _FUNCTION, "--results", must="have suites, the grid or patterns to show",
-            got="--shape" if shape else f"none of them in {out}", then="Add --suite all, or name a folder with --out.",
-        )  # fmt: skip
+            _FUNCTION,
+            "--results",
+            must="have suites, the grid or patterns to show",
+            got="--shape" if shape else f"none of them in {out}",
+            then="Add --suite all, or name a folder with --out.",
+        )
     write_block(results, block(out))
     typer.echo(f"wrote the block 'bench' into {results}")
 
@@ -135,9 +138,12 @@ def _suites(text: str | None, shape: list[str] | None, with_grid: bool) -> list[
     for name in names:
         if name not in (*SUITES, "all"):
             raise UnsupportedError.about(
-                _FUNCTION, "--suite", must=f"hold only {', '.join(SUITES)}, all", got=repr(name)[:80],
+                _FUNCTION,
+                "--suite",
+                must=f"hold only {', '.join(SUITES)}, all",
+                got=repr(name)[:80],
                 then="'clearhead bench --list' says what they are.",
-            )  # fmt: skip
+            )
     return list(SUITES) if "all" in names else list(dict.fromkeys(names))
 
 
@@ -258,9 +264,12 @@ def _print_sheet(sheet: Sheet) -> None:
 
 
 def _shapes_measured(
-    shapes: Sequence[tuple[int, int, int, int]], dtypes: Sequence[torch.dtype], pace: tuple[int, float | None],
-    out: Path, words: list[str],
-) -> None:  # fmt: skip
+    shapes: Sequence[tuple[int, int, int, int]],
+    dtypes: Sequence[torch.dtype],
+    pace: tuple[int, float | None],
+    out: Path,
+    words: list[str],
+) -> None:
     from clearhead.benchmark import grid, load, report
 
     words = [f"--shape {','.join(map(str, size))}" for size in shapes] + words
@@ -276,15 +285,21 @@ def _shape(text: str) -> tuple[int, int, int, int]:
     sizes = [int(part) for part in parts if part.strip().isascii() and part.strip().isdigit()]
     if len(parts) != 4 or len(sizes) != 4 or min(sizes) < 1:
         raise ShapeError.about(
-            _FUNCTION, "--shape", must="be four whole numbers of at least 1", got=repr(text)[:80],
+            _FUNCTION,
+            "--shape",
+            must="be four whole numbers of at least 1",
+            got=repr(text)[:80],
             then="Write batch,heads,length,head_dim, as in 1,8,512,64.",
-        )  # fmt: skip
+        )
     batch, heads, length, head_dim = sizes
     if length > _LONGEST or batch * heads * length * head_dim > _MOST_NUMBERS:
         raise ShapeError.about(
-            _FUNCTION, "--shape", must=f"have a length of at most {_LONGEST} and {_MOST_NUMBERS} numbers in all",
-            got=repr(text)[:80], then="Measure a smaller one.",
-        )  # fmt: skip
+            _FUNCTION,
+            "--shape",
+            must=f"have a length of at most {_LONGEST} and {_MOST_NUMBERS} numbers in all",
+            got=repr(text)[:80],
+            then="Measure a smaller one.",
+        )
     return batch, heads, length, head_dim
 
 
@@ -295,9 +310,12 @@ def _dtypes(text: str) -> list[torch.dtype]:
     for name in names:
         if name not in _DTYPES:
             raise UnsupportedError.about(
-                _FUNCTION, "--dtype", must=f"hold only {', '.join(_DTYPES)}", got=repr(name)[:80],
+                _FUNCTION,
+                "--dtype",
+                must=f"hold only {', '.join(_DTYPES)}",
+                got=repr(name)[:80],
                 then="Separate them by commas.",
-            )  # fmt: skip
+            )
     return [getattr(torch, name) for name in dict.fromkeys(names)]
 
 
@@ -342,8 +360,11 @@ def _progress(total: int) -> Iterator[_Told]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
-        BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"),
-    )  # fmt: skip
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=total)
         yield _Told(lambda title: bar.update(task, description=title), lambda: bar.advance(task))

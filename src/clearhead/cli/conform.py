@@ -59,10 +59,16 @@ def command(
 
     with _shown_progress() as progress, _to_stderr(), undisturbed(), _importable(target):
         report = verify(
-            _found(target), signature=signature, dtype=_dtype(dtype), device=_device(device), laws=laws or None,
-            examples=examples, linear_memory=linear_memory, name=target,
+            _found(target),
+            signature=signature,
+            dtype=_dtype(dtype),
+            device=_device(device),
+            laws=laws or None,
+            examples=examples,
+            linear_memory=linear_memory,
+            name=target,
             progress=progress,
-        )  # fmt: skip
+        )
     if as_json:
         typer.echo(report.to_json())
     else:
@@ -125,16 +131,22 @@ def _found(target: str) -> Callable[..., Any]:
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
         raise DataError.about(
-            "clearhead conform", "target", must="be MODULE:FUNCTION", got=repr(target),
+            "clearhead conform",
+            "target",
+            must="be MODULE:FUNCTION",
+            got=repr(target),
             then="For example torch.nn.functional:scaled_dot_product_attention, or mine.py:attention.",
-        )  # fmt: skip
+        )
     found: Any = _module(place)
     for part in name.split("."):
         if not hasattr(found, part):
             raise DataError.about(
-                "clearhead conform", "target", must=f"name something in {place}", got=repr(name),
+                "clearhead conform",
+                "target",
+                must=f"name something in {place}",
+                got=repr(name),
                 then="Check the spelling after the colon.",
-            )  # fmt: skip
+            )
         found = getattr(found, part)
     if not callable(found):
         raise DataError.about(
@@ -153,9 +165,12 @@ def _module(place: str) -> Any:
         return _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:
         raise DataError.about(
-            "clearhead conform", "target", must=f"name a module that can be imported, here {place}",
-            got=f"{type(error).__name__}: {error}", then="Give a module, or the path of a file that ends in .py.",
-        ) from error  # fmt: skip
+            "clearhead conform",
+            "target",
+            must=f"name a module that can be imported, here {place}",
+            got=f"{type(error).__name__}: {error}",
+            then="Give a module, or the path of a file that ends in .py.",
+        ) from error
 
 
 def _from_file(path: Path) -> Any:
@@ -201,9 +216,12 @@ def _device(name: str) -> torch.device:
         return torch.device(name)
     except Exception as error:
         raise UnsupportedError.about(
-            "clearhead conform", "--device", must="be a device that torch can use here", got=repr(name),
+            "clearhead conform",
+            "--device",
+            must="be a device that torch can use here",
+            got=repr(name),
             then=" ".join(str(error).split())[:120],
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _print(report: Report) -> None:

@@ -47,23 +47,29 @@ def _sections(found: Diagnosis) -> list[tuple[str, list[tuple[str, str]]]]:
     machine, threads = found.machine, found.threads
     memory = machine["memory"]
     return [
-        ("machine", [
-            ("system", f"{machine['system']}, {machine['architecture']}"),
-            ("processor", f"{machine['processor']}, {machine['cores']} usable cores"),
-            ("memory", "unknown" if memory is None else f"{memory / 2**30:.1f} GiB"),
-            ("instructions", ", ".join(machine["instructions"]) or "none of those that matter are known"),
-            ("accelerators", ", ".join(machine["accelerators"]) or "none"),
-        ]),
-        ("software", [
-            *((name, version) for name, version in found.versions.items()),
-            ("torch build", _build(found.torch)),
-            ("threads", f"{threads['intra_op']} within an operation, {threads['inter_op']} between"),
-            ("variables", ", ".join(f"{k}={v}" for k, v in threads["variables"].items()) or "none set"),
-            ("CPU kernels", found.kernels),
-            ("compiler", "none" if found.compiler is None else " ".join(found.compiler.values())),
-        ]),
+        (
+            "machine",
+            [
+                ("system", f"{machine['system']}, {machine['architecture']}"),
+                ("processor", f"{machine['processor']}, {machine['cores']} usable cores"),
+                ("memory", "unknown" if memory is None else f"{memory / 2**30:.1f} GiB"),
+                ("instructions", ", ".join(machine["instructions"]) or "none of those that matter are known"),
+                ("accelerators", ", ".join(machine["accelerators"]) or "none"),
+            ],
+        ),
+        (
+            "software",
+            [
+                *((name, version) for name, version in found.versions.items()),
+                ("torch build", _build(found.torch)),
+                ("threads", f"{threads['intra_op']} within an operation, {threads['inter_op']} between"),
+                ("variables", ", ".join(f"{k}={v}" for k, v in threads["variables"].items()) or "none set"),
+                ("CPU kernels", found.kernels),
+                ("compiler", "none" if found.compiler is None else " ".join(found.compiler.values())),
+            ],
+        ),
         ("extras", [(extra, _packages(extra, packages)) for extra, packages in found.extras.items()]),
-    ]  # fmt: skip
+    ]
 
 
 def _build(torch: Any) -> str:

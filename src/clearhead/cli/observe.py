@@ -89,9 +89,12 @@ def command(
 def _chunk(reader: Reader, chunk: int | None) -> int:
     if chunk is not None and not 1 <= chunk <= reader.limit:
         raise ShapeError.about(
-            _FUNCTION, "--chunk", must=f"lie from 1 to {reader.limit}, the model's limit", got=chunk,
+            _FUNCTION,
+            "--chunk",
+            must=f"lie from 1 to {reader.limit}, the model's limit",
+            got=chunk,
             then="Leave it out to read as much as it can at once.",
-        )  # fmt: skip
+        )
     return reader.limit if chunk is None else chunk
 
 

@@ -85,9 +85,12 @@ def _again(page_file: Path, out: Path, title: str | None, others: Mapping[str, o
     for name, value in others.items():
         if value not in (None, []):
             raise DataError.about(
-                _FUNCTION, name, must="be left out with a page", got=repr(value)[:80],
+                _FUNCTION,
+                name,
+                must="be left out with a page",
+                got=repr(value)[:80],
                 then="A page holds what it shows.",
-            )  # fmt: skip
+            )
     page = Page.open(page_file)
     if title is not None:
         page = Page({**page.data, "title": title})

@@ -43,9 +43,12 @@ def page_of(model: nn.Module, shown: Digits, facts: list[dict[str, str]]) -> Pag
     kept = {name: _traced(model, ids[None]) for name, ids in zip(names, shown.ids, strict=True)}
     pictures = {name: _picture(ids) for name, ids in zip(names, shown.ids, strict=True)}
     page = view(
-        kept, tokens=[token_name(token) for token in range(TOKENS)], image=pictures, grid=(SIDE, SIDE),
+        kept,
+        tokens=[token_name(token) for token in range(TOKENS)],
+        image=pictures,
+        grid=(SIDE, SIDE),
         title="What a digit classifier looks at",
-    )  # fmt: skip
+    )
     known = versions()
     made_by = (
         f"clearhead {known['clearhead']}, torch {known['torch']}, Python {known['python']}. "

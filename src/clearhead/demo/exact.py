@@ -41,9 +41,12 @@ def exact(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Exact:
     total = grown.sum(axis=-1, keepdims=True)
     weights = grown / total
     return Exact(
-        scores=scores, scaled=scaled, lse=(largest + np.log(total))[..., 0], weights=weights,
+        scores=scores,
+        scaled=scaled,
+        lse=(largest + np.log(total))[..., 0],
+        weights=weights,
         output=np.einsum("bhij,bhjd->bhid", weights, v),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,14 @@ class Agreement:
     def to_dict(self) -> dict[str, Any]:
         """The numbers for JSON."""
         return {
-            "sequences": self.sequences, "worst_difference": self.largest, "layer": self.place[0],
-            "head": self.place[1], "textbook_float32_worst_difference": self.largest_textbook, "holds": self.holds,
+            "sequences": self.sequences,
+            "worst_difference": self.largest,
+            "layer": self.place[0],
+            "head": self.place[1],
+            "textbook_float32_worst_difference": self.largest_textbook,
+            "holds": self.holds,
             "by_layer_and_head": [list(row) for row in self.worst],
-        }  # fmt: skip
+        }
 
 
 def compare(layers: list[Layer]) -> Agreement:

@@ -112,9 +112,13 @@ def _run(settings: Settings, say: _Say, watcher: Watcher, usual_threads: int) ->
     _section(say, "Speed of layer 0's attention", words.speed_lines(speed))
 
     result = Result(
-        accuracy=accuracy, correct=correct, agreement=agreement, speed=speed, page=settings.out / PAGE,
+        accuracy=accuracy,
+        correct=correct,
+        agreement=agreement,
+        speed=speed,
+        page=settings.out / PAGE,
         metrics=settings.out / METRICS,
-    )  # fmt: skip
+    )
     page = page_of(model, shown, _facts(result, len(held_out)))
     metrics = {
         "format": "clearhead-demo", "version": 1, "seed": settings.seed, "recipe": asdict(recipe),
@@ -123,11 +127,15 @@ def _run(settings: Settings, say: _Say, watcher: Watcher, usual_threads: int) ->
         "explained": explained, "float64": agreement.to_dict(), "speed": speed.to_dict(), "page": PAGE,
     }  # fmt: skip
     _write(result, page, metrics)
-    _section(say, "Page", [
-        f"{result.page.resolve()}  ({result.page.stat().st_size / 2**20:.1f} MB, opens offline in any browser)",
-        f"{result.metrics.resolve()}  (the numbers above)",
-        f"all of it took {time.monotonic() - started:.0f} s",
-    ])  # fmt: skip
+    _section(
+        say,
+        "Page",
+        [
+            f"{result.page.resolve()}  ({result.page.stat().st_size / 2**20:.1f} MB, opens offline in any browser)",
+            f"{result.metrics.resolve()}  (the numbers above)",
+            f"all of it took {time.monotonic() - started:.0f} s",
+        ],
+    )
     return result
 
 
@@ -153,15 +161,23 @@ def _section(say: _Say, title: str, lines: Iterable[str]) -> None:
 
 
 def _say_start(
-    say: _Say, model: SequenceClassifier, recipe: Recipe, digits: Digits, held_out: Digits,
+    say: _Say,
+    model: SequenceClassifier,
+    recipe: Recipe,
+    digits: Digits,
+    held_out: Digits,
     settings: Settings,
-) -> None:  # fmt: skip
+) -> None:
     total = len(digits) + len(held_out)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    say(f"{total:,} handwritten digits (scikit-learn), each a sequence of {TOKENS} intensity tokens; "
-        f"{len(digits):,} to train, {len(held_out)} held out")  # fmt: skip
-    say(f"ch.nn.SequenceClassifier from scratch: {recipe.num_layers} layers x {recipe.num_heads} heads, width "
-        f"{recipe.embed_dim}, {parameters:,} parameters; {recipe.epochs} epochs, seed {settings.seed}")  # fmt: skip
+    say(
+        f"{total:,} handwritten digits (scikit-learn), each a sequence of {TOKENS} intensity tokens; "
+        f"{len(digits):,} to train, {len(held_out)} held out"
+    )
+    say(
+        f"ch.nn.SequenceClassifier from scratch: {recipe.num_layers} layers x {recipe.num_heads} heads, width "
+        f"{recipe.embed_dim}, {parameters:,} parameters; {recipe.epochs} epochs, seed {settings.seed}"
+    )
 
 
 def _explain(say: _Say, model: SequenceClassifier, shown: Digits) -> dict[str, Any]:
@@ -178,15 +194,24 @@ def _explain(say: _Say, model: SequenceClassifier, shown: Digits) -> dict[str, A
     seen = explain(model, ids[None], layer=telling.layer, head=telling.head, token=telling.token, tokens=names)
     received = _received(layers[telling.layer], telling.head)
     head_lost = lost[telling.layer][telling.head]
-    _section(say, "One prediction, explained", [
-        *words.explained_lines(ids, number, truth, chances, telling, head_lost, received, seen.weights.tolist()),
-        "",
-        *str(seen).splitlines(),
-    ])  # fmt: skip
+    _section(
+        say,
+        "One prediction, explained",
+        [
+            *words.explained_lines(ids, number, truth, chances, telling, head_lost, received, seen.weights.tolist()),
+            "",
+            *str(seen).splitlines(),
+        ],
+    )
     return {
-        "digit": number, "truth": truth, "predicted": predicted, "probability": chances[predicted],
-        **asdict(telling), "log_probability_lost_without_the_head": head_lost, "worst_difference": seen.difference,
-    }  # fmt: skip
+        "digit": number,
+        "truth": truth,
+        "predicted": predicted,
+        "probability": chances[predicted],
+        **asdict(telling),
+        "log_probability_lost_without_the_head": head_lost,
+        "worst_difference": seen.difference,
+    }
 
 
 def _received(layer: Layer, head: int) -> list[float]:

@@ -45,10 +45,14 @@ class Speed:
     def to_dict(self) -> dict[str, Any]:
         """The numbers for JSON."""
         return {
-            "shape": list(self.shape), "seconds": {OURS: self.ours.to_dict(), TORCH: self.torch.to_dict()},
-            "times_as_fast": self.times, "largest_difference": self.difference, "versions": versions(),
-            "threads": threads(), "machine": machine(),
-        }  # fmt: skip
+            "shape": list(self.shape),
+            "seconds": {OURS: self.ours.to_dict(), TORCH: self.torch.to_dict()},
+            "times_as_fast": self.times,
+            "largest_difference": self.difference,
+            "versions": versions(),
+            "threads": threads(),
+            "machine": machine(),
+        }
 
 
 def as_torch(module: MultiHeadAttention) -> nn.MultiheadAttention:

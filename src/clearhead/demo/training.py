@@ -44,9 +44,15 @@ def new_model(recipe: Recipe, seed: int) -> SequenceClassifier:
     """An untrained classifier of 64 intensity tokens."""
     with seeded(seed):
         model = SequenceClassifier(
-            INTENSITIES, recipe.embed_dim, recipe.num_heads, recipe.num_layers, CLASSES, max_len=TOKENS,
-            dropout=recipe.dropout, feedforward_dim=recipe.feedforward_dim,
-        )  # fmt: skip
+            INTENSITIES,
+            recipe.embed_dim,
+            recipe.num_heads,
+            recipe.num_layers,
+            CLASSES,
+            max_len=TOKENS,
+            dropout=recipe.dropout,
+            feedforward_dim=recipe.feedforward_dim,
+        )
         for part in model.embedding.modules():
             # So few tokens are seen so often that vectors which start far apart learn several times faster.
             if isinstance(part, nn.Embedding):

@@ -37,9 +37,15 @@ def beside(*texts: Sequence[str], gap: str = "   ") -> list[str]:
 
 
 def explained_lines(
-    ids: Tensor, number: int, truth: int, probabilities: Sequence[float], telling: Telling, lost: float,
-    received: Sequence[float], weights: Sequence[float],
-) -> list[str]:  # fmt: skip
+    ids: Tensor,
+    number: int,
+    truth: int,
+    probabilities: Sequence[float],
+    telling: Telling,
+    lost: float,
+    received: Sequence[float],
+    weights: Sequence[float],
+) -> list[str]:
     """One digit, what was predicted, and where its most telling head looks."""
     predicted = max(range(len(probabilities)), key=lambda label: probabilities[label])
     verdict = "which is right" if predicted == truth else f"but it is {truth}"

@@ -66,9 +66,12 @@ def scores_in_full(problem: Problem, batch: int, head: int) -> Floats:
     if problem.q_len * problem.k_len > _MOST_SCORES:
         names = ", ".join(type(rule).__name__ for rule in problem.elementwise)
         raise UnsupportedError.about(
-            FUNCTION, "scores", must=f"be Alibi, RelativeBias, SoftCap or Sink beyond {_MOST_SCORES:,} scores a head",
-            got=f"{names} on {problem.q_len:,} x {problem.k_len:,}", then="View fewer tokens.",
-        )  # fmt: skip
+            FUNCTION,
+            "scores",
+            must=f"be Alibi, RelativeBias, SoftCap or Sink beyond {_MOST_SCORES:,} scores a head",
+            got=f"{names} on {problem.q_len:,} x {problem.k_len:,}",
+            then="View fewer tokens.",
+        )
     group = problem.num_heads // problem.num_kv_heads
     query = problem.query[batch, head].to(problem.work_dtype)
     key = problem.key[batch, head // group].to(problem.work_dtype)
@@ -91,9 +94,12 @@ def mask_of(problem: Problem, mask: Mask, batch: int, head: int) -> dict[str, An
         return {"kind": "runs", "start": pack(start, "i32"), "stop": pack(np.maximum(start, stop), "i32")}
     if problem.q_len * problem.k_len > _MOST_PLACES:
         raise UnsupportedError.about(
-            FUNCTION, "mask", must=f"have keys in runs beyond {_MOST_PLACES:,} places",
-            got=f"{mask!r} on {problem.q_len:,} x {problem.k_len:,}"[:200], then="View fewer tokens.",
-        )  # fmt: skip
+            FUNCTION,
+            "mask",
+            must=f"have keys in runs beyond {_MOST_PLACES:,} places",
+            got=f"{mask!r} on {problem.q_len:,} x {problem.k_len:,}"[:200],
+            then="View fewer tokens.",
+        )
     allowed = allowed_in(problem, batch, head, slice(0, problem.q_len))
     return {"kind": "table", "bits": pack(np.packbits(allowed, axis=1, bitorder="little"), "u8")}
 

@@ -86,12 +86,18 @@ def layer_of(
             for record, rest in zip(records[-len(own) :], outputs_of(one, near, own, values), strict=True):
                 record["rest"] = rest
     return {
-        "name": points.layer, "first": problem.query_offset, "q_len": problem.q_len, "k_len": problem.k_len,
-        "head_dim": problem.head_dim, "value_dim": problem.value_dim, "scale": problem.scale,
-        "num_heads": problem.num_heads, **layer,
+        "name": points.layer,
+        "first": problem.query_offset,
+        "q_len": problem.q_len,
+        "k_len": problem.k_len,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "scale": problem.scale,
+        "num_heads": problem.num_heads,
+        **layer,
         "says": [*([] if problem.mask is None else [repr(problem.mask)]), *map(repr, problem.scores)],
         "heads": sorted(records, key=lambda record: int(record["head"])),
-    }  # fmt: skip
+    }
 
 
 def _check_scores(one: Head, heads: Sequence[int]) -> None:
@@ -101,18 +107,27 @@ def _check_scores(one: Head, heads: Sequence[int]) -> None:
         if not (np.isnan(lse) | np.isposinf(lse)).any() or not all(np.isfinite(each).all() for each in one.exact(head)):
             continue
         raise UnsupportedError.about(
-            FUNCTION, "scores", must="stay within float32 where queries and keys are finite", got="an overflow",
+            FUNCTION,
+            "scores",
+            must="stay within float32 where queries and keys are finite",
+            got="an overflow",
             then="Scale queries, keys or biases down.",
-        )  # fmt: skip
+        )
 
 
 def _observed(problem: Problem, side: int) -> Observation:
     """What the library says of every row, every column and every block of ``side`` by ``side``."""
     most = checked(problem)
     want = Want(
-        lse=True, entropy=True, distance=True, received=True, sink=1, heatmap=side, top_k=most,
+        lse=True,
+        entropy=True,
+        distance=True,
+        received=True,
+        sink=1,
+        heatmap=side,
+        top_k=most,
         rows=None if most else range(problem.q_len),
-    )  # fmt: skip
+    )
     with torch.no_grad():
         return run(FUNCTION, replace(problem, dropout=0.0), want)
 
@@ -148,10 +163,12 @@ def _statistics(seen: Observation, side: int, batch: int, head: int) -> dict[str
     if side == 1:
         return found
     return found | {
-        "entropy": pack_part(numbers(seen.entropy)), "distance": pack_part(numbers(seen.distance)),
-        "first": pack_part(numbers(seen.sink)), "received": pack_part(numbers(seen.received)),
+        "entropy": pack_part(numbers(seen.entropy)),
+        "distance": pack_part(numbers(seen.distance)),
+        "first": pack_part(numbers(seen.sink)),
+        "received": pack_part(numbers(seen.received)),
         "overview": {"side": side, "cells": _roots(cells)},
-    }  # fmt: skip
+    }
 
 
 def _roots(weights: Tensor) -> dict[str, Any]:

@@ -61,9 +61,12 @@ class Page:
         """The page as text: style, script and data inlined under a policy that allows no request."""
         style, script = read(_FILES, "view.css"), bundle(_FILES, _MODULES)
         parts = {
-            "policy": policy(style, script), "title": html.escape(self.data["title"]), "style": style,
-            "script": script, "data": inert(self.data),
-        }  # fmt: skip
+            "policy": policy(style, script),
+            "title": html.escape(self.data["title"]),
+            "style": style,
+            "script": script,
+            "data": inert(self.data),
+        }
         return fill(read(_FILES, "view.html"), parts)
 
     def save(self, path: str | Path) -> Path:
@@ -194,10 +197,15 @@ def view(
             shown = images.get(name)
             if shown is not None:
                 check_grid(shown, problem.k_len)
-            records.append(record | {
-                "queries": shared.place(queries), "tokens": shared.place(keys), "run": place,
-                "image": None if shown is None else shared.image(shown),
-            })  # fmt: skip
+            records.append(
+                record
+                | {
+                    "queries": shared.place(queries),
+                    "tokens": shared.place(keys),
+                    "run": place,
+                    "image": None if shown is None else shared.image(shown),
+                }
+            )
     return Page({
         "format": FORMAT, "version": VERSION, "title": heading or "Attention", "made_by": "clearhead",
         "texts": shared.texts, "masks": shared.masks, "images": shared.images, "facts": [],
@@ -241,17 +249,21 @@ def _points(subject: object, inputs: tuple[Any, ...], layers: Layers, own: Mappi
         return [replace(points, layer=name) for name, points in passed]
     kind = "what ch.observe has seen, statistics alone" if isinstance(subject, Seen) else type(subject).__name__
     raise UnsupportedError.about(
-        FUNCTION, "subject", must="be a model, a ch.trace, several by name, or tensors", got=kind,
+        FUNCTION,
+        "subject",
+        must="be a model, a ch.trace, several by name, or tensors",
+        got=kind,
         then="Run the model within ch.trace(model), or pass it here with its inputs.",
-    )  # fmt: skip
+    )
 
 
 def _numbers(kept: Sequence[Points], heads: int | Sequence[int] | None) -> int:
     """How many numbers the queries and keys on the page are."""
     return sum(
         points.padded.head_dim * (queries * points.padded.q_len + keys * points.padded.k_len)
-        for points in kept for queries, keys in [_counts(points.padded, heads)]
-    )  # fmt: skip
+        for points in kept
+        for queries, keys in [_counts(points.padded, heads)]
+    )
 
 
 def _few_values(kept: Sequence[Points], heads: int | Sequence[int] | None) -> bool:
@@ -275,9 +287,12 @@ def _images(image: Any, grid: tuple[int, int] | None, first: int, runs: list[str
     unknown = sorted(set(by_name) - set(runs))
     if unknown:
         raise ShapeError.about(
-            FUNCTION, "image", must=f"be one picture, or name runs of {', '.join(runs)[:80]}", got=unknown[0][:80],
+            FUNCTION,
+            "image",
+            must=f"be one picture, or name runs of {', '.join(runs)[:80]}",
+            got=unknown[0][:80],
             then="Name them as the runs are named.",
-        )  # fmt: skip
+        )
     return {
         name: picture(one, tuple(np.shape(one)[:2]) if grid is None else grid, first) for name, one in by_name.items()
     }
@@ -305,9 +320,12 @@ def _meant(traced: Trace, layers: Layers) -> set[str]:
 def _plain(tensors: tuple[Any, ...], own: Mapping[str, Any]) -> Points:
     if len(tensors) not in (2, 3):
         raise ShapeError.about(
-            FUNCTION, "inputs", must="be key, and perhaps value, behind query", got=f"{len(tensors) - 1} tensors",
+            FUNCTION,
+            "inputs",
+            must="be key, and perhaps value, behind query",
+            got=f"{len(tensors) - 1} tensors",
             then="Pass view(query, key).",
-        )  # fmt: skip
+        )
     query, key, value = tensors if len(tensors) == 3 else (*tensors, tensors[1])
     problem = Problem.of(FUNCTION, query, key, value, **own)
     with torch.no_grad():
@@ -322,31 +340,43 @@ def _check(kept: Sequence[Points], batch: int) -> int:
     batch = -1 if (number := whole_number(given)) is None else number
     if not kept:
         raise ShapeError.about(
-            FUNCTION, "subject", must="hold a call of attention", got="none",
+            FUNCTION,
+            "subject",
+            must="hold a call of attention",
+            got="none",
             then="Run the model within ch.trace(model), whose record= is True.",
-        )  # fmt: skip
+        )
     for points in kept:
         problem = points.padded
         numbers += problem.head_dim * (problem.num_heads * problem.q_len + problem.num_kv_heads * problem.k_len)
         if not 0 <= batch < problem.batch:
             raise ShapeError.about(
-                FUNCTION, "batch", must=f"be a whole number from 0 to {problem.batch - 1}", got=seen(given),
+                FUNCTION,
+                "batch",
+                must=f"be a whole number from 0 to {problem.batch - 1}",
+                got=seen(given),
                 then="It says which sequence to show.",
-            )  # fmt: skip
+            )
         if problem.q_len == 0 or problem.k_len == 0:
             got = f"{problem.q_len} queries and {problem.k_len} keys"
             raise ShapeError.about(FUNCTION, "tokens", must="be at least one", got=got, then="Give a text.")
         changed = sorted(set(points.edited) & {"scores", "scaled", "masked", "weights"})
         if changed:
             raise UnsupportedError.about(
-                FUNCTION, "trace", must="leave scores and weights to the formula", got=f"edited {', '.join(changed)}",
+                FUNCTION,
+                "trace",
+                must="leave scores and weights to the formula",
+                got=f"edited {', '.join(changed)}",
                 then="Edit queries or keys, or take temperature, or view the model without the edit.",
-            )  # fmt: skip
+            )
     if numbers > _MOST_NUMBERS:
         raise UnsupportedError.about(
-            FUNCTION, "layers", must=f"hold at most {_MOST_NUMBERS:,} numbers in queries and keys", got=f"{numbers:,}",
+            FUNCTION,
+            "layers",
+            must=f"hold at most {_MOST_NUMBERS:,} numbers in queries and keys",
+            got=f"{numbers:,}",
             then="Choose layers= or heads= to look at.",
-        )  # fmt: skip
+        )
     return batch
 
 
@@ -354,9 +384,12 @@ def _written(name: str, text: object) -> str:
     """A text that a file can hold."""
     if not isinstance(text, str) or any("\ud800" <= sign <= "\udfff" for sign in text):
         raise ShapeError.about(
-            FUNCTION, name, must="be text that UTF-8 can write", got=ascii(text)[:80],
+            FUNCTION,
+            name,
+            must="be text that UTF-8 can write",
+            got=ascii(text)[:80],
             then="Leave out halves of surrogate pairs.",
-        )  # fmt: skip
+        )
     return text
 
 
@@ -367,8 +400,9 @@ def _texts(
         key_tokens = tokens
     texts = []
     for name, given, count, first in (
-        ("tokens", tokens, problem.q_len, problem.query_offset), ("key_tokens", key_tokens, problem.k_len, 0),
-    ):  # fmt: skip
+        ("tokens", tokens, problem.q_len, problem.query_offset),
+        ("key_tokens", key_tokens, problem.k_len, 0),
+    ):
         told = range(first, first + count) if given is None else given
         found = texts_of(FUNCTION, name, told, count, "Leave it out to see positions.")
         texts.append([_written(name, each) for each in found])

@@ -27,9 +27,12 @@ def picture(image: Tensor | ArrayLike, grid: tuple[int, int], first: int) -> dic
     sides = [size for given in several(grid) if (size := whole_number(given)) is not None and size >= 1]
     if len(sides) != 2 or len(several(grid)) != 2:
         raise ShapeError.about(
-            FUNCTION, "grid", must="be (rows, columns) of the image's patches", got=seen(grid),
+            FUNCTION,
+            "grid",
+            must="be (rows, columns) of the image's patches",
+            got=seen(grid),
             then="A ViT of 224 pixels and patches of 16 has (14, 14).",
-        )  # fmt: skip
+        )
     then = "It is the key of the first patch: 1 behind a class token."
     place = whole(FUNCTION, "grid_first", first, low=0, then=then)
     return {"pixels": pack(pixels, "u8"), "rows": sides[0], "columns": sides[1], "first": place}
@@ -44,9 +47,12 @@ def check_grid(image: dict[str, Any], k_len: int) -> None:
     last = image["first"] + image["rows"] * image["columns"]
     if last > k_len:
         raise ShapeError.about(
-            FUNCTION, "grid", must=f"have at most the {k_len} keys, with what stands before it",
-            got=f"{image['rows']} x {image['columns']} from key {image['first']} on", then="Count the patches.",
-        )  # fmt: skip
+            FUNCTION,
+            "grid",
+            must=f"have at most the {k_len} keys, with what stands before it",
+            got=f"{image['rows']} x {image['columns']} from key {image['first']} on",
+            then="Count the patches.",
+        )
 
 
 def _array(image: object) -> NDArray[Any]:
@@ -65,9 +71,12 @@ def _pixels(image: Tensor | ArrayLike) -> NDArray[np.uint8]:
         array = array[:, :, None]
     if array.ndim != 3 or array.shape[2] not in (1, 3) or array.size == 0:
         raise ShapeError.about(
-            FUNCTION, "image", must="be [height, width], or [height, width, 3]", got=f"shape {array.shape}",
+            FUNCTION,
+            "image",
+            must="be [height, width], or [height, width, 3]",
+            got=f"shape {array.shape}",
             then="Move channels to the end: image.permute(1, 2, 0).",
-        )  # fmt: skip
+        )
     is_bytes = image.dtype == torch.uint8 if isinstance(image, Tensor) else array.dtype == np.uint8
     if is_bytes:
         return array.astype(np.uint8)

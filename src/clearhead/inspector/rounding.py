@@ -81,8 +81,10 @@ class Named:
         kind = "u16" if self.places.max(initial=0) < 2**16 else "i32"
         counts = np.bincount(self.rows, minlength=self.q_len)
         return {
-            "counts": pack(counts, "u8"), "places": pack(self.places, kind), "fix": pack(self.fix, "i16", unit=unit),
-        }  # fmt: skip
+            "counts": pack(counts, "u8"),
+            "places": pack(self.places, kind),
+            "fix": pack(self.fix, "i16", unit=unit),
+        }
 
 
 @dataclass

@@ -26,8 +26,10 @@ from clearhead.lab.work import Work
 __all__ = ["application", "page_files"]
 
 _TYPES: Final = {
-    "html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8",
-}  # fmt: skip
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+}
 #: Files of the viewer that the page uses too.
 _SHARED: Final = ("dom.js", "colours.js")
 _BODY_SECONDS: Final = 15.0
@@ -62,9 +64,11 @@ def application(works: Iterable[Work], *, desk: Desk, views: Views, limits: Limi
         return _Answer(found, params, desk, limits)
 
     routes = [
-        Route("/", file, methods=["GET"]), Route("/views/{name}", view, methods=["GET"]),
-        Route("/works/{name}", work, methods=["POST"]), Route("/{name}", file, methods=["GET"]),
-    ]  # fmt: skip
+        Route("/", file, methods=["GET"]),
+        Route("/views/{name}", view, methods=["GET"]),
+        Route("/works/{name}", work, methods=["POST"]),
+        Route("/{name}", file, methods=["GET"]),
+    ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _told})
     # A path is what it is: another with a slash more or less is none.
     app.router.redirect_slashes = False
@@ -153,9 +157,13 @@ class _Answer:
             return
         gone = asyncio.ensure_future(_left(receive))
         try:
-            await send({
-                "type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/x-ndjson")],
-            })  # fmt: skip
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [(b"content-type", b"application/x-ndjson")],
+                }
+            )
             last = False
             while not last and not gone.done():
                 line = await self._next(job, lines, gone)

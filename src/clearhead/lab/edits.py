@@ -92,9 +92,11 @@ def edits_of(params: Mapping[str, Any]) -> list[Edit]:
     """The edits that a page has sent."""
     return [
         Edit(
-            layer=asked.whole(record, "layer", 0, _MOST), off=asked.wholes(record, "off", _MOST),
+            layer=asked.whole(record, "layer", 0, _MOST),
+            off=asked.wholes(record, "off", _MOST),
             temperature=asked.number(record, "temperature", *_TEMPERATURES, 1.0),
-            mask=asked.choice(record, "mask", MASKS, "own"), reach=asked.whole(record, "reach", 0, _FARTHEST, 0),
+            mask=asked.choice(record, "mask", MASKS, "own"),
+            reach=asked.whole(record, "reach", 0, _FARTHEST, 0),
         )
         for record in asked.records(params, "edits", _MOST)
-    ]  # fmt: skip
+    ]

@@ -28,9 +28,13 @@ ABOUT: Final = "2 layers of 4 heads that learn in some seconds which verb takes 
 TEXT: Final = "the old birds behind the fox beside the cat"
 
 _NOUNS: Final = (
-    ("dog", "dogs"), ("cat", "cats"), ("bird", "birds"), ("child", "children"), ("sailor", "sailors"),
+    ("dog", "dogs"),
+    ("cat", "cats"),
+    ("bird", "birds"),
+    ("child", "children"),
+    ("sailor", "sailors"),
     ("fox", "foxes"),
-)  # fmt: skip
+)
 _VERBS: Final = (("sleeps", "sleep"), ("sings", "sing"), ("waits", "wait"), ("runs", "run"))
 _ADJECTIVES: Final = ("old", "young", "quiet", "red")
 _BETWEEN: Final = ("near", "behind", "beside")
@@ -112,9 +116,12 @@ def _encode(text: str) -> list[int]:
     if unknown:
         known = ", ".join(VOCABULARY)
         raise DataError.about(
-            "lab", "text", must=f"have only words that the small example knows ({known})",
-            got=", ".join(map(repr, unknown[:5])), then="Use those, or start the lab with a model folder.",
-        )  # fmt: skip
+            "lab",
+            "text",
+            must=f"have only words that the small example knows ({known})",
+            got=", ".join(map(repr, unknown[:5])),
+            then="Use those, or start the lab with a model folder.",
+        )
     return [_PLACES[word] for word in words]
 
 

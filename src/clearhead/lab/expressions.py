@@ -35,9 +35,16 @@ _LETTERS: Final = frozenset(string.ascii_letters + string.digits + "_ .,+-*/%<>=
 
 #: Functions by name, with how few and how many arguments they take.
 FUNCTIONS: Final[Mapping[str, tuple[int, int]]] = {
-    "abs": (1, 1), "floor": (1, 1), "exp": (1, 1), "log": (1, 1), "sqrt": (1, 1), "tanh": (1, 1),
-    "min": (2, 8), "max": (2, 8), "where": (3, 3),
-}  # fmt: skip
+    "abs": (1, 1),
+    "floor": (1, 1),
+    "exp": (1, 1),
+    "log": (1, 1),
+    "sqrt": (1, 1),
+    "tanh": (1, 1),
+    "min": (2, 8),
+    "max": (2, 8),
+    "where": (3, 3),
+}
 
 _SIGNS: Final[Mapping[type[ast.AST], str]] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",

@@ -26,9 +26,12 @@ def of_folder(named: Path) -> Path:
     """
     if not named.is_dir():
         raise DataError.about(
-            "lab", str(named), must="be a model folder", got="a file" if named.exists() else "no such folder",
+            "lab",
+            str(named),
+            must="be a model folder",
+            got="a file" if named.exists() else "no such folder",
             then="Name a run of clearhead train, or a folder of a Hugging Face model.",
-        )  # fmt: skip
+        )
     head = named / "refs" / "main"
     if (named / "snapshots").is_dir() and head.is_file():
         try:
@@ -57,9 +60,12 @@ def _within(root: Path, path: Path, said: str) -> None:
     if _resolved(path, root).is_relative_to(root) or not path.exists():
         return
     raise DataError.about(
-        "lab", str(root), must="hold its files itself", got=f"{said}, which leads out of it",
+        "lab",
+        str(root),
+        must="hold its files itself",
+        got=f"{said}, which leads out of it",
         then="Copy the model with 'cp -rL', or name the folder that holds it all.",
-    )  # fmt: skip
+    )
 
 
 def _resolved(path: Path, root: Path) -> Path:
@@ -99,9 +105,12 @@ def parameters(folder: Path, most: int) -> int:
     count = sum(_numbers(path) for path in folder.glob(_WEIGHTS))
     if count > most:
         raise UnsupportedError.about(
-            "lab", str(folder), must=f"have at most {most:,} parameters", got=f"{count:,}",
+            "lab",
+            str(folder),
+            must=f"have at most {most:,} parameters",
+            got=f"{count:,}",
             then="Look at a smaller model here; ch.observe takes any.",
-        )  # fmt: skip
+        )
     return count
 
 

@@ -69,9 +69,10 @@ class _Room:
         """What there is to choose from, the text to begin with, and the limits that the page tells."""
         limits = self._limits
         return {
-            "models": self._models.listed(), "text": example.TEXT,
+            "models": self._models.listed(),
+            "text": example.TEXT,
             "limits": {"characters": limits.characters, "tokens": limits.tokens},
-        }  # fmt: skip
+        }
 
     def look(self, params: Mapping[str, Any], ticket: Ticket) -> Any:
         """A text's tokens, what the model says of it, and a page of all its heads."""
@@ -109,9 +110,12 @@ class _Room:
         part = reader.framed(ids[: reader.limit])
         if len(part) > self._limits.tokens:
             raise ShapeError.about(
-                "lab", "text", must=f"have at most {self._limits.tokens:,} tokens", got=f"{len(part):,}",
+                "lab",
+                "text",
+                must=f"have at most {self._limits.tokens:,} tokens",
+                got=f"{len(part):,}",
                 then="Use a shorter one; clearhead view takes any length.",
-            )  # fmt: skip
+            )
         note = ""
         if len(ids) > reader.limit:
             note = f"the first {reader.limit:,} of {len(ids):,} tokens, the most that the model reads at once"
@@ -125,8 +129,12 @@ class _Room:
         outlook = loaded.outlook
         layers = [{"name": name, "heads": kept[name].problem.num_heads} for name in kept]
         return {
-            "tokens": text.words, "note": text.note, "layers": layers, "place": text.place, "mask": outlook.mask_text,
-        }  # fmt: skip
+            "tokens": text.words,
+            "note": text.note,
+            "layers": layers,
+            "place": text.place,
+            "mask": outlook.mask_text,
+        }
 
     def _page(self, runs: Mapping[str, _Run], layers: Sequence[str], text: _Text, name: str, ticket: Ticket) -> str:
         """The name of a page of some layers of the runs."""
@@ -135,9 +143,12 @@ class _Room:
         if sum(sizes) * len(runs) > self._limits.numbers:
             fit = int(self._limits.numbers / (len(runs) * max(sizes)))
             raise UnsupportedError.about(
-                "lab", "layers", must=f"be at most {fit} of a text of {len(text.ids):,} tokens", got=len(layers),
+                "lab",
+                "layers",
+                must=f"be at most {fit} of a text of {len(text.ids):,} tokens",
+                got=len(layers),
                 then="Name those to show, such as 0, 3, or use a shorter text.",
-            )  # fmt: skip
+            )
         count = len(layers) * len(runs)
 
         def begun(place: int) -> None:

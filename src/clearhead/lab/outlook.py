@@ -23,8 +23,11 @@ _TOP: Final = 10
 _MOST_CLASSES: Final = 50
 #: What the last part of a class's name in transformers says of its head.
 _HEADS: Final[Mapping[str, str]] = {
-    "LMHeadModel": "next", "ForCausalLM": "next", "ForMaskedLM": "mask", "ForSequenceClassification": "class",
-}  # fmt: skip
+    "LMHeadModel": "next",
+    "ForCausalLM": "next",
+    "ForMaskedLM": "mask",
+    "ForSequenceClassification": "class",
+}
 
 
 @dataclass(frozen=True)
@@ -137,9 +140,13 @@ def _states(output: Any) -> Tensor:
 
 
 def read_out(
-    outlook: Outlook, words: Callable[[list[int]], list[str]], ids: Sequence[int], place: int, before: Tensor,
+    outlook: Outlook,
+    words: Callable[[list[int]], list[str]],
+    ids: Sequence[int],
+    place: int,
+    before: Tensor,
     after: Tensor | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """What two runs said, side by side, as the page shows it; ``after`` None where there was but one."""
     texts = words(list(ids))
     if outlook.kind == "states":

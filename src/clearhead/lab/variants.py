@@ -69,10 +69,12 @@ def menu(params: Mapping[str, Any], ticket: Ticket) -> dict[str, Any]:
     """What can be chosen."""
     return {
         "starts": [start.as_json() for start in STARTS],
-        "masks": [kind.as_json() for kind in MASKS.values()], "rules": [kind.as_json() for kind in RULES.values()],
+        "masks": [kind.as_json() for kind in MASKS.values()],
+        "rules": [kind.as_json() for kind in RULES.values()],
         "heads": [{"name": head.name, "says": head.says} for head in HEADS],
-        "tokens": {"start": _TOKENS.start, "low": _TOKENS.low, "high": _TOKENS.high}, "parts": _MOST_PARTS,
-    }  # fmt: skip
+        "tokens": {"start": _TOKENS.start, "low": _TOKENS.low, "high": _TOKENS.high},
+        "parts": _MOST_PARTS,
+    }
 
 
 def compute(params: Mapping[str, Any], ticket: Ticket) -> dict[str, Any]:
@@ -93,15 +95,17 @@ def compute(params: Mapping[str, Any], ticket: Ticket) -> dict[str, Any]:
     plain = (query @ key.transpose(-2, -1)) / math.sqrt(DIM)
     report = explain_dispatch(query.float(), key.float(), value.float(), **options)
     return {
-        "words": words(variant.tokens), "mask": _shape(variant, allowed, indices),
+        "words": words(variant.tokens),
+        "mask": _shape(variant, allowed, indices),
         "before": _seen(before, plain, torch.ones_like(allowed), variant.head),
-        "after": _seen(after, scores, allowed, variant.head), "curve": _curve(variant, indices),
+        "after": _seen(after, scores, allowed, variant.head),
+        "curve": _curve(variant, indices),
         "dispatch": {
             "choice": report.choice,
             "reasons": [{"name": name, "against": list(against)} for name, against in report.reasons.items()],
         },
         "python": _python(variant),
-    }  # fmt: skip
+    }
 
 
 def _read(params: Mapping[str, Any]) -> Variant:
@@ -119,10 +123,15 @@ def _read(params: Mapping[str, Any]) -> Variant:
         raise ShapeError.about(FUNCTION, "rules", must="hold one Sink at most", got="several", then="Take one away.")
     mask, mask_python = _combined(masks)
     return Variant(
-        tokens=tokens, head=names.index(head), mask=mask, mask_python=mask_python,
-        rules=tuple(part.made for _, part in rules), rules_python=tuple(part.python for _, part in rules),
-        parts=tuple(part for _, part in (*masks, *rules)), temperature=temperature,
-    )  # fmt: skip
+        tokens=tokens,
+        head=names.index(head),
+        mask=mask,
+        mask_python=mask_python,
+        rules=tuple(part.made for _, part in rules),
+        rules_python=tuple(part.python for _, part in rules),
+        parts=tuple(part for _, part in (*masks, *rules)),
+        temperature=temperature,
+    )
 
 
 def _parts(what: str, given: object, kinds: Mapping[str, Kind], tokens: int) -> list[tuple[Mapping[str, Any], Part]]:
@@ -139,9 +148,12 @@ def _parts(what: str, given: object, kinds: Mapping[str, Kind], tokens: int) -> 
         kind = kinds.get(asked["kind"]) if isinstance(asked.get("kind"), str) else None
         if kind is None:
             raise ShapeError.about(
-                FUNCTION, f"{what} {place + 1}", must=f"be one of {', '.join(kinds)}", got=repr(asked.get("kind"))[:40],
+                FUNCTION,
+                f"{what} {place + 1}",
+                must=f"be one of {', '.join(kinds)}",
+                got=repr(asked.get("kind"))[:40],
                 then="Choose one.",
-            )  # fmt: skip
+            )
         try:
             made.append((asked, kind.part(asked.get("values", {}), tokens, f"own_{what}_{place + 1}")))
         except ClearheadError as failure:
@@ -189,10 +201,12 @@ def _check(scores: Tensor, allowed: Tensor) -> None:
     if bool(wrong.any()):
         query, key = wrong.nonzero()[0].tolist()
         raise ShapeError.about(
-            FUNCTION, "rules", must="give finite scores where the mask allows",
+            FUNCTION,
+            "rules",
+            must="give finite scores where the mask allows",
             got=f"{float(scores[query, key])} at q_pos {query}, k_pos {key}",
             then="Keep log and sqrt above 0, and do not divide by 0; a mask can leave such places out.",
-        )  # fmt: skip
+        )
 
 
 def _shape(variant: Variant, allowed: Tensor, indices: tuple[Tensor, Tensor, Tensor, Tensor]) -> dict[str, Any]:
@@ -207,15 +221,20 @@ def _shape(variant: Variant, allowed: Tensor, indices: tuple[Tensor, Tensor, Ten
         tiles = every[0, variant.head if every.shape[1] > 1 else 0]
     runs = mask is None or mask.intervals(indices[0], indices[1], indices[2], variant.tokens) is not None
     return {
-        "python": variant.mask_python, "allowed": ["".join("1" if may else "0" for may in row) for row in own.tolist()],
-        "fraction": float(own.double().mean()), "counts": counts.tolist(),
-        "empty": [query for query, count in enumerate(counts.tolist()) if count == 0], "runs": runs,
+        "python": variant.mask_python,
+        "allowed": ["".join("1" if may else "0" for may in row) for row in own.tolist()],
+        "fraction": float(own.double().mean()),
+        "counts": counts.tolist(),
+        "empty": [query for query, count in enumerate(counts.tolist()) if count == 0],
+        "runs": runs,
         "tiles": {
-            "side": side, "kinds": tiles.tolist(),
-            "empty": int((tiles == EMPTY).sum()), "partial": int((tiles == PARTIAL).sum()),
+            "side": side,
+            "kinds": tiles.tolist(),
+            "empty": int((tiles == EMPTY).sum()),
+            "partial": int((tiles == PARTIAL).sum()),
             "full": int((tiles == FULL).sum()),
         },
-    }  # fmt: skip
+    }
 
 
 def _numbers(values: Tensor) -> Any:
@@ -231,10 +250,12 @@ def _seen(seen: Observation, scores: Tensor, allowed: Tensor, head: int) -> dict
     assert seen.distance is not None
     weights = seen.rows[0, head]
     return {
-        "weights": _numbers(weights), "scores": _numbers(scores[0, head].masked_fill(~allowed[head], -torch.inf)),
-        "entropy": _numbers(seen.entropy[0, head]), "distance": _numbers(seen.distance[0, head]),
+        "weights": _numbers(weights),
+        "scores": _numbers(scores[0, head].masked_fill(~allowed[head], -torch.inf)),
+        "entropy": _numbers(seen.entropy[0, head]),
+        "distance": _numbers(seen.distance[0, head]),
         "mass": _numbers(weights.sum(dim=1)),
-    }  # fmt: skip
+    }
 
 
 def _curve(variant: Variant, indices: tuple[Tensor, ...]) -> dict[str, Any]:
@@ -255,9 +276,10 @@ def _curve(variant: Variant, indices: tuple[Tensor, ...]) -> dict[str, Any]:
         "relative": relative,
         "distances": list(range(1 - tokens, tokens)) if relative else [],
         "values": _numbers(by_distance) if relative else [],
-        "scores": _SCORES.tolist(), "answers": _numbers(answers),
+        "scores": _SCORES.tolist(),
+        "answers": _numbers(answers),
         "shifts": bool((answers - _SCORES).max() - (answers - _SCORES).min() < 1e-9),
-    }  # fmt: skip
+    }
 
 
 def _along_diagonals(square: Tensor) -> bool:

@@ -42,9 +42,12 @@ class Views:
         html = page.html.encode()
         if len(html) > self._limits.view_bytes:
             raise UnsupportedError.about(
-                "look", "page", must=f"have at most {self._limits.view_bytes / 1e6:.0f} MB",
-                got=f"{len(html) / 1e6:.0f}", then="Show fewer layers, or a shorter text.",
-            )  # fmt: skip
+                "look",
+                "page",
+                must=f"have at most {self._limits.view_bytes / 1e6:.0f} MB",
+                got=f"{len(html) / 1e6:.0f}",
+                then="Show fewer layers, or a shorter text.",
+            )
         name = secrets.token_urlsafe(16)
         with self._lock:
             self._pages[name] = html

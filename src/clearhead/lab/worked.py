@@ -43,11 +43,13 @@ def compute(params: Mapping[str, Any], ticket: Ticket) -> dict[str, Any]:
     steps = [*_projections(sheet, points), *_heads(sheet, points), *_joined(sheet, output)]
     again = points.weights @ points.value
     return {
-        "steps": steps, "scale": sheet.scale, "head_dim": sheet.head_dim,
+        "steps": steps,
+        "scale": sheet.scale,
+        "head_dim": sheet.head_dim,
         "mask": "none" if sheet.mask is None else type(sheet.mask).__name__,
         "empty": [row for row, any_key in enumerate(sheet.allowed.any(dim=1).tolist()) if not any_key],
         "difference": float((again - points.head_outputs).abs().max()),
-    }  # fmt: skip
+    }
 
 
 def exported(params: Mapping[str, Any], ticket: Ticket) -> dict[str, str]:
@@ -61,14 +63,26 @@ def _side_by_side(heads: Tensor) -> Tensor:
 
 
 def _step(
-    name: str, symbol: str, title: str, formula: str, shapes: str, values: Tensor, recipe: dict[str, Any],
+    name: str,
+    symbol: str,
+    title: str,
+    formula: str,
+    shapes: str,
+    values: Tensor,
+    recipe: dict[str, Any],
     head: int | None = None,
-) -> Step:  # fmt: skip
+) -> Step:
     return {
-        "id": name if head is None else f"{name}.{head}", "name": name, "symbol": symbol, "title": title,
-        "formula": formula, "shapes": f"{shapes} → {_shape(values)}", "head": head, "recipe": recipe,
+        "id": name if head is None else f"{name}.{head}",
+        "name": name,
+        "symbol": symbol,
+        "title": title,
+        "formula": formula,
+        "shapes": f"{shapes} → {_shape(values)}",
+        "head": head,
+        "recipe": recipe,
         "values": [[number if math.isfinite(number) else None for number in row] for row in values.tolist()],
-    }  # fmt: skip
+    }
 
 
 def _shape(table: Tensor) -> str:
@@ -77,15 +91,21 @@ def _shape(table: Tensor) -> str:
 
 def _projections(sheet: Sheet, points: Points) -> Iterator[Step]:
     for letter, title, heads in (
-        ("q", "queries", points.query), ("k", "keys", points.key), ("v", "values", points.value)
-    ):  # fmt: skip
+        ("q", "queries", points.query),
+        ("k", "keys", points.key),
+        ("v", "values", points.value),
+    ):
         weight, bias, symbol = f"W_{letter}", f"b_{letter}", letter.upper()
         biased = bool(sheet.biases)
         yield _step(
-            symbol, symbol, title, f"{symbol} = X · {weight}" + (f" + {bias}" if biased else ""),
-            f"{_shape(sheet.X)} · {_shape(sheet.weights[weight])}", _side_by_side(heads),
+            symbol,
+            symbol,
+            title,
+            f"{symbol} = X · {weight}" + (f" + {bias}" if biased else ""),
+            f"{_shape(sheet.X)} · {_shape(sheet.weights[weight])}",
+            _side_by_side(heads),
             {"kind": "product", "left": "X", "right": weight, "bias": bias if biased else None},
-        )  # fmt: skip
+        )
 
 
 def _heads(sheet: Sheet, points: Points) -> Iterator[Step]:
@@ -98,8 +118,10 @@ def _heads(sheet: Sheet, points: Points) -> Iterator[Step]:
 def _split(sheet: Sheet, points: Points, head: int) -> Iterator[Step]:
     first = head * sheet.head_dim
     for symbol, title, heads in (
-        ("Q", "queries", points.query), ("K", "keys", points.key), ("V", "values", points.value)
-    ):  # fmt: skip
+        ("Q", "queries", points.query),
+        ("K", "keys", points.key),
+        ("V", "values", points.value),
+    ):
         own = f"{symbol}{_BELOW[head]}"
         formula = f"{own} = columns {first + 1} to {first + sheet.head_dim} of {symbol}"
         whole = f"{sheet.X.shape[0]}×{sheet.heads * sheet.head_dim}"
@@ -118,28 +140,55 @@ def _attention(sheet: Sheet, points: Points, head: int) -> Iterator[Step]:
         return f"{name}{below}"
 
     yield _step(
-        "scores", symbol("S"), "scores", f"{symbol('S')} = {symbol('Q')} · {symbol('K')}ᵀ",
-        f"{_shape(query)} · {key.shape[1]}×{key.shape[0]}", points.scores[0, head],
-        {"kind": "dots", "left": f"Q{behind}", "right": f"K{behind}"}, head,
-    )  # fmt: skip
+        "scores",
+        symbol("S"),
+        "scores",
+        f"{symbol('S')} = {symbol('Q')} · {symbol('K')}ᵀ",
+        f"{_shape(query)} · {key.shape[1]}×{key.shape[0]}",
+        points.scores[0, head],
+        {"kind": "dots", "left": f"Q{behind}", "right": f"K{behind}"},
+        head,
+    )
     yield _step(
-        "scaled", symbol("Z"), "scaled scores",
+        "scaled",
+        symbol("Z"),
+        "scaled scores",
         f"{symbol('Z')} = {symbol('S')} / {root}" if root else f"{symbol('Z')} = {symbol('S')} × {sheet.scale:.4g}",
-        square, points.scaled[0, head], {"kind": "scaled", "of": f"scores.{head}"}, head,
-    )  # fmt: skip
+        square,
+        points.scaled[0, head],
+        {"kind": "scaled", "of": f"scores.{head}"},
+        head,
+    )
     yield _step(
-        "masked", symbol("M"), "masked scores", f"{symbol('M')} = {symbol('Z')}, or −∞ where forbidden",
-        square, points.masked[0, head], {"kind": "masked", "of": f"scaled.{head}"}, head,
-    )  # fmt: skip
+        "masked",
+        symbol("M"),
+        "masked scores",
+        f"{symbol('M')} = {symbol('Z')}, or −∞ where forbidden",
+        square,
+        points.masked[0, head],
+        {"kind": "masked", "of": f"scaled.{head}"},
+        head,
+    )
     yield _step(
-        "weights", symbol("A"), "weights", f"{symbol('A')} = softmax({symbol('M')}) by row", square,
-        points.weights[0, head], {"kind": "softmax", "of": f"masked.{head}"}, head,
-    )  # fmt: skip
+        "weights",
+        symbol("A"),
+        "weights",
+        f"{symbol('A')} = softmax({symbol('M')}) by row",
+        square,
+        points.weights[0, head],
+        {"kind": "softmax", "of": f"masked.{head}"},
+        head,
+    )
     yield _step(
-        "output", symbol("O"), f"output of head {head + 1}" if many else "output",
-        f"{symbol('O')} = {symbol('A')} · {symbol('V')}", f"{square} · {_shape(value)}", points.head_outputs[0, head],
-        {"kind": "product", "left": f"weights.{head}", "right": f"V{behind}", "bias": None}, head,
-    )  # fmt: skip
+        "output",
+        symbol("O"),
+        f"output of head {head + 1}" if many else "output",
+        f"{symbol('O')} = {symbol('A')} · {symbol('V')}",
+        f"{square} · {_shape(value)}",
+        points.head_outputs[0, head],
+        {"kind": "product", "left": f"weights.{head}", "right": f"V{behind}", "bias": None},
+        head,
+    )
 
 
 def _joined(sheet: Sheet, output: Tensor) -> Iterator[Step]:

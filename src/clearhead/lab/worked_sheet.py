@@ -61,14 +61,19 @@ class Sheet:
             wanted = (tokens.shape[1], columns)
             if tuple(weight.shape) != wanted:
                 raise _wrong(
-                    name, f"be {wanted[0]} × {wanted[1]}, X's columns by W_q's columns",
-                    f"{weight.shape[0]} × {weight.shape[1]}", "Add or take away rows and columns of all three.",
-                )  # fmt: skip
+                    name,
+                    f"be {wanted[0]} × {wanted[1]}, X's columns by W_q's columns",
+                    f"{weight.shape[0]} × {weight.shape[1]}",
+                    "Add or take away rows and columns of all three.",
+                )
         return cls(
-            X=tokens, weights=weights, biases=_biases(params, columns),
-            allowed=_allowed(params.get("allowed"), tokens.shape[0]), own_scale=_scale(params.get("scale")),
+            X=tokens,
+            weights=weights,
+            biases=_biases(params, columns),
+            allowed=_allowed(params.get("allowed"), tokens.shape[0]),
+            own_scale=_scale(params.get("scale")),
             heads=_heads(params.get("heads", 1), columns),
-        )  # fmt: skip
+        )
 
     @property
     def head_dim(self) -> int:
@@ -123,9 +128,11 @@ def _table(name: str, value: object) -> Tensor:
         raise _wrong(name, "be a table, rows of numbers", _shown(value), "Send a list of lists.")
     if len(value) > LIMITS["tokens"] or any(len(row) != len(value[0]) or len(row) > LIMITS["columns"] for row in value):
         raise _wrong(
-            name, f"have rows of one length, at most {LIMITS['tokens']:.0f} × {LIMITS['columns']:.0f}",
-            f"{len(value)} rows of {sorted({len(row) for row in value})[:4]}", "Take some away.",
-        )  # fmt: skip
+            name,
+            f"have rows of one length, at most {LIMITS['tokens']:.0f} × {LIMITS['columns']:.0f}",
+            f"{len(value)} rows of {sorted({len(row) for row in value})[:4]}",
+            "Take some away.",
+        )
     rows = [
         [_number(f"{name} row {at + 1} column {place + 1}", cell) for place, cell in enumerate(row)]
         for at, row in enumerate(value)

@@ -20,8 +20,13 @@ from clearhead.problem import scale_of
 from clearhead.shapes import Float
 
 __all__ = [
-    "CHUNK", "default_decay", "delta_attention", "gated_linear_attention", "linear_attention", "retention",
-]  # fmt: skip
+    "CHUNK",
+    "default_decay",
+    "delta_attention",
+    "gated_linear_attention",
+    "linear_attention",
+    "retention",
+]
 
 #: Tokens of a chunk: at 64 channels products within chunks and with the state are as large.
 CHUNK: Final = 64
@@ -95,9 +100,12 @@ def linear_attention(
     scale = scale_of(name, scale, query.dtype)
     if chosen.only_normalized and not normalized:
         raise UnsupportedError.about(
-            name, "normalize", must=f"be True with {chosen.name}", got="False",
+            name,
+            "normalize",
+            must=f"be True with {chosen.name}",
+            got="False",
             then="Its queries are divided by their largest feature, which only the normaliser cancels.",
-        )  # fmt: skip
+        )
     member = Member(function=name, feature_map=chosen, normalized=normalized, scale=1.0 if normalized else scale)
     return run(member, query, key, value, causal, state, mask, form, chunk_size)
 
@@ -150,11 +158,13 @@ def retention(
     heads = key.shape[-3] if key.ndim > 2 else 1
     found = check_decay(name, _decays(heads) if decay is None else decay, heads)
     member = Member(
-        function=name, feature_map=as_feature_map(name, feature_map, query.shape[-1]), normalized=False,
+        function=name,
+        feature_map=as_feature_map(name, feature_map, query.shape[-1]),
+        normalized=False,
         scale=_scale(name, scale, query),
         log_decay=_logarithms(found, key)[:, None, None].expand(heads, key.shape[-2], 1),
         faint=learns_faint_decays(found),
-    )  # fmt: skip
+    )
     return run(member, query, key, value, True, state, mask, form, chunk_size)
 
 
@@ -207,9 +217,13 @@ def gated_linear_attention(
     chosen = as_feature_map(name, feature_map, query.shape[-1])
     check_gate(name, log_gate, key, chosen.features(key.shape[-1]))
     member = Member(
-        function=name, feature_map=chosen, normalized=False, scale=_scale(name, scale, query), log_decay=log_gate,
+        function=name,
+        feature_map=chosen,
+        normalized=False,
+        scale=_scale(name, scale, query),
+        log_decay=log_gate,
         gated=True,
-    )  # fmt: skip
+    )
     return run(member, query, key, value, True, state, mask, form, chunk_size)
 
 
@@ -269,9 +283,14 @@ def delta_attention(
     if log_gate is not None:
         check_gate(name, log_gate, key, chosen.features(key.shape[-1]))
     member = Member(
-        function=name, feature_map=chosen, normalized=False,
-        scale=_scale(name, scale, query), log_decay=log_gate, rate=rate[..., None], gated=True,
-    )  # fmt: skip
+        function=name,
+        feature_map=chosen,
+        normalized=False,
+        scale=_scale(name, scale, query),
+        log_decay=log_gate,
+        rate=rate[..., None],
+        gated=True,
+    )
     return run(member, query, key, value, True, state, mask, form, chunk_size)
 
 

@@ -32,9 +32,12 @@ def check_tensors(function: str, query: object, key: object, value: object) -> N
             dense(function, name, part)
         if not isinstance(part, Tensor) or part.ndim not in (2, 3, 4):
             raise ShapeError.about(
-                function, name, must="have axes [batch, heads, len, head_dim], the first two or one of them left out",
-                got=_seen(part), then="Split the embedding into heads first.",
-            )  # fmt: skip
+                function,
+                name,
+                must="have axes [batch, heads, len, head_dim], the first two or one of them left out",
+                got=_seen(part),
+                then="Split the embedding into heads first.",
+            )
         if part.dtype not in _DTYPES:
             raise UnsupportedError.about(
                 function, name, must="be floating point", got=part.dtype, then="Convert with .to(torch.float32)."
@@ -45,21 +48,31 @@ def check_tensors(function: str, query: object, key: object, value: object) -> N
     for name, part in (("key", key), ("value", value)):
         if part.dtype != query.dtype or part.device != query.device:
             raise UnsupportedError.about(
-                function, name, must=f"have query's dtype and device, {query.dtype} on {query.device}",
-                got=f"{part.dtype} on {part.device}", then="Convert one of them with .to().",
-            )  # fmt: skip
+                function,
+                name,
+                must=f"have query's dtype and device, {query.dtype} on {query.device}",
+                got=f"{part.dtype} on {part.device}",
+                then="Convert one of them with .to().",
+            )
         if part.ndim != query.ndim or part.shape[:-3] != query.shape[:-3] or part.shape[:-2] != key.shape[:-2]:
             raise ShapeError.about(
-                function, name, must=f"have {'query' if part is key else 'key'}'s batch and heads, as in "
-                f"{tuple((query if part is key else key).shape)}", got=_seen(part), then="Split both alike.",
-            )  # fmt: skip
+                function,
+                name,
+                must=f"have {'query' if part is key else 'key'}'s batch and heads, as in "
+                f"{tuple((query if part is key else key).shape)}",
+                got=_seen(part),
+                then="Split both alike.",
+            )
     heads, kv_heads = (part.shape[-3] if part.ndim > 2 else 1 for part in (query, key))
     shared = heads > 0 and heads % kv_heads == 0 if kv_heads else heads == 0
     if not shared:
         raise ShapeError.about(
-            function, "key", must=f"have a number of heads that divides query's {heads}", got=_seen(key),
+            function,
+            "key",
+            must=f"have a number of heads that divides query's {heads}",
+            got=_seen(key),
             then="Grouped heads: each head of keys serves as many heads of queries.",
-        )  # fmt: skip
+        )
     for name, part in (("query", query), ("value", value)):
         if part.shape[-1] == 0:
             raise ShapeError.about(
@@ -85,9 +98,12 @@ def check_chunk(function: str, chunk_size: object) -> int:
     found = whole_number(chunk_size)
     if found is None or not 1 <= found <= FARTHEST or found & (found - 1):
         raise ShapeError.about(
-            function, "chunk_size", must="be a power of two up to 2**48", got=seen(chunk_size),
+            function,
+            "chunk_size",
+            must="be a power of two up to 2**48",
+            got=seen(chunk_size),
             then="Usual: 64 or 128.",
-        )  # fmt: skip
+        )
     return found
 
 
@@ -95,9 +111,12 @@ def check_lengths(function: str, query: Tensor, key: Tensor) -> None:
     """One key per query, where keys have an order."""
     if query.shape[-2] != key.shape[-2]:
         raise ShapeError.about(
-            function, "query", must=f"have as many tokens as key, {key.shape[-2]}, where their order counts",
-            got=_seen(query), then="Earlier tokens belong in state=.",
-        )  # fmt: skip
+            function,
+            "query",
+            must=f"have as many tokens as key, {key.shape[-2]}, where their order counts",
+            got=_seen(query),
+            then="Earlier tokens belong in state=.",
+        )
 
 
 def check_decay(function: str, decay: object, heads: int) -> Tensor:
@@ -106,9 +125,12 @@ def check_decay(function: str, decay: object, heads: int) -> Tensor:
     found = decay if isinstance(decay, Tensor) else tensor_of(decay, torch.float64)
     if found is None or found.shape != (heads,) or found.is_complex() or not _decays(found):
         raise ShapeError.about(
-            function, "decay", must=f"be {heads} numbers above 0 and at most 1, one per head",
-            got=_told_decay(decay, found, heads), then="Usual: 1 - 2^(-5 - head).",
-        )  # fmt: skip
+            function,
+            "decay",
+            must=f"be {heads} numbers above 0 and at most 1, one per head",
+            got=_told_decay(decay, found, heads),
+            then="Usual: 1 - 2^(-5 - head).",
+        )
     # Of a tensor's own numbers: not every device has float64.
     return found.to(torch.promote_types(found.dtype, torch.float32))
 
@@ -144,14 +166,20 @@ def check_gate(function: str, log_gate: object, key: Tensor, features: int) -> N
     """Logarithms of gates per token, one for all channels or one each; their numbers are looked at later."""
     if not isinstance(log_gate, Tensor) or log_gate.ndim != key.ndim or log_gate.shape[:-1] != key.shape[:-1]:
         raise ShapeError.about(
-            function, "log_gate", must=f"have key's axes {(*key.shape[:-1], 'features | 1')}", got=_seen(log_gate),
+            function,
+            "log_gate",
+            must=f"have key's axes {(*key.shape[:-1], 'features | 1')}",
+            got=_seen(log_gate),
             then="Logarithms of gates; for gates from 0 to 1 use torch.nn.functional.logsigmoid(x).",
-        )  # fmt: skip
+        )
     if log_gate.shape[-1] not in (1, features):
         raise ShapeError.about(
-            function, "log_gate", must=f"have {features} features or 1", got=_seen(log_gate),
+            function,
+            "log_gate",
+            must=f"have {features} features or 1",
+            got=_seen(log_gate),
             then="One gate for each feature of a key, or one for all.",
-        )  # fmt: skip
+        )
     _check_like(function, "log_gate", log_gate, key)
 
 
@@ -172,9 +200,12 @@ def check_gate_numbers(function: str, log_gate: Tensor, present: Callable[[], Te
     if bool(wrong.any()):
         seen = log_gate[wrong]
         raise ShapeError.about(
-            function, "log_gate", must="be finite and at most 0", got=f"values from {seen.min()} to {seen.max()}",
+            function,
+            "log_gate",
+            must="be finite and at most 0",
+            got=f"values from {seen.min()} to {seen.max()}",
             then="Pass logarithms of gates; -100 forgets all.",
-        )  # fmt: skip
+        )
 
 
 def check_features(function: str, state: LinearState, inhabited: Callable[[], Tensor]) -> None:
@@ -191,19 +222,24 @@ def check_features(function: str, state: LinearState, inhabited: Callable[[], Te
     lost = (sums.detach().amax(dim=-1) < torch.finfo(sums.dtype).tiny).any(dim=-1)
     if bool(lost.any()) and bool((lost & inhabited()).any()):
         raise UnsupportedError.about(
-            function, "key", must=f"have features that {sums.dtype} can hold",
+            function,
+            "key",
+            must=f"have features that {sums.dtype} can hold",
             got="a head whose every key is so long that all of its features are 0",
             then="Scale keys down, draw the features with a smaller scale=, or pass float64.",
-        )  # fmt: skip
+        )
 
 
 def check_rate(function: str, rate: object, key: Tensor) -> None:
     """One step per token."""
     if not isinstance(rate, Tensor) or rate.shape != key.shape[:-1]:
         raise ShapeError.about(
-            function, "rate", must=f"have key's axes but the last, {tuple(key.shape[:-1])}", got=_seen(rate),
+            function,
+            "rate",
+            must=f"have key's axes but the last, {tuple(key.shape[:-1])}",
+            got=_seen(rate),
             then="One step per token, usually torch.sigmoid(x).",
-        )  # fmt: skip
+        )
     _check_like(function, "rate", rate, key)
 
 
@@ -211,14 +247,15 @@ def _check_like(function: str, name: str, part: Tensor, key: Tensor) -> None:
     """Real numbers that lie with the keys; converting them to the precision of sums is the call's."""
     if part.is_complex() or part.device != key.device or part.layout is not key.layout:
         raise UnsupportedError.about(
-            function, name, must=f"hold real numbers on key's device {key.device}",
-            got=f"{part.dtype} on {part.device}, {part.layout}", then="Convert it with .to() or .to_dense().",
-        )  # fmt: skip
+            function,
+            name,
+            must=f"hold real numbers on key's device {key.device}",
+            got=f"{part.dtype} on {part.device}, {part.layout}",
+            then="Convert it with .to() or .to_dense().",
+        )
 
 
-def check_state(
-    function: str, state: object, shape: tuple[int, ...], like: Tensor, *, normalized: bool
-) -> None:  # fmt: skip
+def check_state(function: str, state: object, shape: tuple[int, ...], like: Tensor, *, normalized: bool) -> None:
     """A state that a call can go on from: every tensor of it of the right shape, in ``like``'s dtype and device.
 
     Kernels read both by their addresses, so nothing below would notice one that is too small.
@@ -231,10 +268,12 @@ def check_state(
     if not fits or (normalized and not _fits(state.normalizer, shape[:-1], like)):
         kind = f"with a normalizer of shape {shape[:-1]}" if normalized else "without a normalizer"
         raise ShapeError.about(
-            function, "state", must=f"be of shape {shape}, {like.dtype} on {like.device}, {kind}",
+            function,
+            "state",
+            must=f"be of shape {shape}, {like.dtype} on {like.device}, {kind}",
             got=f"{_told(state.matrix)} and normalizer {_told(state.normalizer)}",
             then="Pass what a call with the same arguments gave back.",
-        )  # fmt: skip
+        )
 
 
 def _fits(part: object, shape: tuple[int, ...], like: Tensor) -> bool:

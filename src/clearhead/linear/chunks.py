@@ -114,9 +114,14 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, phi: FeatureMap, query: Tensor, key: Tensor, value: Tensor, matrix: Tensor,
+        ctx: Any,
+        phi: FeatureMap,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        matrix: Tensor,
         normalizer: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:
         output = torch.empty_like(value)
         states = value.new_empty((value.shape[0], *matrix.shape[1:]))
         held = matrix.clone()
@@ -150,9 +155,7 @@ class _Chunks(torch.autograd.Function):
             return None, *_gradients(phi, saved, grads)
 
 
-def _gradients(
-    phi: FeatureMap, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+def _gradients(phi: FeatureMap, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     """Of query, key, value, and the first state, from those of the output and the last state."""
     query, key, value, matrix, normalizer, output, states, earlier, shares = saved
     assert phi.slope is not None

@@ -123,9 +123,14 @@ class PositiveRandomFeatures:
 
     @classmethod
     def draw(
-        cls, head_dim: int, num_features: int | None = None, *, orthogonal: bool = True, seed: int = 0,
+        cls,
+        head_dim: int,
+        num_features: int | None = None,
+        *,
+        orthogonal: bool = True,
+        seed: int = 0,
         scale: float | None = None,
-    ) -> PositiveRandomFeatures:  # fmt: skip
+    ) -> PositiveRandomFeatures:
         """Features drawn from a seed.
 
         Args:
@@ -175,9 +180,13 @@ class PositiveRandomFeatures:
     def as_map(self) -> FeatureMap:
         """As a feature map."""
         return FeatureMap(
-            name=PERFORMER, query=self.query_features, key=self.features, nonnegative=True, only_normalized=True,
+            name=PERFORMER,
+            query=self.query_features,
+            key=self.features,
+            nonnegative=True,
+            only_normalized=True,
             num_features=self.weights.shape[0],
-        )  # fmt: skip
+        )
 
 
 def _orthogonal(size: int, generator: torch.Generator) -> Tensor:
@@ -219,16 +228,21 @@ def as_feature_map(function: str, feature_map: object, head_dim: int) -> Feature
     if isinstance(feature_map, PositiveRandomFeatures):
         if feature_map.weights.shape[-1] != head_dim:
             raise ShapeError.about(
-                function, "feature_map", must=f"be drawn for head_dim {head_dim}",
+                function,
+                "feature_map",
+                must=f"be drawn for head_dim {head_dim}",
                 got=f"weights of shape {tuple(feature_map.weights.shape)}",
                 then=f"Call PositiveRandomFeatures.draw({head_dim}).",
-            )  # fmt: skip
+            )
         return feature_map.as_map()
     if isinstance(feature_map, str) and feature_map == PERFORMER:
         return _compiled_performer(head_dim) if torch.compiler.is_compiling() else performer_map(head_dim)
     if isinstance(feature_map, str) and feature_map in FEATURE_MAPS:
         return FEATURE_MAPS[feature_map]
     raise UnsupportedError.about(
-        function, "feature_map", must=f"be one of {', '.join((*FEATURE_MAPS, PERFORMER))}, or a FeatureMap",
-        got=seen(feature_map), then="Pass a name, or FeatureMap(name=, query=, key=, nonnegative=).",
-    )  # fmt: skip
+        function,
+        "feature_map",
+        must=f"be one of {', '.join((*FEATURE_MAPS, PERFORMER))}, or a FeatureMap",
+        got=seen(feature_map),
+        then="Pass a name, or FeatureMap(name=, query=, key=, nonnegative=).",
+    )

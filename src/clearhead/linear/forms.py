@@ -96,17 +96,18 @@ def _chunked(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, 
         return plain_chunks(call, state, chunk)
     length = call.key.shape[2]
     query, key, value = (in_chunks(part, chunk) for part in (call.query, call.key, call.value))
-    decays = None if call.log_decay is None else _Decays.of(
-        bounded(in_chunks(call.log_decay, chunk)), faint=call.faint
-    )  # fmt: skip
+    decays = None if call.log_decay is None else _Decays.of(bounded(in_chunks(call.log_decay, chunk)), faint=call.faint)
     faded_query, faded_key, kept = _faded(query, key, decays)
     scores = _decayed_products(query, key, decays).tril()
     transition: Tensor | None = kept
     if call.rate is not None:
         value, pull = _corrections(key, value, in_chunks(call.rate, chunk), decays)
         inputs = product(faded_key.mT, value)
-        own = torch.diag_embed(kept.expand(*inputs.shape[:3], inputs.shape[-2], 1)[..., 0]) if kept is not None else (
-            torch.eye(inputs.shape[-2], dtype=inputs.dtype, device=inputs.device))  # fmt: skip
+        own = (
+            torch.diag_embed(kept.expand(*inputs.shape[:3], inputs.shape[-2], 1)[..., 0])
+            if kept is not None
+            else (torch.eye(inputs.shape[-2], dtype=inputs.dtype, device=inputs.device))
+        )
         before, matrix = _scan(inputs, own - product(faded_key.mT, pull), state.matrix, product)
         value = value - product(pull, before)
     else:

@@ -32,7 +32,7 @@ _OF_STATE: Final = ("matrix", "normalizer")
 
 def documents_of(
     way: Way, call: Recurrence, state: LinearState | None, sequences: Sequences
-) -> tuple[Tensor, LinearState]:  # fmt: skip
+) -> tuple[Tensor, LinearState]:
     """Each group of documents as a batch; states come back in the order of the documents."""
     assert sequences.groups is not None
     assert sequences.order is not None
@@ -96,9 +96,12 @@ def _forward(
 ) -> list[Tensor]:  # fmt: skip
     parts = dict(zip(names.split(","), tensors, strict=True))
     call = Recurrence(
-        **{name: parts[name] for name in _OF_CALL if name in parts}, feature_map=FEATURE_MAPS["identity"],  # type: ignore[arg-type]
-        normalized=normalized, faint=faint, given=given,
-    )  # fmt: skip
+        **{name: parts[name] for name in _OF_CALL if name in parts},
+        feature_map=FEATURE_MAPS["identity"],  # type: ignore[arg-type]
+        normalized=normalized,
+        faint=faint,
+        given=given,
+    )
     state = LinearState(matrix=parts["matrix"], normalizer=parts.get("normalizer")) if "matrix" in parts else None
     heads, length, features = call.key.shape[1:]
     sequences = Sequences.of(function, Documents(ids=ids), 1, length, ids.device, causal=causal)
@@ -137,9 +140,8 @@ def _backward(
         ends, upstream = [one for one, _ in pulled], [grad for _, grad in pulled]
         found = torch.autograd.grad(ends, own, upstream, allow_unused=True) if ends else [None] * len(own)
     return [
-        torch.zeros_like(tensor) if grad is None else grad.contiguous()
-        for tensor, grad in zip(own, found, strict=True)
-    ]  # fmt: skip
+        torch.zeros_like(tensor) if grad is None else grad.contiguous() for tensor, grad in zip(own, found, strict=True)
+    ]
 
 
 def _backward_like(

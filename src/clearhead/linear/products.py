@@ -26,7 +26,7 @@ def product(
 
 def solved(
     strict: Float[Tensor, "*batch size size"], right: Float[Tensor, "*batch size columns"], *, upper: bool = False
-) -> Float[Tensor, "*batch size columns"]:  # fmt: skip
+) -> Float[Tensor, "*batch size columns"]:
     """``(I + strict)^-1 @ right``, differentiable any number of times.
 
     Args:

@@ -62,10 +62,12 @@ class Recurrence:
             return part.repeat_interleave(self.group, dim=1)
 
         return replace(
-            self, key=repeated(self.key), value=repeated(self.value),
+            self,
+            key=repeated(self.key),
+            value=repeated(self.value),
             log_decay=None if self.log_decay is None else repeated(self.log_decay),
             rate=None if self.rate is None else repeated(self.rate),
-        )  # fmt: skip
+        )
 
     def featured(self) -> Recurrence:
         """The same call with its features taken."""
@@ -73,19 +75,23 @@ class Recurrence:
             return self
         query = self.feature_map.query(self.query)
         return replace(
-            self, query=query if self.scale == 1.0 else query * self.scale, key=self.feature_map.key(self.key),
-            feature_map=FEATURE_MAPS["identity"], scale=1.0,
-        )  # fmt: skip
+            self,
+            query=query if self.scale == 1.0 else query * self.scale,
+            key=self.feature_map.key(self.key),
+            feature_map=FEATURE_MAPS["identity"],
+            scale=1.0,
+        )
 
     def without(self, absent: Tensor) -> Recurrence:
         """The same call where keys at ``absent``, ``[batch, 1, len, 1]``, were not: nothing reads what they hold."""
         fill = self.feature_map.absent
         clean = replace(
-            self, key=self.key.masked_fill(absent, 0.0 if fill is None else fill),
+            self,
+            key=self.key.masked_fill(absent, 0.0 if fill is None else fill),
             value=self.value.masked_fill(absent, 0.0),
             log_decay=None if self.log_decay is None else self.log_decay.masked_fill(absent, 0.0),
             rate=None if self.rate is None else self.rate.masked_fill(absent, 0.0),
-        )  # fmt: skip
+        )
         if fill is not None:
             return clean
         taken = clean.featured()

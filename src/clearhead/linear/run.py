@@ -47,9 +47,16 @@ class Member:
 
 
 def run(
-    member: Member, query: Tensor, key: Tensor, value: Tensor, causal: bool, state: LinearState | None,
-    mask: Mask | None, form: str, chunk_size: int,
-) -> tuple[Tensor, LinearState]:  # fmt: skip
+    member: Member,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    state: LinearState | None,
+    mask: Mask | None,
+    form: str,
+    chunk_size: int,
+) -> tuple[Tensor, LinearState]:
     """Compute a member's call, its tensors checked by the verb."""
     given = query
     query, key, value = (_four_axes(part) for part in (query, key, value))
@@ -101,8 +108,15 @@ def _recurrence(member: Member, query: Tensor, key: Tensor, value: Tensor, real:
         for part in (member.log_decay, member.rate)
     )
     call = Recurrence(
-        query=query.to(dtype), key=key.to(dtype), value=value.to(dtype), feature_map=member.feature_map,
-        scale=member.scale, log_decay=log_decay, rate=rate, normalized=member.normalized,
-        given=query.dtype, faint=member.faint,
-    )  # fmt: skip
+        query=query.to(dtype),
+        key=key.to(dtype),
+        value=value.to(dtype),
+        feature_map=member.feature_map,
+        scale=member.scale,
+        log_decay=log_decay,
+        rate=rate,
+        normalized=member.normalized,
+        given=query.dtype,
+        faint=member.faint,
+    )
     return call if real is None else call.without(~real[:, None, :, None])

@@ -67,7 +67,7 @@ class Sequences:
     @classmethod
     def of(
         cls, function: str, mask: Mask | None, batch: int, length: int, device: torch.device, *, causal: bool
-    ) -> Sequences:  # fmt: skip
+    ) -> Sequences:
         """Read a mask for a call of ``batch`` sequences of ``length`` keys.
 
         Raises:
@@ -96,9 +96,12 @@ class Sequences:
         if batch != 1 or not documents.contiguous:
             got = f"batch {batch}" if batch != 1 else "a document in several pieces"
             raise MaskError.about(
-                function, "mask", must="lay each document in one piece in a batch of 1", got=got,
+                function,
+                "mask",
+                must="lay each document in one piece in a batch of 1",
+                got=got,
                 then="Pack with ch.pack.",
-            )  # fmt: skip
+            )
         if torch.compiler.is_compiling():
             return cls(causal=causal, real=real, ids=documents.ids)
         found = tuple(groups(documents))
@@ -125,6 +128,9 @@ def _order(found: tuple[Group, ...]) -> Tensor:
 
 def _refused(function: str, got: str) -> MaskError:
     return MaskError.about(
-        function, "mask", must="be None, Causal(), Padding, Documents or their &", got=got,
+        function,
+        "mask",
+        must="be None, Causal(), Padding, Documents or their &",
+        got=got,
         then="A state of fixed size holds no key apart; other masks need ch.attention.",
-    )  # fmt: skip
+    )

@@ -63,15 +63,21 @@ class LinearCache:
         """
         if not isinstance(state, LinearState) or not isinstance(state.matrix, Tensor):
             raise ShapeError.about(
-                "LinearCache.update", "state", must="be a LinearState", got=seen(state),
+                "LinearCache.update",
+                "state",
+                must="be a LinearState",
+                got=seen(state),
                 then="Pass what a call gave back.",
-            )  # fmt: skip
+            )
         tokens = whole("LinearCache.update", "tokens", tokens, low=0)
         if self.state is not None and self.state.matrix.shape != state.matrix.shape:
             raise ShapeError.about(
-                "LinearCache.update", "state", must=f"match what is held, {list(self.state.matrix.shape)}",
-                got=list(state.matrix.shape), then="Use one cache per layer and per batch, or call reset().",
-            )  # fmt: skip
+                "LinearCache.update",
+                "state",
+                must=f"match what is held, {list(self.state.matrix.shape)}",
+                got=list(state.matrix.shape),
+                then="Use one cache per layer and per batch, or call reset().",
+            )
         self.state = state
         self.length += tokens
 

@@ -82,14 +82,22 @@ class Mask(Record, ABC):
 
     def __bool__(self) -> bool:
         raise MaskError.about(
-            type(self).__name__, "mask", must="be combined with & | ~", got="a truth test (and, or, not, if)",
+            type(self).__name__,
+            "mask",
+            must="be combined with & | ~",
+            got="a truth test (and, or, not, if)",
             then="Write `a & b` for `a and b`; call .dense(q_len, k_len) for the values.",
-        )  # fmt: skip
+        )
 
     def dense(
-        self, q_len: int, k_len: int, *, query_offset: int | None = None, batch: int | None = None,
+        self,
+        q_len: int,
+        k_len: int,
+        *,
+        query_offset: int | None = None,
+        batch: int | None = None,
         num_heads: int | None = None,
-    ) -> Bool[Tensor, "*leading q_len k_len"]:  # fmt: skip
+    ) -> Bool[Tensor, "*leading q_len k_len"]:
         """The mask as booleans, for looking and for tests.
 
         Args:
@@ -171,9 +179,12 @@ def does_as(value: object, kind: type, method: str = "allows") -> bool:
 def _mask(operator: str, other: object) -> Mask:
     if not isinstance(other, Mask):
         raise MaskError.about(
-            f"mask {operator}", "right side", must="be a mask", got=type(other).__name__,
+            f"mask {operator}",
+            "right side",
+            must="be a mask",
+            got=type(other).__name__,
             then="Wrap a boolean tensor in ch.Dense and a function in ch.MaskFunction.",
-        )  # fmt: skip
+        )
     return other
 
 
@@ -199,16 +210,21 @@ def resolve_offset(function: str, subject: object, q_len: int, k_len: int, query
             return found
         must = "be a whole number" if found is None else "lie within 2**48 of 0"
         raise ShapeError.about(
-            function, "query_offset", must=must, got=seen(query_offset),
+            function,
+            "query_offset",
+            must=must,
+            got=seen(query_offset),
             then="It is the absolute position of the first query.",
-        )  # fmt: skip
+        )
     if q_len != k_len and getattr(subject, "position_dependent", False):
         raise MaskError.about(
-            function, "query_offset", must="be given when q_len differs from k_len and positions matter",
+            function,
+            "query_offset",
+            must="be given when q_len differs from k_len and positions matter",
             got=f"q_len {q_len}, k_len {k_len}, no query_offset, under {subject!r}",
             then=f"Usual choices: 0 (first query beside first key) or {k_len - q_len} "
-                 "(k_len - q_len: last query beside last key).",
-        )  # fmt: skip
+            "(k_len - q_len: last query beside last key).",
+        )
     return 0
 
 
@@ -233,9 +249,12 @@ class Carrying(Mask):
         for axis, own, call in zip(("batch", "heads"), self.carries(), (batch, heads), strict=True):
             if own not in (1, call):
                 raise MaskError.about(
-                    function, "mask", must=f"have {axis} 1 or {call}", got=f"{axis} {own} in {self!r}",
+                    function,
+                    "mask",
+                    must=f"have {axis} 1 or {call}",
+                    got=f"{axis} {own} in {self!r}",
                     then="Make the mask for this call's sizes.",
-                )  # fmt: skip
+                )
 
 
 class Combined(Mask):

@@ -56,10 +56,12 @@ class MaskFunction(Bound, Mask):
         shape = torch.broadcast_shapes(batch.shape, head.shape, q_pos.shape, k_pos.shape)
         if allowed.dtype != torch.bool or not _broadcasts(allowed.shape, shape):
             raise MaskError.about(
-                "MaskFunction", "fn", must=f"return bool that broadcasts to {tuple(shape)}",
+                "MaskFunction",
+                "fn",
+                must=f"return bool that broadcasts to {tuple(shape)}",
                 got=f"{seen(allowed)} from {function_name(self.fn)} on {tile_seen(batch, head, q_pos, k_pos)}",
                 then="Combine comparisons of the arguments with & | ~.",
-            )  # fmt: skip
+            )
         return allowed.reshape((1,) * (len(shape) - allowed.ndim) + allowed.shape)
 
     def intervals(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_len: int) -> Intervals | None:
@@ -91,38 +93,48 @@ def call_user_function(
         result = fn(*arguments)
     except Exception as failure:
         raise error.about(
-            function, "fn", must="run on index tensors that broadcast",
+            function,
+            "fn",
+            must="run on index tensors that broadcast",
             got=f"{type(failure).__name__}: {failure} from {function_name(fn)} on {tile_seen(*arguments[-4:])}",
             then="Use tensor operations, and look tensors up by the indices, as in table[q_pos, k_pos]: "
-                 "a tile is a part of the call.",
-        ) from failure  # fmt: skip
+            "a tile is a part of the call.",
+        ) from failure
     if not _untouched(before, arguments):
         raise UnsupportedError.about(
-            function, "fn", must="leave its arguments as they are",
+            function,
+            "fn",
+            must="leave its arguments as they are",
             got=f"one that {function_name(fn)} wrote into on {tile_seen(*arguments[-4:])}",
             then="Return a new tensor: x + y for x += y, x.masked_fill for x.masked_fill_.",
-        )  # fmt: skip
+        )
     # Another thread may have drawn some: what the function does itself is seen in this one.
     if random != _random_numbers(arguments[-1]) and _draws(fn, arguments):
         raise UnsupportedError.about(
-            function, "fn", must="draw no random numbers: a tile is asked several times, in backward again",
+            function,
+            "fn",
+            must="draw no random numbers: a tile is asked several times, in backward again",
             got=f"one of torch's generator that {function_name(fn)} drew on {tile_seen(*arguments[-4:])}",
             then="Draw before the call and look up by position, as in noise[q_pos, k_pos]; a module's dropout needs "
-                 "eval().",
-        )  # fmt: skip
+            "eval().",
+        )
     if not isinstance(result, Tensor):
         raise error.about(
-            function, "fn", must="return a tensor",
+            function,
+            "fn",
+            must="return a tensor",
             got=f"{type(result).__name__} from {function_name(fn)} on {tile_seen(*arguments[-4:])}",
             then="Return a tensor built from the arguments.",
-        )  # fmt: skip
+        )
     device = arguments[-1].device
     if result.device != device or result.layout != torch.strided:
         raise error.about(
-            function, "fn", must=f"return a plain tensor on {device}",
+            function,
+            "fn",
+            must=f"return a plain tensor on {device}",
             got=f"{str(result.layout)[6:]} on {result.device} from {function_name(fn)} on {tile_seen(*arguments[-4:])}",
             then="Move what it reads to the device of its arguments.",
-        )  # fmt: skip
+        )
     return result
 
 

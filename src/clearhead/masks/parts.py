@@ -91,7 +91,7 @@ def _asked(part: Mask, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Bool[Ten
 
 def take_apart(
     mask: Mask | None, size: tuple[int, int, int, int], query_offset: int, device: torch.device = _CPU
-) -> Parts:  # fmt: skip
+) -> Parts:
     """The parts of a mask for a call of ``(batch, heads, q_len, k_len)``; ``device`` is where its tensors are.
 
     Cost: O(q_len) for masks whose rows are runs, nothing for bands and tables.
@@ -122,9 +122,7 @@ def take_apart(
     dense, blocks = tables.get(Dense), tables.get(Blocks)
     assert dense is None or isinstance(dense, Dense)
     assert blocks is None or isinstance(blocks, Blocks)
-    return Parts(
-        before=before, after=after, runs=runs, dense=dense, blocks=blocks, rest=tuple(rest), k_len=size[3]
-    )  # fmt: skip
+    return Parts(before=before, after=after, runs=runs, dense=dense, blocks=blocks, rest=tuple(rest), k_len=size[3])
 
 
 def _reach_of(bands: Sequence[Causal | Window]) -> tuple[int | None, int | None]:
@@ -172,7 +170,7 @@ _KNOWN: Final[WeakKeyDictionary[Mask, _Known]] = WeakKeyDictionary()
 
 def parts_of(
     mask: Mask | None, size: tuple[int, int, int, int], query_offset: int, device: torch.device = _CPU
-) -> Parts:  # fmt: skip
+) -> Parts:
     """``take_apart``, remembered for a mask that the layers of a model share, while its numbers and the call's sizes
     stay as they are."""
     tensors = () if mask is None else tuple(mask.tensors())
@@ -204,6 +202,8 @@ def _other_fields(mask: Mask) -> list[object]:
 
 def _is_small_and_plain(tensor: Tensor) -> bool:
     return (
-        type(tensor) is Tensor and tensor.is_cpu and tensor.numel() <= _FEW
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.numel() <= _FEW
         and not (has_dispatch_mode() or transforms())
-    )  # fmt: skip
+    )

@@ -45,9 +45,12 @@ class Padding(Carrying):
         real = real != 0
         if not bool((real[:, :-1] >= real[:, 1:]).all()):
             raise MaskError.about(
-                "Padding.from_tokens", "real", must="be [batch, len] with padding only to the right",
-                got=f"shape {tuple(real.shape)} with padding elsewhere", then="Use ch.Dense(real[:, None, None, :]).",
-            )  # fmt: skip
+                "Padding.from_tokens",
+                "real",
+                must="be [batch, len] with padding only to the right",
+                got=f"shape {tuple(real.shape)} with padding elsewhere",
+                then="Use ch.Dense(real[:, None, None, :]).",
+            )
         return cls(real.sum(dim=-1))
 
     def carries(self) -> tuple[int, int]:
@@ -70,9 +73,12 @@ class Padding(Carrying):
         super().check(function, batch, heads, q_pos, k_len)
         if self.lengths.numel() and not self.lengths.is_meta and int(self.lengths.amax()) > k_len:
             raise ShapeError.about(
-                function, "mask", must=f"have lengths of at most k_len {k_len}", got=f"{int(self.lengths.amax())}",
+                function,
+                "mask",
+                must=f"have lengths of at most k_len {k_len}",
+                got=f"{int(self.lengths.amax())}",
                 then="Pass the number of real tokens of each sequence.",
-            )  # fmt: skip
+            )
 
 
 class Documents(Carrying):
@@ -101,9 +107,12 @@ class Documents(Carrying):
     ) -> None:
         if (lengths is None) == (ids is None):
             raise ShapeError.about(
-                "Documents", "lengths", must="be given, or ids, one of both",
-                got="both" if ids is not None else "neither", then="Pass Documents(lengths=[5, 3]).",
-            )  # fmt: skip
+                "Documents",
+                "lengths",
+                must="be given, or ids, one of both",
+                got="both" if ids is not None else "neither",
+                then="Pass Documents(lengths=[5, 3]).",
+            )
         if lengths is not None:
             counts = _with_numbers("lengths", _counts("Documents", "lengths", lengths))
             numbers = torch.arange(counts.shape[0], device=counts.device)
@@ -148,9 +157,12 @@ class Documents(Carrying):
         if k_len != total or (len(q_pos) and (q_pos.start < 0 or q_pos.stop > total)):
             queries = f"queries {q_pos.start} to {q_pos.stop - 1}"
             raise MaskError.about(
-                function, "mask", must=f"cover the call's tokens ({k_len} keys, {queries})",
-                got=f"{total} tokens in {self!r}", then="The documents' lengths must add up to k_len.",
-            )  # fmt: skip
+                function,
+                "mask",
+                must=f"cover the call's tokens ({k_len} keys, {queries})",
+                got=f"{total} tokens in {self!r}",
+                then="The documents' lengths must add up to k_len.",
+            )
 
 
 def _document_ids(ids: Tensor | None) -> Tensor:
@@ -171,9 +183,12 @@ def _with_numbers(argument: str, tensor: Tensor) -> Tensor:
     """Documents are told from numbers, which a tensor without storage does not have."""
     if tensor.is_meta:
         raise ShapeError.about(
-            "Documents", argument, must="hold numbers", got=f"a meta tensor of shape {tuple(tensor.shape)}",
+            "Documents",
+            argument,
+            must="hold numbers",
+            got=f"a meta tensor of shape {tuple(tensor.shape)}",
             then="Make the mask elsewhere and move it with .to(device).",
-        )  # fmt: skip
+        )
     return tensor
 
 

@@ -44,9 +44,12 @@ class Blocks(Carrying):
         q_reach, k_reach = self.table.shape[2] * self.size, self.table.shape[3] * self.size
         if (len(q_pos) and (q_pos.start < 0 or q_pos.stop > q_reach)) or k_len > k_reach:
             raise MaskError.about(
-                function, "mask", must=f"cover queries {q_pos.start} to {q_pos.stop - 1} and {k_len} keys",
-                got=f"a table that covers {q_reach} and {k_reach}", then="Add blocks or make them larger.",
-            )  # fmt: skip
+                function,
+                "mask",
+                must=f"cover queries {q_pos.start} to {q_pos.stop - 1} and {k_len} keys",
+                got=f"a table that covers {q_reach} and {k_reach}",
+                then="Add blocks or make them larger.",
+            )
 
 
 class Dense(Carrying):
@@ -83,18 +86,24 @@ class Dense(Carrying):
         rows, columns = self.allowed.shape[2:]
         if rows not in (1, len(q_pos)) or columns not in (1, k_len):
             raise MaskError.about(
-                function, "mask", must=f"have shape [..., {len(q_pos)}, {k_len}]", got=tuple(self.allowed.shape),
+                function,
+                "mask",
+                must=f"have shape [..., {len(q_pos)}, {k_len}]",
+                got=tuple(self.allowed.shape),
                 then="A dense mask has one row per query of the call and one column per key.",
-            )  # fmt: skip
+            )
 
 
 def _four_axes(function: str, argument: str, value: Tensor) -> Tensor:
     tensor = tensor_of(value)
     if tensor is None or tensor.dtype != torch.bool or not 2 <= tensor.ndim <= 4:
         raise MaskError.about(
-            function, argument, must="be bool with 2 to 4 axes", got=seen(value if tensor is None else tensor),
+            function,
+            argument,
+            must="be bool with 2 to 4 axes",
+            got=seen(value if tensor is None else tensor),
             then="True means may attend; add a float bias with ch.DenseBias.",
-        )  # fmt: skip
+        )
     return tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)
 
 

@@ -35,9 +35,12 @@ _MIRRORED: Final = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">="
 _SYMBOLS: Final = {func: symbol for symbol, names in COMPARISONS.items() for func in named(names)}
 _AND, _OR, _NOT = (
     frozenset(named(names))
-    for names in ("logical_and bitwise_and __and__ __rand__", "logical_or bitwise_or __or__ __ror__",
-                  "logical_not bitwise_not __invert__")
-)  # fmt: skip
+    for names in (
+        "logical_and bitwise_and __and__ __rand__",
+        "logical_or bitwise_or __or__ __ror__",
+        "logical_not bitwise_not __invert__",
+    )
+)
 
 
 class _Places:

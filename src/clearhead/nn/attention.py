@@ -83,9 +83,12 @@ class MultiHeadAttention(nn.Module):
         self.value_dim = self.embed_dim if value_dim is None else positive(_NAME, "value_dim", value_dim)
         if self.num_heads % self.num_kv_heads:
             raise ShapeError.about(
-                _NAME, "num_kv_heads", must=f"divide num_heads {num_heads}", got=num_kv_heads,
+                _NAME,
+                "num_kv_heads",
+                must=f"divide num_heads {num_heads}",
+                got=num_kv_heads,
                 then="Query head h reads key head h // (num_heads // num_kv_heads).",
-            )  # fmt: skip
+            )
         self.dropout = probability(_NAME, "dropout", dropout)
         self.rotary = as_rotary(_NAME, rotary)
         if self.rotary is not None and self.head_dim % 2:
@@ -164,9 +167,14 @@ class MultiHeadAttention(nn.Module):
             return self._attended(heads, keys, values, mask, first if own else query_offset, path)
 
     def _attended(
-        self, heads: Tensor, keys: Tensor, values: Tensor, mask: Mask | None, query_offset: int | None,
+        self,
+        heads: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Mask | None,
+        query_offset: int | None,
         path: Path | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The attention, and the heads joined and mixed, by a path that the products are known to take or as ever."""
         output = attend(
             self, heads, keys, values, mask=mask, scores=self.scores.rules(), scale=self.scale,
@@ -234,9 +242,11 @@ class MultiHeadAttention(nn.Module):
         if path is not None:
             first_of = 1 if query is not key else 3
             queries, keys, values = (
-                own for x, part in ((query, layers[:first_of]), (key, layers[first_of:])) if part
+                own
+                for x, part in ((query, layers[:first_of]), (key, layers[first_of:]))
+                if part
                 for own in project_each(x, [layer.weight for layer in part], [layer.bias for layer in part], path=path)
-            )  # fmt: skip
+            )
         elif query is key and key is value:
             queries, keys, values = linear_each(layers, query)
         else:
@@ -265,16 +275,21 @@ class MultiHeadAttention(nn.Module):
         if own and cache is not None:
             if query_offset is not None:
                 raise MaskError.about(
-                    _NAME, "query_offset", must="not be given with a cache", got=query_offset,
+                    _NAME,
+                    "query_offset",
+                    must="not be given with a cache",
+                    got=query_offset,
                     then="The cache's length is where the first query stands.",
-                )  # fmt: skip
+                )
             return cache.length
         if query_offset is None and self.rotary is not None and q_len != k_len:
             raise MaskError.about(
-                _NAME, "query_offset", must="be given when query and key differ in length under rotary",
+                _NAME,
+                "query_offset",
+                must="be given when query and key differ in length under rotary",
                 got=f"q_len {q_len}, k_len {k_len}, no query_offset",
                 then=f"Usual choices: 0, or {k_len - q_len} (k_len - q_len: last query beside last key).",
-            )  # fmt: skip
+            )
         return query_offset or 0
 
     def _memory(self, cache: KVCache, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -284,9 +299,12 @@ class MultiHeadAttention(nn.Module):
         assert values is not None
         if keys.shape[2] != key.shape[-2] or keys.shape[0] != (key.shape[0] if key.ndim == 3 else 1):
             raise ShapeError.about(
-                _NAME, "key", must=f"be the memory that filled the cache, {keys.shape[0]} x {keys.shape[2]} tokens",
-                got=f"shape {tuple(key.shape)}", then="Call cache.reset() before attending to another memory.",
-            )  # fmt: skip
+                _NAME,
+                "key",
+                must=f"be the memory that filled the cache, {keys.shape[0]} x {keys.shape[2]} tokens",
+                got=f"shape {tuple(key.shape)}",
+                then="Call cache.reset() before attending to another memory.",
+            )
         return (keys, values) if key.ndim == 3 else (keys[0], values[0])
 
     def _append(self, cache: KVCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -308,20 +326,30 @@ class MultiHeadAttention(nn.Module):
         """
         if not isinstance(module, nn.MultiheadAttention):
             raise UnsupportedError.about(
-                f"{_NAME}.from_torch", "module", must="be a torch.nn.MultiheadAttention", got=type(module).__name__,
+                f"{_NAME}.from_torch",
+                "module",
+                must="be a torch.nn.MultiheadAttention",
+                got=type(module).__name__,
                 then="Copy its projections with from_heads.",
-            )  # fmt: skip
+            )
         if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
             got = "add_zero_attn" if module.add_zero_attn else "add_bias_kv"
             raise UnsupportedError.about(
-                f"{_NAME}.from_torch", "module", must="have no extra key", got=got,
+                f"{_NAME}.from_torch",
+                "module",
+                must="have no extra key",
+                got=got,
                 then="A zero key with a zero value is scores=[ch.Sink(0.0)].",
-            )  # fmt: skip
+            )
         weights, biases = torch_projections(module)
         new = cls(
-            module.embed_dim, module.num_heads, key_dim=module.kdim, value_dim=module.vdim,
-            bias=biases is not None, dropout=module.dropout,
-        )  # fmt: skip
+            module.embed_dim,
+            module.num_heads,
+            key_dim=module.kdim,
+            value_dim=module.vdim,
+            bias=biases is not None,
+            dropout=module.dropout,
+        )
         new.to(device=weights[0].device, dtype=weights[0].dtype).train(module.training)
         targets = (new.query_projection, new.key_projection, new.value_projection, new.output_projection)
         for place, target in enumerate(targets):
@@ -331,9 +359,12 @@ class MultiHeadAttention(nn.Module):
 
     @classmethod
     def from_heads(
-        cls, heads: Sequence[tuple[HeadWeight, HeadWeight, HeadWeight]], output: HeadWeight | None = None,
-        *, scale: float | None = None,
-    ) -> Self:  # fmt: skip
+        cls,
+        heads: Sequence[tuple[HeadWeight, HeadWeight, HeadWeight]],
+        output: HeadWeight | None = None,
+        *,
+        scale: float | None = None,
+    ) -> Self:
         """A module made of single heads side by side, their weights copied.
 
         Args:
@@ -354,34 +385,48 @@ class MultiHeadAttention(nn.Module):
         lists = isinstance(heads, Sequence) and all(isinstance(head, Sequence) for head in heads)
         if not lists or len(heads) == 0 or any(len(head) != 3 for head in heads):
             raise ShapeError.about(
-                name, "heads", must="hold one (query, key, value) of weights per head",
+                name,
+                "heads",
+                must="hold one (query, key, value) of weights per head",
                 got=f"{len(heads)} heads" if lists else type(heads).__name__,
                 then="Pass [(w_q, w_k, w_v)].",
-            )  # fmt: skip
+            )
         joined = [side_by_side(name, role, [head[place] for head in heads]) for place, role in enumerate(_ROLES)]
         head_dims = [weight.shape[0] // len(heads) for weight, _ in joined]
         if len(set(head_dims)) > 1:
             raise ShapeError.about(
-                name, "heads", must="have one head_dim for query, key and value", got=head_dims,
+                name,
+                "heads",
+                must="have one head_dim for query, key and value",
+                got=head_dims,
                 then="Weights are [head_dim, width], as in nn.Linear.",
-            )  # fmt: skip
+            )
         if output is not None:
             joined.append(weight_and_bias(name, "output", output))
         biased = [bias is not None for _, bias in joined]
         weight = joined[0][0]
         new = cls(
-            weight.shape[1], len(heads), head_dim=head_dims[0], key_dim=joined[1][0].shape[1],
-            value_dim=joined[2][0].shape[1], bias=any(biased), output_projection=output is not None, scale=scale,
-        )  # fmt: skip
+            weight.shape[1],
+            len(heads),
+            head_dim=head_dims[0],
+            key_dim=joined[1][0].shape[1],
+            value_dim=joined[2][0].shape[1],
+            bias=any(biased),
+            output_projection=output is not None,
+            scale=scale,
+        )
         new.to(device=weight.device, dtype=weight.dtype)
         targets = (new.query_projection, new.key_projection, new.value_projection, new.output_projection)
         for target, (own, bias) in zip(targets, joined, strict=False):
             assert target is not None
             if own.shape != target.weight.shape:
                 raise ShapeError.about(
-                    name, "output", must=f"have shape {tuple(target.weight.shape)}", got=tuple(own.shape),
+                    name,
+                    "output",
+                    must=f"have shape {tuple(target.weight.shape)}",
+                    got=tuple(own.shape),
                     then="It maps the heads side by side back to the query's width.",
-                )  # fmt: skip
+                )
             copy_into(target, own, bias)
         return new
 

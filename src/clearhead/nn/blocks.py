@@ -166,9 +166,14 @@ class EncoderBlock(Block):
         self.norm_first, bias = flag(name, "norm_first", norm_first), flag(name, "bias", bias)
         self.checkpoint_activations = flag(name, "checkpoint_activations", checkpoint_activations)
         self.attention = MultiHeadAttention(
-            embed_dim, num_heads, num_kv_heads=num_kv_heads, bias=bias, scores=scores, rotary=rotary,
+            embed_dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            bias=bias,
+            scores=scores,
+            rotary=rotary,
             dropout=dropout if attention_dropout is None else attention_dropout,
-        )  # fmt: skip
+        )
         self.attention_norm = new_norm(name, norm, self.attention.embed_dim, bias=bias)
         self.feedforward = FeedForward(
             embed_dim, feedforward_dim, activation=activation, dropout=dropout, bias=bias, gated=gated
@@ -240,16 +245,26 @@ class DecoderBlock(Block):
         cross_attention = flag(name, "cross_attention", cross_attention)
         weight_dropout = dropout if attention_dropout is None else attention_dropout
         self.attention = MultiHeadAttention(
-            embed_dim, num_heads, num_kv_heads=num_kv_heads, bias=bias, scores=scores, rotary=rotary,
+            embed_dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            bias=bias,
+            scores=scores,
+            rotary=rotary,
             dropout=weight_dropout,
-        )  # fmt: skip
+        )
         self.attention_norm = new_norm(name, norm, self.attention.embed_dim, bias=bias)
         self.cross_attention = self.cross_norm = None
         if cross_attention or memory_dim is not None:
             self.cross_attention = MultiHeadAttention(
-                embed_dim, num_heads, num_kv_heads=num_kv_heads, key_dim=memory_dim, value_dim=memory_dim, bias=bias,
+                embed_dim,
+                num_heads,
+                num_kv_heads=num_kv_heads,
+                key_dim=memory_dim,
+                value_dim=memory_dim,
+                bias=bias,
                 dropout=weight_dropout,
-            )  # fmt: skip
+            )
             self.cross_norm = new_norm(name, norm, self.attention.embed_dim, bias=bias)
         self.feedforward = FeedForward(
             embed_dim, feedforward_dim, activation=activation, dropout=dropout, bias=bias, gated=gated
@@ -283,10 +298,12 @@ class DecoderBlock(Block):
         check_tokens("DecoderBlock", "x", x, self.attention.embed_dim, self.attention.query_projection.weight)
         if (memory is None) != (self.cross_attention is None):
             raise ShapeError.about(
-                "DecoderBlock", "memory", must="be given exactly where the block has cross-attention",
+                "DecoderBlock",
+                "memory",
+                must="be given exactly where the block has cross-attention",
                 got="none" if memory is None else f"shape {tuple(memory.shape)}",
                 then="Build the block with cross_attention=True to attend to a memory.",
-            )  # fmt: skip
+            )
         if memory is not None and self.cross_attention is not None:
             own = self.cross_attention.key_projection.weight
             check_tokens("DecoderBlock", "memory", memory, self.cross_attention.key_dim, own)
@@ -309,9 +326,14 @@ class DecoderBlock(Block):
         return block_like(cls, nn.TransformerDecoderLayer, layer, cross_attention=True)
 
     def _run(
-        self, x: Tensor, mask: Mask | None, memory: Tensor | None, memory_mask: Mask | None,
-        cache: KVCache | None = None, memory_cache: KVCache | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        mask: Mask | None,
+        memory: Tensor | None,
+        memory_mask: Mask | None,
+        cache: KVCache | None = None,
+        memory_cache: KVCache | None = None,
+    ) -> Tensor:
         if memory is None:
             return self._attending((x,), (causal(mask),), (cache,))
         return self._attending((x, memory), (causal(mask), memory_mask), (cache, memory_cache))

@@ -28,9 +28,12 @@ def compile_each(function: str, blocks: Iterable[nn.Module], backend: object) ->
     named = isinstance(backend, str) and backend in torch.compiler.list_backends(exclude_tags=())
     if not named and not callable(backend):
         raise UnsupportedError.about(
-            function, "backend", must="be one of torch.compiler.list_backends(), or a function", got=seen(backend),
+            function,
+            "backend",
+            must="be one of torch.compiler.list_backends(), or a function",
+            got=seen(backend),
             then="The usual one is 'inductor'.",
-        )  # fmt: skip
+        )
     for block in blocks:
         block.compile(dynamic=True, backend=backend)
 
@@ -48,19 +51,28 @@ def check_tokens(function: str, argument: str, x: object, width: int, weight: Te
     if not isinstance(x, Tensor) or x.ndim not in (2, 3) or x.shape[-1] != width:
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ShapeError.about(
-            function, argument, must=f"have axes [batch, len, {width}] or [len, {width}]", got=got,
+            function,
+            argument,
+            must=f"have axes [batch, len, {width}] or [len, {width}]",
+            got=got,
             then="Check the width, and that the batch comes first.",
-        )  # fmt: skip
+        )
     if x.device != weight.device:
         raise UnsupportedError.about(
-            function, argument, must=f"be on the module's device {weight.device}", got=x.device,
+            function,
+            argument,
+            must=f"be on the module's device {weight.device}",
+            got=x.device,
             then="Move one of them with .to(device).",
-        )  # fmt: skip
+        )
     if x.dtype != weight.dtype and not converts(x):
         raise UnsupportedError.about(
-            function, argument, must=f"have the module's dtype {weight.dtype}", got=x.dtype,
+            function,
+            argument,
+            must=f"have the module's dtype {weight.dtype}",
+            got=x.dtype,
             then="Convert with .to(dtype), or run under torch.autocast.",
-        )  # fmt: skip
+        )
 
 
 def sources_of(
@@ -83,12 +95,18 @@ def sources_of(
         check_tokens(name, role, tensor, width, like)
         if tensor.ndim != query.ndim or tensor.shape[:-2] != query.shape[:-2]:
             raise ShapeError.about(
-                name, role, must=f"have query's batch, as in {tuple(query.shape)}",
-                got=f"shape {tuple(tensor.shape)}", then="Give all three the same leading axes.",
-            )  # fmt: skip
+                name,
+                role,
+                must=f"have query's batch, as in {tuple(query.shape)}",
+                got=f"shape {tuple(tensor.shape)}",
+                then="Give all three the same leading axes.",
+            )
     if value.shape[-2] != key.shape[-2]:
         raise ShapeError.about(
-            name, "value", must=f"have key's length {key.shape[-2]}", got=f"shape {tuple(value.shape)}",
+            name,
+            "value",
+            must=f"have key's length {key.shape[-2]}",
+            got=f"shape {tuple(value.shape)}",
             then="One value per key.",
-        )  # fmt: skip
+        )
     return key, value

@@ -69,9 +69,12 @@ class SequenceClassifier(nn.Module):
         self.pooling = one_of(name, "pooling", pooling, POOLINGS, "The usual one is 'mean'.")
         neighbours = whole(name, "neighbours", neighbours, low=0, high=2**16)
         self.embedding = TokenEmbedding(
-            vocab_size, embed_dim, max_len=max_len, positions=positions,
+            vocab_size,
+            embed_dim,
+            max_len=max_len,
+            positions=positions,
             dropout=dropout if embedding_dropout is None else embedding_dropout,
-        )  # fmt: skip
+        )
         width = self.embedding.token.embedding_dim
         self.neighbours = NeighbourMixing(width, neighbours) if neighbours else None
         self.encoder = Encoder(
@@ -90,9 +93,12 @@ class SequenceClassifier(nn.Module):
         return self.embedding.max_len
 
     def forward(
-        self, ids: Int[Tensor, "batch len"], *, lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        self,
+        ids: Int[Tensor, "batch len"],
+        *,
+        lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
         mask: Mask | None = None,
-    ) -> Float[Tensor, "batch num_classes"]:  # fmt: skip
+    ) -> Float[Tensor, "batch num_classes"]:
         """Class scores (logits) of each sequence.
 
         Args:

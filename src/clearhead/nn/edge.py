@@ -43,26 +43,38 @@ class Edge:
 
     @classmethod
     def of(
-        cls, function: str, size: Sequence[int], device: torch.device, *,
-        lengths: Lengths, mask: Mask | None, may_pack: bool,
-    ) -> Edge:  # fmt: skip
+        cls,
+        function: str,
+        size: Sequence[int],
+        device: torch.device,
+        *,
+        lengths: Lengths,
+        mask: Mask | None,
+        may_pack: bool,
+    ) -> Edge:
         """The way for a batch of ``size``, with its padding told by ``lengths`` or by a ``Padding`` in ``mask``.
 
         ``may_pack`` says whether the model's score rules mean the same in a packed batch.
         """
         if mask is not None and not isinstance(mask, Mask):
             raise MaskError.about(
-                function, "mask", must="be a mask", got=type(mask).__name__,
+                function,
+                "mask",
+                must="be a mask",
+                got=type(mask).__name__,
                 then="Wrap a boolean tensor (True = may attend) in ch.Dense.",
-            )  # fmt: skip
+            )
         size = (size[0], size[1])
         padding, rest = _told_apart(mask)
         if padding is not None:
             if lengths is not None:
                 raise MaskError.about(
-                    function, "mask", must="hold no Padding where lengths are given", got=repr(mask),
+                    function,
+                    "mask",
+                    must="hold no Padding where lengths are given",
+                    got=repr(mask),
                     then="Give the lengths once.",
-                )  # fmt: skip
+                )
             lengths = padding.lengths.expand(size[0]) if padding.lengths.shape[0] == 1 else padding.lengths
         if lengths is None:
             return cls(size, None, False, rest)

@@ -78,9 +78,12 @@ def check_ids(function: str, argument: str, ids: object, max_len: int) -> tuple[
         )
     if ids.shape[1] > max_len:
         raise ShapeError.about(
-            function, argument, must=f"be at most {max_len} tokens long (max_len)", got=ids.shape[1],
+            function,
+            argument,
+            must=f"be at most {max_len} tokens long (max_len)",
+            got=ids.shape[1],
             then="Cut the sequences, or build the model with a larger max_len.",
-        )  # fmt: skip
+        )
     return ids.shape[0], ids.shape[1]
 
 
@@ -97,9 +100,12 @@ def check_range(function: str, argument: str, ids: Int[Tensor, "..."], vocab_siz
     low, high = (int(bound) for bound in torch.aminmax(ids))
     if low < 0 or high >= vocab_size:
         raise ShapeError.about(
-            function, argument, must=f"lie from 0 to {vocab_size - 1} (vocab_size {vocab_size})",
-            got=low if low < 0 else high, then="Use the tokenizer that the model was made for.",
-        )  # fmt: skip
+            function,
+            argument,
+            must=f"lie from 0 to {vocab_size - 1} (vocab_size {vocab_size})",
+            got=low if low < 0 else high,
+            then="Use the tokenizer that the model was made for.",
+        )
 
 
 def embedded(

@@ -61,10 +61,16 @@ class EncoderDecoder(nn.Module):
         )
         rotary = self.source_embedding.positions == "rotary"
         self.encoder = Encoder(
-            embed_dim, num_heads, num_layers, feedforward_dim=feedforward_dim, dropout=dropout,
-            attention_dropout=attention_dropout, norm_first=norm_first, rotary=rotary,
+            embed_dim,
+            num_heads,
+            num_layers,
+            feedforward_dim=feedforward_dim,
+            dropout=dropout,
+            attention_dropout=attention_dropout,
+            norm_first=norm_first,
+            rotary=rotary,
             checkpoint_activations=checkpoint_activations,
-        )  # fmt: skip
+        )
         self.decoder = Decoder(
             embed_dim, num_heads, num_layers, cross_attention=True, feedforward_dim=feedforward_dim, dropout=dropout,
             attention_dropout=attention_dropout, norm_first=norm_first, rotary=rotary,
@@ -85,9 +91,13 @@ class EncoderDecoder(nn.Module):
         return self.decoder.new_cache()
 
     def forward(
-        self, source: Int[Tensor, "batch source_len"], target: Int[Tensor, "batch target_len"], *,
-        source_lengths: Lengths = None, target_lengths: Lengths = None,
-    ) -> Float[Tensor, "batch target_len target_vocab_size"]:  # fmt: skip
+        self,
+        source: Int[Tensor, "batch source_len"],
+        target: Int[Tensor, "batch target_len"],
+        *,
+        source_lengths: Lengths = None,
+        target_lengths: Lengths = None,
+    ) -> Float[Tensor, "batch target_len target_vocab_size"]:
         """Scores (logits) of the token after each target token.
 
         Args:
@@ -115,9 +125,14 @@ class EncoderDecoder(nn.Module):
         return edge.leave(self.encoder.run(x, edge.mask))
 
     def decode(
-        self, target: Int[Tensor, "batch target_len"], memory: Float[Tensor, "batch source_len embed_dim"], *,
-        source_lengths: Lengths = None, target_lengths: Lengths = None, cache: DecoderCache | None = None,
-    ) -> Float[Tensor, "batch target_len target_vocab_size"]:  # fmt: skip
+        self,
+        target: Int[Tensor, "batch target_len"],
+        memory: Float[Tensor, "batch source_len embed_dim"],
+        *,
+        source_lengths: Lengths = None,
+        target_lengths: Lengths = None,
+        cache: DecoderCache | None = None,
+    ) -> Float[Tensor, "batch target_len target_vocab_size"]:
         """Scores of the token after each target token, given the memory."""
         name = "EncoderDecoder"
         first = self.decoder.seen(name, cache)
@@ -125,9 +140,12 @@ class EncoderDecoder(nn.Module):
         check_tokens(name, "memory", memory, self.encoder.embed_dim, self.head.weight)
         if batch != memory.shape[0]:
             raise ShapeError.about(
-                name, "target", must=f"have source's batch size {memory.shape[0]}", got=batch,
+                name,
+                "target",
+                must=f"have source's batch size {memory.shape[0]}",
+                got=batch,
                 then="Give one target per source.",
-            )  # fmt: skip
+            )
         edge = self.decoder.edge(name, target, lengths=target_lengths, cache=cache)
         x = embedded(name, "target", target, edge, self.target_embedding, first)
         states = self.decoder.run(x, edge.mask, memory=memory, memory_lengths=source_lengths, cache=cache)
@@ -162,9 +180,12 @@ class EncoderDecoder(nn.Module):
         max_new_tokens = check_prompt(name, "source", source, max_new_tokens)
         if max_new_tokens > self.max_len:
             raise ShapeError.about(
-                name, "max_new_tokens", must=f"be at most {self.max_len} (max_len)", got=max_new_tokens,
+                name,
+                "max_new_tokens",
+                must=f"be at most {self.max_len} (max_len)",
+                got=max_new_tokens,
                 then="Ask for fewer, or build the model with a larger max_len.",
-            )  # fmt: skip
+            )
         sampler = Sampler(name, temperature=temperature, top_k=top_k, seed=seed, device=source.device)
         start = as_token(name, "start", start)
         stop = None if stop is None else as_token(name, "stop", stop)

@@ -50,9 +50,15 @@ class FeedForward(nn.Module):
     """
 
     def __init__(
-        self, embed_dim: int, feedforward_dim: int | None = None, *, activation: str = "gelu", dropout: float = 0.0,
-        bias: bool = True, gated: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        embed_dim: int,
+        feedforward_dim: int | None = None,
+        *,
+        activation: str = "gelu",
+        dropout: float = 0.0,
+        bias: bool = True,
+        gated: bool = False,
+    ) -> None:
         super().__init__()
         name = "FeedForward"
         self.embed_dim = positive(name, "embed_dim", embed_dim)
@@ -97,8 +103,11 @@ class FeedForward(nn.Module):
 
 #: What an activation is called that is one of these functions, or exactly such a module.
 _FUNCTIONS: Final[Sequence[tuple[Callable[..., Tensor], str]]] = (
-    (functional.relu, "relu"), (torch.relu, "relu"), (functional.gelu, "gelu"), (functional.silu, "silu"),
-)  # fmt: skip
+    (functional.relu, "relu"),
+    (torch.relu, "relu"),
+    (functional.gelu, "gelu"),
+    (functional.silu, "silu"),
+)
 _MODULES: Final[Mapping[type[nn.Module], str]] = {nn.ReLU: "relu", nn.SiLU: "silu"}
 
 

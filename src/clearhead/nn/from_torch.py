@@ -37,18 +37,27 @@ def block_like(cls: type[_Block], kind: type[nn.Module], layer: nn.Module, **mor
     name = cls.__name__
     if not isinstance(layer, kind):
         raise UnsupportedError.about(
-            f"{name}.from_torch", "layer", must=f"be a torch.nn.{kind.__name__}", got=type(layer).__name__,
+            f"{name}.from_torch",
+            "layer",
+            must=f"be a torch.nn.{kind.__name__}",
+            got=type(layer).__name__,
             then=f"Build {_a(name)} and copy the weights part by part.",
-        )  # fmt: skip
+        )
     attentions, norms = _PARTS[kind]
     _check_parts(name, layer, [*attentions], [*norms])
     torchs: Any = layer
     own, expand = torchs.self_attn, torchs.linear1
     block = cls(
-        own.embed_dim, own.num_heads, feedforward_dim=expand.out_features, dropout=torchs.dropout.p,
-        attention_dropout=own.dropout, norm_first=torchs.norm_first, activation=_activation_of(name, torchs),
-        bias=expand.bias is not None, **more,
-    )  # fmt: skip
+        own.embed_dim,
+        own.num_heads,
+        feedforward_dim=expand.out_features,
+        dropout=torchs.dropout.p,
+        attention_dropout=own.dropout,
+        norm_first=torchs.norm_first,
+        activation=_activation_of(name, torchs),
+        bias=expand.bias is not None,
+        **more,
+    )
     weight = expand.weight
     block.to(device=weight.device, dtype=weight.dtype)
     for theirs, ours in attentions.items():
@@ -67,9 +76,11 @@ def block_like(cls: type[_Block], kind: type[nn.Module], layer: nn.Module, **mor
 def _check_parts(name: str, layer: Any, attentions: list[str], norms: list[str]) -> None:
     """Raise unless the layer's parts are such as a block has."""
     parts: tuple[tuple[type[nn.Module], list[str]], ...] = (
-        (nn.MultiheadAttention, attentions), (nn.Linear, ["linear1", "linear2"]), (nn.LayerNorm, norms),
+        (nn.MultiheadAttention, attentions),
+        (nn.Linear, ["linear1", "linear2"]),
+        (nn.LayerNorm, norms),
         (nn.Dropout, ["dropout"]),
-    )  # fmt: skip
+    )
     for kind, places in parts:
         for place in places:
             part = getattr(layer, place)
@@ -79,10 +90,12 @@ def _check_parts(name: str, layer: Any, attentions: list[str], norms: list[str])
                 fits = part.weight is not None and (part.bias is None) == (layer.linear1.bias is None)
             if not fits:
                 raise UnsupportedError.about(
-                    f"{name}.from_torch", "layer", must=f"have a plain {kind.__name__} as its {place}",
+                    f"{name}.from_torch",
+                    "layer",
+                    must=f"have a plain {kind.__name__} as its {place}",
                     got=repr(part)[:80],
                     then=f"Build {_a(name)}, exchange that part in it and copy the weights.",
-                )  # fmt: skip
+                )
 
 
 def _activation_of(name: str, layer: Any) -> str:
@@ -92,9 +105,12 @@ def _activation_of(name: str, layer: Any) -> str:
     if activation is nn.functional.gelu or (type(activation) is nn.GELU and activation.approximate == "none"):
         return "gelu"
     raise UnsupportedError.about(
-        f"{name}.from_torch", "layer", must="use GELU or ReLU", got=getattr(activation, "__name__", activation),
+        f"{name}.from_torch",
+        "layer",
+        must="use GELU or ReLU",
+        got=getattr(activation, "__name__", activation),
         then=f"Build {_a(name)} and set block.feedforward.activation.",
-    )  # fmt: skip
+    )
 
 
 def _a(name: str) -> str:

@@ -39,9 +39,13 @@ class Sampler:
         self, function: str, *, temperature: float, top_k: int | None, seed: int | None, device: torch.device
     ) -> None:
         warmth = number(
-            function, "temperature", temperature, must="be a number of at least 0", fits=lambda given: given >= 0.0,
+            function,
+            "temperature",
+            temperature,
+            must="be a number of at least 0",
+            fits=lambda given: given >= 0.0,
             then="0.0 always takes the likeliest token.",
-        )  # fmt: skip
+        )
         self.temperature = 0.0 if warmth < _COLDEST else warmth
         self.top_k = None if top_k is None else whole(function, "top_k", top_k, low=1, then="None keeps all.")
         chosen = None if seed is None else seed_of(function, seed)
@@ -73,9 +77,12 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def extend(
-    ids: Int[Tensor, "batch len"], max_new_tokens: int, next_logits: Callable[[Tensor], Tensor], sampler: Sampler,
+    ids: Int[Tensor, "batch len"],
+    max_new_tokens: int,
+    next_logits: Callable[[Tensor], Tensor],
+    sampler: Sampler,
     stop: int | None,
-) -> Int[Tensor, "batch longer"]:  # fmt: skip
+) -> Int[Tensor, "batch longer"]:
     """Add tokens one at a time; once a sequence has drawn ``stop`` it only gets more of it."""
     ids = widened(ids)
     done = torch.zeros(ids.shape[0], 1, dtype=torch.bool, device=ids.device)

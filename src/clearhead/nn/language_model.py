@@ -87,9 +87,13 @@ class LanguageModel(nn.Module):
         return self.decoder.new_cache()
 
     def forward(
-        self, ids: Int[Tensor, "batch len"], *, lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
-        mask: Mask | None = None, cache: DecoderCache | None = None,
-    ) -> Float[Tensor, "batch len vocab_size"]:  # fmt: skip
+        self,
+        ids: Int[Tensor, "batch len"],
+        *,
+        lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        mask: Mask | None = None,
+        cache: DecoderCache | None = None,
+    ) -> Float[Tensor, "batch len vocab_size"]:
         """Scores (logits) of the token after each token.
 
         Args:
@@ -110,9 +114,12 @@ class LanguageModel(nn.Module):
         _, length = check_ids(name, "ids", ids, self.max_len)
         if first + length > self.max_len:
             raise ShapeError.about(
-                name, "ids", must=f"be at most {self.max_len} tokens long with the cache (max_len)",
-                got=f"{first} in the cache and {length} more", then="Start a new cache, or use a larger max_len.",
-            )  # fmt: skip
+                name,
+                "ids",
+                must=f"be at most {self.max_len} tokens long with the cache (max_len)",
+                got=f"{first} in the cache and {length} more",
+                then="Start a new cache, or use a larger max_len.",
+            )
         edge = self.decoder.edge(name, ids, lengths=lengths, mask=mask, cache=cache)
         x = embedded(name, "ids", ids, edge, self.embedding, first)
         logits: Tensor = self.head(self.decoder.run(x, edge.mask, cache=cache))

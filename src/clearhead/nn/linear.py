@@ -37,9 +37,13 @@ class Linear(nn.Linear):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, device: torch.device | str | int | None = None,
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         # Here, so that a misspelled variable is told where the model is built, not in some later step.
         check_variable()
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)

@@ -105,14 +105,20 @@ class LinearAttention(nn.Module):
         self.num_kv_heads = self.num_heads if num_kv_heads is None else positive(_NAME, "num_kv_heads", num_kv_heads)
         if self.num_heads % self.num_kv_heads:
             raise ShapeError.about(
-                _NAME, "num_kv_heads", must=f"divide num_heads {num_heads}", got=num_kv_heads,
+                _NAME,
+                "num_kv_heads",
+                must=f"divide num_heads {num_heads}",
+                got=num_kv_heads,
                 then="Each head of keys serves as many heads of queries.",
-            )  # fmt: skip
+            )
         if head_dim is None and self.embed_dim % self.num_heads:
             raise ShapeError.about(
-                _NAME, "embed_dim", must=f"be a multiple of num_heads {num_heads}", got=embed_dim,
+                _NAME,
+                "embed_dim",
+                must=f"be a multiple of num_heads {num_heads}",
+                got=embed_dim,
                 then="Or give head_dim.",
-            )  # fmt: skip
+            )
         own_width = self.embed_dim // self.num_heads
         self.head_dim = own_width if head_dim is None else positive(_NAME, "head_dim", head_dim)
         self.key_dim = self.embed_dim if key_dim is None else positive(_NAME, "key_dim", key_dim)
@@ -167,31 +173,44 @@ class LinearAttention(nn.Module):
         key, value = self._sources(query, key, value)
         if cache is not None and not isinstance(cache, LinearCache):
             raise UnsupportedError.about(
-                _NAME, "cache", must="be a LinearCache", got=type(cache).__name__,
+                _NAME,
+                "cache",
+                must="be a LinearCache",
+                got=type(cache).__name__,
                 then="Pass clearhead.linear.LinearCache().",
-            )  # fmt: skip
+            )
         known = not own and cache is not None and cache.state is not None
         if known and cache is not None and cache.length != key.shape[-2]:
             raise ShapeError.about(
-                _NAME, "key", must=f"be the memory that filled the cache, {cache.length} tokens",
-                got=f"shape {tuple(key.shape)}", then="Call cache.reset() before attending to another memory.",
-            )  # fmt: skip
+                _NAME,
+                "key",
+                must=f"be the memory that filled the cache, {cache.length} tokens",
+                got=f"shape {tuple(key.shape)}",
+                then="Call cache.reset() before attending to another memory.",
+            )
         if known:
             # The memory is in the state already.
             key, value, mask = key[..., :0, :], value[..., :0, :], None
         ordered = self._check_order(mask)
         if ordered and not own:
             raise MaskError.about(
-                _NAME, "mask", must="hold no Causal() where key is not query", got=repr(mask)[:80],
+                _NAME,
+                "mask",
+                must="hold no Causal() where key is not query",
+                got=repr(mask)[:80],
                 then="A memory has no order with the queries; kind 'linear' without Causal() reads it.",
-            )  # fmt: skip
+            )
         if own and cache is not None:
             mask = _behind(mask, cache.length, key.shape[-2])
         output, state = _KINDS[self.kind].verb(
-            self._heads(self.query_projection(query)), self._heads(self.key_projection(key)),
-            self._heads(self.value_projection(value)), feature_map=self._map(), mask=mask,
-            state=None if cache is None else cache.state, **self._extra(key),
-        )  # fmt: skip
+            self._heads(self.query_projection(query)),
+            self._heads(self.key_projection(key)),
+            self._heads(self.value_projection(value)),
+            feature_map=self._map(),
+            mask=mask,
+            state=None if cache is None else cache.state,
+            **self._extra(key),
+        )
         if cache is not None and not known:
             cache.update(state, key.shape[-2])
         joined = output.transpose(-3, -2).flatten(-2)
@@ -205,15 +224,21 @@ class LinearAttention(nn.Module):
         known = as_feature_map(_NAME, chosen, self.head_dim)
         if _KINDS[self.kind].ordered and known.only_normalized:
             raise UnsupportedError.about(
-                _NAME, "feature_map", must=f"need no normaliser with kind {self.kind!r}", got=known.name,
+                _NAME,
+                "feature_map",
+                must=f"need no normaliser with kind {self.kind!r}",
+                got=known.name,
                 then="Only kind 'linear' normalises.",
-            )  # fmt: skip
+            )
         features = known.features(self.head_dim)
         if _KINDS[self.kind].extra == "log_gate" and features != self.head_dim:
             raise ShapeError.about(
-                _NAME, "feature_map", must=f"have a feature for each of {self.head_dim} channels with kind 'gated'",
-                got=f"{known.name}, which has {features}", then="Each feature has a gate of its own.",
-            )  # fmt: skip
+                _NAME,
+                "feature_map",
+                must=f"have a feature for each of {self.head_dim} channels with kind 'gated'",
+                got=f"{known.name}, which has {features}",
+                then="Each feature has a gate of its own.",
+            )
         return PositiveRandomFeatures.draw(self.head_dim) if chosen == PERFORMER else chosen
 
     def _extra_projection(self, width: int) -> nn.Module | None:
@@ -250,9 +275,12 @@ class LinearAttention(nn.Module):
         causal = isinstance(mask, Mask) and any(does_as(part, Causal) for part in conjuncts(mask))
         if _KINDS[self.kind].ordered and not causal:
             raise MaskError.about(
-                _NAME, "mask", must=f"hold Causal() with kind {self.kind!r}, alone or with & Padding or & Documents",
-                got=repr(mask)[:80], then="Its formula has no form that looks ahead; kind 'linear' has.",
-            )  # fmt: skip
+                _NAME,
+                "mask",
+                must=f"hold Causal() with kind {self.kind!r}, alone or with & Padding or & Documents",
+                got=repr(mask)[:80],
+                then="Its formula has no form that looks ahead; kind 'linear' has.",
+            )
         return causal
 
     def _sources(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -273,9 +301,12 @@ def _behind(mask: Mask | None, held: int, length: int) -> Mask | None:
     for part in conjuncts(mask):
         if isinstance(part, Documents) and held:
             raise MaskError.about(
-                _NAME, "mask", must="hold no Documents with a cache that holds tokens", got=repr(mask)[:80],
+                _NAME,
+                "mask",
+                must="hold no Documents with a cache that holds tokens",
+                got=repr(mask)[:80],
                 then="Decode documents as a batch: the state after a packed call has one entry for each.",
-            )  # fmt: skip
+            )
         if isinstance(part, Padding) and does_as(part, Padding):
             part = Padding((part.lengths - held).clamp(0, length))
         found = part if found is None else found & part

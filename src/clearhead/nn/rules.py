@@ -50,10 +50,12 @@ class RuleHolder(nn.Module):
         """The rule on the tensors that the module holds now."""
         own = [getattr(self, name) for name in self._names]
         # Itself where it has its shape: whoever keeps a rule sees what becomes of the tensor.
-        held = iter([
-            tensor if tensor.shape == shape else tensor.reshape(shape)
-            for tensor, shape in zip(own, self._shapes, strict=True)
-        ])  # fmt: skip
+        held = iter(
+            [
+                tensor if tensor.shape == shape else tensor.reshape(shape)
+                for tensor, shape in zip(own, self._shapes, strict=True)
+            ]
+        )
         return self._form.mapped(lambda tensor: next(held))
 
     def extra_repr(self) -> str:

@@ -72,9 +72,12 @@ class Encoder(nn.Module):
         self.norm = _last_norm(self.blocks, norm)
 
     def forward(
-        self, x: Float[Tensor, "*batch len embed_dim"], *, lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        self,
+        x: Float[Tensor, "*batch len embed_dim"],
+        *,
+        lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
         mask: Mask | None = None,
-    ) -> Float[Tensor, "*batch len embed_dim"]:  # fmt: skip
+    ) -> Float[Tensor, "*batch len embed_dim"]:
         """Encode a batch.
 
         Args:
@@ -146,9 +149,12 @@ class DecoderCache:
         held = (_count(self.layers), _count(self.memory))
         if held not in ((num_layers, 0), (num_layers, num_layers)):
             raise ShapeError.about(
-                function, "cache", must=f"hold a KVCache for each of the {num_layers} layers, and one for each memory",
-                got=f"{_told(held[0])}, and {_told(held[1])} for memories", then="Take one from new_cache().",
-            )  # fmt: skip
+                function,
+                "cache",
+                must=f"hold a KVCache for each of the {num_layers} layers, and one for each memory",
+                got=f"{_told(held[0])}, and {_told(held[1])} for memories",
+                then="Take one from new_cache().",
+            )
 
     @property
     def length(self) -> int:
@@ -250,10 +256,15 @@ class Decoder(nn.Module):
         return DecoderCache(layers, [KVCache() for _ in self.blocks] if self.cross_attention else [])
 
     def forward(
-        self, x: Float[Tensor, "*batch len embed_dim"], *, lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
-        mask: Mask | None = None, memory: Float[Tensor, "*batch memory_len memory_dim"] | None = None,
-        memory_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None, cache: DecoderCache | None = None,
-    ) -> Float[Tensor, "*batch len embed_dim"]:  # fmt: skip
+        self,
+        x: Float[Tensor, "*batch len embed_dim"],
+        *,
+        lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        mask: Mask | None = None,
+        memory: Float[Tensor, "*batch memory_len memory_dim"] | None = None,
+        memory_lengths: Sequence[int] | Int[Tensor, " batch"] | None = None,
+        cache: DecoderCache | None = None,
+    ) -> Float[Tensor, "*batch len embed_dim"]:
         """Decode a batch.
 
         Args:
@@ -280,9 +291,14 @@ class Decoder(nn.Module):
         return output if x.ndim == 3 else output[0]
 
     def edge(
-        self, function: str, batch: Tensor, *, lengths: Lengths, mask: Mask | None = None,
+        self,
+        function: str,
+        batch: Tensor,
+        *,
+        lengths: Lengths,
+        mask: Mask | None = None,
         cache: DecoderCache | None = None,
-    ) -> Edge:  # fmt: skip
+    ) -> Edge:
         """How a padded batch ``[batch, len, ...]`` goes through the blocks."""
         self.seen(function, cache)
         size = (batch.shape[0], batch.shape[1])
@@ -291,15 +307,23 @@ class Decoder(nn.Module):
         edge = Edge.of(function, size, batch.device, lengths=lengths, mask=mask, may_pack=may_pack)
         if edge.lengths is not None and cache is not None:
             raise UnsupportedError.about(
-                function, "lengths", must="all be the batch's length where there is a cache",
-                got=edge.lengths.tolist(), then="Decode sequences of one length together.",
-            )  # fmt: skip
+                function,
+                "lengths",
+                must="all be the batch's length where there is a cache",
+                got=edge.lengths.tolist(),
+                then="Decode sequences of one length together.",
+            )
         return edge
 
     def run(
-        self, x: Tensor, mask: Mask | None, *, memory: Tensor | None = None,
-        memory_lengths: Lengths = None, cache: DecoderCache | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        mask: Mask | None,
+        *,
+        memory: Tensor | None = None,
+        memory_lengths: Lengths = None,
+        cache: DecoderCache | None = None,
+    ) -> Tensor:
         """The blocks alone, on tokens that lie as an ``Edge`` laid them."""
         memory, memory_mask = self._memory(memory, memory_lengths)
         tokens, masks = ((x,), (causal(mask),)) if memory is None else ((x, memory), (causal(mask), memory_mask))

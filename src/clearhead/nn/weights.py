@@ -34,10 +34,12 @@ def weight_and_bias(function: str, role: str, part: HeadWeight) -> tuple[Tensor,
     fits = isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point()
     if not fits or (bias is not None and not (isinstance(bias, Tensor) and bias.shape == weight.shape[:1])):
         raise ShapeError.about(
-            function, role, must="be a weight [out, in], with a bias [out] if any",
+            function,
+            role,
+            must="be a weight [out, in], with a bias [out] if any",
             got=[tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in (weight, bias)],
             then="Weights lie as in nn.Linear; transpose those that multiply from the right.",
-        )  # fmt: skip
+        )
     return weight, bias
 
 
@@ -46,9 +48,12 @@ def side_by_side(function: str, role: str, parts: Sequence[HeadWeight]) -> tuple
     pairs = [weight_and_bias(function, role, part) for part in parts]
     if len({(weight.shape, bias is None) for weight, bias in pairs}) > 1:
         raise ShapeError.about(
-            function, role, must="have the same shape in every head, and a bias in all or none",
-            got=[tuple(weight.shape) for weight, _ in pairs], then="Heads of different sizes are modules of their own.",
-        )  # fmt: skip
+            function,
+            role,
+            must="have the same shape in every head, and a bias in all or none",
+            got=[tuple(weight.shape) for weight, _ in pairs],
+            then="Heads of different sizes are modules of their own.",
+        )
     biases = [bias for _, bias in pairs if bias is not None]
     return torch.cat([weight for weight, _ in pairs]), torch.cat(biases) if biases else None
 

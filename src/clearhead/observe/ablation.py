@@ -19,9 +19,12 @@ __all__ = ["head_effects"]
 
 
 def head_effects(
-    model: nn.Module, *inputs: Any, measure: Callable[[Any], Tensor | float] | None = None, layers: Layers = None,
+    model: nn.Module,
+    *inputs: Any,
+    measure: Callable[[Any], Tensor | float] | None = None,
+    layers: Layers = None,
     **options: Any,
-) -> dict[str, Float[Tensor, " heads"]]:  # fmt: skip
+) -> dict[str, Float[Tensor, " heads"]]:
     """What changes when each head alone is switched off, its output set to 0.
 
     Args:
@@ -52,9 +55,12 @@ def head_effects(
     check_model("head_effects", model)
     if measure is not None and not callable(measure):
         raise UnsupportedError.about(
-            "head_effects", "measure", must="be a function of what the model returns", got=seen(measure),
+            "head_effects",
+            "measure",
+            must="be a function of what the model returns",
+            got=seen(measure),
             then="Pass one that gives a number.",
-        )  # fmt: skip
+        )
     with evaluating(model):
         with trace(model, layers=layers) as traced:
             whole = model(*inputs, **options)

@@ -46,9 +46,12 @@ def find_layer(function: str, model: nn.Module, layer: int | str | None) -> str:
     names = list(attention_modules(model))
     if not names:
         raise UnsupportedError.about(
-            function, "model", must="hold a ch.nn.MultiHeadAttention", got=type(model).__name__,
+            function,
+            "model",
+            must="hold a ch.nn.MultiHeadAttention",
+            got=type(model).__name__,
             then="Convert torch's modules with MultiHeadAttention.from_torch.",
-        )  # fmt: skip
+        )
     if isinstance(layer, str) and layer in names:
         return layer
     place = 0 if layer is None else whole_number(layer)
@@ -73,22 +76,32 @@ def capture(
             raise
         except Exception as failure:
             raise UnsupportedError.about(
-                "explain", "inputs", must=f"be what {type(model).__name__} takes",
-                got=f"{type(failure).__name__}: {str(failure)[:160]}", then="Call the model on them first.",
-            ) from failure  # fmt: skip
+                "explain",
+                "inputs",
+                must=f"be what {type(model).__name__} takes",
+                got=f"{type(failure).__name__}: {str(failure)[:160]}",
+                then="Call the model on them first.",
+            ) from failure
         if not traced:
             raise UnsupportedError.about(
-                "explain", "layer", must="be used by the model's forward", got="a module that was not called",
+                "explain",
+                "layer",
+                must="be used by the model's forward",
+                got="a module that was not called",
                 then="Choose another layer.",
-            )  # fmt: skip
+            )
     points = traced[0]
     assert points.output is not None
     heads = points.head_outputs.transpose(1, 2).flatten(-2)
     heads = heads if points.output.ndim == 3 else heads[0]
     return Captured(
-        module=module, inputs=points.inputs, options=points.options, problem=points.problem, heads=heads,
+        module=module,
+        inputs=points.inputs,
+        options=points.options,
+        problem=points.problem,
+        heads=heads,
         output=points.output,
-    )  # fmt: skip
+    )
 
 
 @contextmanager

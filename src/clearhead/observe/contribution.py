@@ -50,9 +50,12 @@ def _norms(problem: Problem, projection: Projection) -> Float[Tensor, "batch hea
     heads, width = problem.num_heads, problem.value_dim
     if weight.ndim != 2 or weight.shape[1] != heads * width:
         raise ShapeError.about(
-            "contributions", "projection", must=f"have weight [embed_dim, {heads * width}]", got=tuple(weight.shape),
+            "contributions",
+            "projection",
+            must=f"have weight [embed_dim, {heads * width}]",
+            got=tuple(weight.shape),
             then="It mixes the heads side by side.",
-        )  # fmt: skip
+        )
     group, dtype = heads // problem.num_kv_heads, problem.work_dtype
     norms = []
     for head in range(heads):
@@ -72,9 +75,12 @@ def _weight(projection: Projection) -> Tensor:
             # GPT-2's layer holds its weight the other way round.
             return weight.T if type(layer).__name__.endswith("Conv1D") else weight
     raise UnsupportedError.about(
-        "contributions", "projection", must="be the projection that mixes heads, or hold it", then="Pass its weight.",
+        "contributions",
+        "projection",
+        must="be the projection that mixes heads, or hold it",
+        then="Pass its weight.",
         got=type(projection).__name__,
-    )  # fmt: skip
+    )
 
 
 def contributions(

@@ -88,24 +88,33 @@ def explain(
     elif isinstance(subject, nn.Module):
         if scores != () or scale is not None or backend != "auto":
             raise UnsupportedError.about(
-                "explain", "scores", must="be left to the module, and so scale and backend", got="another",
+                "explain",
+                "scores",
+                must="be left to the module, and so scale and backend",
+                got="another",
                 then="A module carries its own.",
-            )  # fmt: skip
+            )
         ran, name = _from_module(subject, inputs, layer, {"mask": mask, "query_offset": query_offset})
     else:
         raise UnsupportedError.about(
-            "explain", "subject", must="be tensors or a module", got=type(subject).__name__,
+            "explain",
+            "subject",
+            must="be tensors or a module",
+            got=type(subject).__name__,
             then="Pass query, key, value; or a module and its input.",
-        )  # fmt: skip
+        )
     return _explanation(ran, name, token, head, batch, _texts(ran.problem, tokens, key_tokens))
 
 
 def _from_tensors(tensors: tuple[Tensor, ...], options: dict[str, Any], backend: str) -> Subject:
     if len(tensors) != 3:
         raise ShapeError.about(
-            "explain", "inputs", must="be key and value behind query", got=f"{len(tensors)} tensors",
+            "explain",
+            "inputs",
+            must="be key and value behind query",
+            got=f"{len(tensors)} tensors",
             then="Pass explain(query, key, value, token=0).",
-        )  # fmt: skip
+        )
     problem = Problem.of("explain", *tensors, **options)
     want = Want()
     chosen = choose("explain", problem, want, backend)
@@ -128,9 +137,12 @@ def _from_module(
     for value in inputs:
         if isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] != 1:
             raise ShapeError.about(
-                "explain", "inputs", must="be one sequence, batch 1", got=f"shape {tuple(value.shape)}",
+                "explain",
+                "inputs",
+                must="be one sequence, batch 1",
+                got=f"shape {tuple(value.shape)}",
                 then="Pass x[i:i+1] without its padding.",
-            )  # fmt: skip
+            )
     return _subject(capture(model, attention_modules(model)[name], inputs, given)), name
 
 
@@ -152,9 +164,13 @@ def _subject(seen: Captured) -> Subject:
     with torch.no_grad():
         chosen = choose("explain", problem, Want(), module.backend)
     return Subject(
-        problem=problem, heads=heads, backend=chosen.name, module=module, sources=sources,
+        problem=problem,
+        heads=heads,
+        backend=chosen.name,
+        module=module,
+        sources=sources,
         output=seen.output.reshape(*sources[0].shape[:2], -1),
-    )  # fmt: skip
+    )
 
 
 def _texts(
@@ -171,9 +187,13 @@ def _texts(
 
 
 def _explanation(
-    ran: Subject, layer: str | None, token: int | str, head: int, batch: int,
+    ran: Subject,
+    layer: str | None,
+    token: int | str,
+    head: int,
+    batch: int,
     texts: tuple[tuple[str, ...], tuple[str, ...]],
-) -> Explanation:  # fmt: skip
+) -> Explanation:
     problem = ran.problem
     place = find_token("explain", texts[0], token)
     head = _in_range("head", head, problem.num_heads)
@@ -204,9 +224,12 @@ def find_token(function: str, texts: Sequence[str], token: int | str) -> int:
             return places[0]
         if places:
             raise ShapeError.about(
-                function, "token", must="stand once in the text", got=f"{token!r} at {', '.join(map(str, places))}",
+                function,
+                "token",
+                must="stand once in the text",
+                got=f"{token!r} at {', '.join(map(str, places))}",
                 then="Pass the index.",
-            )  # fmt: skip
+            )
     elif (place := whole_number(token)) is not None and 0 <= place < len(texts):
         return place
     shown = ", ".join(f"{place} {text!r}" if text != str(place) else text for place, text in enumerate(texts[:40]))
@@ -218,7 +241,10 @@ def _in_range(name: str, value: int, count: int) -> int:
     found = whole_number(value)
     if found is None or not 0 <= found < count:
         raise ShapeError.about(
-            "explain", name, must=f"be a whole number from 0 to {count - 1}", got=seen(value),
+            "explain",
+            name,
+            must=f"be a whole number from 0 to {count - 1}",
+            got=seen(value),
             then=f"There {'is one' if count == 1 else f'are {count}'}, counted from 0.",
-        )  # fmt: skip
+        )
     return found

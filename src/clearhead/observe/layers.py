@@ -61,9 +61,12 @@ def choose_layers(function: str, model: nn.Module, layers: Layers) -> dict[str, 
     known = attention_layers(model)
     if not known:
         raise UnsupportedError.about(
-            function, "model", must="have attention that can be observed", got=_without(model),
+            function,
+            "model",
+            must="have attention that can be observed",
+            got=_without(model),
             then="Modules of clearhead can, and torch's and transformers' after ch.swap(model).",
-        )  # fmt: skip
+        )
     names = list(known)
     return {name: known[name] for name in meant(function, names, names, layers)}
 

@@ -166,9 +166,16 @@ class _Observer:
     edits = False
 
     def __init__(
-        self, model: nn.Module, want: Want, *, layers: Layers, heads: int | Sequence[int] | None,
-        queries: int | Sequence[int] | None, keep: str, detach: bool,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        want: Want,
+        *,
+        layers: Layers,
+        heads: int | Sequence[int] | None,
+        queries: int | Sequence[int] | None,
+        keep: str,
+        detach: bool,
+    ) -> None:
         chosen = choose_layers(_FUNCTION, model, layers)
         for module in chosen.values():
             if isinstance(num_heads := getattr(module, "num_heads", None), int):
@@ -237,9 +244,12 @@ class _Observer:
         for argument, chosen in (("queries", self._queries), ("want.rows", self._rows)):
             if chosen and max(chosen) >= self._most:
                 raise ShapeError.about(
-                    _FUNCTION, argument, must=f"lie from 0 to {self._most - 1}, the positions that were seen",
-                    got=list(chosen)[:8], then="Positions count from a sequence's first token.",
-                )  # fmt: skip
+                    _FUNCTION,
+                    argument,
+                    must=f"lie from 0 to {self._most - 1}, the positions that were seen",
+                    got=list(chosen)[:8],
+                    then="Positions count from a sequence's first token.",
+                )
 
 
 def _positions(argument: str, chosen: int | Sequence[int] | Tensor | None) -> tuple[int, ...] | None:
@@ -251,8 +261,11 @@ def _positions(argument: str, chosen: int | Sequence[int] | Tensor | None) -> tu
         place = whole_number(given)
         if place is None or place < 0:
             raise ShapeError.about(
-                _FUNCTION, argument, must="be positions, whole numbers of at least 0", got=seen(given),
+                _FUNCTION,
+                argument,
+                must="be positions, whole numbers of at least 0",
+                got=seen(given),
                 then="They count from a sequence's first token.",
-            )  # fmt: skip
+            )
         places.append(place)
     return tuple(places)

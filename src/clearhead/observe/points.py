@@ -139,9 +139,12 @@ class Points:
         problem = self.problem
         square = (problem.batch, problem.num_heads, problem.q_len, problem.k_len)
         given: dict[str, Tensor | None] = {
-            "query": self.query, "key": self.key, "value": self.value, "head_outputs": self.head_outputs,
+            "query": self.query,
+            "key": self.key,
+            "value": self.value,
+            "head_outputs": self.head_outputs,
             "output": self.output,
-        }  # fmt: skip
+        }
         shapes = {name: square if name in SQUARES else _shape(given[name]) for name in POINTS}
         return {name: shape for name, shape in shapes.items() if shape is not None}
 
@@ -153,9 +156,12 @@ def check_points(function: str, argument: str, points: object) -> None:
     """Raise unless ``points`` are those of one call of one layer."""
     if not isinstance(points, Points):
         raise UnsupportedError.about(
-            function, argument, must="be the Points of a layer", got=type(points).__name__,
+            function,
+            argument,
+            must="be the Points of a layer",
+            got=type(points).__name__,
             then="Pass traced[0] after `with ch.trace(model) as traced`.",
-        )  # fmt: skip
+        )
 
 
 def real_keys(problem: Problem) -> Bool[Tensor, "batch k_len"]:
@@ -217,9 +223,12 @@ def run_changed(call: Call, want: Want, inner: Attend, changed: Changed) -> tupl
         return inner(call, want), squares
     if want.names or not innermost(inner):
         raise UnsupportedError.about(
-            "trace", "edit", must="leave weights to the softmax while others observe or trace",
-            got="replaced weights", then="Edit the masked scores instead.",
-        )  # fmt: skip
+            "trace",
+            "edit",
+            must="leave weights to the softmax while others observe or trace",
+            got="replaced weights",
+            then="Edit the masked scores instead.",
+        )
     return Observation(output=_weighted(problem, squares["weights"])), squares
 
 

@@ -66,9 +66,13 @@ def rollout(
             "rollout", "traced", must="hold layers", got="none", then="Run the model within `with ch.trace(model)`."
         )
     share = number(
-        "rollout", "residual", residual, must="lie from 0 to 1", fits=lambda given: 0.0 <= given <= 1.0,
+        "rollout",
+        "residual",
+        residual,
+        must="lie from 0 to 1",
+        fits=lambda given: 0.0 <= given <= 1.0,
         then="The paper takes 0.5.",
-    )  # fmt: skip
+    )
     problems = [_checked(points, layers[0]) for points in layers]
     return torch.cat([_down(problems, start, share) for start in _starts(layers[-1], tokens)], dim=1)
 
@@ -93,10 +97,12 @@ def _checked(points: Points, first: Points) -> Problem:
     size = (problem.batch, problem.q_len, problem.k_len, problem.query_offset)
     if size != (wanted.batch, wanted.q_len, wanted.q_len, 0):
         raise ShapeError.about(
-            "rollout", f"layer {points.layer!r}", must="be self-attention over the sequences of the others",
+            "rollout",
+            f"layer {points.layer!r}",
+            must="be self-attention over the sequences of the others",
             got=f"batch {problem.batch}, q_len {problem.q_len}, k_len {problem.k_len}",
             then="Trace the layers of one stack: ch.trace(model, layers='encoder.*').",
-        )  # fmt: skip
+        )
     return replace(problem, value=problem.value[..., :1], dropout=0.0)
 
 

@@ -82,9 +82,12 @@ def head_scores(points: Points, *, period: int | None = None) -> HeadScores:
     problem = points.padded
     if problem.q_len != problem.k_len or problem.query_offset != 0:
         raise ShapeError.about(
-            "head_scores", "points", must="be of self-attention over a whole sequence",
-            got=f"q_len {problem.q_len}, k_len {problem.k_len}", then="Trace one call without a cache.",
-        )  # fmt: skip
+            "head_scores",
+            "points",
+            must="be of self-attention over a whole sequence",
+            got=f"q_len {problem.q_len}, k_len {problem.k_len}",
+            then="Trace one call without a cache.",
+        )
     if period is not None:
         period = whole("head_scores", "period", period, low=1, then="Pass the length of what is repeated.")
     length, real = problem.q_len, points.real

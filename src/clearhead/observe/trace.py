@@ -74,9 +74,12 @@ class Edit:
         if not isinstance(new, Tensor) or new.shape != tensor.shape:
             got = f"shape {tuple(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
             raise ShapeError.about(
-                _FUNCTION, self.point, must=f"stay a tensor of shape {tuple(tensor.shape)}", got=got,
+                _FUNCTION,
+                self.point,
+                must=f"stay a tensor of shape {tuple(tensor.shape)}",
+                got=got,
                 then="Replace it by one of the same shape.",
-            )  # fmt: skip
+            )
         return new.to(tensor.dtype)
 
 
@@ -151,15 +154,21 @@ class Trace(Kept[Points]):
             )
         if not isinstance(by, Tensor) and not callable(by):
             raise UnsupportedError.about(
-                _FUNCTION, "by", must="be a tensor or a function of one", got=type(by).__name__,
+                _FUNCTION,
+                "by",
+                must="be a tensor or a function of one",
+                got=type(by).__name__,
                 then="Pass lambda tensor: 0 * tensor.",
-            )  # fmt: skip
+            )
         chosen = None if heads is None else whole_numbers(_FUNCTION, "heads", heads)
         if chosen is not None and point == "output":
             raise ShapeError.about(
-                _FUNCTION, "heads", must="be left out for output, where heads are mixed", got=list(chosen),
+                _FUNCTION,
+                "heads",
+                must="be left out for output, where heads are mixed",
+                got=list(chosen),
                 then="Edit head_outputs.",
-            )  # fmt: skip
+            )
         names = frozenset(meant(_FUNCTION, self._existing, self._names(), layers))
         edit = Edit(point, names, chosen, by, self._edits)
         self._edits.append(edit)
@@ -180,9 +189,13 @@ class Trace(Kept[Points]):
         It is done to queries, whose product with keys is divided by it as well.
         """
         divisor = number(
-            _FUNCTION, "temperature", temperature, must="be a number above 0", fits=lambda given: given > 0.0,
+            _FUNCTION,
+            "temperature",
+            temperature,
+            must="be a number above 0",
+            fits=lambda given: given > 0.0,
             then="1.0 changes nothing.",
-        )  # fmt: skip
+        )
         return self.replace("query", lambda query: query / divisor, layers=layers, heads=heads)
 
     def _edits_of(self, layer: str, points: Sequence[str]) -> list[Edit]:
@@ -351,17 +364,27 @@ class CallTracer:
         return changed
 
     def _keep(
-        self, owner: object, name: str, call: Call, heads: Tensor, edited: list[str],
+        self,
+        owner: object,
+        name: str,
+        call: Call,
+        heads: Tensor,
+        edited: list[str],
         squares: dict[str, Tensor] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         frame = self._frames[-1] if self._frames and self._frames[-1].module is owner else None
         heads, call = self._kept(heads), call.with_options(dropout=0.0)
         points = Points(
-            layer=name, problem=self._kept_problem(call.problem()), output=None, edited=tuple(dict.fromkeys(edited)),
+            layer=name,
+            problem=self._kept_problem(call.problem()),
+            output=None,
+            edited=tuple(dict.fromkeys(edited)),
             head_outputs=heads.reshape((1,) * (4 - heads.ndim) + heads.shape),
-            inputs=() if frame is None else frame.inputs, options={} if frame is None else frame.options,
-            squares=None if squares is None else _each(squares, self._kept), sequences=sequences_of(call),
-        )  # fmt: skip
+            inputs=() if frame is None else frame.inputs,
+            options={} if frame is None else frame.options,
+            squares=None if squares is None else _each(squares, self._kept),
+            sequences=sequences_of(call),
+        )
         if frame is None:
             self._traced._add(name, points)
         else:
@@ -380,9 +403,13 @@ class CallTracer:
             return rule.mapped(self._kept)
 
         return replace(
-            problem, query=self._kept(problem.query), key=self._kept(problem.key), value=self._kept(problem.value),
-            mask=None if problem.mask is None else kept(problem.mask), scores=tuple(map(kept, problem.scores)),
-        )  # fmt: skip
+            problem,
+            query=self._kept(problem.query),
+            key=self._kept(problem.key),
+            value=self._kept(problem.value),
+            mask=None if problem.mask is None else kept(problem.mask),
+            scores=tuple(map(kept, problem.scores)),
+        )
 
 
 def _each(values: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:

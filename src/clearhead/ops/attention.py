@@ -182,9 +182,15 @@ def attend_plain(
 
 
 def attend_plain_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, softmax: Tensor, exact: Tensor | None, causal: bool,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    softmax: Tensor,
+    exact: Tensor | None,
+    causal: bool,
     scale: float,
-) -> list[Tensor] | None:  # fmt: skip
+) -> list[Tensor] | None:
     """Gradients of query, key and value; None where NaN or infinity meets the causal mask."""
     results, finite = torch.ops.clearhead.attention_gradients.default(
         grad, query, key, value, softmax.contiguous(), exact, scale, None, 0 if causal else None

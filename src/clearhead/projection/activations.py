@@ -38,9 +38,11 @@ _BACK: Final = torch.ops.aten
 
 def _gelu(kind: Kind, approximate: str) -> Activation:
     return Activation(
-        kind, Gate.SLOPE, lambda x: F.gelu(x, approximate=approximate),
+        kind,
+        Gate.SLOPE,
+        lambda x: F.gelu(x, approximate=approximate),
         lambda grad, x: _BACK.gelu_backward(grad, x, approximate=approximate),
-    )  # fmt: skip
+    )
 
 
 def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:

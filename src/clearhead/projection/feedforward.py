@@ -106,9 +106,12 @@ def _by_torch(x: Tensor, layers: Sequence[Layer], activation: str, levels: int, 
 
 
 def project_activate(
-    x: Float[Tensor, "*batch in"], weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None, *,
+    x: Float[Tensor, "*batch in"],
+    weight: Float[Tensor, "out in"],
+    bias: Float[Tensor, " out"] | None,
+    *,
     activation: str,
-) -> Float[Tensor, "*batch out"] | None:  # fmt: skip
+) -> Float[Tensor, "*batch out"] | None:
     """``activation(x @ weight^T + bias)`` where nothing is learned, without the numbers before the activation.
 
     Args:

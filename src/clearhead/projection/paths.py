@@ -148,8 +148,12 @@ def _kernel_weight_gradient(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor
 
 TORCH: Final = Path("torch", lambda _dtype: None, F.linear, _added(torch.matmul), _torch_weight_gradient)
 ONEDNN: Final = Path(
-    "onednn", _onednn_absent, _onednn, _added(lambda grad, weight: _onednn(grad, weight.t())),
-    _onednn_weight_gradient, prepares=True,
-)  # fmt: skip
+    "onednn",
+    _onednn_absent,
+    _onednn,
+    _added(lambda grad, weight: _onednn(grad, weight.t())),
+    _onednn_weight_gradient,
+    prepares=True,
+)
 NATIVE: Final = Path("native", _kernels_absent, _kernel_forward, _kernel_input_gradient, _kernel_weight_gradient)
 PATHS: Final[Mapping[str, Path]] = {path.name: path for path in (TORCH, ONEDNN, NATIVE)}

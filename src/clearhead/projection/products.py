@@ -22,9 +22,12 @@ _TYPES: Final = (Tensor, torch.nn.Parameter)
 
 
 def project(
-    x: Float[Tensor, "*batch in"], weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None, *,
+    x: Float[Tensor, "*batch in"],
+    weight: Float[Tensor, "out in"],
+    bias: Float[Tensor, " out"] | None = None,
+    *,
     path: Path | None = None,
-) -> Float[Tensor, "*batch out"]:  # fmt: skip
+) -> Float[Tensor, "*batch out"]:
     """``x @ weight^T + bias``: ``torch.nn.functional.linear``, by the path that the table of processors names.
 
     Only float32 and bfloat16 products of plain CPU tensors have a choice, where they are large or, without gradients,

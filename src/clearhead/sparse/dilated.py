@@ -92,14 +92,20 @@ def _checked(
     after = None if after is None else whole(_NAME, "after", after, low=0)
     if problem.q_len != problem.k_len:
         raise ShapeError.about(
-            _NAME, "key", must=f"have query's length {problem.q_len}", got=f"shape {tuple(problem.key.shape)}",
+            _NAME,
+            "key",
+            must=f"have query's length {problem.q_len}",
+            got=f"shape {tuple(problem.key.shape)}",
             then="For other lengths use attention(mask=ch.sparse.dilated(...)).",
-        )  # fmt: skip
+        )
     if local and after != 0:
         raise UnsupportedError.about(
-            _NAME, "local", must="be 0 where keys ahead are seen", got=f"local={local}, after={after}",
+            _NAME,
+            "local",
+            must="be 0 where keys ahead are seen",
+            got=f"local={local}, after={after}",
             then="Use attention(mask=ch.sparse.dilated(...) | ch.Window(...)).",
-        )  # fmt: skip
+        )
     # Tokens that are further apart than the sequence is long have no other; nothing is filled up for them.
     return min(stride, max(1, problem.q_len)), before, after, local
 

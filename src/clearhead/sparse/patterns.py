@@ -52,9 +52,15 @@ def longformer(length: int, window: int, num_global: int = 0) -> Mask:
 
 
 def big_bird(
-    length: int, *, size: int = BLOCK, window: int = 3, num_global: int = 2, num_random: int = 3,
-    num_heads: int = 1, seed: int = 0,
-) -> Blocks:  # fmt: skip
+    length: int,
+    *,
+    size: int = BLOCK,
+    window: int = 3,
+    num_global: int = 2,
+    num_random: int = 3,
+    num_heads: int = 1,
+    seed: int = 0,
+) -> Blocks:
     """A window, global blocks and a few random blocks for each row of blocks.
 
     ``Blocks((Window | Global).dense(blocks, blocks) | random, size)``: the paper's own form in blocks (appendix D),
@@ -90,9 +96,12 @@ def big_bird(
     num_global, width = whole(name, "num_global", num_global, low=0), whole_number(window)
     if width is None or not 1 <= width <= FARTHEST or width % 2 == 0:
         raise ShapeError.about(
-            name, "window", must="be an odd number of blocks", got=seen(window),
+            name,
+            "window",
+            must="be an odd number of blocks",
+            got=seen(window),
             then="3 is a block with its two neighbours.",
-        )  # fmt: skip
+        )
     fixed = (Window(width // 2, width // 2) | Global(num_global)).dense(blocks, blocks)
     generator = torch.Generator().manual_seed(seed_of(name, seed))
     draw = torch.rand(num_heads, blocks, blocks, generator=generator, dtype=torch.float64)
@@ -173,9 +182,15 @@ def strided(stride: int) -> Mask:
 
 
 def covered(
-    mask: Mask, q_len: int, k_len: int | None = None, *, query_offset: int = 0, size: int = BLOCK,
-    batch: int | None = None, num_heads: int | None = None,
-) -> Mask:  # fmt: skip
+    mask: Mask,
+    q_len: int,
+    k_len: int | None = None,
+    *,
+    query_offset: int = 0,
+    size: int = BLOCK,
+    batch: int | None = None,
+    num_heads: int | None = None,
+) -> Mask:
     """The same mask with a table of its blocks, so that kernels skip every empty one, between runs of keys too.
 
     ``mask & Blocks(not empty, size)``; it allows what ``mask`` allows, for the lengths it was made for.
@@ -213,9 +228,12 @@ def covered(
     offset = whole("covered", "query_offset", query_offset, low=0)
     if offset % size:
         raise ShapeError.about(
-            "covered", "query_offset", must=f"be a multiple of size {size}", got=offset,
+            "covered",
+            "query_offset",
+            must=f"be a multiple of size {size}",
+            got=offset,
             then="Make the mask for all queries, or choose a size that divides the offset.",
-        )  # fmt: skip
+        )
     placed = mask.placed(offset)
     given = {"batch": batch, "num_heads": num_heads}
     carried = carried_sizes(mask)
@@ -242,10 +260,12 @@ class _Covering(Blocks):
         super().check(function, batch, heads, q_pos, k_len)
         if k_len > self.keys or (len(q_pos) and (q_pos.start < self.first or q_pos.stop > self.queries)):
             raise MaskError.about(
-                function, "mask", must=f"cover queries {q_pos.start} to {q_pos.stop - 1} and {k_len} keys",
+                function,
+                "mask",
+                must=f"cover queries {q_pos.start} to {q_pos.stop - 1} and {k_len} keys",
                 got=f"one that was made for queries {self.first} to {self.queries - 1} and {self.keys} keys",
                 then="Make it for this call's lengths.",
-            )  # fmt: skip
+            )
 
     def __repr__(self) -> str:
         return f"Blocks(table={describe(self.table)}, size={self.size})"
@@ -266,6 +286,9 @@ def _check_told(mask: Mask, given: dict[str, int | None], offset: int, device: t
         for (name, count), own in zip(given.items(), found[:2], strict=True):
             if count is None and own > 1:
                 raise ShapeError.about(
-                    "covered", name, must="be given for a mask that reads it", got=f"none, for {mask!r}",
+                    "covered",
+                    name,
+                    must="be given for a mask that reads it",
+                    got=f"none, for {mask!r}",
                     then="The table of blocks has one part for each.",
-                )  # fmt: skip
+                )

@@ -85,14 +85,20 @@ def routed(
     query_offset = whole(_NAME, "query_offset", query_offset, low=0)
     if query_offset % size:
         raise ShapeError.about(
-            _NAME, "query_offset", must=f"be a multiple of size {size}", got=query_offset,
+            _NAME,
+            "query_offset",
+            must=f"be a multiple of size {size}",
+            got=query_offset,
             then="Within a block, use the mask that was chosen where it began.",
-        )  # fmt: skip
+        )
     if causal and query_offset + problem.q_len != problem.k_len:
         raise ShapeError.about(
-            _NAME, "key", must=f"end with the last query, at length {query_offset + problem.q_len}, when causal",
-            got=f"length {problem.k_len}", then="Give query_offset, or pass causal=False.",
-        )  # fmt: skip
+            _NAME,
+            "key",
+            must=f"end with the last query, at length {query_offset + problem.q_len}, when causal",
+            got=f"length {problem.k_len}",
+            then="Give query_offset, or pass causal=False.",
+        )
     if first >= keep:
         raise ShapeError.about(
             _NAME, "first", must=f"be less than keep {keep}", got=first, then="The own block is kept besides."

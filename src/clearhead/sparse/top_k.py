@@ -97,9 +97,12 @@ def top_k_attention(
 def _attend(problem: Problem, k: int, backend: str) -> list[Tensor]:
     if transforms():
         raise UnsupportedError.about(
-            _NAME, "query", must="be seen outside of torch.func", got="a transform such as vmap or grad",
+            _NAME,
+            "query",
+            must="be seen outside of torch.func",
+            got="a transform such as vmap or grad",
             then="Give batches as the first axis, and differentiate with torch.autograd.",
-        )  # fmt: skip
+        )
     chosen = _choose(problem, min(k, problem.k_len), backend)
     read = read_again(problem).tensors if torch.is_grad_enabled() else []
     output: Tensor = _TopK.apply(  # type: ignore[no-untyped-call]
@@ -272,9 +275,14 @@ def _gradients(problem: Problem, keys: Tensor, grad_output: Tensor, rules: bool)
 
 
 def _pulled(
-    problem: Problem, strip: _Strip, gathered: tuple[Tensor, ...], upstream: Tensor, parameters: list[Tensor], *,
+    problem: Problem,
+    strip: _Strip,
+    gathered: tuple[Tensor, ...],
+    upstream: Tensor,
+    parameters: list[Tensor],
+    *,
     first: bool,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """Gradients of a strip's queries, gathered keys and values, and the rules' parameters, in that order.
 
     Softmax, rules and products are differentiated one after the other, so that what a user's function gets wrong is
@@ -298,9 +306,15 @@ def _pulled(
 
 
 def _through_rules(
-    problem: Problem, strip: _Strip, before: Tensor, after: Tensor, grad: Tensor, parameters: list[Tensor], *,
+    problem: Problem,
+    strip: _Strip,
+    before: Tensor,
+    after: Tensor,
+    grad: Tensor,
+    parameters: list[Tensor],
+    *,
     first: bool,
-) -> tuple[Tensor | None, Sequence[Tensor | None]]:  # fmt: skip
+) -> tuple[Tensor | None, Sequence[Tensor | None]]:
     """The gradient of the scores before the rules, and of each parameter; None where none comes through."""
     if not after.requires_grad:
         return None, [None] * len(parameters)

@@ -54,8 +54,11 @@ def _products() -> dict[str, str]:
 
 #: What the final numbers hold at least.
 _METRICS: dict[str, tuple[type, ...]] = {
-    "held_out": (dict,), "best_step": (int,), "steps": (int,), "seconds": (int, float),
-}  # fmt: skip
+    "held_out": (dict,),
+    "best_step": (int,),
+    "steps": (int,),
+    "seconds": (int, float),
+}
 
 
 @dataclass(frozen=True)

@@ -60,9 +60,15 @@ def excess(result: Tensor, textbook: Tensor, exact: Tensor, floor: float) -> str
 
 
 def within_budget(
-    name: str, result: Tensor, textbook: Tensor, exact: Tensor, *, terms: int = 1, size: float = 1.0,
+    name: str,
+    result: Tensor,
+    textbook: Tensor,
+    exact: Tensor,
+    *,
+    terms: int = 1,
+    size: float = 1.0,
     dtype: torch.dtype = torch.float32,
-) -> None:  # fmt: skip
+) -> None:
     """Assert that ``result`` is finite where ``exact`` is, and near enough to it.
 
     ``terms`` is how many numbers a sum has, ``size`` how large each of them is, ``dtype`` what results are rounded to;

@@ -114,10 +114,11 @@ def _dense(predicate: Predicate) -> Callable[[Case], Mask]:
 def _filled(predicate: Predicate, case: Case) -> Tensor:
     """The predicate at every place of a case's call."""
     index = (
-        torch.arange(case.batch).view(-1, 1, 1, 1), torch.arange(case.heads).view(1, -1, 1, 1),
+        torch.arange(case.batch).view(-1, 1, 1, 1),
+        torch.arange(case.heads).view(1, -1, 1, 1),
         torch.arange(case.offset, case.offset + case.q_len).view(1, 1, -1, 1),
         torch.arange(case.k_len).view(1, 1, 1, -1),
-    )  # fmt: skip
+    )
     found = predicate(*index)
     return found.expand(*found.shape[:2], case.q_len, case.k_len)
 
@@ -129,9 +130,7 @@ def _fixed(predicate: Predicate) -> Callable[[Case], Predicate]:
 KINDS: dict[str, Kind] = {
     "causal": Kind(_fixed(lambda b, h, i, j: j <= i), lambda case: Causal()),
     "window": Kind(_fixed(lambda b, h, i, j: (j >= i - 3) & (j <= i + 2)), lambda case: Window(3, 2)),
-    "causal window": Kind(
-        _fixed(lambda b, h, i, j: (j >= i - 2) & (j <= i)), lambda case: Causal() & Window(2, 5)
-    ),
+    "causal window": Kind(_fixed(lambda b, h, i, j: (j >= i - 2) & (j <= i)), lambda case: Causal() & Window(2, 5)),
     "prefix": Kind(_fixed(lambda b, h, i, j: (j < 2) | (j <= i)), lambda case: Prefix(2) | Causal()),
     "padding": Kind(lambda case: _shorter(_lengths(case)), lambda case: Padding(_lengths(case))),
     "padding to nothing": Kind(
@@ -139,22 +138,23 @@ KINDS: dict[str, Kind] = {
     ),
     "documents": Kind(
         lambda case: _same_document(_documents(case)),
-        lambda case: Documents(lengths=torch.bincount(torch.tensor(_documents(case)))), square=True,
+        lambda case: Documents(lengths=torch.bincount(torch.tensor(_documents(case)))),
+        square=True,
     ),
     "interleaved documents": Kind(
         lambda case: _same_document([place % 2 for place in range(case.k_len)]),
-        lambda case: Documents(ids=torch.arange(case.k_len) % 2), square=True,
+        lambda case: Documents(ids=torch.arange(case.k_len) % 2),
+        square=True,
     ),
     "document ids": Kind(
-        lambda case: _same_document(_scattered(case)), lambda case: Documents(ids=torch.tensor(_scattered(case))),
+        lambda case: _same_document(_scattered(case)),
+        lambda case: Documents(ids=torch.tensor(_scattered(case))),
         square=True,
     ),
     "global": Kind(
         _fixed(lambda b, h, i, j: (i < 2) | (j < 2) | ((j >= i - 1) & (j <= i))), lambda case: Global(2) | Window(1)
     ),
-    "strided": Kind(
-        _fixed(lambda b, h, i, j: ((i - j) % 3 == 0) & (j <= i)), lambda case: Strided(3) & Causal()
-    ),
+    "strided": Kind(_fixed(lambda b, h, i, j: ((i - j) % 3 == 0) & (j <= i)), lambda case: Strided(3) & Causal()),
     "blocks": Kind(
         lambda case: lambda b, h, i, j: _table(case)[i // _BLOCK, j // _BLOCK],
         lambda case: Blocks(_table(case), _BLOCK),
@@ -168,7 +168,7 @@ KINDS: dict[str, Kind] = {
     "one key": Kind(_fixed(lambda b, h, i, j: j == i), _dense(lambda b, h, i, j: j == i)),
     "empty rows": Kind(_fixed(_gaps), _dense(_gaps)),
     "nothing": Kind(_fixed(lambda b, h, i, j: (i < 0) & (j < 0)), _dense(lambda b, h, i, j: (i < 0) & (j < 0))),
-}  # fmt: skip
+}
 """Every kind of mask that cases name."""
 
 

@@ -47,9 +47,13 @@ class Finding:
     def to_dict(self) -> dict[str, Any]:
         example = None if self.example is None else self.example.to_dict()
         return {
-            "law": self.law, "says": self.says, "status": self.status, "detail": self.detail, "example": example,
+            "law": self.law,
+            "says": self.says,
+            "status": self.status,
+            "detail": self.detail,
+            "example": example,
             "cases": self.cases,
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,11 +169,17 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "name": self.name, "signature": self.signature, "dtype": self.dtype, "device": self.device,
-            "versions": self.versions, "searched": self.searched, "notes": list(self.notes), "ok": self.ok,
+            "name": self.name,
+            "signature": self.signature,
+            "dtype": self.dtype,
+            "device": self.device,
+            "versions": self.versions,
+            "searched": self.searched,
+            "notes": list(self.notes),
+            "ok": self.ok,
             "verdict": self.verdict,
             "findings": [finding.to_dict() for finding in self.findings],
-        }  # fmt: skip
+        }
 
     def to_json(self) -> str:
         """Everything, as JSON."""

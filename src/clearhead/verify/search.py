@@ -38,9 +38,13 @@ def search(law: Law, signature: Signature, carried: frozenset[str], fails: Calla
     from hypothesis.errors import Flaky, NoSuchExample
 
     chosen = settings(
-        max_examples=tries, deadline=None, database=None, derandomize=False,
-        phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+        max_examples=tries,
+        deadline=None,
+        database=None,
+        derandomize=False,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
     with suppress(NoSuchExample, Flaky):
         find(_cases(law, signature, carried), fails, settings=chosen, random=random.Random(0))
 

@@ -123,9 +123,12 @@ class Sdpa(Signature):
     def carries(self, fn: Callable[..., Any]) -> frozenset[str]:
         known = _parameters(fn)
         words = {
-            "mask": "attn_mask", "causal flag": "is_causal", "scale": "scale", "grouped heads": "enable_gqa",
+            "mask": "attn_mask",
+            "causal flag": "is_causal",
+            "scale": "scale",
+            "grouped heads": "enable_gqa",
             "dropout": "dropout_p",
-        }  # fmt: skip
+        }
         return frozenset({"value width"} | {word for word, name in words.items() if known is None or name in known})
 
     def forms(self, mask: str, carried: frozenset[str]) -> tuple[str, ...]:
@@ -272,9 +275,12 @@ def _permute(module: nn.Module, orders: list[Tensor]) -> None:
     packed, last = getattr(module, "in_proj_weight", None), getattr(module, "out_proj", None)
     if not isinstance(packed, Tensor) or tuple(packed.shape) != (3 * width, width) or not isinstance(last, nn.Linear):
         raise UnsupportedError.about(
-            "verify", "fn", must="make a module with in_proj_weight [3 * embed_dim, embed_dim] and out_proj",
-            got=type(module).__name__, then="Wrap its heads in a function and use signature='sdpa'.",
-        )  # fmt: skip
+            "verify",
+            "fn",
+            must="make a module with in_proj_weight [3 * embed_dim, embed_dim] and out_proj",
+            got=type(module).__name__,
+            then="Wrap its heads in a function and use signature='sdpa'.",
+        )
     with torch.no_grad():
         eye = torch.eye(width, dtype=packed.dtype, device=packed.device)
         packed.copy_(torch.cat([eye[order] for order in orders[:3]]))
@@ -296,8 +302,12 @@ def _added(call: Call) -> Tensor:
 _MASKS: Final = ("attn_mask", "key_padding_mask")
 
 _DEFAULTS: Final[dict[str, Any]] = {
-    "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False,
-}  # fmt: skip
+    "attn_mask": None,
+    "dropout_p": 0.0,
+    "is_causal": False,
+    "scale": None,
+    "enable_gqa": False,
+}
 
 #: What a parameter's name has in it where it probably means what a convention can say.
 _SOUNDS: Final = ("mask", "causal", "dropout", "scale", "bias")
@@ -352,10 +362,12 @@ def _takes(fn: Callable[..., Any], count: int) -> bool:
     own = list(known.parameters.values())
     given = [one for one in own if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     needed = [
-        one for one in own
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        one
+        for one in own
+        if one.default is one.empty
+        and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
         and one not in given[:count]
-    ]  # fmt: skip
+    ]
     return (len(given) >= count or any(one.kind is one.VAR_POSITIONAL for one in own)) and all(
         one.name in _DEFAULTS and one.kind is not one.POSITIONAL_ONLY for one in needed
     )
@@ -368,10 +380,12 @@ def read(result: Any, call: Call) -> Answer:
     if hasattr(result, "output"):
         rows = getattr(result, "rows", None)
         return Answer(
-            output=result.output, lse=getattr(result, "lse", None),
+            output=result.output,
+            lse=getattr(result, "lse", None),
             weights=rows if rows is not None and rows.shape[-2] == call.query.shape[2] else None,
-            entropy=getattr(result, "entropy", None), received=getattr(result, "received", None),
-        )  # fmt: skip
+            entropy=getattr(result, "entropy", None),
+            received=getattr(result, "received", None),
+        )
     if isinstance(result, (tuple, list)) and result and isinstance(result[0], Tensor):
         extras = [extra for extra in result[1:] if isinstance(extra, Tensor)]
         weights = next((extra for extra in extras if extra.ndim == 4), None)
@@ -402,7 +416,10 @@ def signature_of(name: str) -> Signature:
     """
     if name not in SIGNATURES:
         raise UnsupportedError.about(
-            "verify", "signature", must=f"be one of {', '.join(map(repr, SIGNATURES))}", got=repr(name)[:80],
+            "verify",
+            "signature",
+            must=f"be one of {', '.join(map(repr, SIGNATURES))}",
+            got=repr(name)[:80],
             then="Wrap the function to have one of these.",
-        )  # fmt: skip
+        )
     return SIGNATURES[name]

@@ -53,9 +53,14 @@ class Expected:
 
 
 def expected_of(
-    tensors: Tensors, *, allowed: Tensor | None = None, scale: float | None = None, keep: Tensor | None = None,
-    grad: Tensor | None = None, rule: Rule | None = None,
-) -> Expected:  # fmt: skip
+    tensors: Tensors,
+    *,
+    allowed: Tensor | None = None,
+    scale: float | None = None,
+    keep: Tensor | None = None,
+    grad: Tensor | None = None,
+    rule: Rule | None = None,
+) -> Expected:
     """The truth, the textbook and the budgets of one call, for the gradient ``grad`` of its output."""
     dtype = tensors[0].dtype
     inputs = tensors if rule is None or rule.learned is None else (*tensors, rule.learned)
@@ -102,9 +107,13 @@ def _meant(case: Case) -> Case:
     """The case by what decides its numbers."""
     repeated = case.layout.rpartition(": ")[2] in ("expanded", "one head")
     return replace(
-        case, form="none", poison="none", dropout=0.0, layout=case.layout if repeated else "plain",
+        case,
+        form="none",
+        poison="none",
+        dropout=0.0,
+        layout=case.layout if repeated else "plain",
         end=case.end and case.mask != "none" and case.q_len != case.k_len,
-    )  # fmt: skip
+    )
 
 
 @lru_cache(maxsize=512)
@@ -152,9 +161,12 @@ class Subject:
         no part of its call.
         """
         settings: dict[str, Any] = {
-            "mask": self.spoken(case), "form": case.form, "offset": case.offset, "scale": case.scale,
+            "mask": self.spoken(case),
+            "form": case.form,
+            "offset": case.offset,
+            "scale": case.scale,
             "dropout": case.dropout,
-        } | changes  # fmt: skip
+        } | changes
         seed, changed = settings.pop("seed", case.seed), settings.pop("changed", [])
         query, key, value = tensors
         with undisturbed() as found, nullcontext() if seed is None else self._seeded(seed):

@@ -92,16 +92,17 @@ def verify(
     how = known.refused(fn)
     if how is not None:
         raise UnsupportedError.about(
-            "verify", "fn", must=f"be callable as {how}", got=_shown(fn),
+            "verify",
+            "fn",
+            must=f"be callable as {how}",
+            got=_shown(fn),
             then="Wrap it in a function that is; arguments behind these need defaults, or the convention's names.",
-        )  # fmt: skip
+        )
     if dtype not in DTYPES:
         raise UnsupportedError.about(
             "verify", "dtype", must="be floating point", got=dtype, then="16, 32 and 64 bit floats are served."
         )
-    subject = Subject(
-        fn=fn, signature=known, dtype=dtype, device=torch.device(device), linear_memory=linear_memory
-    )  # fmt: skip
+    subject = Subject(fn=fn, signature=known, dtype=dtype, device=torch.device(device), linear_memory=linear_memory)
     searched = examples > 0 and can_search()
     chosen = _chosen(laws)
     findings: list[Finding] = []
@@ -111,10 +112,16 @@ def verify(
                 progress(law.name)
             findings.append(_try(law, subject, examples if searched else 0, shrinks=not _only_raises(findings)))
     return Report(
-        name=name or str(getattr(fn, "__qualname__", type(fn).__name__)), signature=signature,
-        dtype=str(dtype).removeprefix("torch."), device=str(device), findings=tuple(findings),
-        versions=_versions(), searched=searched, unheard=known.unheard(fn), known=known.options,
-    )  # fmt: skip
+        name=name or str(getattr(fn, "__qualname__", type(fn).__name__)),
+        signature=signature,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        findings=tuple(findings),
+        versions=_versions(),
+        searched=searched,
+        unheard=known.unheard(fn),
+        known=known.options,
+    )
 
 
 def law_names() -> tuple[str, ...]:

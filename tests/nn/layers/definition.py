@@ -259,9 +259,14 @@ def numbers(
 
 
 def budget_of(
-    own: Any, x: Tensor, mask: ch.Mask | None, found: list[Tensor], factors: Factors | None = None,
-    upstream: Tensor | None = None, off: Sequence[int] = (),
-) -> None:  # fmt: skip
+    own: Any,
+    x: Tensor,
+    mask: ch.Mask | None,
+    found: list[Tensor],
+    factors: Factors | None = None,
+    upstream: Tensor | None = None,
+    off: Sequence[int] = (),
+) -> None:
     """Output and gradients against the definition in float64, as wrong as it is in their own dtype, twice over."""
     wide = copy.deepcopy(own).double()
 
@@ -296,18 +301,29 @@ def checked(own: Any, x: Tensor, mask: ch.Mask | None = None) -> None:
 
 #: A block like Llama's.
 LLAMA: dict[str, Any] = {
-    "gated": True, "norm": "rms", "activation": "silu", "rotary": 100.0, "bias": False, "num_kv_heads": 2,
-}  # fmt: skip
+    "gated": True,
+    "norm": "rms",
+    "activation": "silu",
+    "rotary": 100.0,
+    "bias": False,
+    "num_kv_heads": 2,
+}
 MASKS: list[ch.Mask | None] = [
-    None, ch.Causal(), ch.Padding(torch.tensor([7, 3])), ch.Window(2) & ch.Causal(), ch.Padding(torch.tensor([0, 7])),
+    None,
+    ch.Causal(),
+    ch.Padding(torch.tensor([7, 3])),
+    ch.Window(2) & ch.Causal(),
+    ch.Padding(torch.tensor([0, 7])),
     ch.Dense(torch.rand(7, 7, generator=torch.Generator().manual_seed(4)) < 0.3),
-]  # fmt: skip
+]
 MASK_IDS = ["none", "causal", "padding", "window", "nothing to attend to", "dense"]
 
 
 #: Without a bias nothing keeps hidden numbers away from where a ReLU's gradient jumps.
 WITHIN = [
     (activation, bias, dtype)
-    for activation in ("gelu", "relu", "silu") for bias in (True, False) for dtype in DTYPES
+    for activation in ("gelu", "relu", "silu")
+    for bias in (True, False)
+    for dtype in DTYPES
     if bias or activation != "relu" or dtype is torch.float32
-]  # fmt: skip
+]

@@ -110,8 +110,10 @@ class TestDropout:
         own.get_submodule(part).eval()
         off = {"attention": "weights", "feedforward": "hidden", "residual_dropout": "after"}[part]
         torch.manual_seed(7)
-        drops = [0.0 if name == off or (name == "last" and off == "after") else 0.4
-                 for name in ("weights", "after", "hidden", "last")]  # fmt: skip
+        drops = [
+            0.0 if name == off or (name == "last" and off == "after") else 0.4
+            for name in ("weights", "after", "hidden", "last")
+        ]
         factors = factors_of(own, x, [draw_seed(drop) for drop in drops])
         for name in ("weights", "after", "hidden", "last"):
             if name == off or (name == "last" and off == "after"):

@@ -55,11 +55,17 @@ def test_a_block(norm_first: bool, dtype: torch.dtype, calls: tuple[int, ...], k
 
 @pytest.mark.parametrize(
     ("width", "heads", "options"),
-    [(20, 2, {}), (36, 3, {"num_kv_heads": 1}), (64, 4, {"num_kv_heads": 2, "bias": False}), (96, 1, {}),
-     (32, 8, {"feedforward_dim": 33, "activation": "relu"}), (96, 4, {"rotary": True}),
-     (60, 3, {"rotary": 50.0, "num_kv_heads": 1})],
+    [
+        (20, 2, {}),
+        (36, 3, {"num_kv_heads": 1}),
+        (64, 4, {"num_kv_heads": 2, "bias": False}),
+        (96, 1, {}),
+        (32, 8, {"feedforward_dim": 33, "activation": "relu"}),
+        (96, 4, {"rotary": True}),
+        (60, 3, {"rotary": 50.0, "num_kv_heads": 1}),
+    ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("batch", [1, 3, 17])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_of_any_size(dtype: torch.dtype, batch: int, width: int, heads: int, options: Any, kinds: list[str]) -> None:
@@ -217,8 +223,12 @@ def test_wrong_arguments_raise_after_good_calls() -> None:
     decoded(own, x[:, :9], [5, 1, 1, 1, 1], cache=cache)
     with torch.no_grad():
         unlike = "KVCache.append: key must match"
-        for bad, error in ((x[:1, 9:10], unlike), (x[:, 9:10].double(), "dtype"), (x[0, 9:10], unlike),
-                           (x[:, 9:10, :9], "x must .*32")):  # fmt: skip
+        for bad, error in (
+            (x[:1, 9:10], unlike),
+            (x[:, 9:10].double(), "dtype"),
+            (x[0, 9:10], unlike),
+            (x[:, 9:10, :9], "x must .*32"),
+        ):
             with pytest.raises((ch.ShapeError, ch.UnsupportedError), match=error):
                 own(bad, cache=cache)
             assert cache.length == 9
@@ -242,8 +252,10 @@ def test_wrong_arguments_raise_after_good_calls() -> None:
 @NORMS
 def test_observation_gives_the_same_bits(norm_first: bool, dtype: torch.dtype) -> None:
     x, memory = sequence(dtype), draw(2, 11, 32, seed=5, dtype=dtype)
-    for own, given in ((block(DecoderBlock, dtype, norm_first=norm_first), {}),
-                       (decoder(dtype, norm_first=norm_first), {"memory": memory})):  # fmt: skip
+    for own, given in (
+        (block(DecoderBlock, dtype, norm_first=norm_first), {}),
+        (decoder(dtype, norm_first=norm_first), {"memory": memory}),
+    ):
         caches = [{"cache": ch.KVCache()} | ({"memory_cache": ch.KVCache()} if given else {}) for _ in range(2)]
         for place in range(LENGTH):
             token = x[:, place : place + 1]

@@ -49,10 +49,15 @@ def test_output_and_every_gradient(norm_first: bool, dtype: torch.dtype, activat
 
 @pytest.mark.parametrize(
     ("width", "heads", "options"),
-    [(20, 2, {}), (36, 3, {"num_kv_heads": 1}), (64, 4, {"num_kv_heads": 2, "bias": False}),
-     (96, 6, {"memory_dim": 40}), (32, 1, {"memory_dim": 7, "feedforward_dim": 33})],
+    [
+        (20, 2, {}),
+        (36, 3, {"num_kv_heads": 1}),
+        (64, 4, {"num_kv_heads": 2, "bias": False}),
+        (96, 6, {"memory_dim": 40}),
+        (32, 1, {"memory_dim": 7, "feedforward_dim": 33}),
+    ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (3, 17, 5), (1, 5, 300), (2, 300, 9), (1, 260, 270)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @NORMS
@@ -123,9 +128,12 @@ def test_a_memory_that_is_written_into() -> None:
         memory.mul_(-1.5)
         lengths[1] = count
         within_budget(
-            "output", own(x, memory=memory, memory_mask=mask), formula(own, x, memory, memory_mask=mask),
-            formula(own.double(), x.double(), memory.double(), memory_mask=mask), terms=128,
-        )  # fmt: skip
+            "output",
+            own(x, memory=memory, memory_mask=mask),
+            formula(own, x, memory, memory_mask=mask),
+            formula(own.double(), x.double(), memory.double(), memory_mask=mask),
+            terms=128,
+        )
         own.float()
 
 
@@ -315,10 +323,12 @@ def test_wrong_arguments_raise_after_good_calls() -> None:
     for _ in range(3):
         numbers(own, x, memory)
     for bad, error in (
-        (memory[..., :31], "memory must .*32"), (memory.double(), "dtype"), (memory[:1], "batch"),
+        (memory[..., :31], "memory must .*32"),
+        (memory.double(), "dtype"),
+        (memory[:1], "batch"),
         (memory[0], "batch"),
         ([1.0], "memory"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ch.ClearheadError, match=error):
             own(x, memory=bad)
     with pytest.raises(ch.ClearheadError, match="memory"):

@@ -74,10 +74,11 @@ def test_of_any_size(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_other_norms(dtype: torch.dtype, norm_first: bool) -> None:
     for first, second in (
-        (nn.RMSNorm(32, eps=1e-3), nn.RMSNorm(32, eps=1e-6)), (nn.LayerNorm(32, eps=0.1), nn.LayerNorm(32, bias=False)),
+        (nn.RMSNorm(32, eps=1e-3), nn.RMSNorm(32, eps=1e-6)),
+        (nn.LayerNorm(32, eps=0.1), nn.LayerNorm(32, bias=False)),
         (nn.RMSNorm(32, eps=0.5), nn.LayerNorm(32, elementwise_affine=False)),
         (nn.LayerNorm(32), nn.RMSNorm(32, eps=0.5, elementwise_affine=False)),
-    ):  # fmt: skip
+    ):
         own = block(norm_first=norm_first)
         own.attention_norm, own.feedforward_norm = first, second
         checked(own.to(dtype), tokens(dtype))

@@ -201,9 +201,9 @@ class Doubled(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "name", [*(name for name in PARTS if "projection" in name or "norm" in name), "feedforward.expand",
-             "feedforward.contract"]
-)  # fmt: skip
+    "name",
+    [*(name for name in PARTS if "projection" in name or "norm" in name), "feedforward.expand", "feedforward.contract"],
+)
 def test_a_parametrized_part(name: str) -> None:
     own, x = block(), tokens()
     for _ in range(3):
@@ -292,9 +292,10 @@ def test_a_forward_that_is_set_on_a_part_is_called(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [ch.Sink(nn.Parameter(torch.zeros(4))), ch.RelativeBias(nn.Parameter(torch.zeros(4, 9)))],
+    "rule",
+    [ch.Sink(nn.Parameter(torch.zeros(4))), ch.RelativeBias(nn.Parameter(torch.zeros(4, 9)))],
     ids=["learned sink", "learned bias"],
-)  # fmt: skip
+)
 def test_learned_rules_run_op_by_op(rule: ch.ScoreRule) -> None:
     own, x = block(scores=[rule]), tokens()
     unfused(own, x)

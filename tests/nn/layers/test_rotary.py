@@ -115,9 +115,13 @@ def test_with_a_cache(norm_first: bool, dtype: torch.dtype, calls: tuple[int, ..
     found = decoded(own, x, calls, cache=(cache := ch.KVCache()))
     with torch.no_grad():
         within_budget(
-            "output", found, formula(own, x), formula(copy.deepcopy(own).double(), x.double()), terms=2 * LENGTH,
+            "output",
+            found,
+            formula(own, x),
+            formula(copy.deepcopy(own).double(), x.double()),
+            terms=2 * LENGTH,
             dtype=dtype,
-        )  # fmt: skip
+        )
         key = own.attention.key_projection(own.attention_norm(x) if norm_first else x).unflatten(-1, (4, 8))
     assert kinds == ["layer"] * len(calls)
     assert cache.key is not None

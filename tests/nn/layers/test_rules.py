@@ -230,10 +230,15 @@ def test_writing_into_a_rule_before_backward_raises() -> None:
 def test_other_rules_of_the_same_sizes_in_turn() -> None:
     x, table = draw(2, 9, 32), drawn(4, 9)
     found = [
-        [ch.SoftCap(1.0)], [ch.SoftCap(2.0)], [ch.Alibi(4)], [ch.Sink(ch.Alibi(4).slopes.clone())],
-        [ch.Alibi(4), ch.Sink(drawn(4))], [ch.Sink(drawn(4)), ch.Alibi(4)],
-        [ch.RelativeBias(table), ch.RelativeBias(table)], [ch.RelativeBias(table), ch.RelativeBias(table.flip(0))],
-    ]  # fmt: skip
+        [ch.SoftCap(1.0)],
+        [ch.SoftCap(2.0)],
+        [ch.Alibi(4)],
+        [ch.Sink(ch.Alibi(4).slopes.clone())],
+        [ch.Alibi(4), ch.Sink(drawn(4))],
+        [ch.Sink(drawn(4)), ch.Alibi(4)],
+        [ch.RelativeBias(table), ch.RelativeBias(table)],
+        [ch.RelativeBias(table), ch.RelativeBias(table.flip(0))],
+    ]
     owns = [block(scores=rules) for rules in found]
     with torch.no_grad():
         rights = [formula(own, x) for own in owns]

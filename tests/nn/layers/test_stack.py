@@ -352,10 +352,13 @@ def test_wrong_arguments_raise_after_good_calls() -> None:
     cache, memory = own.new_cache(), draw(2, 11, 7, seed=5)
     decoded(own, x[:, :9], [5, 1, 1, 1, 1], cache=cache, memory=memory)
     for given, other, error in (
-        (x[:1, 9:10], memory, "batch"), (x[:, 9:10].double(), memory, "dtype"), (x[:, 9:10, :9], memory, "x must .*32"),
-        (x[:, 9:10], memory[..., :5], "memory must .*7"), (x[:, 9:10], memory[:, :9], "memory that filled the cache"),
+        (x[:1, 9:10], memory, "batch"),
+        (x[:, 9:10].double(), memory, "dtype"),
+        (x[:, 9:10, :9], memory, "x must .*32"),
+        (x[:, 9:10], memory[..., :5], "memory must .*7"),
+        (x[:, 9:10], memory[:, :9], "memory that filled the cache"),
         (x[:, 9:10], None, "memory must be given"),
-    ):  # fmt: skip
+    ):
         with pytest.raises((ch.ShapeError, ch.UnsupportedError), match=error):
             decoded(own, given, [1], cache=cache, memory=other)
         assert cache.length == 9

@@ -40,9 +40,13 @@ def memory_of(dtype: torch.dtype = torch.float32, batch: int = 2, length: int = 
 
 
 def formula(
-    own: Any, x: Tensor, memory: Tensor, mask: ch.Mask | None = None, memory_mask: ch.Mask | None = None,
+    own: Any,
+    x: Tensor,
+    memory: Tensor,
+    mask: ch.Mask | None = None,
+    memory_mask: ch.Mask | None = None,
     factors: Sequence[Tensor | None] = (None,) * 6,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The block by torch's operators, in its own dtype."""
     mask = ch.Causal() if mask is None else ch.Causal() & mask
     weights, after, memory_weights, after_memory, hidden, last = factors
@@ -102,9 +106,13 @@ def numbers(
 
 
 def budget_of(
-    own: Any, x: Tensor, memory: Tensor, found: list[Tensor], factors: Sequence[Tensor | None] = (None,) * 6,
+    own: Any,
+    x: Tensor,
+    memory: Tensor,
+    found: list[Tensor],
+    factors: Sequence[Tensor | None] = (None,) * 6,
     **masks: ch.Mask | None,
-) -> None:  # fmt: skip
+) -> None:
     """Output and gradients against the definition in float64, on the budget of the definition in their own dtype."""
 
     def by_formula(own: Any, x: Tensor, memory: Tensor) -> Tensor:

@@ -126,9 +126,13 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             output, weights = with_weights(*call.tensors, call.meaning, dropout)
         else:
             output = attend(
-                self, *call.tensors, mask=call.meaning.mask, scores=call.meaning.scores, dropout=dropout,
+                self,
+                *call.tensors,
+                mask=call.meaning.mask,
+                scores=call.meaning.scores,
+                dropout=dropout,
                 query_offset=0,
-            )  # fmt: skip
+            )
         return self._returned(output, weights if need_weights else None, average_attn_weights, batched, path)
 
     def _check_numbers(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -142,14 +146,20 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         ):
             if tensor.shape[-1] != width:
                 raise ShapeError.about(
-                    _NAME, name, must=f"be {width} channels wide", got=f"shape {tuple(tensor.shape)}",
+                    _NAME,
+                    name,
+                    must=f"be {width} channels wide",
+                    got=f"shape {tuple(tensor.shape)}",
                     then="Project it, or build the module with another embed_dim, kdim or vdim.",
-                )  # fmt: skip
+                )
             if weight is not None and tensor.dtype != weight.dtype and not converts(tensor):
                 raise UnsupportedError.about(
-                    _NAME, name, must=f"have the module's dtype {weight.dtype}", got=tensor.dtype,
+                    _NAME,
+                    name,
+                    must=f"have the module's dtype {weight.dtype}",
+                    got=tensor.dtype,
                     then="Convert with .to(dtype), or run under torch.autocast.",
-                )  # fmt: skip
+                )
 
     def _is_one_step(self, x: Tensor) -> bool:
         """Whether queries, keys and values are one product of tokens that lie batch by batch, or soon will."""
@@ -169,9 +179,12 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
     def projections(self) -> Projections:
         """The layer of queries, keys and values, the one that mixes the heads, and how many these are."""
         return Projections(
-            [(self.in_proj_weight, self.in_proj_bias)], (self.out_proj.weight, self.out_proj.bias), self.num_heads,
-            self.num_heads, dropout=self.dropout if self.training else 0.0,
-        )  # fmt: skip
+            [(self.in_proj_weight, self.in_proj_bias)],
+            (self.out_proj.weight, self.out_proj.bias),
+            self.num_heads,
+            self.num_heads,
+            dropout=self.dropout if self.training else 0.0,
+        )
 
     def _torchs(
         self, query: Tensor, key: Tensor, value: Tensor, masks: _Masks, need_weights: bool, average: bool
@@ -179,10 +192,15 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         """torch's own computation."""
         attn_mask, key_padding_mask, is_causal = masks
         return super().forward(
-            query, key, value, key_padding_mask=key_padding_mask, need_weights=need_weights,
+            query,
+            key,
+            value,
+            key_padding_mask=key_padding_mask,
+            need_weights=need_weights,
             attn_mask=attn_mask,  # type: ignore[arg-type]
-            average_attn_weights=average, is_causal=is_causal,
-        )  # fmt: skip
+            average_attn_weights=average,
+            is_causal=is_causal,
+        )
 
     def _edited(
         self, call: _Call, dropout: float, need_weights: bool, average: bool, batched: bool
@@ -190,9 +208,14 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         """A call that watchers may change, with the weights as they left them, before dropout."""
         want = Want(rows=range(call.tensors[0].shape[2])) if need_weights else Want()
         seen = attend_wanting(
-            self, *call.tensors, want=want, mask=call.meaning.mask, scores=call.meaning.scores, dropout=dropout,
+            self,
+            *call.tensors,
+            want=want,
+            mask=call.meaning.mask,
+            scores=call.meaning.scores,
+            dropout=dropout,
             query_offset=0,
-        )  # fmt: skip
+        )
         weights = None if seen.rows is None else seen.rows.to(seen.output.dtype)
         return self._returned(seen.output, weights, average, batched)
 
@@ -221,9 +244,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         width: int = self.embed_dim
         return 2 * ((query.numel() + key.numel()) * width + query.numel() * k_len)
 
-    def _projected(
-        self, query: Tensor, key: Tensor, value: Tensor, path: Path | None
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor, path: Path | None) -> tuple[Tensor, Tensor, Tensor]:
         """Projections ``[batch, heads, len, head_dim]``, as views of as few products as there are inputs."""
         bias, one = self.in_proj_bias, self.embed_dim
         if not self._qkv_same_embed_dim:
@@ -279,10 +300,14 @@ def mask_reader(
     batched = queries.ndim == 3
     length = 1 if batched and attention.batch_first else 0
     return MaskReader(
-        function=function, batched=batched, batch=queries.shape[1 - length] if batched else 1,
-        num_heads=attention.num_heads, q_len=queries.shape[length], k_len=keys.shape[length],
+        function=function,
+        batched=batched,
+        batch=queries.shape[1 - length] if batched else 1,
+        num_heads=attention.num_heads,
+        q_len=queries.shape[length],
+        k_len=keys.shape[length],
         look=may_look(queries) if look is None else look,
-    )  # fmt: skip
+    )
 
 
 def _parts(x: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -294,27 +319,39 @@ def _check_kinds(query: object, key: object, value: object) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise ShapeError.about(
-                _NAME, name, must="be a tensor", got=type(tensor).__name__,
+                _NAME,
+                name,
+                must="be a tensor",
+                got=type(tensor).__name__,
                 then="Self-attention takes the same tensor three times.",
-            )  # fmt: skip
+            )
 
 
 def _check_axes(query: Tensor, key: Tensor, value: Tensor, batch_axis: int) -> bool:
     """Whether the call is batched."""
     if query.ndim not in (2, 3):
         raise ShapeError.about(
-            _NAME, "query", must="have 3 axes, or 2 unbatched", got=f"shape {tuple(query.shape)}",
+            _NAME,
+            "query",
+            must="have 3 axes, or 2 unbatched",
+            got=f"shape {tuple(query.shape)}",
             then="Flatten what stands before [len, embed_dim] into one batch axis.",
-        )  # fmt: skip
+        )
     for name, tensor in (("key", key), ("value", value)):
         if tensor.ndim != query.ndim or (query.ndim == 3 and tensor.shape[batch_axis] != query.shape[batch_axis]):
             raise ShapeError.about(
-                _NAME, name, must=f"have query's axes and batch, as in {tuple(query.shape)}",
-                got=f"shape {tuple(tensor.shape)}", then="Batch all three alike, or none; see batch_first.",
-            )  # fmt: skip
+                _NAME,
+                name,
+                must=f"have query's axes and batch, as in {tuple(query.shape)}",
+                got=f"shape {tuple(tensor.shape)}",
+                then="Batch all three alike, or none; see batch_first.",
+            )
     if value.shape[:-1] != key.shape[:-1]:
         raise ShapeError.about(
-            _NAME, "value", must=f"have key's length, as in {tuple(key.shape)}", got=f"shape {tuple(value.shape)}",
+            _NAME,
+            "value",
+            must=f"have key's length, as in {tuple(key.shape)}",
+            got=f"shape {tuple(value.shape)}",
             then="One value per key.",
-        )  # fmt: skip
+        )
     return query.ndim == 3

@@ -91,15 +91,22 @@ class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):
     ) -> Tensor:
         """As ``nn.TransformerDecoderLayer.forward``."""
         own, other = (
-            (tgt_mask, tgt_key_padding_mask, tgt_is_causal), (memory_mask, memory_key_padding_mask, memory_is_causal)
-        )  # fmt: skip
+            (tgt_mask, tgt_key_padding_mask, tgt_is_causal),
+            (memory_mask, memory_key_padding_mask, memory_is_causal),
+        )
         found = _in_one_step(self, (tgt, memory), [own, other])
         if found is not None:
             return found
         return super().forward(
-            tgt, memory, tgt_mask, memory_mask,  # type: ignore[arg-type]
-            tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal, memory_is_causal,
-        )  # fmt: skip
+            tgt,
+            memory,
+            tgt_mask,
+            memory_mask,  # type: ignore[arg-type]
+            tgt_key_padding_mask,
+            memory_key_padding_mask,
+            tgt_is_causal,
+            memory_is_causal,
+        )
 
     def _ff_block(self, x: Tensor) -> Tensor:
         output: Tensor = self.dropout3(_feedforward(self, x))
@@ -111,9 +118,10 @@ _Said = tuple[Tensor | Mask | Meaning | None, Tensor | None, bool]
 
 
 def _in_one_step(
-    layer: SwappedTransformerEncoderLayer | SwappedTransformerDecoderLayer, tokens: Sequence[Tensor],
+    layer: SwappedTransformerEncoderLayer | SwappedTransformerDecoderLayer,
+    tokens: Sequence[Tensor],
     said: Sequence[_Said],
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """A layer in one step, where all parts are plain and nobody looks at one; its tokens, and a decoder's memory."""
     if torch.compiler.is_compiling() or not is_plain(*tokens):
         return None
@@ -142,9 +150,11 @@ def _meaning(attention: SwappedMultiheadAttention, queries: Tensor, keys: Tensor
 
 
 def _attended(
-    attention: SwappedMultiheadAttention, memory: Tensor | None, meaning: Meaning,
+    attention: SwappedMultiheadAttention,
+    memory: Tensor | None,
+    meaning: Meaning,
     x: Float[Tensor, "batch len width"],
-) -> Float[Tensor, "batch len width"]:  # fmt: skip
+) -> Float[Tensor, "batch len width"]:
     """What a layer's attention gives, called for those who watch it."""
     (x,) = attention.by_batch(x)
     keys = x if memory is None else memory
@@ -182,9 +192,15 @@ def _parts_of(
         ):
             return None
     return LayerParts(
-        [each.projections() for each in attentions], (first, second), norms, layer.norm_first, called, tuple(after),
-        hidden, any(map(is_hooked, attentions)),
-    )  # fmt: skip
+        [each.projections() for each in attentions],
+        (first, second),
+        norms,
+        layer.norm_first,
+        called,
+        tuple(after),
+        hidden,
+        any(map(is_hooked, attentions)),
+    )
 
 
 def _feedforward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor) -> Tensor:
@@ -230,8 +246,9 @@ class SwappedTransformerEncoder(nn.TransformerEncoder):
         if not is_plain(src) or not _all_ours(self.layers, SwappedTransformerEncoderLayer):
             return super().forward(src, mask, src_key_padding_mask, is_causal)  # type: ignore[arg-type]
         if _is_watched(self):
-            output = _through(self, src, src_mask=mask, src_key_padding_mask=src_key_padding_mask,
-                              is_causal=bool(is_causal))  # fmt: skip
+            output = _through(
+                self, src, src_mask=mask, src_key_padding_mask=src_key_padding_mask, is_causal=bool(is_causal)
+            )
             return self._without_padding(output, src_key_padding_mask)
         attention = self.layers[0].self_attn
         reader = mask_reader("TransformerEncoder", attention, src, src)
@@ -290,21 +307,36 @@ class SwappedTransformerDecoder(nn.TransformerDecoder):
         """As ``nn.TransformerDecoder.forward``; ``tgt_is_causal=None`` looks at the mask."""
         if not is_plain(tgt, memory) or not _all_ours(self.layers, SwappedTransformerDecoderLayer):
             return super().forward(
-                tgt, memory, tgt_mask, memory_mask,  # type: ignore[arg-type]
-                tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal, memory_is_causal,
-            )  # fmt: skip
+                tgt,
+                memory,
+                tgt_mask,
+                memory_mask,  # type: ignore[arg-type]
+                tgt_key_padding_mask,
+                memory_key_padding_mask,
+                tgt_is_causal,
+                memory_is_causal,
+            )
         if _is_watched(self):
             return _through(
-                self, tgt, memory, tgt_mask=tgt_mask, memory_mask=memory_mask,
-                tgt_key_padding_mask=tgt_key_padding_mask, memory_key_padding_mask=memory_key_padding_mask,
-                tgt_is_causal=bool(tgt_is_causal), memory_is_causal=memory_is_causal,
-            )  # fmt: skip
+                self,
+                tgt,
+                memory,
+                tgt_mask=tgt_mask,
+                memory_mask=memory_mask,
+                tgt_key_padding_mask=tgt_key_padding_mask,
+                memory_key_padding_mask=memory_key_padding_mask,
+                tgt_is_causal=bool(tgt_is_causal),
+                memory_is_causal=memory_is_causal,
+            )
         attention = self.layers[0].self_attn
         own, other = (mask_reader("TransformerDecoder", attention, tgt, keys) for keys in (tgt, memory))
         return _through(
-            self, tgt, memory, tgt_mask=own.meaning(tgt_mask, tgt_key_padding_mask, bool(tgt_is_causal)),
+            self,
+            tgt,
+            memory,
+            tgt_mask=own.meaning(tgt_mask, tgt_key_padding_mask, bool(tgt_is_causal)),
             memory_mask=other.meaning(memory_mask, memory_key_padding_mask, memory_is_causal),
-        )  # fmt: skip
+        )
 
 
 def _through(
@@ -354,10 +386,12 @@ def _is_watched(stack: nn.Module) -> bool:
     tensors of the padded batch. Our own know a packed one."""
     return torch.nn.modules.module._has_any_global_hook() or any(
         module is not stack
-        and (_is_replaced(module.__dict__)
-             or any(getattr(module, hooks) and shown_padding(getattr(module, hooks)) for hooks in _HOOKS))
+        and (
+            _is_replaced(module.__dict__)
+            or any(getattr(module, hooks) and shown_padding(getattr(module, hooks)) for hooks in _HOOKS)
+        )
         for module in stack.modules()
-    )  # fmt: skip
+    )
 
 
 def _is_replaced(own: Mapping[str, object]) -> bool:

@@ -97,9 +97,12 @@ class MaskReader:
         if attn_mask is None:
             if is_causal:
                 raise MaskError.about(
-                    self.function, "attn_mask", must="be given with is_causal=True, which is a hint about it",
-                    got="None", then="Pass torch.nn.Transformer.generate_square_subsequent_mask(len) too.",
-                )  # fmt: skip
+                    self.function,
+                    "attn_mask",
+                    must="be given with is_causal=True, which is a hint about it",
+                    got="None",
+                    then="Pass torch.nn.Transformer.generate_square_subsequent_mask(len) too.",
+                )
             return _NOTHING
         if isinstance(attn_mask, Meaning):
             return attn_mask
@@ -140,10 +143,12 @@ class MaskReader:
         """Raise unless one of our masks fits the call; a call of torch's has no ``query_offset``."""
         if mask.position_dependent and self.q_len != self.k_len:
             raise MaskError.about(
-                self.function, "attn_mask", must="not read positions where query and key differ in length",
+                self.function,
+                "attn_mask",
+                must="not read positions where query and key differ in length",
                 got=f"q_len {self.q_len}, k_len {self.k_len} under {mask!r}",
                 then="Say where the first query stands: attn_mask=~mask.dense(q_len, k_len, query_offset=0).",
-            )  # fmt: skip
+            )
         # A graph that is being recorded checks it in the operator.
         if not torch.compiler.is_compiling():
             mask.check(self.function, self.batch, self.num_heads, range(self.q_len), self.k_len)
@@ -196,6 +201,9 @@ def _check_shape(function: str, argument: str, mask: Tensor, *shapes: tuple[int,
         wanted = " or ".join(str(list(shape)) for shape in shapes)
         got = f"{str(mask.dtype)[6:]} of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise MaskError.about(
-            function, argument, must=f"be bool or floating point of shape {wanted}", got=got,
+            function,
+            argument,
+            must=f"be bool or floating point of shape {wanted}",
+            got=got,
             then="As in torch, True forbids and floats are added to scores.",
-        )  # fmt: skip
+        )

@@ -36,9 +36,12 @@ def from_forbidden(forbidden: Bool[Tensor, "*leading q_len k_len"], *, num_heads
     """
     if not isinstance(forbidden, Tensor) or forbidden.dtype != torch.bool:
         raise MaskError.about(
-            "from_forbidden", "forbidden", must="be a bool tensor", got=_seen(forbidden),
+            "from_forbidden",
+            "forbidden",
+            must="be a bool tensor",
+            got=_seen(forbidden),
             then="A float mask is added to scores: use from_additive.",
-        )  # fmt: skip
+        )
     return Dense(~_four_axes("from_forbidden", "forbidden", forbidden, num_heads))
 
 
@@ -74,9 +77,12 @@ def from_key_padding(padding: Bool[Tensor, "batch k_len"]) -> Mask:
     """
     if not isinstance(padding, Tensor) or padding.dtype != torch.bool or padding.ndim != 2:
         raise MaskError.about(
-            "from_key_padding", "padding", must="be bool [batch, k_len]", got=_seen(padding),
+            "from_key_padding",
+            "padding",
+            must="be bool [batch, k_len]",
+            got=_seen(padding),
             then="True marks padding.",
-        )  # fmt: skip
+        )
     real = ~padding
     if bool((real[:, :-1] >= real[:, 1:]).all()):
         return Padding(real.sum(dim=-1))
@@ -110,9 +116,12 @@ def from_additive(
     """
     if not isinstance(bias, Tensor) or not bias.is_floating_point() or bias.is_meta:
         raise MaskError.about(
-            "from_additive", "bias", must="be a floating point tensor", got=_seen(bias),
+            "from_additive",
+            "bias",
+            must="be a floating point tensor",
+            got=_seen(bias),
             then="A bool mask is from_forbidden's.",
-        )  # fmt: skip
+        )
     limit = real_number(forbids)
     if limit is None:
         raise MaskError.about(
@@ -152,11 +161,13 @@ def _four_axes(function: str, argument: str, tensor: Tensor, num_heads: int | No
     heads = whole_number(num_heads)
     if tensor.ndim != 3 or heads is None or heads < 1 or tensor.shape[0] % heads:
         raise MaskError.about(
-            function, argument, must="have axes [q_len, k_len], [batch, heads, q_len, k_len], or with num_heads "
+            function,
+            argument,
+            must="have axes [q_len, k_len], [batch, heads, q_len, k_len], or with num_heads "
             "[batch * num_heads, q_len, k_len]",
             got=f"{_seen(tensor)}, num_heads {seen(num_heads)}",
             then="Pass num_heads, or give batch and heads an axis each.",
-        )  # fmt: skip
+        )
     split: Tensor = tensor.unflatten(0, (-1, heads))
     return split
 

@@ -73,15 +73,21 @@ def attend_for(
     """
     if output_attentions or weights_wanted():
         raise UnsupportedError.about(
-            "clearhead attention", "output_attentions", must="be False, as no square of weights is made here",
-            got="True", then="Use `with clearhead.observe(model, want)` for statistics and rows of weights.",
-        )  # fmt: skip
+            "clearhead attention",
+            "output_attentions",
+            must="be False, as no square of weights is made here",
+            got="True",
+            then="Use `with clearhead.observe(model, want)` for statistics and rows of weights.",
+        )
     for name in _OWN_KERNELS:
         if others.get(name) is not None:
             raise UnsupportedError.about(
-                "clearhead attention", name, must="be absent, as it needs a kernel made for it",
-                got=f"{name} from {type(module).__name__}", then="Run this model with eager attention.",
-            )  # fmt: skip
+                "clearhead attention",
+                name,
+                must="be absent, as it needs a kernel made for it",
+                got=f"{name} from {type(module).__name__}",
+                then="Run this model with eager attention.",
+            )
     query, key, value = _alike(query, key, value)
     causal = False
     if attention_mask is None:

@@ -171,9 +171,12 @@ def attention_output(
         return None
     x, rotary = given.tokens, bool(given.rotary)
     found = current(
-        module, (module, core), (x.shape[-1], x.dtype, rotary), lambda: attention_of(row, module, x, rotary, formulas),
+        module,
+        (module, core),
+        (x.shape[-1], x.dtype, rotary),
+        lambda: attention_of(row, module, x, rotary, formulas),
         views=len(row.projections) == 1,
-    )  # fmt: skip
+    )
     call = None if found is None else _call_of(core, found[0], given, interface)
     if found is None or call is None:
         return None

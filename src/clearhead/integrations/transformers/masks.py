@@ -194,11 +194,16 @@ def make_mask(
     if cache_position is not None:
         queries = {"cache_position": cache_position}
     table: Tensor | None = sdpa_mask(
-        batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, **queries,
-        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
+        batch_size=batch_size,
+        kv_length=kv_length,
+        kv_offset=kv_offset,
+        **queries,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
         allow_is_causal_skip=allow_is_causal_skip and recorded,
         allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-    )  # fmt: skip
+    )
     return table
 
 

@@ -48,8 +48,13 @@ _BATCH, _LENGTH, _MEMORY, _HEAD_DIM, _MOST_HEADS = 2, 7, 5, 8, 16
 _WIDTHS: Final = ("hidden_size", "d_model", "n_embd", "dim")
 _INNER_WIDTHS: Final = ("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "hidden_dim", "d_ff")
 _HEADS: Final = (
-    "num_attention_heads", "encoder_attention_heads", "decoder_attention_heads", "n_head", "n_heads", "num_heads",
-)  # fmt: skip
+    "num_attention_heads",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+)
 #: Attributes that say where a layer stands. What it computes differs by others, unless one of these says that it
 #: depends on the place, as GPT-2's ``scale_attn_by_inverse_layer_idx``.
 _PLACES: Final = ("layer_idx", "layer_id")
@@ -188,8 +193,10 @@ def _reduced(module: nn.Module) -> nn.Module | None:
             found: nn.Module = kind(config=config, **place)
     except Exception:
         return None
-    structure = [[(name, original_of(class_of(part)) or class_of(part)) for name, part in each.named_modules()]
-                 for each in (module, found)]  # fmt: skip
+    structure = [
+        [(name, original_of(class_of(part)) or class_of(part)) for name, part in each.named_modules()]
+        for each in (module, found)
+    ]
     return found.float().train(module.training) if structure[0] == structure[1] else None
 
 
@@ -210,9 +217,12 @@ def _small(config: Any) -> Any:
     small_width = few * _HEAD_DIM if width == heads * head_dim else few * _HEAD_DIM + 16
     found = copy.deepcopy(config)
     values = {
-        **dict.fromkeys(_HEADS, few), **dict.fromkeys(_HEAD_DIMS, _HEAD_DIM), **dict.fromkeys(_WIDTHS, small_width),
-        **dict.fromkeys(_INNER_WIDTHS, small_width + 8), "num_key_value_heads": few // group,
-    }  # fmt: skip
+        **dict.fromkeys(_HEADS, few),
+        **dict.fromkeys(_HEAD_DIMS, _HEAD_DIM),
+        **dict.fromkeys(_WIDTHS, small_width),
+        **dict.fromkeys(_INNER_WIDTHS, small_width + 8),
+        "num_key_value_heads": few // group,
+    }
     for name, value in values.items():
         if isinstance(getattr(config, name, None), int):
             setattr(found, name, value)

@@ -142,9 +142,13 @@ _READINGS: Final[WeakKeyDictionary[nn.Module, _Reading]] = WeakKeyDictionary()
 
 
 def current(
-    module: nn.Module, may_be_hooked: Sequence[nn.Module], key: Hashable, read: Callable[[], _Spec | None], *,
+    module: nn.Module,
+    may_be_hooked: Sequence[nn.Module],
+    key: Hashable,
+    read: Callable[[], _Spec | None],
+    *,
     views: bool,
-) -> _Spec | None:  # fmt: skip
+) -> _Spec | None:
     """``read()``, or what it gave before where that is what it would give now; None if a part is hooked.
 
     A spec has parameters themselves, so that their new values count at once. Where it has ``views`` of parameters,

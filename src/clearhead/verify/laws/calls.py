@@ -100,10 +100,16 @@ def _check_shared(subject: Subject, case: Case) -> None:
 def _check_turns(subject: Subject, case: Case) -> None:
     """Lengths that come and go, so that what is kept for some of them meets others."""
     others: tuple[Case, ...] = (
-        case, replace(case, k_len=case.k_len - 4), replace(case, k_len=case.k_len + 4), case,
-        replace(case, batch=case.batch + 1), replace(case, q_len=case.q_len + 4), replace(case, q_len=case.q_len - 4),
-        replace(case, q_len=case.k_len, k_len=case.q_len), case,
-    )  # fmt: skip
+        case,
+        replace(case, k_len=case.k_len - 4),
+        replace(case, k_len=case.k_len + 4),
+        case,
+        replace(case, batch=case.batch + 1),
+        replace(case, q_len=case.q_len + 4),
+        replace(case, q_len=case.q_len - 4),
+        replace(case, q_len=case.k_len, k_len=case.q_len),
+        case,
+    )
     if case.mask == "none" and "causal flag" in subject.signature.carries(subject.fn):
         # The flag may be handed over at any lengths, which a law's forms leave to the law of the flag.
         flagged = tuple(replace(own, mask="causal", form="flag") for own in others)

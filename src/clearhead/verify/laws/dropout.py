@@ -33,9 +33,7 @@ def _probe(subject: Subject, case: Case, allowed: Tensor | None = None) -> tuple
     return (query, key, value), exact.weights
 
 
-def _factors(
-    subject: Subject, case: Case, output: Tensor, weights: Tensor, allowed: Tensor | None = None
-) -> Tensor:  # fmt: skip
+def _factors(subject: Subject, case: Case, output: Tensor, weights: Tensor, allowed: Tensor | None = None) -> Tensor:
     """What each weight was multiplied by: 0 or ``1 / (1 - p)``, else it was not dropout; 0 where it is forbidden."""
     factor = output[..., : case.k_len].detach().double() / weights
     if allowed is not None:

@@ -38,8 +38,11 @@ def _check_empty(subject: Subject, case: Case) -> None:
 
 _SMALL = Case(batch=2, kv_heads=2, q_len=3, k_len=3)
 _LACKING = (
-    replace(_SMALL, k_len=0), replace(_SMALL, q_len=0), replace(_SMALL, batch=0), replace(_SMALL, q_len=1, k_len=0),
-)  # fmt: skip
+    replace(_SMALL, k_len=0),
+    replace(_SMALL, q_len=0),
+    replace(_SMALL, batch=0),
+    replace(_SMALL, q_len=1, k_len=0),
+)
 
 LAWS = (
     Law(

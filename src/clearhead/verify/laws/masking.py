@@ -91,9 +91,10 @@ def _check_shapes(subject: Subject, case: Case) -> None:
     assert mask is not None
     whole = mask.allowed.expand(case.batch, case.heads, case.q_len, case.k_len)
     shapes = {
-        "with an axis for each": whole.contiguous(), "that is expanded": whole,
+        "with an axis for each": whole.contiguous(),
+        "that is expanded": whole,
         "that is transposed in memory": whole.mT.contiguous().mT,
-    }  # fmt: skip
+    }
     roomy = torch.ones(*whole.shape[:2], case.q_len + 3, case.k_len + 5, dtype=torch.bool, device=whole.device)
     roomy[:, :, 2:-1, 1:-4] = whole
     shapes["that is part of a larger one"] = roomy[:, :, 2:-1, 1:-4]

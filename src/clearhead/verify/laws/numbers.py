@@ -173,8 +173,9 @@ _SMALL = Case(batch=2, kv_heads=2, q_len=7, k_len=7)
 #: One of the three lies otherwise than the others.
 _MIXED = (
     *(f"{name}: {layout}" for name in ("query", "key", "value") for layout in LAYOUTS[1:4]),
-    "key: one head", "value: one head",
-)  # fmt: skip
+    "key: one head",
+    "value: one head",
+)
 
 #: Batch and heads, beyond the sizes of tables that a kernel may have.
 _MANY = ((1, 33), (17, 2))

@@ -39,8 +39,11 @@ def _check_lse(subject: Subject, case: Case) -> None:
     if wrong is None:
         return
     same = lse.shape == exact.shape
-    for other, words in ((exact / math.log(2.0), "is in base 2"), (exact + math.log(2.0), "is larger by ln 2"),
-                         (exact - math.log(2.0), "is smaller by ln 2")):  # fmt: skip
+    for other, words in (
+        (exact / math.log(2.0), "is in base 2"),
+        (exact + math.log(2.0), "is larger by ln 2"),
+        (exact - math.log(2.0), "is smaller by ln 2"),
+    ):
         if same and excess(lse, other, other, 2.0 * floor) is None:
             raise Broken(f"the log-sum-exp {words}")
     raise Broken(f"the log-sum-exp is {wrong}")

@@ -147,9 +147,10 @@ def _check_rule(known: _Known) -> Callable[[Subject, Case], None]:
         learned = known.learned(subject, case)
         tensors, mask = subject.draw(case), subject.spoken(case)
         wanted = expected_of(
-            tensors, allowed=None if mask is None else mask.allowed,
+            tensors,
+            allowed=None if mask is None else mask.allowed,
             rule=Rule(learned, lambda own: known.meaning(case, own)),
-        )  # fmt: skip
+        )
         require(subject.off_budget([subject.call(case, tensors, rules=(known.ours(learned),)).output], wanted))
         leaf = None if learned is None else learned.clone().requires_grad_()
         try:
@@ -169,12 +170,18 @@ def _law(name: str, says: str, known: _Known) -> Law:
 
 _SMALL = Case(batch=2, kv_heads=2, q_len=9, k_len=9)
 _CASES = (
-    Case(q_len=2, k_len=3), _SMALL, replace(_SMALL, mask="causal"),
-    replace(_SMALL, group=2, q_len=5, k_len=11, end=True), replace(_SMALL, q_len=70, k_len=70, mask="causal"),
-)  # fmt: skip
+    Case(q_len=2, k_len=3),
+    _SMALL,
+    replace(_SMALL, mask="causal"),
+    replace(_SMALL, group=2, q_len=5, k_len=11, end=True),
+    replace(_SMALL, q_len=70, k_len=70, mask="causal"),
+)
 _BIAS_CASES = (
-    Case(q_len=2, k_len=3), _SMALL, replace(_SMALL, mask="causal"), replace(_SMALL, mask="dense", q_len=5, k_len=11),
-)  # fmt: skip
+    Case(q_len=2, k_len=3),
+    _SMALL,
+    replace(_SMALL, mask="causal"),
+    replace(_SMALL, mask="dense", q_len=5, k_len=11),
+)
 
 LAWS = (
     *(
@@ -185,20 +192,24 @@ LAWS = (
         )
     ),
     _law(
-        "alibi", "Alibi takes slope[head] * |q_pos - k_pos| from scaled scores",
+        "alibi",
+        "Alibi takes slope[head] * |q_pos - k_pos| from scaled scores",
         _Known(lambda s, c: _numbers(s, c.heads).abs(), lambda own: _of(_with_slopes, own), _alibi),
     ),
     _law(
-        "relative bias", "RelativeBias adds table[head, q_pos - k_pos], its ends for what lies further away",
+        "relative bias",
+        "RelativeBias adds table[head, q_pos - k_pos], its ends for what lies further away",
         _Known(lambda s, c: _numbers(s, c.heads, 2 * _REACH + 1), lambda own: _of(RelativeBias, own), _relative),
     ),
     _law(
-        "soft cap", "SoftCap makes scaled scores cap * tanh(score / cap), before the mask",
+        "soft cap",
+        "SoftCap makes scaled scores cap * tanh(score / cap), before the mask",
         _Known(lambda s, c: None, lambda own: SoftCap(_CAP), lambda case, own: {"cap": _CAP}),
     ),
     _law(
-        "sink", "Sink takes part in the softmax as a score of each head without a value",
+        "sink",
+        "Sink takes part in the softmax as a score of each head without a value",
         _Known(lambda s, c: _numbers(s, c.heads), lambda own: _of(Sink, own), lambda case, own: {"sink": own}),
     ),
-)  # fmt: skip
+)
 """Laws of what happens to scores."""
