@@ -147,7 +147,7 @@ def fused_layers(
     """
     if watched() or not _may_fuse(tokens) or any(parts.looked_at for parts in layers):
         return None
-    training = any(_learns(*tokens, *parts.tensors()) for parts in layers)
+    training = torch.is_grad_enabled() and any(_learns(*tokens, *parts.tensors()) for parts in layers)
     if training and len(layers) > 1:
         return None
     tape, attended = Tape(), list[Attended]()
