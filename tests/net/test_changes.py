@@ -20,10 +20,6 @@ from tests.net.families import FAMILIES, TOKENS
 from tests.net.modules import MODULES, typical
 
 FAR = 1e-4
-_HELD = "torch swaps no parameter of which a view is held between calls"
-#: What fails without gradients and with them, by subject and change.
-REFUSED = {(name, "tensors swapped"): _HELD for name in ("gpt2", "modernbert", "phi3")}
-REFUSED_IN_TRAINING = {("gpt2", "tensors swapped"): _HELD}
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ def subject(name: str) -> Subject:
 SUBJECTS = [*FAMILIES, *(f"{kind} {place}" for kind in MODULES for place in (0, 1))]
 
 
-def _pairs(refused: dict[tuple[str, str], str]) -> list[Any]:
+def _pairs() -> list[Any]:
     """Every subject with every change; beyond each subject and each change they are slow."""
     pairs = [
         (name, change)
@@ -62,14 +58,7 @@ def _pairs(refused: dict[tuple[str, str], str]) -> list[Any]:
         pytest.param(
             *pair,
             id=", ".join(pair),
-            marks=[
-                *([] if pair in quick else [pytest.mark.slow]),
-                *(
-                    [pytest.mark.xfail(strict=True, raises=RuntimeError, reason=refused[pair])]
-                    if pair in refused
-                    else []
-                ),
-            ],
+            marks=[] if pair in quick else [pytest.mark.slow],
         )
         for pair in pairs
     ]
@@ -93,13 +82,13 @@ def _takes_effect(name: str, change: str, gradients: bool) -> None:
     assert distance(actual, right) < FAR
 
 
-@pytest.mark.parametrize(("name", "change"), _pairs(REFUSED))
+@pytest.mark.parametrize(("name", "change"), _pairs())
 def test_change_takes_effect_at_the_next_call(name: str, change: str) -> None:
     _takes_effect(name, change, gradients=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "change"), _pairs(REFUSED_IN_TRAINING))
+@pytest.mark.parametrize(("name", "change"), _pairs())
 def test_change_takes_effect_at_the_next_training_step(name: str, change: str) -> None:
     _takes_effect(name, change, gradients=True)
 

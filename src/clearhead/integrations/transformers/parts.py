@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import activations
@@ -78,10 +79,15 @@ _HOLDERS: Final = tuple(
 )
 
 
+def viewable(parameter: Tensor) -> Tensor:
+    """What views are made of: without gradients the data, as torch swaps no parameter of which a view is held."""
+    return parameter if torch.is_grad_enabled() else parameter.data
+
+
 def linear_of(module: nn.Module) -> Layer | None:
     """Weight ``[out, in]`` and bias of a linear layer; None for any other module. GPT-2's is a transposed view."""
     if type(module) in _CONV1DS:
-        return module.weight.t(), module.bias  # type: ignore[operator, return-value]
+        return viewable(module.weight).t(), module.bias  # type: ignore[arg-type, return-value]
     return weights_of(module) if type(module) in _LINEARS and isinstance(module, nn.Linear) else None
 
 
@@ -174,8 +180,8 @@ def feedforward_of(row: FeedForwardRow, module: nn.Module) -> FeedForwardParts |
         weight, bias = layers[0]
         if len(weight) % 2:
             return None
-        biases = (None, None) if bias is None else bias.chunk(2)
-        layers[:1] = list(zip(weight.chunk(2), biases, strict=True))
+        biases = (None, None) if bias is None else viewable(bias).chunk(2)
+        layers[:1] = list(zip(viewable(weight).chunk(2), biases, strict=True))
     return FeedForwardParts(layers, activation, hidden, dropout)
 
 

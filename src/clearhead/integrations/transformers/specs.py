@@ -168,7 +168,9 @@ def current(
         except AttributeError:
             # Something else stands in the place of a part.
             spec = None
-        reading = _READINGS[module] = _Reading(key, unchanged, spec, viewed)
+        reading = _Reading(key, unchanged, spec, viewed)
+        if not (views and learns):
+            _READINGS[module] = reading
     return reading.spec  # type: ignore[return-value]
 
 
