@@ -96,8 +96,8 @@ def _forward(
 ) -> list[Tensor]:  # fmt: skip
     parts = dict(zip(names.split(","), tensors, strict=True))
     call = Recurrence(
-        **{name: parts[name] for name in _OF_CALL if name in parts},
-        feature_map=FEATURE_MAPS["identity"],  # type: ignore[arg-type]
+        **{name: parts[name] for name in _OF_CALL if name in parts},  # type: ignore[arg-type]
+        feature_map=FEATURE_MAPS["identity"],
         normalized=normalized,
         faint=faint,
         given=given,

@@ -100,7 +100,7 @@ class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):
         return super().forward(
             tgt,
             memory,
-            tgt_mask,
+            tgt_mask,  # type: ignore[arg-type]
             memory_mask,  # type: ignore[arg-type]
             tgt_key_padding_mask,
             memory_key_padding_mask,
@@ -309,7 +309,7 @@ class SwappedTransformerDecoder(nn.TransformerDecoder):
             return super().forward(
                 tgt,
                 memory,
-                tgt_mask,
+                tgt_mask,  # type: ignore[arg-type]
                 memory_mask,  # type: ignore[arg-type]
                 tgt_key_padding_mask,
                 memory_key_padding_mask,
