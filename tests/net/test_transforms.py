@@ -122,6 +122,10 @@ def test_autocast(family: Family) -> None:
         with hooked(plain):
             theirs = results(plain, call)
         ours = results(family.swapped(), call)
+    # The rounding of one number, as CLIP's logit_scale, says nothing: it may come out anywhere.
+    ours, theirs, exact = (
+        {name: one for name, one in each.items() if exact[name].numel() > 1} for each in (ours, theirs, exact)
+    )
     # A ReLU's gradient jumps at 0, where roundings decide.
     assert distance(ours, exact) < max(0.3, 2.0 * distance(theirs, exact))
     ours, theirs, exact = ({"output": each["output"]} for each in (ours, theirs, exact))
