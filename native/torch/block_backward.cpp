@@ -86,7 +86,7 @@ class Gradients {
   size_t tokens_;
 };
 
-// Goes back through one block. What nobody needs is left out from the front: frozen first parts are not gone back through.
+// Backward of one block. It stops at the first part that needs a gradient: frozen parts before it are skipped.
 class Backward {
  public:
   Backward(const BlockCall& call, const BlockSpec& block, Saved& saved, Gradients& gradients)

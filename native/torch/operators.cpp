@@ -64,7 +64,7 @@ void register_operators() {
   TorchLibraryHandle definitions = nullptr, kernels = nullptr;
   check_torch(aoti_torch_library_init_fragment("clearhead", __FILE__, __LINE__, &definitions), "register operators");
   check_torch(aoti_torch_library_init_impl("clearhead", "CPU", __FILE__, __LINE__, &kernels), "register operators");
-  // The libraries stay registered as long as the process lives, so nobody deletes them.
+  // The libraries stay registered for the life of the process and are never deleted.
   for (const Operator& each : operators()) {
     check_torch(aoti_torch_library_def(definitions, each.schema.c_str()), "define an operator");
     check_torch(torch_library_impl(kernels, each.name, each.function, built_for), "register an operator");

@@ -96,7 +96,7 @@ def fused_attention(
 
 
 def is_fused_attention(tokens: Tokens, own: Projections, **options: Any) -> bool:
-    """Whether ``fused_attention`` would take a call that nobody observed.
+    """Whether ``fused_attention`` would take the call if it were not observed.
 
     Args:
         tokens: as ``fused_attention`` takes them.
@@ -187,7 +187,7 @@ def of_parts(
         held: what each attention reads from a cache.
 
     Returns:
-        ``[batch, len, width]``; None where nobody observes the layer, or ``fused_layer`` would not take it.
+        ``[batch, len, width]``; None where the layer is not observed, or ``fused_layer`` would not take it.
     """
     if not (watched() or parts.looked_at) or not _may_fuse(tokens):
         return None

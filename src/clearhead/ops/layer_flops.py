@@ -94,7 +94,7 @@ class _BlockSizes:
 
 
 class _BackwardFlops(_BlockSizes):
-    """Goes back through a block as native/torch/block_backward.cpp does, which leaves out what nobody needs."""
+    """Backward of a block, as native/torch/block_backward.cpp computes it: only the gradients that are needed."""
 
     def __init__(self, block: BlockShapes, tokens: Sequence[Shape], needs: Sequence[int]) -> None:
         super().__init__(block, tokens)

@@ -71,7 +71,7 @@ class MaskTensor(Tensor):
         self._elements = values
 
     def read(self) -> Bool[Tensor, "batch 1 q_len k_len"]:
-        """The same for whoever only reads them."""
+        """The same, read only."""
         if self._table is not None:
             return self._table
         if self._elements is None:
