@@ -31,7 +31,7 @@ TRANSFORMERS = ("4.57.6", "5.20.0", "5.23.0", "5.24.0")
 #: What every pair needs besides: clearhead's dependencies and the tests'.
 SHARED = ("numpy", "typer", "rich", "hypothesis", "pytest", "pytest-xdist")
 #: The tests of a pair; those that are missing from this checkout are left out.
-TESTS = ("tests/ops", "tests/test_torch_op.py", "tests/bridges", "tests/integrations", "tests/net")
+TESTS = ("tests/ops", "tests/test_torch_op.py", "tests/bridges", "tests/net")
 PASSED, FAILED, NOT_INSTALLED = "passed", "failed", "not installed"
 #: Exit codes.
 TESTS_FAILED, CANNOT_RUN, INTERRUPTED = 1, 2, 130
