@@ -1,4 +1,5 @@
-// Reads what a block is from the lists that Python wrote, and checks that its parts fit each other.
+// Reads what blocks are from the lists that Python wrote, and checks that their parts fit each other. The lists say first
+// what every block is, and then for every block what differs from call to call.
 #include "block.h"
 
 namespace clearhead::torch {
@@ -135,7 +136,7 @@ void check_attention(const BlockCall& call, const AttentionSpec& spec, bool read
          "Use ch.positions.");
 }
 
-AttentionSpec read_attention(Reader& reader, BlockCall& call, bool reads_memory) {
+AttentionSpec read_attention(Reader& reader, BlockCall& call) {
   AttentionSpec spec;
   const bool together = reader.flag();
   spec.heads = reader.integer(1, most_parts, "heads"), spec.kv_heads = reader.integer(1, most_parts, "kv_heads");
@@ -149,6 +150,10 @@ AttentionSpec read_attention(Reader& reader, BlockCall& call, bool reads_memory)
   if (reader.flag())
     for (int place = 0; place < 2; ++place) spec.head_norms.push_back(read_norm(reader, call, spec.head_dim));
   spec.rotary = static_cast<Rotary>(reader.integer(0, 2, "rotary"));
+  return spec;
+}
+
+void read_attention_call(Reader& reader, BlockCall& call, AttentionSpec& spec, bool reads_memory) {
   if (spec.rotary != Rotary::none) spec.table = reader.slot().tensor;
   spec.cache = static_cast<Cache>(reader.integer(0, 2, "a cache's kind"));
   if (spec.cache != Cache::none) {
@@ -162,7 +167,6 @@ AttentionSpec read_attention(Reader& reader, BlockCall& call, bool reads_memory)
   read_mask(reader, options.mask);
   read_rules(reader, options.rules);
   check_attention(call, spec, reads_memory);
-  return spec;
 }
 
 FeedForwardSpec read_feedforward(Reader& reader, BlockCall& call) {
@@ -171,7 +175,6 @@ FeedForwardSpec read_feedforward(Reader& reader, BlockCall& call) {
     spec.layers.push_back(read_linear(reader, call));
   spec.activation = static_cast<int32_t>(reader.integer(CH_PLAIN, CH_QUICK_GELU, "an activation"));
   spec.dropped = static_cast<int32_t>(reader.integer(0, CH_LEVELS - 1, "dropout"));
-  spec.seed = static_cast<uint64_t>(reader.integer());
   const int64_t hidden = spec.layers.back().layer.in;
   for (size_t place = 0; place + 1 < spec.layers.size(); ++place) {
     const Linear& layer = spec.layers[place].layer;
@@ -186,8 +189,7 @@ BlockSpec read_block(Reader& reader, BlockCall& call) {
   BlockSpec spec;
   spec.residual = reader.flag(), spec.pre_norm = reader.flag();
   const int64_t attentions = reader.integer(0, 2, "the number of attentions");
-  for (int64_t place = 0; place < attentions; ++place)
-    spec.attentions.push_back(read_attention(reader, call, call.tokens.size() > 1 && place == attentions - 1));
+  for (int64_t place = 0; place < attentions; ++place) spec.attentions.push_back(read_attention(reader, call));
   spec.has_feedforward = reader.flag();
   if (spec.has_feedforward) spec.feedforward = read_feedforward(reader, call);
   if (spec.sublayers() == 0 || (!spec.residual && spec.sublayers() != 1))
@@ -200,13 +202,19 @@ BlockSpec read_block(Reader& reader, BlockCall& call) {
     around.has_result_norm = reader.flag();
     if (around.has_result_norm) around.result_norm = read_norm(reader, call, call.width);
     around.dropped = static_cast<int32_t>(reader.integer(0, CH_LEVELS - 1, "dropout"));
-    around.seed = static_cast<uint64_t>(reader.integer());
     const Linear& last = place < spec.attentions.size() ? spec.attentions[place].last.layer : spec.feedforward.layers.back().layer;
     if (last.out != call.width)
       fail(name, "a sublayer", "give the tokens' width " + words(call.width), words(last.out), "Use clearhead.ops.block.");
     spec.around.push_back(std::move(around));
   }
   return spec;
+}
+
+void read_block_call(Reader& reader, BlockCall& call, BlockSpec& spec) {
+  for (AttentionSpec& attention : spec.attentions)
+    read_attention_call(reader, call, attention, call.tokens.size() > 1 && &attention == &spec.attentions.back());
+  if (spec.has_feedforward) spec.feedforward.seed = static_cast<uint64_t>(reader.integer());
+  for (AroundSpec& around : spec.around) around.seed = static_cast<uint64_t>(reader.integer());
 }
 
 }  // namespace
@@ -227,6 +235,7 @@ void read_blocks(BlockCall& call, const std::vector<int64_t>& integers, const st
   const int64_t count = reader.integer(1, most_parts, "the number of blocks");
   call.blocks.reserve(static_cast<size_t>(count));
   for (int64_t place = 0; place < count; ++place) call.blocks.push_back(read_block(reader, call));
+  for (BlockSpec& block : call.blocks) read_block_call(reader, call, block);
   reader.check_end();
 }
 

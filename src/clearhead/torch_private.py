@@ -5,9 +5,11 @@ A section is one use. The rest of clearhead calls these functions; a test finds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from itertools import chain
+from operator import itemgetter
 from typing import Any, Final, TypeVar
 
 import torch
@@ -18,8 +20,10 @@ from torch.overrides import has_torch_function_unary
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "UNREAD",
     "WRAPPED_MODULE",
     "TorchDispatchMode",
+    "any_hooks",
     "autograd_inside_operator",
     "base_of",
     "break_graph",
@@ -133,6 +137,20 @@ def is_hooked(module: nn.Module) -> bool:
         or module._backward_pre_hooks
         or module._compiled_call_impl is not None
     )
+
+
+_hooks: Final = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Attributes of every module that say nothing about what it computes. They are those that ``nn.Module`` sets, but for
+#: these three.
+UNREAD: Final = frozenset(vars(nn.Module())) - {"training", "_parameters", "_modules"}
+
+
+def any_hooks(attributes: Iterable[dict[str, Any]]) -> bool:
+    """Whether a hook sees the calls of one of the modules whose ``vars`` these are.
+
+    Without one of the attributes no module can be read.
+    """
+    return any(chain.from_iterable(map(_hooks, attributes)))
 
 
 def modules_are_hooked() -> bool:

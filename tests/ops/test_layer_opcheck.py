@@ -123,16 +123,13 @@ def _attention(
     memory_width: int = 16,
     head_norms: bool = False,
     rotary: bool = False,
-    cache: int = 0,
-    length: int = 5,
-    options: dict[str, Any] | None = None,
+    **_call: Any,
 ) -> None:
     """Two heads of 8 channels that read one head of keys and values, in tokens 16 wide."""
 
     def layer(outputs: int, inputs: int = 16) -> tuple[Tensor, Tensor]:
         return torch.randn(outputs, inputs, dtype=dtype) / 4, torch.randn(outputs, dtype=dtype)
 
-    given = options or {}
     tape.integer(together, 2, 1)
     tape.linears([layer(32)] if together else [layer(16), layer(8, memory_width), layer(8, memory_width)])
     tape.linears([layer(16)])
@@ -140,6 +137,18 @@ def _attention(
     for _ in range(2 * head_norms):
         tape.norm(NormKind.RMS, 1e-6, torch.randn(8, dtype=dtype), None)
     tape.integer(rotary)
+
+
+def _attention_call(
+    tape: Tape,
+    dtype: torch.dtype,
+    *,
+    rotary: bool = False,
+    cache: int = 0,
+    options: dict[str, Any] | None = None,
+    **_attention: Any,
+) -> None:
+    given = options or {}
     tape.tensors += [torch.randn(20, 8)] if rotary else []
     tape.integer(*((cache, 4) if cache else (0,)))
     tape.caches += [torch.randn(2, 1, 12, 8, dtype=dtype) for _ in range(2 * bool(cache))]
@@ -156,7 +165,7 @@ def _feedforward(tape: Tape, dtype: torch.dtype, activation: Activation, gated: 
     expand = [(torch.randn(24, 16, dtype=dtype) / 4, None) for _ in range(1 + gated)]
     tape.integer(1, 2 + gated)
     tape.linears([*expand, (torch.randn(16, 24, dtype=dtype) / 4, torch.randn(16, dtype=dtype))])
-    tape.integer(activation, dropped, 11)
+    tape.integer(activation, dropped)
 
 
 def _around(tape: Tape, dtype: torch.dtype, result_norm: bool = False, dropped: int = 0) -> None:
@@ -164,7 +173,7 @@ def _around(tape: Tape, dtype: torch.dtype, result_norm: bool = False, dropped: 
     tape.integer(result_norm)
     if result_norm:
         tape.norm(NormKind.RMS_FROM_ONE, 1e-5, torch.randn(16, dtype=dtype), None)
-    tape.integer(dropped, 5)
+    tape.integer(dropped)
 
 
 def _block(
@@ -187,6 +196,10 @@ def _block(
         _feedforward(tape, dtype, activation, gated, dropped)
         for _ in range(len(attentions) + 1):
             _around(tape, dtype, result_norm, dropped)
+    for _ in range(blocks):
+        for each in attentions:
+            _attention_call(tape, dtype, **each)
+        tape.integer(11, *[5] * (len(attentions) + 1))
     return tape
 
 
@@ -197,8 +210,10 @@ def _bare(dtype: torch.dtype = torch.float32, **attention: Any) -> Tape:
     if attention:
         _attention(tape, dtype, **attention)
         tape.integer(0)
+        _attention_call(tape, dtype, **attention)
     else:
         _feedforward(tape, dtype, Activation.RELU, False, 300)
+        tape.integer(11)
     return tape
 
 

@@ -16,6 +16,7 @@ from clearhead.nn.checks import positive, sources_of
 from clearhead.nn.fused import fused_attention, is_fused_attention
 from clearhead.nn.held import Held, held_by
 from clearhead.nn.linear import Linear, linear_each, weights_of
+from clearhead.nn.reading import cached_reading
 from clearhead.nn.rules import RuleList
 from clearhead.nn.spec import Projections
 from clearhead.nn.weights import HeadWeight, copy_into, side_by_side, torch_projections, weight_and_bias
@@ -23,7 +24,7 @@ from clearhead.positions import Rotary, as_rotary
 from clearhead.projection import NATIVE, Layer, Path, project, project_each
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
-from clearhead.torch_private import is_hooked, submodules_of
+from clearhead.torch_private import submodules_of
 from clearhead.watch import attend, watched
 
 __all__ = ["MultiHeadAttention"]
@@ -193,7 +194,7 @@ class MultiHeadAttention(nn.Module):
         self, cache: KVCache, query: Tensor, memory: Tensor | None, mask: Mask | None, query_offset: int | None
     ) -> tuple[Tensor | None, Path | None]:
         """The output in one step, of keys and values in a cache; or how whoever watches gets its bits part by part."""
-        own = None if torch.compiler.is_compiling() else self.projections()
+        own = self.projections()
         held = None if own is None else self.held(cache, query, memory)
         if own is None or held is None:
             return None, None
@@ -204,17 +205,27 @@ class MultiHeadAttention(nn.Module):
         return found, NATIVE if found is None and watched() and is_fused_attention((query,), own, **options) else None
 
     def projections(self) -> Projections | None:
-        """What the module is, where all there is to its layers are their weights."""
+        """Weights and options; None where there is more to a linear layer, or a hook or compiler sees its calls."""
+        return None if torch.compiler.is_compiling() else cached_reading(self, None, self.read, may_be_hooked=(self,))
+
+    def read(self) -> Projections | None:
+        """Weights and options, where there is no more to the linear layers."""
         own = submodules_of(self)
         layers = [*map(own.get, _PROJECTIONS)]
-        plain: list[Layer] = [weights_of(layer) for layer in layers if type(layer) is Linear and not is_hooked(layer)]
+        plain: list[Layer] = [weights_of(layer) for layer in layers if type(layer) is Linear]
         if len(plain) < len(layers):
             return None
-        dropout = self.dropout if self.training else 0.0
         return Projections(
-            plain[:-1], plain[-1], self.num_heads, self.num_kv_heads, self.scale, dropout, self.backend, self.rotary,
-            self.scores.rules() if own["scores"] else (),
-        )  # fmt: skip
+            plain[:-1],
+            plain[-1],
+            self.num_heads,
+            self.num_kv_heads,
+            self.scale,
+            self.dropout if self.training else 0.0,
+            self.backend,
+            self.rotary,
+            rules=self.scores.rules if self.scores else tuple,
+        )
 
     def project(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, *, first: int = 0

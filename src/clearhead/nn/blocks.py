@@ -19,10 +19,11 @@ from clearhead.nn.checks import check_tokens
 from clearhead.nn.dropout import Dropout, plus_dropped
 from clearhead.nn.feedforward import FeedForward, drop_of
 from clearhead.nn.from_torch import block_like
-from clearhead.nn.fused import fused_layer, norm_of, of_parts
+from clearhead.nn.fused import fused_layers, norm_of, of_parts
 from clearhead.nn.held import Held
 from clearhead.nn.norm import new_norm
-from clearhead.nn.spec import LayerParts
+from clearhead.nn.reading import cached_reading
+from clearhead.nn.spec import LayerParts, Stack
 from clearhead.positions import Rotary
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
@@ -56,15 +57,17 @@ class Block(nn.Module):
         """Attention of each kind under its mask, and the feedforward: in one step where all parts are plain."""
         x, names = tokens[0], SUBLAYERS[len(tokens)]
         caches = caches or (None,) * len(masks)
-        parts = None if torch.compiler.is_compiling() else self.parts(names, x)
-        held = None if parts is None else held_caches(self, tokens, caches)
+        parts = [submodules_of(self)[name] for name, _ in names]
+        stack = None if torch.compiler.is_compiling() else self._stack(names, parts, x)
+        held = None if stack is None else held_caches(self, tokens, caches)
         # A memory that a cache holds is not read again.
         read = tokens[:1] if held and held[-1] is not None else tokens
-        found = None if parts is None or held is None else fused_layer(read, parts, masks, held)
-        if found is not None:
-            if caches[0] is not None:
-                count_appended([caches[0]], x.shape[1])
-            return found
+        looked_at = watched() or any(map(is_hooked, parts))
+        if stack is not None and held is not None and not looked_at:
+            output = fused_layers(read, stack, masks, held)
+            if output is not None:
+                count_appended([cache for cache in caches[:1] if cache is not None], x.shape[1])
+                return output
 
         def attended(place: int, y: Tensor) -> Tensor:
             own = getattr(self, names[place][0])
@@ -73,31 +76,36 @@ class Block(nn.Module):
 
         sublayers: list[Callable[[Tensor], Tensor]] = [partial(attended, place) for place in range(len(masks))]
         sublayers.append(self.feedforward)
-        found = None if parts is None or held is None else of_parts(read, parts, masks, sublayers, held)
-        if found is not None:
-            return found
+        if stack is not None and held is not None and looked_at:
+            output = of_parts(read, stack, masks, sublayers, held)
+            if output is not None:
+                return output
         for (_, norm), sublayer in zip(names, sublayers, strict=True):
             x = self._around(x, getattr(self, norm), sublayer)
         return x
 
+    def _stack(self, names: Sequence[tuple[str, str]], parts: Sequence[nn.Module], x: Tensor) -> Stack | None:
+        """The block's weights and options; None where there is more to its parts, or a hook inside them."""
+
+        def read() -> Stack | None:
+            layer = self.parts(names, x)
+            return None if layer is None else Stack([layer])
+
+        key = len(names), x.shape[-1], x.dtype
+        return cached_reading(self, key, read, may_be_hooked=(self, *parts))
+
     def parts(self, names: Sequence[tuple[str, str]], x: Tensor) -> LayerParts | None:
-        """What the block is as one step, where all there is to its parts is their tensors."""
-        # Where they are stored: to ask a module takes a third of a microsecond each.
+        """The block's weights and options, where there is no more to its parts."""
         own = submodules_of(self)
         *attentions, feedforward = [own[name] for name, _ in names]
-        dropout = own["residual_dropout"]
         if any(type(each) is not MultiHeadAttention for each in attentions) or type(feedforward) is not FeedForward:
             return None
-        projections = [part for each in attentions if (part := each.projections()) is not None]
+        projections = [part for each in attentions if (part := each.read()) is not None]
         norms = [part for _, norm in names if (part := norm_of(own[norm], x)) is not None]
-        fed, after = feedforward.plain_layers(), None if is_hooked(dropout) else drop_of(dropout)
+        fed, after = feedforward.plain_layers(), drop_of(own["residual_dropout"])
         if len(projections) < len(attentions) or len(norms) < len(names) or fed is None or after is None:
             return None
-        layers, activation, hidden = fed
-        looked_at = any(is_hooked(each) for each in attentions) or is_hooked(feedforward)
-        return LayerParts(
-            projections, layers, norms, self.norm_first, activation, (after,) * len(names), hidden, looked_at
-        )
+        return LayerParts(projections, fed[0], norms, self.norm_first, fed[1], (after,) * len(names), fed[2])
 
     def _around(self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """``x + sublayer(norm(x))`` before the norm, ``norm(x + sublayer(x))`` after it."""

@@ -23,7 +23,7 @@ from clearhead.masks.parts import band_of, is_padding, parts_of
 from clearhead.nn.dropout import plus_dropped_rows
 from clearhead.nn.held import Held
 from clearhead.nn.norm import normed, normed_by_torch
-from clearhead.nn.spec import LayerParts, NormLike, Projections
+from clearhead.nn.spec import NormLike, Projections, Stack
 from clearhead.nn.unfused import Attended, run_attention, run_layer
 from clearhead.ops.attention import mask_options, options_of
 from clearhead.ops.block import Recompute, Tape, run_blocks
@@ -32,13 +32,13 @@ from clearhead.ops.kinds import NormKind
 from clearhead.ops.library import library
 from clearhead.positions import MOST_POSITIONS, Rotary, table_of
 from clearhead.problem import Problem, draw_seed
-from clearhead.projection import ACTIVATIONS, DTYPES, NATIVE, Layer, are_plain, choices, takes_small, unrecorded
+from clearhead.projection import DTYPES, NATIVE, are_plain, choices, takes_small, unrecorded
 from clearhead.shapes import Float
 from clearhead.statistics import Want
 from clearhead.torch_private import is_hooked, modules_are_hooked
 from clearhead.watch import watched
 
-__all__ = ["fused_attention", "fused_layer", "fused_layers", "is_fused_attention", "norm_of", "of_parts"]
+__all__ = ["fused_attention", "fused_layers", "is_fused_attention", "norm_of", "of_parts"]
 
 _FUNCTION: Final = "attention"
 _NOTHING: Final = Want()
@@ -80,14 +80,12 @@ def fused_attention(
     """
     if watched() or not _may_fuse(tokens):
         return None
-    training = _learns(*tokens, *own.tensors())
-    attended = _attended(tokens, own, training, mask, query_offset, held)
+    training = _learns(tokens, own)
+    attended = _attended(tokens, own, training, mask, query_offset, held) if _takes(tokens, own, training) else None
     if attended is None:
         return None
-    tape, seed = Tape(), draw_seed(own.dropout)
-    tape.integer(1, 0, 0, 1)
-    _write_attention(tape, own, attended, seed, held, angles)
-    tape.integer(0)
+    tape, seed = own.tape.copy(), draw_seed(own.dropout)
+    _write_call(tape, own, attended, seed, held, angles)
 
     def recompute(places: Mapping[int, Tensor], copies: Sequence[Tensor]) -> Tensor:
         return run_attention(own.mapped(_change(places)), attended, copies, seed, angles)
@@ -105,24 +103,14 @@ def is_fused_attention(tokens: Tokens, own: Projections, **options: Any) -> bool
     """
     if not _may_fuse(tokens):
         return False
+    training = _learns(tokens, own)
     arguments = (options.get("mask"), options.get("query_offset"), options.get("held"))
-    return _attended(tokens, own, _learns(*tokens, *own.tensors()), *arguments) is not None
-
-
-def fused_layer(
-    tokens: Tokens,
-    parts: LayerParts,
-    masks: Sequence[Mask | None],
-    held: Sequence[Held | None] = (),
-    angles: Float[Tensor, "_rows head_dim"] | None = None,
-) -> Float[Tensor, "*batch _len _width"] | None:
-    """The output of one layer; ``fused_layers`` of it alone."""
-    return fused_layers(tokens, [parts], masks, held, angles)
+    return _takes(tokens, own, training) and _attended(tokens, own, training, *arguments) is not None
 
 
 def fused_layers(
     tokens: Tokens,
-    layers: Sequence[LayerParts],
+    stack: Stack,
     masks: Sequence[Mask | None],
     held: Sequence[Held | None] = (),
     angles: Float[Tensor, "_rows head_dim"] | None = None,
@@ -131,7 +119,7 @@ def fused_layers(
 
     Args:
         tokens: ``[batch, len, width]`` of the layers' own and, where they attend to one, of the memory.
-        layers: a single one where a gradient is wanted.
+        stack: the layers, a single one where a gradient is wanted.
         masks: of each attention of each layer.
         held: what each attention reads from a cache, where one does; a cached memory is not among ``tokens``.
         angles: RoPE cos and sin of the call's tokens, where attentions are rotated by ``"angles"``.
@@ -145,54 +133,50 @@ def fused_layers(
     Cost: that of the parts. Saved for backward are ``tokens``, the sums and what is normed, queries, keys, values, the
     heads' output, the feedforward's activations and, but for a ReLU, their slopes.
     """
-    if watched() or not _may_fuse(tokens) or any(parts.looked_at for parts in layers):
+    if watched() or not _may_fuse(tokens):
         return None
-    training = torch.is_grad_enabled() and any(_learns(*tokens, *parts.tensors()) for parts in layers)
-    if training and len(layers) > 1:
+    training = _learns(tokens, stack)
+    if training and len(stack.layers) > 1:
         return None
-    tape, attended = Tape(), list[Attended]()
-    tape.integer(len(layers))
-    for parts in layers:
-        part = slice(len(attended), len(attended) + len(parts.attentions))
-        found = _attentions(tokens, parts, masks[part], training, held[part])
-        if found is None:
-            return None
-        attended += found
-    left = iter(zip(attended, held or (None,) * len(attended), strict=True))
-    seeds: list[int] = []
-    for parts in layers:
-        seeds = _draw_seeds(parts)
-        _write_layer(tape, parts, [next(left) for _ in parts.attentions], seeds, angles)
+    attended = _attended_by_layers(tokens, stack, training, masks, held)
+    if attended is None:
+        return None
+    tape, seeds = stack.tape.copy(), list[int]()
+    calls = iter(zip(attended, held or (None,) * len(attended), strict=True))
+    for parts in stack.layers:
+        seeds = [*map(draw_seed, parts.drops)]
+        for place, (own, call) in enumerate(zip(parts.attentions, calls, strict=False)):
+            _write_call(tape, own, call[0], seeds[2 * place], call[1], angles)
+        tape.integer(seeds[-2], *seeds[1::2])
 
     def recompute(places: Mapping[int, Tensor], copies: Sequence[Tensor]) -> Tensor:
-        return run_layer(layers[0].mapped(_change(places)), attended, copies, seeds, angles)
+        return run_layer(stack.layers[0].mapped(_change(places)), attended, copies, seeds, angles)
 
     return _run(tokens, tape, recompute if training else None)
 
 
 def of_parts(
     tokens: Tokens,
-    parts: LayerParts,
+    stack: Stack,
     masks: Sequence[Mask | None],
     sublayers: Sequence[Callable[[Tensor], Tensor]],
     held: Sequence[Held | None] = (),
 ) -> Float[Tensor, "*batch _len _width"] | None:
-    """A layer's output op by op, with the bits of ``fused_layer``, where a layer that it would take is observed.
+    """A layer's output op by op, with the bits of ``fused_layers``, for observers and hooks.
 
     Args:
-        tokens: as ``fused_layer`` takes them.
-        parts: the layer.
+        tokens: as ``fused_layers`` takes them.
+        stack: one layer.
         masks: of each attention.
         sublayers: the layer's attentions and its feedforward.
         held: what each attention reads from a cache.
 
     Returns:
-        ``[batch, len, width]``; None where the layer is not observed, or ``fused_layer`` would not take it.
+        ``[batch, len, width]``; None where ``fused_layers`` would not take the layer.
     """
-    if not (watched() or parts.looked_at) or not _may_fuse(tokens):
+    if not _may_fuse(tokens) or _attended_by_layers(tokens, stack, _learns(tokens, stack), masks, held) is None:
         return None
-    if _attentions(tokens, parts, masks, _learns(*tokens, *parts.tensors()), held) is None:
-        return None
+    (parts,) = stack.layers
     x = like = tokens[0]
 
     def norm(x: Tensor, own: NormLike) -> Tensor:
@@ -205,7 +189,7 @@ def of_parts(
         return x + F.dropout(y, levels / LEVELS)
 
     behind: Sequence[NormLike | None] = parts.behind or [None] * len(sublayers)
-    for sublayer, own, last, levels in zip(sublayers, parts.norms, behind, parts.drop_levels(), strict=True):
+    for sublayer, own, last, levels in zip(sublayers, parts.norms, behind, parts.drop_levels, strict=True):
         given = sublayer(norm(x, own) if parts.norm_first else x)
         x = plus(x, levels, given if last is None else norm(given, last))
         x = x if parts.norm_first else norm(x, own)
@@ -224,9 +208,9 @@ def _may_fuse(tokens: Tokens) -> bool:
     return all(each.dim() == 3 and 0 not in each.shape and len(each) == len(tokens[0]) for each in tokens)
 
 
-def _learns(*tensors: Tensor | None) -> bool:
+def _learns(tokens: Tokens, spec: Projections | Stack) -> bool:
     """Whether a gradient may be wanted."""
-    return torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in tensors)
+    return torch.is_grad_enabled() and any(part.requires_grad for part in (*tokens, *spec.tape.tensors))
 
 
 def _are_alike(x: Tensor, like: Tensor) -> bool:
@@ -242,14 +226,14 @@ def _run(tokens: Tokens, tape: Tape, recompute: Recompute | None) -> Tensor | No
         return None
 
 
-def _are_plain(tokens: Tokens, tensors: Sequence[Tensor | None]) -> bool:
+def _is_plain(tokens: Tokens, spec: Projections | Stack) -> bool:
     """Whether tensors are what the operator may look at; it checks dtypes, sizes and strides itself."""
     if tokens[0].dtype not in DTYPES or not unrecorded() or library() is None:
         return False
-    return all(part is None or type(part) in _TYPES for part in (*tokens, *tensors))
+    return {*map(type, tokens), *map(type, spec.tape.tensors)} <= _TYPES
 
 
-def _takes_gemms(tokens: Tokens, layers: Sequence[Layer], training: bool) -> bool:
+def _takes_gemms(tokens: Tokens, spec: Projections | Stack, training: bool) -> bool:
     """Whether the table names the kernels for every layer's GEMMs. Small ones are theirs wherever they are there: as
     parts of a block their calls cost nothing."""
     dtype = tokens[0].dtype
@@ -257,38 +241,35 @@ def _takes_gemms(tokens: Tokens, layers: Sequence[Layer], training: bool) -> boo
     if all(choice.path == NATIVE.name for choice in chosen):
         return True
     rows = max(each.shape[0] * each.shape[1] for each in tokens)
-    return takes_small(dtype) and all(rows * weight.numel() < SMALL for weight, _ in layers)
+    return takes_small(dtype) and all(rows * weight.numel() < SMALL for weight, _ in spec.linears)
 
 
-def _attentions(
-    tokens: Tokens, parts: LayerParts, masks: Sequence[Mask | None], training: bool, held: Sequence[Held | None]
+def _takes(tokens: Tokens, spec: Projections | Stack, training: bool) -> bool:
+    """Whether the kernels are what every part would use, but for attention."""
+    return _is_plain(tokens, spec) and _takes_gemms(tokens, spec, training)
+
+
+def _attended_by_layers(
+    tokens: Tokens, stack: Stack, training: bool, masks: Sequence[Mask | None], held: Sequence[Held | None]
 ) -> list[Attended] | None:
-    """The layer's attentions as the operator is told of them, where it is what every part would use."""
-    if (training and parts.behind) or round(max(*parts.after, parts.hidden) * LEVELS) >= LEVELS:
-        return None
-    linears = [*parts.feedforward, *(layer for own in parts.attentions for layer in (*own.sources, own.last))]
-    if not _are_plain(tokens, parts.tensors()) or not _takes_gemms(tokens, linears, training):
-        return None
-    found: list[Attended] = []
-    caches = held or (None,) * len(masks)
-    for place, (own, mask, cache) in enumerate(zip(parts.attentions, masks, caches, strict=True)):
-        attended = _lowered(tokens if place else tokens[:1], own, training, mask, None, cache)
-        if attended is None:
+    """What the operator is told of the layers' attentions, where it is what every part would use."""
+    for parts in stack.layers:
+        if (training and parts.behind) or round(max(*parts.after, parts.hidden) * LEVELS) >= LEVELS:
             return None
-        found.append(attended)
-    return found
+    if not _takes(tokens, stack, training):
+        return None
+    attended = list[Attended]()
+    calls = iter(zip(masks, held or (None,) * len(masks), strict=True))
+    for parts in stack.layers:
+        for place, (own, (mask, cache)) in enumerate(zip(parts.attentions, calls, strict=False)):
+            one = _attended(tokens if place else tokens[:1], own, training, mask, None, cache)
+            if one is None:
+                return None
+            attended.append(one)
+    return attended
 
 
 def _attended(
-    tokens: Tokens, own: Projections, training: bool, mask: Mask | None, query_offset: int | None, held: Held | None
-) -> Attended | None:
-    """What the operator is told of an attention alone, where it is what every part would use."""
-    if not _are_plain(tokens, own.tensors()) or not _takes_gemms(tokens, (*own.sources, own.last), training):
-        return None
-    return _lowered(tokens, own, training, mask, query_offset, held)
-
-
-def _lowered(
     tokens: Tokens, own: Projections, training: bool, mask: Mask | None, query_offset: int | None, held: Held | None
 ) -> Attended | None:
     """What the operator is told of an attention besides its tensors, which are plain."""
@@ -304,9 +285,9 @@ def _lowered(
     grows, keys = held is not None and held.grows, tokens[-1].shape[1] if held is None else held.length
     if attended.query_offset < 0 or (query_offset is None and not grows and tokens[0].shape[1] != keys):
         return None
-    # A table is made for as many positions as the cache has room for, so that it serves later tokens too.
-    room = held.key.shape[2] if held is not None and held.grows else keys
-    positions = max(attended.query_offset + tokens[0].shape[1], room)
+    # A table is made for as many positions as the cache has capacity for, so that it serves later tokens too.
+    capacity = held.key.shape[2] if held is not None and held.grows else keys
+    positions = max(attended.query_offset + tokens[0].shape[1], capacity)
     return attended._replace(positions=positions) if positions <= MOST_POSITIONS else None
 
 
@@ -315,7 +296,7 @@ def _in_a_band(
 ) -> Attended | None:
     """Most calls: without rules, under no mask, a band or padding, whose positions are unambiguous. None of others."""
     grows, (batch, q_len) = held is not None and held.grows, tokens[0].shape[:2]
-    if own.rules or query_offset is not None or type(own.scale) not in (float, type(None)):
+    if own.rules() or query_offset is not None or type(own.scale) not in (float, type(None)):
         return None
     k_len = tokens[-1].shape[1] if held is None else held.length + (q_len if held.grows else 0)
     if mask is not None and q_len != k_len and not grows:
@@ -351,7 +332,7 @@ def _validated(
         _FUNCTION,
         *_hollow(tokens, own, held),
         mask=mask,
-        scores=own.rules,
+        scores=own.rules(),
         scale=own.scale,
         dropout=own.dropout,
         seed=0,
@@ -390,19 +371,11 @@ def _hollow(tokens: Tokens, own: Projections, held: Held | None) -> tuple[Tensor
 # ---- what the operator is told ---------------------------------------------------------------------------------------
 
 
-def _write_attention(
+def _write_call(
     tape: Tape, own: Projections, attended: Attended, seed: int, held: Held | None, angles: Tensor | None
 ) -> None:
-    tape.integer(len(own.sources) == 1, own.num_heads, own.num_kv_heads)
-    tape.linears((*own.sources, own.last))
-    tape.integer(bool(own.head_norms))
-    for (kind, epsilon), pair in own.head_norms:
-        tape.norm(kind, epsilon, *pair)
-    if own.rotary is None:
-        tape.integer(0)
-    else:
-        by_position = isinstance(own.rotary, Rotary)
-        tape.integer(1 if by_position else 2)
+    """Write down what differs from call to call in an attention."""
+    if own.rotary is not None:
         table = table_of(own.rotary, own.head_dim, attended.positions) if isinstance(own.rotary, Rotary) else angles
         assert table is not None
         tape.tensors.append(table)
@@ -415,37 +388,6 @@ def _write_attention(
     tape.integer(seed, attended.query_offset)
     tape.mask(attended.options)
     tape.rules(attended.options)
-
-
-def _draw_seeds(parts: LayerParts) -> list[int]:
-    """For each sublayer the seed of what it drops within itself, and that of what is dropped of its result."""
-    within = [*(own.dropout for own in parts.attentions), round(parts.hidden * LEVELS) / LEVELS]
-    after = [levels / LEVELS for levels in parts.drop_levels()]
-    if not any(within) and not any(after):
-        return [0] * (2 * len(within))
-    return [draw_seed(drop) for pair in zip(within, after, strict=True) for drop in pair]
-
-
-def _write_layer(
-    tape: Tape,
-    parts: LayerParts,
-    attentions: Sequence[tuple[Attended, Held | None]],
-    seeds: Sequence[int],
-    angles: Tensor | None,
-) -> None:
-    tape.integer(1, parts.norm_first, len(parts.attentions))
-    for place, (own, (one, held)) in enumerate(zip(parts.attentions, attentions, strict=True)):
-        _write_attention(tape, own, one, seeds[2 * place], held, angles)
-    tape.integer(1, len(parts.feedforward))
-    tape.linears(parts.feedforward)
-    tape.integer(ACTIVATIONS[parts.activation].kind, round(parts.hidden * LEVELS), seeds[-2])
-    behind: Sequence[NormLike | None] = parts.behind or [None] * len(parts.norms)
-    for place, (norm, last, levels) in enumerate(zip(parts.norms, behind, parts.drop_levels(), strict=True)):
-        tape.norm(*norm[0], *norm[1])
-        tape.integer(last is not None)
-        if last is not None:
-            tape.norm(*last[0], *last[1])
-        tape.integer(levels, seeds[2 * place + 1])
 
 
 def _change(places: Mapping[int, Tensor]) -> Callable[[Tensor], Tensor]:

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from clearhead.cache import KVCache, count_appended
 from clearhead.masks import Mask
 from clearhead.masks.parts import band_of
-from clearhead.nn.attention import MultiHeadAttention
 from clearhead.nn.blocks import SUBLAYERS, Block, DecoderBlock, EncoderBlock, held_caches
 from clearhead.nn.fused import fused_layers
 from clearhead.nn.held import Held
-from clearhead.nn.spec import LayerParts
+from clearhead.nn.reading import cached_reading
+from clearhead.nn.spec import Stack
 from clearhead.shapes import Float
-from clearhead.torch_private import is_hooked, submodules_of
 
 __all__ = ["fused_blocks"]
 
@@ -49,31 +48,36 @@ def fused_blocks(
         return None
     if any(mask is not None and band_of(mask) is None for mask in masks):
         return None
-    names, layers = SUBLAYERS[len(tokens)], list[LayerParts]()
-    held: list[Held | None] = []
-    for place, block in enumerate(blocks):
-        if not isinstance(block, Block) or not _is_plain(block, memory):
+    names = SUBLAYERS[len(tokens)]
+
+    def read() -> Stack | None:
+        plain = [block for block in blocks if isinstance(block, Block) and _is_plain(block, memory)]
+        layers = [parts for block in plain if (parts := block.parts(names, x)) is not None]
+        return Stack(layers) if len(layers) == len(blocks) else None
+
+    key = x.shape[-1], x.dtype, *(each.shape[-1] for each in memory)
+    stack, held = cached_reading(blocks, key, read), list[Held | None]()
+    if stack is None:
+        return None
+    for block, own in zip(blocks, caches, strict=False):
+        cached = held_caches(cast(Block, block), tokens, own)
+        if cached is None:
             return None
-        parts = block.parts(names, x)
-        cached = None if parts is None else held_caches(block, tokens, caches[place]) if caches else []
-        if parts is None or cached is None:
-            return None
-        layers.append(parts)
         held += cached
     grow = [own for own in held if own is not None and own.grows]
     if len({own.length for own in grow}) > 1 or len({own.key.data_ptr() for own in grow}) < len(grow):
         return None
     # A memory that caches hold is not read.
-    read = tokens[:1] if held and held[-1] is not None else tokens
-    found = fused_layers(read, layers, [*masks] * len(blocks), held)
-    if found is not None:
+    given = tokens[:1] if held and held[-1] is not None else tokens
+    output = fused_layers(given, stack, [*masks] * len(blocks), held)
+    if output is not None:
         count_appended([own for own, *_ in caches if own is not None], x.shape[1])
-    return found
+    return output
 
 
 def _is_plain(block: Block, memory: Sequence[Tensor]) -> bool:
-    """Whether a block is one of the library's, not compiled or hooked, and attends to a memory like the one given."""
-    if type(block) not in (EncoderBlock, DecoderBlock) or is_hooked(block):
+    """Whether a block is one of the library's, and attends to a memory like the one given."""
+    if type(block) not in (EncoderBlock, DecoderBlock):
         return False
-    attention = cast(MultiHeadAttention | None, submodules_of(block).get("cross_attention"))
+    attention = block.cross_attention if isinstance(block, DecoderBlock) else None
     return not memory if attention is None else [attention.key_dim] == [each.shape[-1] for each in memory]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Self, TypeAlias
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, Self, TypeAlias
 
 from torch import Tensor
 
+from clearhead.ops.block import Tape
 from clearhead.ops.dropout import LEVELS
 from clearhead.ops.kinds import NormKind
 from clearhead.positions import Rotary
-from clearhead.projection import Layer
+from clearhead.projection import ACTIVATIONS, Layer
 from clearhead.scores import ScoreRule
 
-__all__ = ["LayerParts", "NormLike", "Projections", "Turning"]
+__all__ = ["LayerParts", "NormLike", "Projections", "Stack", "Turning"]
 
 #: A norm's kind and epsilon; its weight and bias.
 NormLike: TypeAlias = tuple[tuple[NormKind, float], tuple[Tensor | None, Tensor | None]]
@@ -22,7 +25,8 @@ Turning: TypeAlias = Rotary | Literal["angles"] | None
 Mapped: TypeAlias = Callable[[Tensor], Tensor]
 
 
-class Projections(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Projections:
     """Weights and hyperparameters of an attention layer.
 
     Attributes:
@@ -34,7 +38,7 @@ class Projections(NamedTuple):
         dropout: probability of dropping a weight.
         backend: as ``attention`` takes it.
         rotary: what rotates queries and keys by their positions, if anything; ``"angles"`` come with a call.
-        rules: score rules.
+        rules: gives the score rules of a call.
         head_norms: norms of each head's queries and of its keys, before they are rotated; without gradients alone.
     """
 
@@ -46,7 +50,7 @@ class Projections(NamedTuple):
     dropout: float = 0.0
     backend: str = "auto"
     rotary: Turning = None
-    rules: tuple[ScoreRule, ...] = ()
+    rules: Callable[[], tuple[ScoreRule, ...]] = tuple
     head_norms: tuple[NormLike, ...] = ()
 
     @property
@@ -55,19 +59,43 @@ class Projections(NamedTuple):
         count = self.num_heads + 2 * self.num_kv_heads if len(self.sources) == 1 else self.num_heads
         return self.sources[0][0].shape[0] // count
 
-    def tensors(self) -> list[Tensor | None]:
-        """Weights and biases: those of the sources, of the last layer, and of the heads' norms."""
-        pairs = (*self.sources, self.last, *[pair for _, pair in self.head_norms])
-        return [part for pair in pairs for part in pair]
+    @property
+    def attentions(self) -> Sequence[Projections]:
+        """The attention itself."""
+        return (self,)
+
+    @property
+    def linears(self) -> Sequence[Layer]:
+        """All linear layers."""
+        return (*self.sources, self.last)
+
+    @cached_property
+    def tape(self) -> Tape:
+        """An attention alone as the block operator reads it, but for what differs from call to call."""
+        tape = Tape()
+        tape.integer(1, 0, 0, 1)
+        self.write(tape)
+        tape.integer(0)
+        return tape
+
+    def write(self, tape: Tape) -> None:
+        """Write down weights, biases and sizes."""
+        tape.integer(len(self.sources) == 1, self.num_heads, self.num_kv_heads)
+        tape.linears(self.linears)
+        tape.integer(bool(self.head_norms))
+        for (kind, epsilon), pair in self.head_norms:
+            tape.norm(kind, epsilon, *pair)
+        tape.integer(0 if self.rotary is None else 1 if isinstance(self.rotary, Rotary) else 2)
 
     def mapped(self, change: Mapped) -> Self:
         """The same attention on other tensors."""
         sources = [_pair(source, change) for source in self.sources]
         norms = tuple((kind, _norm_pair(pair, change)) for kind, pair in self.head_norms)
-        return self._replace(sources=sources, last=_pair(self.last, change), head_norms=norms)
+        return replace(self, sources=sources, last=_pair(self.last, change), head_norms=norms)
 
 
-class LayerParts(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class LayerParts:
     """A transformer layer: one or two attentions and a feedforward, each with its norm and a residual.
 
     Attributes:
@@ -78,7 +106,6 @@ class LayerParts(NamedTuple):
         activation: of the feedforward, by name.
         after: probabilities of dropping what each sublayer gives.
         hidden: probability of dropping activations within the feedforward.
-        looked_at: whether an attention or the feedforward has hooks.
         behind: norms of what each sublayer gives, where there are some; without gradients alone.
     """
 
@@ -89,27 +116,76 @@ class LayerParts(NamedTuple):
     activation: str
     after: tuple[float, ...]
     hidden: float
-    looked_at: bool = False
     behind: Sequence[NormLike] = ()
 
-    def tensors(self) -> list[Tensor | None]:
-        """Weights and biases of all parts."""
-        attentions = [part for own in self.attentions for part in own.tensors()]
-        norms = [pair for _, pair in (*self.norms, *self.behind)]
-        return [*attentions, *[part for pair in (*self.feedforward, *norms) for part in pair]]
+    @property
+    def linears(self) -> Sequence[Layer]:
+        """All linear layers."""
+        return [*self.feedforward, *(layer for own in self.attentions for layer in own.linears)]
+
+    def write(self, tape: Tape) -> None:
+        """Write down weights, biases and options as the block operator reads them."""
+        tape.integer(1, self.norm_first, len(self.attentions))
+        for own in self.attentions:
+            own.write(tape)
+        tape.integer(1, len(self.feedforward))
+        tape.linears(self.feedforward)
+        tape.integer(ACTIVATIONS[self.activation].kind, round(self.hidden * LEVELS))
+        results: Sequence[NormLike | None] = self.behind or [None] * len(self.norms)
+        for norm, result, levels in zip(self.norms, results, self.drop_levels, strict=True):
+            tape.norm(*norm[0], *norm[1])
+            tape.integer(result is not None)
+            if result is not None:
+                tape.norm(*result[0], *result[1])
+            tape.integer(levels)
 
     def mapped(self, change: Mapped) -> Self:
         """The same layer on other tensors."""
-        return self._replace(
+        return replace(
+            self,
             attentions=[own.mapped(change) for own in self.attentions],
             feedforward=[_pair(layer, change) for layer in self.feedforward],
             norms=[(kind, _norm_pair(pair, change)) for kind, pair in self.norms],
             behind=[(kind, _norm_pair(pair, change)) for kind, pair in self.behind],
         )
 
+    @cached_property
     def drop_levels(self) -> tuple[int, ...]:
-        """Of ``LEVELS`` numbers that each sublayer gives, how many are dropped."""
+        """Of ``LEVELS`` elements of each sublayer's output, how many are dropped."""
         return tuple(round(drop * LEVELS) for drop in self.after)
+
+    @cached_property
+    def drops(self) -> tuple[float, ...]:
+        """For each sublayer the probability of dropping within it, and of dropping its output."""
+        within = [*(own.dropout for own in self.attentions), round(self.hidden * LEVELS) / LEVELS]
+        after = [levels / LEVELS for levels in self.drop_levels]
+        return tuple(drop for pair in zip(within, after, strict=True) for drop in pair)
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """Transformer layers, each of which reads the output of the one before."""
+
+    layers: Sequence[LayerParts]
+
+    @property
+    def attentions(self) -> Sequence[Projections]:
+        """Those of all layers."""
+        return [own for parts in self.layers for own in parts.attentions]
+
+    @property
+    def linears(self) -> Sequence[Layer]:
+        """All linear layers."""
+        return [layer for parts in self.layers for layer in parts.linears]
+
+    @cached_property
+    def tape(self) -> Tape:
+        """The layers as the block operator reads them, but for what differs from call to call."""
+        tape = Tape()
+        tape.integer(len(self.layers))
+        for parts in self.layers:
+            parts.write(tape)
+        return tape
 
 
 def _pair(layer: Layer, change: Mapped) -> Layer:

@@ -113,7 +113,7 @@ def run_layer(
         angles: as ``run_attention`` takes them.
     """
     x = tokens[0]
-    for place, (norm, levels) in enumerate(zip(parts.norms, parts.drop_levels(), strict=True)):
+    for place, (norm, levels) in enumerate(zip(parts.norms, parts.drop_levels, strict=True)):
         read = normed_by_torch(x, norm) if parts.norm_first else x
         if place < len(attended):
             own = [read, *tokens[1:]] if place else [read]

@@ -18,7 +18,8 @@ __all__ = ["Tape", "run_blocks"]
 
 @dataclass
 class Tape:
-    """What blocks are, as the lists that the operators read, in the order of native/torch/block_read.cpp.
+    """Blocks as the lists that the operators read, in the order of native/torch/block_read.cpp: first what every block
+    is, and then for every block what differs from call to call.
 
     Attributes:
         integers: counts, kinds, flags, positions and seeds.
@@ -31,6 +32,10 @@ class Tape:
     numbers: list[float] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     caches: list[Tensor] = field(default_factory=list)
+
+    def copy(self) -> Tape:
+        """The same lists, to which a call adds its own."""
+        return Tape([*self.integers], [*self.numbers], [*self.tensors], [*self.caches])
 
     def integer(self, *values: int) -> None:
         self.integers.extend(values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, TypeAlias
 
 import torch
@@ -38,6 +38,7 @@ class AttentionShapes:
         last: the output projection.
         heads: of queries.
         kv_heads: of keys and values.
+        rotary: whether queries and keys are rotated.
         cache: 0 for none, 1 for one that grows, 2 for a cached memory.
         cached: tokens in the cache.
         query_offset: position of the first query.
@@ -50,12 +51,13 @@ class AttentionShapes:
     last: LinearShape
     heads: int
     kv_heads: int
-    cache: int
-    cached: int
-    query_offset: int
-    before: int | None
-    after: int | None
-    table: bool
+    rotary: bool
+    cache: int = 0
+    cached: int = 0
+    query_offset: int = 0
+    before: int | None = None
+    after: int | None = None
+    table: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -147,7 +149,10 @@ class _ListReader:
         *sources, last = self.linears(2 if together else 4)
         if self.integer():
             self.norm(), self.norm()
-        if self.integer():
+        return AttentionShapes(tuple(sources), last, heads, kv_heads, rotary=bool(self.integer()))
+
+    def attention_call(self, shapes: AttentionShapes) -> AttentionShapes:
+        if shapes.rotary:
             self.tensor()
         cache = self.integer()
         cached = self.integer() if cache else 0
@@ -156,7 +161,7 @@ class _ListReader:
         before, after, table = self._mask()
         self._rules()
         offset = cached if cache == 1 else offset
-        return AttentionShapes(tuple(sources), last, heads, kv_heads, cache, cached, offset, before, after, table)
+        return replace(shapes, cache=cache, cached=cached, query_offset=offset, before=before, after=after, table=table)
 
     def _mask(self) -> tuple[int | None, int | None, bool]:
         before, after = self.optional_integer(), self.optional_integer()
@@ -178,7 +183,7 @@ class _ListReader:
 
     def feedforward(self) -> FeedForwardShapes:
         layers = self.linears(self.integer())
-        activation, _, _ = (self.integer() for _ in range(3))
+        activation, _ = self.integer(), self.integer()
         return FeedForwardShapes(layers, activation)
 
     def block(self) -> BlockShapes:
@@ -189,11 +194,18 @@ class _ListReader:
         norms = tuple(self._around() for _ in sublayers) if residual else ()
         return BlockShapes(residual, pre_norm, tuple(sublayers), norms)
 
+    def block_call(self, block: BlockShapes) -> BlockShapes:
+        attentions = [self.attention_call(one) for one in block.sublayers if isinstance(one, AttentionShapes)]
+        rest = block.sublayers[len(attentions) :]
+        for _ in range(len(rest) + len(block.norms)):
+            self.integer()
+        return replace(block, sublayers=(*attentions, *rest))
+
     def _around(self) -> tuple[int, int]:
         norm = self.norm()
         if self.integer():
             self.norm()
-        self.integer(), self.integer()
+        self.integer()
         return norm
 
 
@@ -205,7 +217,8 @@ def read_blocks(tensors: Sequence[Shape], integers: Sequence[int]) -> list[Block
         integers: the list of integers.
     """
     reader = _ListReader(tensors, integers)
-    return [reader.block() for _ in range(reader.integer())]
+    blocks = [reader.block() for _ in range(reader.integer())]
+    return [reader.block_call(block) for block in blocks]
 
 
 def saved_shapes(

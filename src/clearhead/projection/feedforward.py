@@ -79,7 +79,8 @@ def project_activate_project(
     seed, tape = draw_seed(levels), Tape()
     tape.integer(1, 0, 0, 0, 1, len(layers))
     tape.linears(layers)
-    tape.integer(ACTIVATIONS[activation].kind, levels, seed)
+    tape.integer(ACTIVATIONS[activation].kind, levels)
+    tape.integer(seed)
 
     def recompute(places: Mapping[int, Tensor], tokens: Sequence[Tensor]) -> Tensor:
         return _by_torch(tokens[0], [_copied(layer, places) for layer in layers], activation, levels, seed)

@@ -17,8 +17,8 @@ import clearhead as ch
 from clearhead.masks import Causal
 from clearhead.nn import Decoder, DecoderBlock, Encoder, LanguageModel
 from clearhead.nn.linear import Linear
+from clearhead.nn.reading import cached_reading
 from clearhead.nn.stacks import DecoderCache
-from clearhead.nn.unchanged import Unchanged
 from tests.agreement import needs_native
 from tests.budget import within_budget
 from tests.nn.layers.definition import DTYPES, LLAMA, decoded, draw, formula
@@ -244,16 +244,27 @@ def test_a_change_takes_effect_at_the_next_call(change: Callable[[Any], None]) -
             torch.testing.assert_close(after, block_by_block(own, x), rtol=0, atol=0)
 
 
-def test_it_knows_what_it_was_again() -> None:
-    own, seen = stack(Encoder), []
-    known = Unchanged(*own.blocks)
-    for training in (True, False):
-        own.train(training)
-        seen.append(known.holds())
-    assert seen == [False, True]
+def test_reading_is_cached_until_a_part_is_replaced() -> None:
+    own, readings = stack(Encoder), list[object]()
+
+    def read() -> object:
+        readings.append(object())
+        return readings[-1]
+
+    own.eval()
+    for _ in range(2):
+        assert cached_reading(own, None, read) is readings[0]
     with torch.no_grad():
         own.blocks[0].attention.query_projection.weight.zero_()
-    assert known.holds()
+    assert cached_reading(own, None, read) is readings[0]
+    own.train()
+    assert cached_reading(own, None, read) is readings[1]
+    own.blocks[0].attention.query_projection.weight = nn.Parameter(torch.zeros(32, 32))
+    assert cached_reading(own, None, read) is readings[2]
+    handle = own.blocks[0].feedforward.register_forward_hook(lambda *_: None)
+    assert cached_reading(own, None, read) is None
+    handle.remove()
+    assert cached_reading(own, None, read) is readings[-1]
 
 
 def test_a_stack_and_its_weights_end_with_their_owner() -> None:

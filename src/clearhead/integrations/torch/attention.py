@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from clearhead.integrations.torch.parts import is_plain
 from clearhead.masks import Mask
 from clearhead.nn.checks import converts
 from clearhead.nn.fused import fused_attention, is_fused_attention
+from clearhead.nn.reading import cached_reading
 from clearhead.nn.spec import Projections
 from clearhead.projection import NATIVE, Path, project
 from clearhead.shapes import Float
@@ -103,7 +105,9 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             meaning = mask_reader(_NAME, self, query, key).meaning(*masks)
             tokens = self.by_batch(*sequences)
             options: dict[str, Any] = {"mask": meaning.mask, "query_offset": 0}
-            own = self.projections()._replace(rules=tuple(meaning.scores))
+            own = self.projections()
+            if meaning.scores:
+                own = replace(own, rules=lambda: tuple(meaning.scores))
             fused = fused_attention(tokens, own, **options)
             if fused is not None:
                 return fused if self.batch_first else fused.transpose(0, 1).contiguous(), None
@@ -177,7 +181,14 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         return plain and all(map(self._is_one_step, sequences))
 
     def projections(self) -> Projections:
-        """The layer of queries, keys and values, the one that mixes the heads, and how many these are."""
+        """Weights and options."""
+        if torch.compiler.is_compiling():
+            return self.read()
+        own = cached_reading(self, None, self.read, may_be_hooked=(self, self.out_proj))
+        return self.read() if own is None else own
+
+    def read(self) -> Projections:
+        """Weights and options: one layer for queries, keys and values, and the output projection."""
         return Projections(
             [(self.in_proj_weight, self.in_proj_bias)],
             (self.out_proj.weight, self.out_proj.bias),

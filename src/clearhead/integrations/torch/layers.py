@@ -23,12 +23,13 @@ from clearhead.integrations.torch.unpadded import Packed
 from clearhead.masks import Causal, Mask
 from clearhead.nn.dropout import Dropout
 from clearhead.nn.feedforward import drop_of, in_one_step, layer_of, name_of
-from clearhead.nn.fused import fused_layer, norm_of, of_parts
-from clearhead.nn.linear import Linear, looked_at
-from clearhead.nn.spec import LayerParts
+from clearhead.nn.fused import fused_layers, norm_of, of_parts
+from clearhead.nn.linear import Linear
+from clearhead.nn.reading import cached_reading
+from clearhead.nn.spec import LayerParts, Stack
 from clearhead.shapes import Float
 from clearhead.torch_private import is_hooked
-from clearhead.watch import laid_out, shown_padding
+from clearhead.watch import laid_out, shown_padding, watched
 
 __all__ = [
     "SwappedTransformerDecoder",
@@ -125,20 +126,24 @@ def _in_one_step(
     """A layer in one step, where all parts are plain and nobody looks at one; its tokens, and a decoder's memory."""
     if torch.compiler.is_compiling() or not is_plain(*tokens):
         return None
-    parts = _parts_of(layer, tokens)
-    if parts is None:
-        return None
     attentions = [getattr(layer, name) for name in ATTENTIONS[: len(said)]]
+    apart, key = (layer, *attentions), (len(said), tokens[0].shape[-1], tokens[0].dtype)
+    stack = cached_reading(layer, key, lambda: _stack_of(layer, attentions, tokens[0]), may_be_hooked=apart)
+    if stack is None or not all(
+        _is_seen_as_called(attention, tokens[: place + 1]) for place, attention in enumerate(attentions)
+    ):
+        return None
     meanings = [
         _meaning(attention, tokens[0], keys, own) for attention, keys, own in zip(attentions, tokens, said, strict=True)
     ]
     if any(meaning.scores for meaning in meanings):
         return None
     masks, laid = [meaning.mask for meaning in meanings], attentions[0].by_batch(*tokens)
-    found = fused_layer(laid, parts, masks)
-    if found is None:
+    if watched() or any(map(is_hooked, attentions)):
         sublayers = [partial(_attended, *each) for each in zip(attentions, (None, *tokens[1:]), meanings, strict=True)]
-        found = of_parts(laid, parts, masks, [*sublayers, partial(_feedforward, layer)])
+        found = of_parts(laid, stack, masks, [*sublayers, partial(_feedforward, layer)])
+    else:
+        found = fused_layers(laid, stack, masks)
     return found if found is None or attentions[0].batch_first else found.transpose(0, 1).contiguous()
 
 
@@ -162,45 +167,35 @@ def _attended(
     return attention.by_batch(output)[0]
 
 
-def _parts_of(
-    layer: SwappedTransformerEncoderLayer | SwappedTransformerDecoderLayer, tokens: Sequence[Tensor]
-) -> LayerParts | None:
-    """What a layer is as one step, where all there is to its parts is their tensors."""
-    attentions = [getattr(layer, name) for name in ATTENTIONS[: len(tokens)]]
+def _is_seen_as_called(attention: SwappedMultiheadAttention, sequences: Sequence[Tensor]) -> bool:
+    """Whether attention of the first of the sequences to the last is one step, and hooks see the arguments that they
+    expect: our own know what became of padding."""
+    hooks = [own for name in _HOOKS if (own := getattr(attention, name))]
+    return attention.is_plain(*sequences) and not any(map(shown_padding, hooks))
+
+
+def _stack_of(
+    layer: SwappedTransformerEncoderLayer | SwappedTransformerDecoderLayer,
+    attentions: Sequence[SwappedMultiheadAttention],
+    x: Tensor,
+) -> Stack | None:
+    """A layer's weights and options, where there is no more to its parts."""
     places = range(1, len(attentions) + 2)
-    norms = [norm for place in places if (norm := norm_of(getattr(layer, f"norm{place}"), tokens[0])) is not None]
-    behind = [getattr(layer, f"dropout{place}") for place in places]
+    norms = [norm for place in places if (norm := norm_of(getattr(layer, f"norm{place}"), x)) is not None]
     if type(layer) not in _LAYERS or any(type(each) is not SwappedMultiheadAttention for each in attentions):
         return None
-    activation, small = layer.activation, (layer.linear1, layer.linear2, layer.dropout, *behind)
-    first, second, called = _LAYER(layer.linear1), _LAYER(layer.linear2), name_of(activation)
-    hidden, after = drop_of(layer.dropout), [drop for each in behind if (drop := drop_of(each)) is not None]
+    first, second, called = _LAYER(layer.linear1), _LAYER(layer.linear2), name_of(layer.activation)
+    hidden, dropouts = drop_of(layer.dropout), [getattr(layer, f"dropout{place}") for place in places]
+    after = [drop for each in dropouts if (drop := drop_of(each)) is not None]
     if first is None or second is None or called is None or hidden is None:
         return None
     if len(norms) < len(places) or len(after) < len(places):
         return None
-    if looked_at(activation, *small) or any(_is_replaced(own.__dict__) for own in (layer, *attentions)):
-        return None
     # One memory is read by a layer whose attentions take sequences alike.
-    if len({each.batch_first for each in attentions}) > 1:
+    if any(_is_replaced(vars(own)) for own in (layer, *attentions)) or len({own.batch_first for own in attentions}) > 1:
         return None
-    for place, attention in enumerate(attentions):
-        # Those who look inside a call of the attention are shown its own arguments; ours know what became of them.
-        hooks = [getattr(attention, name) for name in _HOOKS]
-        if not attention.is_plain(tokens[0], *tokens[1 : place + 1]) or any(
-            own and shown_padding(own) for own in hooks
-        ):
-            return None
-    return LayerParts(
-        [each.projections() for each in attentions],
-        (first, second),
-        norms,
-        layer.norm_first,
-        called,
-        tuple(after),
-        hidden,
-        any(map(is_hooked, attentions)),
-    )
+    read = [each.read() for each in attentions]
+    return Stack([LayerParts(read, (first, second), norms, layer.norm_first, called, tuple(after), hidden)])
 
 
 def _feedforward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor) -> Tensor:

@@ -20,14 +20,15 @@ from clearhead.integrations.transformers.masks import MaskTensor, mask_of_tensor
 from clearhead.integrations.transformers.match import LayerMatch, at, first_of
 from clearhead.integrations.transformers.parts import Formulas
 from clearhead.integrations.transformers.rotary import angles_of, fits
-from clearhead.integrations.transformers.specs import attention_of, current, hooked, layer_of
+from clearhead.integrations.transformers.specs import attention_of, hooked, layer_of
 from clearhead.masks import Causal, Mask
 from clearhead.masks.base import conjuncts
 from clearhead.masks.parts import is_padding
 from clearhead.nn.fused import fused_attention, fused_layers, is_fused_attention, of_parts
 from clearhead.nn.held import Held
 from clearhead.nn.norm import normed
-from clearhead.nn.spec import LayerParts, Projections
+from clearhead.nn.reading import cached_reading
+from clearhead.nn.spec import LayerParts, Projections, Stack
 from clearhead.positions import turned_by_token
 from clearhead.projection import NATIVE, Layer, are_plain, project, project_activate_project
 from clearhead.shapes import Float
@@ -170,11 +171,11 @@ def attention_output(
     if given.memory is not None or not _may_fuse(given) or (interface and not _is_ours(core)):
         return None
     x, rotary = given.tokens, bool(given.rotary)
-    found = current(
+    found = cached_reading(
         module,
-        (module, core),
         (x.shape[-1], x.dtype, rotary),
         lambda: attention_of(row, module, x, rotary, formulas),
+        may_be_hooked=(module, core),
         views=len(row.projections) == 1,
     )
     call = None if found is None else _call_of(core, found[0], given, interface)
@@ -212,30 +213,32 @@ def layer_output(
         return None
     x, rotary = given.tokens, bool(given.rotary)
 
-    def read() -> list[LayerParts] | None:
-        parts = layer_of(match, layer, x, rotary, formulas)
-        return None if parts is None else [parts]
-
-    layers = current(layer, (layer, *modules, *cores), (x.shape[-1], x.dtype, rotary), read, views=match.has_views)
-    call = None if layers is None else _call_of(cores[0], layers[0].attentions[0], given, interface)
+    stack = cached_reading(
+        layer,
+        (x.shape[-1], x.dtype, rotary),
+        lambda: layer_of(match, layer, x, rotary, formulas),
+        may_be_hooked=(layer, *modules, *cores),
+        views=match.has_views,
+    )
+    call = None if stack is None else _call_of(cores[0], stack.attentions[0], given, interface)
     if call is not None and len(cores) > 1:
         call = _with_memory(call, cores[1], given)
-    if layers is None or call is None:
+    if stack is None or call is None:
         return None
     # A cache has places for padding.
     unpadded = _unpadded(layer, given) if given.memory is None and given.cache is None else None
     if watched():
-        return _observed_layer(layers, cores, given, call, unpadded)
-    return _fused(layers, call, unpadded)
+        return _observed_layer(stack, cores, given, call, unpadded)
+    return _fused(stack, call, unpadded)
 
 
-def _fused(layers: list[LayerParts], call: _Call, unpadded: tuple[Packed, Mask] | None) -> Tensor | None:
+def _fused(stack: Stack, call: _Call, unpadded: tuple[Packed, Mask] | None) -> Tensor | None:
     tokens, masks, rotary = call.tokens, call.masks, call.rotary
     if unpadded is not None:
         packed, mask = unpadded
         tokens, masks = (packed.enter(tokens[0])[None],), (mask,)
         rotary = None if rotary is None else packed.angles(rotary)
-    output = fused_layers(tokens, layers, masks, call.caches, rotary)
+    output = fused_layers(tokens, stack, masks, call.caches, rotary)
     if output is None:
         return None
     if call.cache is not None:
@@ -259,15 +262,15 @@ def _unpadded(layer: Any, given: Arguments) -> tuple[Packed, Mask] | None:
 
 
 def _observed_layer(
-    layers: list[LayerParts], cores: Sequence[Any], given: Arguments, call: _Call, unpadded: tuple[Packed, Mask] | None
+    stack: Stack, cores: Sequence[Any], given: Arguments, call: _Call, unpadded: tuple[Packed, Mask] | None
 ) -> Tensor | None:
-    parts = layers[0]
+    (parts,) = stack.layers
     sublayers: list[Callable[[Tensor], Tensor]] = [
         partial(_observed_attention, cores[0], parts.attentions[0], given, call)
     ]
     if given.memory is not None:
         sublayers.append(partial(_observed_memory, cores[1], parts.attentions[1], given, call.caches[1]))
-    output = of_parts(call.tokens, parts, call.masks, [*sublayers, partial(_fed, parts)], call.caches)
+    output = of_parts(call.tokens, stack, call.masks, [*sublayers, partial(_fed, parts)], call.caches)
     if output is None or unpadded is None:
         return output
     return unpadded[0].leave(unpadded[0].enter(output))
@@ -291,7 +294,7 @@ def _observed_attention(core: Any, own: Projections, given: Arguments, call: _Ca
         key, value = of_own_tokens(given.cache).update(key, value, core.layer_idx)
     causal = call.causal and given.mask is None and x.shape[1] > 1
     output = planned(
-        core, query, key, value, given.mask, rules=own.rules, scale=own.scale, causal=causal, dropout=own.dropout
+        core, query, key, value, given.mask, rules=own.rules(), scale=own.scale, causal=causal, dropout=own.dropout
     )
     return project(output.flatten(-2), *own.last, path=NATIVE)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +20,10 @@ from clearhead.integrations.transformers.families import (
 )
 from clearhead.integrations.transformers.match import LayerMatch, at, first_of
 from clearhead.integrations.transformers.parts import Formulas, dropout_of, feedforward_of, linear_of, norm_of
-from clearhead.nn.spec import LayerParts, Projections
-from clearhead.nn.unchanged import Unchanged
+from clearhead.nn.spec import LayerParts, Projections, Stack
 from clearhead.scores import SoftCap
 
-__all__ = ["attention_of", "current", "hooked", "layer_of"]
+__all__ = ["attention_of", "hooked", "layer_of"]
 
 #: The module of the hooks that transformers installs itself, which collect outputs on demand.
 _COLLECTS: Final = "transformers.utils.output_capturing"
@@ -57,7 +55,7 @@ def attention_of(
         dropout=float(getattr(weights_dropout, "p", weights_dropout or 0.0)) if core.training else 0.0,
         rotary="angles" if rotary else None,
         head_norms=tuple(norms),
-        rules=() if softcap is None else (SoftCap(softcap),),
+        rules=tuple if softcap is None else lambda: (SoftCap(softcap),),
     )
     return projections, dropout
 
@@ -75,7 +73,7 @@ def _heads(core: Any, module: Any, sources: Sequence[Any], output: Any) -> tuple
     return (num_heads, num_kv_heads, head_dim) if rows == (num_heads + 2 * num_kv_heads) * head_dim else None
 
 
-def layer_of(match: LayerMatch, layer: Any, x: Tensor, rotary: bool, formulas: Formulas) -> LayerParts | None:
+def layer_of(match: LayerMatch, layer: Any, x: Tensor, rotary: bool, formulas: Formulas) -> Stack | None:
     """A layer's weights and options; None if a part is not plain."""
     row = match.row
     # The halves of a packed weight would have gradients of their own.
@@ -96,7 +94,7 @@ def layer_of(match: LayerMatch, layer: Any, x: Tensor, rotary: bool, formulas: F
     # Two dropouts of one output are not one.
     if None in outer or any(one and other for one, other in zip(inner, outer, strict=True)):
         return None
-    return LayerParts(
+    parts = LayerParts(
         [own for own, _ in attentions],
         fed.layers,
         norms[: len(row.norms)],
@@ -106,6 +104,7 @@ def layer_of(match: LayerMatch, layer: Any, x: Tensor, rotary: bool, formulas: F
         hidden=fed.hidden,
         behind=norms[len(row.norms) :],
     )
+    return Stack([parts])
 
 
 def hooked(module: nn.Module) -> bool:
@@ -116,63 +115,3 @@ def hooked(module: nn.Module) -> bool:
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
     hooks += module._backward_pre_hooks.values()
     return "forward" in vars(module) or any(getattr(own, "__module__", "") != _COLLECTS for own in hooks)
-
-
-# ---- specs between calls ------------------------------------------------------------------------------------
-
-_Spec = TypeVar("_Spec")
-
-
-class _Reading(NamedTuple):
-    """A spec, and all that it depends on. ``viewed`` are parameters of which it has views, and their storage then."""
-
-    key: Hashable
-    unchanged: Unchanged
-    spec: object
-    viewed: Sequence[tuple[nn.Parameter, tuple[object, ...]]]
-
-    def is_current(self, key: Hashable) -> bool:
-        """Whether another reading would give the same."""
-        if key != self.key or not self.unchanged.holds():
-            return False
-        return all(_storage_of(parameter) == storage for parameter, storage in self.viewed)
-
-
-_READINGS: Final[WeakKeyDictionary[nn.Module, _Reading]] = WeakKeyDictionary()
-
-
-def current(
-    module: nn.Module,
-    may_be_hooked: Sequence[nn.Module],
-    key: Hashable,
-    read: Callable[[], _Spec | None],
-    *,
-    views: bool,
-) -> _Spec | None:
-    """``read()``, or what it gave before where that is what it would give now; None if a part is hooked.
-
-    A spec has parameters themselves, so that their new values count at once. Where it has ``views`` of parameters,
-    these keep the storage alive by which they are compared; with gradients they are part of a graph, and are made for
-    each call.
-    """
-    learns = torch.is_grad_enabled()
-    reading, key = _READINGS.get(module), (key, learns)
-    if reading is None or not reading.is_current(key) or (views and learns):
-        unchanged = Unchanged(module, apart_from=may_be_hooked)
-        if unchanged.is_hooked():
-            return None
-        viewed = [(own, _storage_of(own)) for own in module.parameters()] if views else []
-        try:
-            with torch.inference_mode(False), torch.set_grad_enabled(learns):
-                spec = read()
-        except AttributeError:
-            # Something else stands in the place of a part.
-            spec = None
-        reading = _Reading(key, unchanged, spec, viewed)
-        if not (views and learns):
-            _READINGS[module] = reading
-    return reading.spec  # type: ignore[return-value]
-
-
-def _storage_of(parameter: Tensor) -> tuple[object, ...]:
-    return parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype

@@ -1,0 +1,127 @@
+"""What a module was read as, for as long as nothing that was read has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any, Final, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.torch_private import UNREAD, any_hooks, is_hooked, parameters_of, submodules_of
+
+__all__ = ["cached_reading"]
+
+Record = TypeVar("Record")
+
+
+def cached_reading(
+    module: nn.Module,
+    key: Hashable,
+    read: Callable[[], Record | None],
+    *,
+    may_be_hooked: Sequence[nn.Module] = (),
+    views: bool = False,
+) -> Record | None:
+    """``read()``, or what it returned before where it would return the same now; None if a submodule is hooked.
+
+    A record refers to parameters themselves, so their new values, ``data`` and dtype count at once. It is read again
+    when a class, an attribute, a submodule or a parameter in the module's tree was replaced.
+
+    Args:
+        module: whose tree ``read`` reads.
+        key: what else the record depends on.
+        read: makes the record. Where it raises AttributeError, something else stands in the place of a part: None.
+        may_be_hooked: modules of the tree whose hooks and ``forward`` the caller looks at.
+        views: whether the record has views of parameters. It is read again when a parameter has other storage; where
+            gradients are enabled views are part of a graph, and are made for each call.
+
+    Cost: one comparison for each attribute and parameter in the tree, about 10 us for a transformer layer.
+    """
+    learns = torch.is_grad_enabled()
+    keep = not (views and learns)
+    reading = _READINGS.get(module) if keep else None
+    if reading is not None and reading.is_current(key):
+        return reading.record  # type: ignore[return-value]
+    state = _State(module, may_be_hooked)
+    if state.is_hooked():
+        return None
+    viewed = [(own, _storage_of(own)) for own in module.parameters()] if views else []
+    try:
+        with torch.inference_mode(False), torch.set_grad_enabled(learns):
+            record = read()
+    except AttributeError:
+        record = None
+    if keep:
+        _READINGS[module] = _Reading(key, state, record, viewed)
+    return record
+
+
+class _State:
+    """What a module's tree is: classes, attributes, submodules and parameters. Hooks are not part of it.
+
+    Args:
+        module: the root of the tree, which is not kept alive.
+        may_be_hooked: modules of the tree whose hooks do not count.
+    """
+
+    def __init__(self, module: nn.Module, may_be_hooked: Sequence[nn.Module]) -> None:
+        parts = [*module.modules()]
+        self._parts = [ref(part) for part in parts]
+        self._plain = [ref(part) for part in parts if part not in may_be_hooked]
+        self._classes = [*map(type, parts)]
+        self._tables = [table for part in parts for table in (parameters_of(part), submodules_of(part))]
+        self._getters = [itemgetter(*(name for name in vars(part) if name not in UNREAD)) for part in parts]
+        own = [*map(vars, parts)]
+        self._sizes, self._values = self._sizes_of(own), self._values_of(own)
+
+    def holds(self) -> bool:
+        """Whether nothing was replaced, and no module is hooked."""
+        parts = [part() for part in self._parts]
+        if [*map(type, parts)] != self._classes:
+            return False
+        own = [*map(vars, parts)]
+        if self._sizes_of(own) != self._sizes or (any_hooks(own) and self.is_hooked()):
+            return False
+        try:
+            values = self._values_of(own)
+        except KeyError:
+            return False
+        return all(map(is_, values, self._values))
+
+    def is_hooked(self) -> bool:
+        """Whether a module is hooked or its ``forward`` was replaced on the object."""
+        return any((part := reference()) is not None and is_hooked(part) for reference in self._plain)
+
+    def _sizes_of(self, own: Sequence[dict[str, Any]]) -> list[int]:
+        return [*map(len, own), *map(len, self._tables)]
+
+    def _values_of(self, own: Sequence[dict[str, Any]]) -> list[object]:
+        """Attributes, the tables of parameters and submodules among them, and what is in the tables."""
+        attributes = chain.from_iterable(map(itemgetter.__call__, self._getters, own))
+        return [*attributes, *chain.from_iterable(map(dict.values, filter(None, self._tables)))]
+
+
+class _Reading(NamedTuple):
+    """A record, and all that it depends on. ``viewed`` are parameters that may have views in it, and their storage."""
+
+    key: Hashable
+    state: _State
+    record: object
+    viewed: Sequence[tuple[nn.Parameter, tuple[object, ...]]]
+
+    def is_current(self, key: Hashable) -> bool:
+        """Whether another reading would give the same."""
+        if key != self.key or not self.state.holds():
+            return False
+        return all(_storage_of(parameter) == storage for parameter, storage in self.viewed)
+
+
+_READINGS: Final[WeakKeyDictionary[nn.Module, _Reading]] = WeakKeyDictionary()
+
+
+def _storage_of(parameter: Tensor) -> tuple[object, ...]:
+    return parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype
