@@ -67,24 +67,19 @@ CH_INLINE Draw draw_of(uint64_t seed, int32_t dropped, int64_t row, int64_t grou
 
 CH_INLINE float dropout_factor(int32_t dropped) { return (float)CH_LEVELS / (float)(CH_LEVELS - dropped); }
 
-// output = what is kept of input, times the factor, + added.
+// output = what is kept of input, times the factor, + added. Whole groups of columns are drawn for and written at once; for
+// others a bit an element is drawn first, and elements are written as they lie: narrow rows fill vectors too.
 template <class IO> class Dropping {
   typedef typename IO::type type;
-  // Columns that a thread takes at a time, or so many rows that they have as many.
-  static constexpr int64_t STRETCH = 128 * PLACES;
+  static constexpr int64_t STRETCH = 128 * PLACES;  // elements that a thread takes at a time
 
  public:
   explicit Dropping(const ch_dropout& work) : w(work) {}
 
   int run() const {
-    const int64_t across = (w.columns + STRETCH - 1) / STRETCH, down = most((int64_t)1, STRETCH / w.columns);
-    parallel(threads_for(w, 16.0 * (double)w.rows * (double)w.columns), (w.rows + down - 1) / down * across, [&](int64_t u) {
-      const int64_t from = u % across * STRETCH, to = least(w.columns, from + STRETCH);
-      for (int64_t row = u / across * down; row < least(w.rows, (u / across + 1) * down); row++)
-        for (int64_t column = from; column < to; column += PLACES) {
-          if (to - column >= PLACES) group(row, column);
-          else last_group(row, column, to - column);
-        }
+    const int64_t count = w.rows * w.columns;
+    parallel(threads_for(w, 16.0 * (double)count), (count + STRETCH - 1) / STRETCH, [&](int64_t u) {
+      stretch(u * STRETCH, least(count, (u + 1) * STRETCH));
     });
     clearhead::trim_scratch();
     return CH_OK;
@@ -93,43 +88,94 @@ template <class IO> class Dropping {
  private:
   const ch_dropout& w;
 
-  CH_INLINE void group(int64_t row, int64_t column) const {
-    const int64_t at = row * w.columns + column;
-    const type* added = w.added == nullptr ? nullptr : (const type*)w.added + at;
-    drop(row, column, (const type*)w.input + at, added, (type*)w.output + at);
+  // A bit for each element from `first` on.
+  struct Mask {
+    uint64_t words[STRETCH / 64 + 1];
+    int64_t first, count;
+
+    CH_INLINE void append(uint64_t bits, int64_t many) {
+      if (many < 64) bits &= ((uint64_t)1 << many) - 1;
+      uint64_t* word = words + count / 64;
+      const int64_t taken = count % 64;
+      word[0] = taken == 0 ? bits : word[0] | bits << taken;
+      word[1] = taken == 0 ? 0 : bits >> (64 - taken);
+      count += many;
+    }
+    CH_INLINE uint32_t from(int64_t place) const { return (uint32_t)(words[place / 64] >> place % 64); }
+  };
+
+  void stretch(int64_t first, int64_t end) const {
+    Mask mask;
+    mask.first = first, mask.count = 0;
+    int64_t row = first / w.columns, column = first % w.columns;
+    for (int64_t at = first; at < end;) {
+      const int64_t group = column / PLACES, skipped = column % PLACES;
+      const int64_t many = least(least(PLACES - skipped, w.columns - column), end - at);
+      if (many == PLACES && w.dropped > 0) {
+        apply(mask);
+        whole_group(row, group, at);
+        mask.first = at + PLACES, mask.count = 0;
+      } else {
+        append_group(mask, row, group, skipped, many);
+      }
+      at += many, column += many;
+      if (column == w.columns) row++, column = 0;
+    }
+    apply(mask);
   }
 
-  CH_INLINE void drop(int64_t row, int64_t column, const type* input, const type* added, type* output) const {
-    if (w.dropped == 0) return keep_all(input, added, output);
+  CH_INLINE void whole_group(int64_t row, int64_t group, int64_t at) const {
     const vf factor = all(dropout_factor(w.dropped));
-    const int64_t of = column / PLACES;
-    auto put = [&](int place, Lanes kept) CH_INLINED {
-      vf number = only(kept, get_vector<IO>(input + place) * factor);
-      if (added != nullptr) number += get_vector<IO>(added + place);
-      put_vector<IO>(output + place, number);
-    };
-    kept_places(draw_of(w.seed, w.dropped, row, of), (uint32_t)of, [&](int place, Lanes kept, Lanes next) CH_INLINED {
-      put(place, kept);
-      put(place + VL, next);
+    const Data data = data_at(at);
+    const Draw draw = draw_of(w.seed, w.dropped, row, group);
+    kept_places(draw, (uint32_t)group, PLACES, [&](int place, Lanes kept, Lanes next) CH_INLINED {
+      data.put(place, only(kept, data.get(place) * factor));
+      data.put(place + VL, only(next, data.get(place + VL) * factor));
     });
   }
 
-  CH_INLINE void keep_all(const type* input, const type* added, type* output) const {
-    for (int place = 0; place < PLACES; place += VL) {
-      vf number = get_vector<IO>(input + place);
-      if (added != nullptr) number += get_vector<IO>(added + place);
-      put_vector<IO>(output + place, number);
+  CH_INLINE void append_group(Mask& mask, int64_t row, int64_t group, int64_t skipped, int64_t many) const {
+    uint64_t halves[PLACES / 64] = {~(uint64_t)0, ~(uint64_t)0};
+    if (w.dropped > 0) {
+      KeptBits kept;
+      kept.find(draw_of(w.seed, w.dropped, row, group), (uint32_t)group, skipped + many);
+      memcpy(halves, kept.bits, sizeof(halves));
+    }
+    for (int half = 0; half < PLACES / 64; half++) {
+      const int64_t from = most(skipped, (int64_t)64 * half), to = least(skipped + many, (int64_t)64 * (half + 1));
+      if (from < to) mask.append(halves[half] >> from % 64, to - from);
     }
   }
 
-  void last_group(int64_t row, int64_t column, int64_t count) const {
-    const int64_t at = row * w.columns + column;
-    const size_t bytes = (size_t)count * sizeof(type);
-    type input[PLACES] = {}, added[PLACES] = {}, output[PLACES];
-    memcpy(input, (const type*)w.input + at, bytes);
-    if (w.added != nullptr) memcpy(added, (const type*)w.added + at, bytes);
-    drop(row, column, input, w.added == nullptr ? nullptr : added, output);
-    memcpy((type*)w.output + at, output, bytes);
+  void apply(const Mask& mask) const {
+    const vf factor = all(dropout_factor(w.dropped));
+    const Data data = data_at(mask.first);
+    const int64_t whole = mask.count / VL * VL;
+    for (int64_t place = 0; place < whole; place += VL)
+      data.put(place, where_bits(mask.from(place), data.get(place) * factor));
+    if (whole == mask.count) return;
+    const size_t bytes = (size_t)(mask.count - whole) * sizeof(type);
+    type input[VL] = {}, added[VL] = {}, output[VL];
+    memcpy(input, data.input + whole, bytes);
+    if (data.added != nullptr) memcpy(added, data.added + whole, bytes);
+    const Data last{input, data.added == nullptr ? nullptr : added, output};
+    last.put(0, where_bits(mask.from(whole), last.get(0) * factor));
+    memcpy(data.output + whole, output, bytes);
+  }
+
+  struct Data {
+    const type *input, *added;
+    type* output;
+
+    CH_INLINE vf get(int64_t place) const { return get_vector<IO>(input + place); }
+    CH_INLINE void put(int64_t place, vf number) const {
+      if (added != nullptr) number += get_vector<IO>(added + place);
+      put_vector<IO>(output + place, number);
+    }
+  };
+
+  CH_INLINE Data data_at(int64_t at) const {
+    return Data{(const type*)w.input + at, w.added == nullptr ? nullptr : (const type*)w.added + at, (type*)w.output + at};
   }
 };
 

@@ -78,7 +78,8 @@ template <class IO> class Norm {
     const vf factor = all(dropout_factor(w.dropped));
     for (int c = 0; c < columns; c += PLACES) {
       const int of = c / PLACES;
-      kept_places(draw_of(w.seed, w.dropped, row, of), (uint32_t)of, [&](int at, Lanes kept, Lanes next) CH_INLINED {
+      const Draw draw = draw_of(w.seed, w.dropped, row, of);
+      kept_places(draw, (uint32_t)of, columns - c, [&](int at, Lanes kept, Lanes next) CH_INLINED {
         float* to = line + c + at;
         store(to, only(kept, load(to) * factor));
         store(to + VL, only(next, load(to + VL) * factor));

@@ -117,13 +117,15 @@ struct Draw {
   uint32_t row, head, batch;
 };
 
-// Hands out which columns of a group are kept, two vectors at a time: `take(column within the group, lanes, next lanes)`.
-template <class Take> CH_INLINE void kept_places(const Draw& d, uint32_t group, const Take& take) {
+// Hands out which of a group's first columns are kept, two vectors at a time: `take(column within the group, lanes, next
+// lanes)`. Vectors of other columns may be among them: a narrow row draws for few more than it has.
+template <class Take> CH_INLINE void kept_places(const Draw& d, uint32_t group, int64_t columns, const Take& take) {
   constexpr int TOGETHER = VL / 2;  // counters
   vw lanes;
   for (int i = 0; i < TOGETHER; i++) lanes[i] = (uint64_t)i;
 #pragma GCC unroll 8
   for (int part = 0; part < PER_GROUP; part += TOGETHER) {
+    if (part / 8 * 64 + part % 8 * 4 >= columns) continue;
     vw numbers[2];
     philox(lanes + (uint64_t)(group * PER_GROUP + (uint32_t)part), d.row, d.head, d.batch, d.seed, numbers);
 #pragma GCC unroll 2
@@ -144,12 +146,12 @@ typedef uint16_t Both;
 typedef uint8_t Both;
 #endif
 
-// A bit for each column of a group.
+// A bit for each column of a group, or for its first ones.
 struct KeptBits {
   Both bits[PLACES / (2 * VL)];
 
-  CH_INLINE void find(const Draw& d, uint32_t group) {
-    kept_places(d, group, [&](int place, Lanes kept, Lanes next) CH_INLINED {
+  CH_INLINE void find(const Draw& d, uint32_t group, int64_t columns = PLACES) {
+    kept_places(d, group, columns, [&](int place, Lanes kept, Lanes next) CH_INLINED {
       // Written one by one: compilers would gather them in a vector first, number by number.
       *(volatile Both*)(bits + place / (2 * VL)) = (Both)(bits_of(kept) | bits_of(next) << VL);
     });

@@ -14,23 +14,17 @@ PAIRS = [row for kind in MODULES for row in modules(kind)]
 TRIPLES = [row for kind in MODULES for row in modules(kind, 3)]
 #: How far results may be from float64, relative in the 2-norm.
 FAR = {torch.float32: 1e-5, torch.bfloat16: 0.25}
-#: Fused and op by op, these draw the same dropout from one seed; the others draw from other streams.
-SAME_DROPOUT = ("MultiHeadAttention",)
 #: Dtypes in which a module observed has its bits.
 BITS_OBSERVED = (torch.float32,)
 #: Terms in the longest sum of a module.
 TERMS = 2 * 65 + 4 * 32
 
 
-def _marked(rows: list[Module], *marks: pytest.MarkDecorator) -> list[object]:
-    other = pytest.mark.xfail(strict=True, reason="dropout fused draws from another stream than op by op")
-    return [
-        pytest.param(row, id=row.name, marks=[*marks, *([other] if row.drops and row.kind not in SAME_DROPOUT else [])])
-        for row in rows
-    ]
+def _params(rows: list[Module], *marks: pytest.MarkDecorator) -> list[object]:
+    return [pytest.param(row, id=row.name, marks=marks) for row in rows]
 
 
-@pytest.mark.parametrize("row", [*_marked(PAIRS), *_marked(TRIPLES, pytest.mark.slow)])
+@pytest.mark.parametrize("row", [*_params(PAIRS), *_params(TRIPLES, pytest.mark.slow)])
 def test_fused_module_equals_unfused_module(row: Module) -> None:
     module, call = row.make(), row.call()
     fused = results(module, call)

@@ -16,14 +16,14 @@ from tests.dropped import kept
 
 pytestmark = pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}")
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SHAPES = [(), (1,), (64, 4), (128, 128), (7, 5, 500), (2**14,), (2**10, 17), (2, 1, 9000, 1), (301, 65), (5, 16385)]
 
 
 def _kept(shape: tuple[int, ...], levels: int, seed: int) -> Tensor:
-    """Where numbers survive, from the definition: rows of few numbers are one long row."""
-    width = shape[-1] if shape and shape[-1] >= 128 else torch.Size(shape).numel()
-    rows = torch.Size(shape).numel() // width
-    return kept(rows, width, levels, seed).view(shape)
+    """Where elements survive, from the definition."""
+    width = shape[-1] if shape else 1
+    return kept(torch.Size(shape).numel() // width, width, levels, seed).view(shape)
 
 
 def _seeded(seed: int) -> int:
@@ -35,18 +35,18 @@ def _seeded(seed: int) -> int:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(128, 128), (7, 5, 500), (2**14,), (2**10, 17), (2, 1, 9000, 1)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("p", [0.25, 0.9])
 def test_it_is_its_definition(p: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
     seed, levels = _seeded(3), round(p * LEVELS)
-    factor = torch.where(_kept(shape, levels, seed), LEVELS / (LEVELS - levels), 0.0).float()
+    factor = _kept(shape, levels, seed).double() * (LEVELS / (LEVELS - levels))
     output = Dropout(p)(x)
     assert output.dtype is dtype
-    torch.testing.assert_close(output, (x.float() * factor).to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
+    torch.testing.assert_close(output, (x.double() * factor).to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
     upstream = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     (grad,) = torch.autograd.grad(output, x, upstream)
-    torch.testing.assert_close(grad, (upstream.float() * factor).to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
+    torch.testing.assert_close(grad, (upstream.double() * factor).to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
     torch.manual_seed(3)
     with torch.no_grad():
         assert torch.equal(Dropout(p)(x), output)
@@ -55,14 +55,42 @@ def test_it_is_its_definition(p: float, shape: tuple[int, ...], dtype: torch.dty
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_beside_a_residual(dtype: torch.dtype) -> None:
     x, residual = (torch.randn(60, 300).to(dtype).requires_grad_() for _ in range(2))
-    factor = torch.where(_kept((60, 300), LEVELS // 4, _seeded(5)), 4 / 3, 0.0)
+    factor = _kept((60, 300), LEVELS // 4, _seeded(5)).double() * (4 / 3)
     output = plus_dropped(residual, Dropout(0.25), x)
     exact = residual.double() + x.double() * factor
     # One rounding to the dtype, where two passes have two.
     assert (output.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
     grads = torch.autograd.grad(output, (residual, x), torch.ones_like(output))
     torch.testing.assert_close(grads[0], torch.ones_like(residual))
-    torch.testing.assert_close(grads[1].float(), factor, rtol=torch.finfo(dtype).eps, atol=0)
+    torch.testing.assert_close(grads[1], factor.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (1024, 64)], ids=str)
+def test_dropout_in_place_drops_the_same_elements(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, requires_grad=True)
+    torch.manual_seed(0)
+    expected = Dropout(0.5)(x)
+    torch.manual_seed(0)
+    overwritten = x * 1.0
+    output = Dropout(0.5, inplace=True)(overwritten)
+    assert output is overwritten
+    assert torch.equal(output, expected)
+    upstream = torch.randn(shape)
+    assert torch.equal(*(torch.autograd.grad(each, x, upstream)[0] for each in (output, expected)))
+
+
+def test_a_probability_that_rounds_to_0_drops_nothing_and_draws_no_seed() -> None:
+    x, p = torch.randn(256, 256), 0.4 / LEVELS
+    torch.manual_seed(0)
+    assert torch.equal(Dropout(p)(x), x)
+    following = draw_seed(0.5)
+    torch.manual_seed(0)
+    assert draw_seed(0.5) == following
+
+
+def test_an_empty_input_stays_empty() -> None:
+    assert Dropout(0.5)(torch.ones(0, 4)).shape == (0, 4)
+    assert Dropout(0.5)(torch.ones(4, 0)).shape == (4, 0)
 
 
 def test_only_one_side_learns() -> None:
@@ -161,8 +189,9 @@ def test_a_feedforward_that_is_watched_drops_the_same() -> None:
     handle.remove()
 
 
-def test_a_hook_on_a_blocks_dropout_is_called() -> None:
-    block, x = EncoderBlock(128, 2, dropout=0.5), torch.randn(2, 80, 128)
+@pytest.mark.parametrize("width", [16, 128])
+def test_a_hook_on_a_blocks_dropout_is_called(width: int) -> None:
+    block, x = EncoderBlock(width, 2, dropout=0.5), torch.randn(2, 80, width)
     seen = []
     handle = block.residual_dropout.register_forward_hook(lambda *given: seen.append(given[2]))
     torch.manual_seed(0)
@@ -173,12 +202,29 @@ def test_a_hook_on_a_blocks_dropout_is_called() -> None:
     torch.testing.assert_close(block(x), watched)
 
 
-def test_recomputed_activations_drop_the_same() -> None:
+@pytest.mark.parametrize("path", ["attention", "feedforward.dropout", "residual_dropout"])
+@pytest.mark.parametrize("training", [False, True])
+def test_one_part_in_another_mode_drops_the_same_fused_and_op_by_op(path: str, training: bool) -> None:
+    block = EncoderBlock(32, 2, dropout=0.3).train(not training)
+    block.get_submodule(path).train(training)
+    x = torch.randn(2, 20, 32)
+    torch.manual_seed(2)
+    fused = block(x)
+    for part in (block.residual_dropout, block.feedforward.dropout, block.attention):
+        part.register_forward_hook(lambda *_: None)
+    torch.manual_seed(2)
+    torch.testing.assert_close(block(x), fused)
+
+
+@pytest.mark.parametrize("hooks", [False, True], ids=["fused", "op by op"])
+def test_recomputed_activations_drop_the_same(hooks: bool) -> None:
     torch.manual_seed(0)
     plain, recomputed = (EncoderBlock(128, 2, dropout=0.3, checkpoint_activations=again) for again in (False, True))
     recomputed.load_state_dict(plain.state_dict())
     grads = []
     for block in (plain, recomputed):
+        for part in (block.residual_dropout, block.feedforward.dropout) if hooks else ():
+            part.register_forward_hook(lambda *_: None)
         x = torch.randn(2, 80, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
         torch.manual_seed(2)
         block(x).square().sum().backward()

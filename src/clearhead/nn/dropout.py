@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from clearhead.shapes import Float
 from clearhead.tensors import traces
 from clearhead.torch_private import transforms
 
-__all__ = ["Dropout", "is_plain", "plus_dropped", "plus_dropped_rows"]
+__all__ = ["Dropout", "drop", "is_plain", "plus_dropped"]
 
 
 def is_plain(*tensors: Tensor) -> bool:
@@ -35,15 +35,16 @@ def is_plain(*tensors: Tensor) -> bool:
 
 
 class Dropout(nn.Dropout):
-    """``torch.nn.Dropout`` whose numbers are a function of one seed and the place, which backward knows too.
+    """``torch.nn.Dropout`` by the CPU kernels: which elements are dropped is a function of one seed and their places.
 
-    The probability is taken to the nearest 1/65536, and what is kept is divided by exactly what is kept on average.
-    What is dropped is 0 whatever it was. Small inputs, other dtypes and devices, ``inplace``, compiled and transformed
-    code get torch's own, and so does everything where there are no CPU kernels.
+    The seed is drawn from torch's generator. The probability is rounded to the nearest 1/65536, and kept elements are
+    divided by the share that is kept on average. A dropped element is 0 even where it was NaN or infinity. On a CPU all
+    layers draw so, fused or op by op. Other devices, compiled and transformed code get torch's own dropout, and so does
+    everything where there are no CPU kernels.
 
     Args:
-        p: probability of dropping an entry, while training only.
-        inplace: as in torch.
+        p: probability of dropping an element, while training only.
+        inplace: whether the input is overwritten.
 
     >>> Dropout(0.5).eval()(torch.ones(2)).tolist()
     [1.0, 1.0]
@@ -51,19 +52,23 @@ class Dropout(nn.Dropout):
 
     def forward(self, input: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         levels = self.levels(input)
-        return super().forward(input) if levels is None else _drop(input, levels, None)
+        if levels is None:
+            return super().forward(input)
+        if levels == 0:
+            return input
+        output = drop(input, levels)
+        return input.copy_(output) if self.inplace else output
 
     def levels(self, x: Tensor) -> int | None:
-        """How many of ``LEVELS`` are dropped; None where that is torch's to do."""
-        if not self.training or self.inplace or torch.compiler.is_compiling():
+        """How many of ``LEVELS`` are dropped; None where torch's own dropout is called."""
+        if not self.training or torch.compiler.is_compiling():
             return None
         levels = round(self.p * LEVELS)
-        known = 0 < levels < LEVELS and is_plain(x) and x.numel() >= _MANY
-        return levels if known and takes(x) and unlooked() else None
+        return levels if levels < LEVELS and is_plain(x) and takes(x) and unlooked() else None
 
 
 def plus_dropped(residual: Float[Tensor, "..."], dropout: nn.Module, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """``residual + dropout(x)``, in one pass where ``dropout`` is a ``Dropout`` that nobody looks at.
+    """``residual + dropout(x)``, in one pass where ``dropout`` is a ``Dropout`` that has no hooks.
 
     >>> plus_dropped(torch.ones(2), Dropout(0.5).eval(), torch.ones(2)).tolist()
     [2.0, 2.0]
@@ -71,35 +76,23 @@ def plus_dropped(residual: Float[Tensor, "..."], dropout: nn.Module, x: Float[Te
     alike = is_plain(residual) and residual.shape == x.shape and residual.dtype is x.dtype and residual.is_cpu
     if alike and isinstance(dropout, Dropout) and type(dropout).forward is Dropout.forward:
         levels = None if looked_at(dropout) else dropout.levels(x)
-        if levels is not None:
-            return _drop(x, levels, residual)
-    found: Tensor = residual + dropout(x)
-    return found
+        if levels:
+            return drop(x, levels, residual)
+    output: Tensor = residual + dropout(x)
+    return output
 
 
-#: Numbers from which on a call is worth what it costs besides.
-_MANY: Final = 2**14
-#: Numbers of a row from which on rows are drawn for one by one, as in a product's way out: the kernels draw for so many
-#: at once.
-_WIDE: Final = 128
-
-
-def plus_dropped_rows(
-    residual: Float[Tensor, "*batch width"], levels: int, x: Float[Tensor, "*batch width"]
+def drop(
+    x: Float[Tensor, "*batch width"], levels: int, residual: Float[Tensor, "*batch width"] | None = None
 ) -> Float[Tensor, "*batch width"]:
-    """``residual + dropout(x)`` by the kernels, however small, with the numbers that a layer in one step has."""
-    return _drop(x, levels, residual, by_row=True)
+    """Dropout by the CPU kernels with a seed from torch's generator, plus ``residual``.
 
-
-def _drop(x: Tensor, levels: int, residual: Tensor | None, *, by_row: bool = False) -> Tensor:
+    Args:
+        x: plain, of a dtype that the kernels take.
+        levels: of ``LEVELS`` elements so many are dropped on average.
+        residual: of the same shape and dtype.
+    """
     seed = draw_seed(levels)
-    if not by_row and (x.dim() == 0 or x.shape[-1] < _WIDE):
-        row = None if residual is None else residual.reshape(1, -1)
-        return _drop_rows(x.reshape(1, -1), levels, seed, row).reshape(x.shape)
-    return _drop_rows(x, levels, seed, residual)
-
-
-def _drop_rows(x: Tensor, levels: int, seed: int, residual: Tensor | None) -> Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or (residual is not None and residual.requires_grad)):
         output: Tensor = _Dropped.apply(x, levels, seed, residual)  # type: ignore[no-untyped-call]
         return output

@@ -20,7 +20,7 @@ from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
 from clearhead.masks.base import conjuncts
 from clearhead.masks.parts import band_of, is_padding, parts_of
-from clearhead.nn.dropout import plus_dropped_rows
+from clearhead.nn.dropout import drop
 from clearhead.nn.held import Held
 from clearhead.nn.norm import normed, normed_by_torch
 from clearhead.nn.spec import NormLike, Projections, Stack
@@ -185,7 +185,7 @@ def of_parts(
     def plus(x: Tensor, levels: int, y: Tensor) -> Tensor:
         # A hook may return what it likes.
         if _are_alike(x, like) and _are_alike(y, like):
-            return plus_dropped_rows(x, levels, y)
+            return drop(y, levels, x)
         return x + F.dropout(y, levels / LEVELS)
 
     behind: Sequence[NormLike | None] = parts.behind or [None] * len(sublayers)

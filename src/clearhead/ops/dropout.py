@@ -11,11 +11,11 @@ from clearhead.shapes import Float
 
 __all__ = ["LEVELS", "dropped", "takes"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the operator drops elements of such a tensor."""
+    """Whether ``dropped`` takes such a tensor."""
     return x.dtype in _DTYPES and x.is_cpu and library() is not None
 
 
@@ -28,7 +28,7 @@ def dropped(
     column in the row ``(row, 0, 2**32 - 1)``. Rows are counted over all leading axes.
 
     Args:
-        x: ``[*batch, width]``, float32, bfloat16 or float16.
+        x: ``[*batch, width]``, float32, bfloat16, float16 or float64.
         levels: of ``LEVELS`` elements so many are dropped on average, below ``LEVELS``.
         seed: below ``2**64``.
         added: of the same shape and dtype.
@@ -42,5 +42,10 @@ def dropped(
     if x.dim() == 0:
         row = None if added is None else added.reshape(1)
         return dropped(x.reshape(1), levels, seed, row).squeeze(0)
+    if x.dtype is torch.float64:
+        # The operator has no float64. It says which elements are kept.
+        kept = dropped(torch.ones_like(x, dtype=torch.float32), levels, seed).bool()
+        exact = torch.where(kept, x.detach() * (LEVELS / (LEVELS - levels)), 0.0)
+        return exact if added is None else exact + added.detach()
     output: Tensor = torch.ops.clearhead.dropout_add.default(x.detach(), added, levels, signed)
     return output
