@@ -38,7 +38,9 @@ class Call:
         return replace(self, arguments=moved)
 
 
-def results(module: nn.Module, call: Call, *, seed: int = 7, gradients: bool = True) -> dict[str, Tensor]:
+def results(
+    module: nn.Module, call: Call, *, seed: int = 7, gradients: bool = True, upstream_seed: int = 3
+) -> dict[str, Tensor]:
     """Output, and gradients of floating-point arguments and parameters, for one upstream gradient."""
     leaves = {
         name: value.detach().clone().requires_grad_(gradients)
@@ -54,7 +56,7 @@ def results(module: nn.Module, call: Call, *, seed: int = 7, gradients: bool = T
     if not gradients:
         return {"output": output}
     wanted = {**leaves, **{name: part for name, part in module.named_parameters() if part.requires_grad}}
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(upstream_seed)
     upstream = torch.randn(output.shape, generator=generator).to(output.dtype)
     grads = torch.autograd.grad(output, list(wanted.values()), upstream, allow_unused=True)
     actual = {f"gradient of {name}": grad for name, grad in zip(wanted, grads, strict=True) if grad is not None}

@@ -113,19 +113,21 @@ def test_modes_may_alternate(family: Family) -> None:
         assert distance(results(model, call), right) < FAR
 
 
+def _for_several_gradients(model: Any, call: Call) -> dict[str, Tensor]:
+    """Results for eight upstream gradients, side by side: the gradient of a single element may be near 0 for one."""
+    found = [results(model, call, upstream_seed=seed) for seed in range(8)]
+    return {name: torch.stack([each[name] for each in found]) for name in found[0]}
+
+
 @EACH
 def test_autocast(family: Family) -> None:
     call = family.call(TOKENS, "none")
-    exact = results(family.plain(), call)
+    exact = _for_several_gradients(family.exact(), call.to(torch.float64))
     plain = family.plain()
     with torch.autocast("cpu", torch.bfloat16):
         with hooked(plain):
-            theirs = results(plain, call)
-        ours = results(family.swapped(), call)
-    # The rounding of one number, as CLIP's logit_scale, says nothing: it may come out anywhere.
-    ours, theirs, exact = (
-        {name: one for name, one in each.items() if exact[name].numel() > 1} for each in (ours, theirs, exact)
-    )
+            theirs = _for_several_gradients(plain, call)
+        ours = _for_several_gradients(family.swapped(), call)
     # A ReLU's gradient jumps at 0, where roundings decide.
     assert distance(ours, exact) < max(0.3, 2.0 * distance(theirs, exact))
     ours, theirs, exact = ({"output": each["output"]} for each in (ours, theirs, exact))
