@@ -91,9 +91,11 @@ def _is_auto(backend: object) -> bool:
 
 def _automatic(problem: Problem, want: Want) -> tuple[Backend, ...]:
     """The backends that "auto" looks at, in order."""
-    order = tuple(backend for backend in BACKENDS if want.names or backend.name not in _FOR_STATISTICS)
+    order = [backend for backend in BACKENDS if want.names or backend.name not in _FOR_STATISTICS]
+    if problem.needs_gradient:
+        order.sort(key=lambda each: not want.names.isdisjoint(each.capability.without_gradient))
     first = _first(problem, want)
-    return order if first is None else tuple(sorted(order, key=lambda each: each.name != first))
+    return tuple(order if first is None else sorted(order, key=lambda each: each.name != first))
 
 
 def _first(problem: Problem, want: Want) -> str | None:

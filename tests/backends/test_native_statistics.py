@@ -82,6 +82,17 @@ def test_what_has_no_gradient_says_so() -> None:
     assert learned == {"output", "lse", "max_score", "entropy", "distance", "sink", "received"}
 
 
+@pytest.mark.parametrize("want", [ch.Want(rows=[0]), ch.Want(lse=True, row_weights=torch.ones(1, 1, 2, 1))])
+def test_auto_gives_exact_rows_and_row_weights_with_a_gradient_where_one_is_needed(want: ch.Want) -> None:
+    query, key, value = tensors()
+    inputs = query[:, :, :1], key, value
+    seen = ch.observe_attention(*inputs, want=want)
+    assert all(each.requires_grad for each in tensors_of(seen).values())
+    assert ch.explain_dispatch(*inputs, want=want).choice == "tiled"
+    with torch.no_grad():
+        assert ch.explain_dispatch(*inputs, want=want).choice == "native"
+
+
 def test_learned_row_weights_go_where_they_learn() -> None:
     inputs = tensors()
     want = ch.Want(row_weights=torch.ones(1, 1, 1, inputs[0].shape[2], requires_grad=True))

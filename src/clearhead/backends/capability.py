@@ -32,7 +32,8 @@ class Capability:
         max_head_dim: largest head size.
         max_scores: largest number of scores that it may hold at once, ``batch * heads * q_len * k_len``.
         gradient: whether it can be differentiated.
-        learned_row_weights: whether ``Want.row_weights`` may require a gradient.
+        without_gradient: names of the statistics that it gives without a gradient; ``Want.row_weights`` may then not
+            require one either. "auto" prefers another backend where the call needs gradients.
         requires: why it cannot run in this process at all, or None.
         also: further reasons against a problem that no field can say.
     """
@@ -45,7 +46,7 @@ class Capability:
     max_head_dim: int | None = None
     max_scores: int | None = None
     gradient: bool = True
-    learned_row_weights: bool = True
+    without_gradient: frozenset[str] = frozenset()
     requires: Callable[[], str | None] = lambda: None
     also: Callable[[Problem], list[str]] = lambda problem: []
 
@@ -76,7 +77,8 @@ class Capability:
         if problem.needs_gradient and not self.gradient:
             reasons.append("has no gradient")
         weights = want.row_weights
-        if weights is not None and weights.requires_grad and torch.is_grad_enabled() and not self.learned_row_weights:
+        learned = weights is not None and weights.requires_grad and torch.is_grad_enabled()
+        if learned and "row_weights" in self.without_gradient:
             reasons.append("has no gradient for row_weights")
         missing = sorted(want.names - self.statistics)
         if missing:

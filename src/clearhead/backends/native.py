@@ -364,7 +364,7 @@ BACKEND = Backend(
         dtypes=frozenset(DTYPES),
         rules=(Alibi, RelativeBias, DenseBias, SoftCap, Sink, ScoreFunction),
         max_head_dim=MAX_HEAD_DIM,
-        learned_row_weights=False,
+        without_gradient=frozenset({"row_weights", "rows"}),
         requires=reason,
         also=_also,
     ),

@@ -462,7 +462,7 @@ BACKEND = Backend(
         dropout=False,
         max_head_dim=256,
         gradient=False,
-        learned_row_weights=False,
+        without_gradient=frozenset({"row_weights"}),
         requires=_requires,
         also=_also,
     ),
