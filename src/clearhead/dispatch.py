@@ -1,33 +1,28 @@
-"""Choosing a backend: an ordered table, read with each backend's capability."""
+"""Choosing a backend: an ordered list of names, read with each backend's capability."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Final
 
 from clearhead import choices
 from clearhead.arguments import seen
-from clearhead.backends import flex, native, reference, sdpa, tiled, triton
 from clearhead.backends.capability import Backend
 from clearhead.backends.containment import without_autocast
 from clearhead.errors import UnsupportedError
+from clearhead.ops.kinds import DTYPES
 from clearhead.problem import Problem
 from clearhead.statistics import Observation, Want
 
-__all__ = ["BACKENDS", "DispatchReport", "backend_names", "choose", "report", "run"]
+__all__ = ["BACKENDS", "DispatchReport", "choose", "loaded", "report", "run"]
 
-#: In order of preference: "auto" takes the first that has no reason against the problem.
-BACKENDS: tuple[Backend, ...] = (
-    native.BACKEND,
-    sdpa.BACKEND,
-    triton.BACKEND,
-    flex.BACKEND,
-    tiled.BACKEND,
-    reference.BACKEND,
-)
-
+#: Names that ``backend=`` takes besides ``"auto"``, which takes the first that has no reason against the problem.
+BACKENDS: Final = ("native", "sdpa", "triton", "flex", "tiled", "reference")
 #: What "auto" takes only where statistics are wanted; attention alone stays with torch's own kernels on a GPU.
-_FOR_STATISTICS = frozenset({triton.BACKEND.name})
+_FOR_STATISTICS: Final = "triton"
 
 
 @dataclass(frozen=True)
@@ -50,16 +45,20 @@ class DispatchReport:
         return "\n".join(lines)
 
 
-def backend_names() -> tuple[str, ...]:
-    """Names that ``backend=`` takes besides ``"auto"``."""
-    return tuple(backend.name for backend in BACKENDS)
+@cache
+def loaded(name: str) -> Backend:
+    """A backend of ``BACKENDS``, whose module is imported when it is first asked."""
+    backend: Backend = import_module(f"clearhead.backends.{name}").BACKEND
+    return backend
 
 
-def _named(function: str, name: str) -> Backend:
-    for backend in BACKENDS:
-        if isinstance(name, str) and backend.name == name:
-            return backend
-    known = ", ".join(repr(name) for name in ("auto", *backend_names()))
+def _candidates(function: str, problem: Problem, want: Want, name: str) -> tuple[str, ...]:
+    """The backends to ask, in order."""
+    if isinstance(name, str) and name == "auto":
+        return _automatic(problem, want)
+    if isinstance(name, str) and name in BACKENDS:
+        return (name,)
+    known = ", ".join(map(repr, ("auto", *BACKENDS)))
     raise UnsupportedError.about(function, "backend", must=f"be one of {known}", got=seen(name), then="'auto' chooses.")
 
 
@@ -69,9 +68,8 @@ def choose(function: str, problem: Problem, want: Want, backend: str = "auto") -
     Raises:
         UnsupportedError: the named backend, or every backend, has reasons against the problem.
     """
-    candidates = _automatic(problem, want) if _is_auto(backend) else (_named(function, backend),)
     against: list[str] = []
-    for candidate in candidates:
+    for candidate in map(loaded, _candidates(function, problem, want, backend)):
         reasons = candidate.capability.reasons_against(problem, want)
         if not reasons:
             return candidate
@@ -85,17 +83,13 @@ def choose(function: str, problem: Problem, want: Want, backend: str = "auto") -
     )
 
 
-def _is_auto(backend: object) -> bool:
-    return isinstance(backend, str) and backend == "auto"
-
-
-def _automatic(problem: Problem, want: Want) -> tuple[Backend, ...]:
+def _automatic(problem: Problem, want: Want) -> tuple[str, ...]:
     """The backends that "auto" looks at, in order."""
-    order = [backend for backend in BACKENDS if want.names or backend.name not in _FOR_STATISTICS]
-    if problem.needs_gradient:
-        order.sort(key=lambda each: not want.names.isdisjoint(each.capability.without_gradient))
+    order = [name for name in BACKENDS if want.names or name != _FOR_STATISTICS]
+    if want.names and problem.needs_gradient:
+        order.sort(key=lambda name: not want.names.isdisjoint(loaded(name).capability.without_gradient))
     first = _first(problem, want)
-    return tuple(order if first is None else sorted(order, key=lambda each: each.name != first))
+    return tuple(order if first is None else sorted(order, key=lambda name: name != first))
 
 
 def _first(problem: Problem, want: Want) -> str | None:
@@ -103,12 +97,16 @@ def _first(problem: Problem, want: Want) -> str | None:
     dtype = problem.query.dtype
     if choices.named().attention is not None:
         return choices.named().attention
-    if dtype not in native.BACKEND.capability.dtypes or problem.query.device.type != "cpu":
-        return None
-    if want.names or problem.dropout > 0.0 or not sdpa.asks_flags(problem):
+    if dtype not in DTYPES or problem.query.device.type != "cpu" or want.names or problem.dropout > 0.0:
         return None
     causal, gradient = problem.mask is not None, problem.needs_gradient
-    return choices.attention_path(dtype, problem.q_len, problem.k_len, causal=causal, gradient=gradient)
+    path = choices.attention_path(dtype, problem.q_len, problem.k_len, causal=causal, gradient=gradient)
+    if path == "sdpa":
+        # Most calls never need the module.
+        from clearhead.backends.sdpa import asks_flags
+
+        return path if asks_flags(problem) else None
+    return path
 
 
 def run(function: str, problem: Problem, want: Want, backend: str = "auto") -> Observation:
@@ -123,7 +121,6 @@ def run(function: str, problem: Problem, want: Want, backend: str = "auto") -> O
 
 def report(function: str, problem: Problem, want: Want, backend: str = "auto") -> DispatchReport:
     """The choice for a problem with the reasons of every backend."""
-    reasons = {each.name: tuple(each.capability.reasons_against(problem, want)) for each in BACKENDS}
-    candidates = _automatic(problem, want) if _is_auto(backend) else (_named(function, backend),)
-    eligible = [each for each in candidates if not reasons[each.name]]
-    return DispatchReport(choice=eligible[0].name if eligible else None, reasons=reasons)
+    reasons = {name: tuple(loaded(name).capability.reasons_against(problem, want)) for name in BACKENDS}
+    eligible = [name for name in _candidates(function, problem, want, backend) if not reasons[name]]
+    return DispatchReport(choice=eligible[0] if eligible else None, reasons=reasons)

@@ -16,7 +16,7 @@ import torch
 from clearhead.benchmark.machine import load, machine, threads, torch_build, versions
 from clearhead.benchmark.timing import Timing, interleaved
 from clearhead.choices import TABLE, Row, processor, row_for
-from clearhead.dispatch import BACKENDS
+from clearhead.dispatch import BACKENDS, loaded
 from clearhead.functional import attention, explain_dispatch
 from clearhead.ops import library as native_library
 from clearhead.ops import memory as native_memory
@@ -103,7 +103,7 @@ def diagnose() -> Diagnosis:
         versions=versions(),
         torch=torch_build(),
         threads=threads(),
-        backends={backend.name: {"what": backend.summary, **backend.capability.row()} for backend in BACKENDS},
+        backends={each.name: {"what": each.summary, **each.capability.row()} for each in map(loaded, BACKENDS)},
         extras=extras,
         compiler=compiler,
         rates=[*_limits(), *_product_rates(), *_attention_rates()],

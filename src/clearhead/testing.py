@@ -10,7 +10,7 @@ import torch
 
 from clearhead.arguments import seen
 from clearhead.choices import FEATURES, Named, Processor, name, named
-from clearhead.dispatch import backend_names
+from clearhead.dispatch import BACKENDS
 from clearhead.errors import UnsupportedError
 from clearhead.projection.paths import PATHS
 
@@ -36,7 +36,7 @@ def choices(*, gemm: str | None = None, attention: str | None = None) -> Iterato
     'tiled'
     """
     _check("choices", "gemm", gemm, tuple(PATHS))
-    _check("choices", "attention", attention, backend_names())
+    _check("choices", "attention", attention, BACKENDS)
     absent = None if gemm is None else PATHS[gemm].absent(torch.float32)
     if absent is not None:
         must, then = "be a path that is there", "Name another one."

@@ -8,7 +8,7 @@ import pytest
 
 from clearhead import dispatch
 from clearhead.backends import tiled
-from clearhead.benchmark import check_backends
+from clearhead.benchmark import check_backends, ready
 from clearhead.errors import UnsupportedError
 from clearhead.problem import Problem
 from clearhead.statistics import Observation, Want
@@ -23,7 +23,9 @@ def only(monkeypatch: pytest.MonkeyPatch, factor: float, *, fail: bool = False) 
         found = tiled.BACKEND.run(problem, want)
         return replace(found, output=factor * found.output)
 
-    monkeypatch.setattr(dispatch, "BACKENDS", (replace(tiled.BACKEND, run=run),))
+    for module in (dispatch, ready):
+        monkeypatch.setattr(module, "BACKENDS", ("tiled",))
+    monkeypatch.setattr(dispatch, "loaded", lambda name: replace(tiled.BACKEND, run=run))
 
 
 def test_a_backend_that_is_right_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import clearhead as ch
 from clearhead.backends.dropout import keep_scale
-from clearhead.dispatch import BACKENDS
+from clearhead.dispatch import BACKENDS, loaded
 from clearhead.verify.budget import excess, rounding
 from clearhead.verify.oracle import slope
 from tests.fuzz.problems import Meant
@@ -17,7 +17,7 @@ from tests.fuzz.problems import Meant
 __all__ = ["HERE", "Wrong", "check"]
 
 #: Backends that can run here at all.
-HERE = tuple(backend.name for backend in BACKENDS if backend.capability.requires() is None)
+HERE = tuple(name for name in BACKENDS if loaded(name).capability.requires() is None)
 
 
 class Wrong(AssertionError):

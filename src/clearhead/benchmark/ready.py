@@ -10,7 +10,7 @@ import torch
 
 from clearhead.benchmark.cases import Case
 from clearhead.benchmark.peers import OURS, TensorWork
-from clearhead.dispatch import backend_names
+from clearhead.dispatch import BACKENDS
 from clearhead.errors import UnsupportedError
 
 __all__ = ["check_backends"]
@@ -45,7 +45,7 @@ def check_backends() -> dict[str, int]:
     Raises:
         UnsupportedError: a backend computes other numbers, or stops with an error: nothing is to be timed then.
     """
-    names = [name for name in backend_names() if name != "reference"]
+    names = [name for name in BACKENDS if name != "reference"]
     return {name: sum(_passes(name, *each) for each in product(_CALLS, _DTYPES, (False, True))) for name in names}
 
 
