@@ -1,6 +1,6 @@
 """New processes without the seconds that it takes to import torch: a server that has imported it becomes each of them.
 
-Nothing has been computed there, no kernels are loaded and no thread has begun.
+Nothing has been computed there, and no thread has begun.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from clearhead.ops import binary
 
 __all__ = ["started", "told"]
 
@@ -63,4 +65,6 @@ def _run(
             with path.open("w") as file:
                 os.dup2(file.fileno(), stream)
     os.environ.update(environment)
+    # The server has imported clearhead without these variables.
+    binary.load.cache_clear()
     function(*arguments)

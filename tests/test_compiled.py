@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils.flop_counter import FlopCounterMode
 
 import clearhead as ch
 from tests.agreement import needs_native
@@ -188,6 +189,17 @@ def test_exported_modules_have_no_operator_with_a_python_body() -> None:
         ours = {str(node.target) for node in program.graph.nodes if "clearhead" in str(node.target)}
         assert ours == {OPERATOR}, module
         torch.testing.assert_close(program.module()(tokens), module(tokens), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_flops_of_backward_are_counted_without_those_of_forward(compiles: bool) -> None:
+    module, inputs = Attention(mask=ch.Causal(), backend="native"), _inputs()
+    run = torch.compile(module, fullgraph=True, backend="aot_eager") if compiles else module
+    loss = run(*inputs).sum()
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    pairs = 2 * 4 * 9 * 10 // 2
+    assert counter.get_total_flops() == 2 * pairs * (3 * 8 + 2 * 6)
 
 
 def test_exported_programs_train() -> None:

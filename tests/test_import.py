@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.dispatch import BACKENDS
+from tests.agreement import needs_native
 
 #: In a fresh process: what a statement loads besides torch, the lines of clearhead's files, and its CPU time.
 PROGRAM = """
@@ -50,7 +52,7 @@ def loaded_by(statement: str) -> tuple[set[str], int, float]:
 
 def test_import_loads_only_the_package() -> None:
     modules, lines, seconds = loaded_by("import clearhead")
-    assert modules == {"clearhead", "clearhead.lazy"}
+    assert modules == {"clearhead", "clearhead.lazy", "clearhead.ops", "clearhead.ops.binary", "clearhead.ops.openmp"}
     assert lines < 400
     assert seconds < 0.06
 
@@ -66,6 +68,13 @@ def test_attention_loads_no_modules() -> None:
     modules, lines, _ = loaded_by(ATTENTION)
     assert "clearhead.nn" not in modules
     assert lines < 12_000
+
+
+@needs_native
+def test_attention_by_the_kernels_loads_no_other_backend() -> None:
+    modules, _, _ = loaded_by(ATTENTION + "; ch.attention(x, x, x, mask=ch.Padding([2]), scores=ch.Alibi(1))")
+    others = {f"clearhead.backends.{name}" for name in BACKENDS if name not in ("native", "reference")}
+    assert not modules & others
 
 
 def test_every_public_name_is_there_and_listed() -> None:
@@ -102,11 +111,33 @@ def test_missing_operator_raises_attribute_error() -> None:
     loaded_by("import clearhead; assert not hasattr(torch.ops.clearhead, 'attend')")
 
 
-def test_exported_program_loads_after_import_of_the_package(tmp_path: Path) -> None:
+@pytest.mark.parametrize("imports", ["clearhead", "clearhead.ops.library", "clearhead.compiled"])
+def test_exported_program_loads_and_trains_after_an_import(imports: str, tmp_path: Path) -> None:
     path = tmp_path / "program.pt2"
     x = torch.randn(1, 2, 4, 8)
-    torch.export.save(torch.export.export(Causal(), (x,)), path)
-    loaded_by(f"import clearhead; torch.export.load({str(path)!r}).module()(torch.ones(1, 2, 4, 8))")
+    torch.export.save(torch.export.export(Causal(), (x.clone().requires_grad_(),)), path)
+    loaded_by(
+        f"import {imports}; x = torch.ones(1, 2, 4, 8, requires_grad=True); "
+        f"torch.export.load({str(path)!r}).module()(x).sum().backward(); assert x.grad.isfinite().all()"
+    )
+
+
+@needs_native
+@pytest.mark.slow
+def test_compiled_package_runs_after_import_of_the_package(tmp_path: Path) -> None:
+    path, x = str(tmp_path / "model.pt2"), torch.ones(1, 2, 4, 8)
+    with torch.no_grad():
+        torch._inductor.aoti_compile_and_package(torch.export.export(Causal(), (x,)), package_path=path)
+    loaded_by(f"import clearhead; torch._inductor.aoti_load_package({path!r})(torch.ones(1, 2, 4, 8))")
+
+
+@needs_native
+def test_flops_of_a_first_call_are_counted() -> None:
+    loaded_by(
+        "import clearhead as ch; from torch.utils.flop_counter import FlopCounterMode; attention = ch.attention; "
+        "x = torch.ones(1, 2, 4, 8)\nwith FlopCounterMode(display=False) as counter: attention(x, x, x)\n"
+        "assert counter.get_total_flops() == 2 * 2 * 2 * 4 * 4 * 8"
+    )
 
 
 class Causal(torch.nn.Module):

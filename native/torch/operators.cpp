@@ -14,7 +14,7 @@ struct Operator {
   void (*function)(StableIValue*, uint64_t, uint64_t);
 };
 
-std::vector<Operator> operators() {
+std::vector<Operator> all_operators() {
   const std::string options = attention_options_schema;
   const std::string forward = "(Tensor query, Tensor key, Tensor value, float scale, int returns, " + options +
                               ", int[]? statistic_sizes=None, Tensor? row_weights=None, Tensor? row_slots=None) -> Tensor[]";
@@ -54,6 +54,11 @@ std::vector<Operator> operators() {
   };
 }
 
+const std::vector<Operator>& operators() {
+  static const std::vector<Operator> operators = all_operators();
+  return operators;
+}
+
 // Why the operators are not there; empty where they are.
 std::string& problem() {
   static std::string words;
@@ -87,6 +92,12 @@ extern "C" {
 
 // Why the operators could not be registered; empty where they are.
 CH_EXPORT const char* ch_operators_problem(void) { return clearhead::torch::problem().c_str(); }
+
+// The schema of the operator at a place of the list; null behind its end.
+CH_EXPORT const char* ch_operator_schema(int32_t place) {
+  const auto& all = clearhead::torch::operators();
+  return place >= 0 && place < static_cast<int32_t>(all.size()) ? all[place].schema.c_str() : nullptr;
+}
 
 // Operators run on this instruction set from now on; -1 stands for the best that the processor has.
 CH_EXPORT void ch_use_isa(int32_t isa) { clearhead::torch::instruction_set = isa; }

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from clearhead.verify.suite import verify
 else:
     from clearhead.lazy import lazy_names, lazy_operators
+    from clearhead.ops.binary import load as _load
 
+    _load()
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
@@ -59,6 +61,7 @@ else:
     )
     lazy_operators(
         {
+            "clearhead.compiled_gradients": "attention_compiled_gradients",
             "clearhead.linear.packed": "linear_documents linear_documents_backward",
             "clearhead.sparse.top_k": "top_k_attention top_k_attention_backward",
             "clearhead.torch_op": ("attention attention_backward observe_attention observe_attention_backward"),

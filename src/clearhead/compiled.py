@@ -1,25 +1,24 @@
 """Attention in graphs of torch.compile and torch.export by one C++ operator, which AOTInductor runs without Python.
 
-``clearhead::attention_compiled`` is ``attention_forward`` with autograd registered (docs/adr/0005). Its gradients have
-a Python body: where NaN or infinity meets a mask they are computed a second time without them, which no graph can say.
+``clearhead::attention_compiled`` is ``attention_forward`` with autograd registered (docs/adr/0005).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cache
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
+# Defines the operator of the gradients.
+from clearhead import compiled_gradients as compiled_gradients
 from clearhead.backends import native
-from clearhead.masks import Causal, Mask, Window
+from clearhead.masks import Mask
 from clearhead.masks.parts import band_of
-from clearhead.ops.attention import DENSE, RELATIVE, SLOPE, SOFTCAP, Saved
+from clearhead.ops.attention import DENSE, RELATIVE, SLOPE, SOFTCAP
 from clearhead.ops.kinds import DTYPES, MAX_HEAD_DIM, MAX_RULES
 from clearhead.ops.library import reason
-from clearhead.problem import Problem
 from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
 from clearhead.torch_private import constant_when_compiled
 
@@ -30,8 +29,6 @@ _FLOAT32: Final = torch.finfo(torch.float32)
 #: Lengths and positions that the kernels take.
 _MOST: Final = 2**30
 _KINDS: Final = {Alibi: SLOPE, RelativeBias: RELATIVE, DenseBias: DENSE, SoftCap: SOFTCAP}
-#: Places of the operator's arguments.
-_QUERY_OFFSET, _RULE_KINDS, _RULE_VALUES, _RULE_TABLES, _SINK = 9, 15, 16, 17, 18
 
 
 def attention(
@@ -89,10 +86,7 @@ def attention(
 
 @constant_when_compiled
 def _has_operator() -> bool:
-    if reason() is not None:
-        return False
-    _register()
-    return True
+    return reason() is None
 
 
 def _fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -163,129 +157,17 @@ def _call(
     )
     returns = (_SOFTMAX | _OUTPUT32 | (0 if sink is None else _LSE)) if learned else 0
     results: list[Tensor] = torch.ops.clearhead.attention_compiled.default(
-        query, key, value, scale, returns, before, after, 0.0, 0, query_offset, None, None, None, None, 0,
-        kinds or None, values or None, tables or None, sink,
-    )  # fmt: skip
-    return results[0]
-
-
-# ---- autograd ------------------------------------------------------------------------------------------------------
-
-
-@cache
-def _register() -> None:
-    name = "clearhead::attention_compiled"
-    gradients = torch.library.custom_op(f"{name}_gradients", _gradients, mutates_args=())
-    gradients.register_fake(_gradients_like)
-    torch.library.register_autograd(name, _backward, setup_context=_save)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    query, key, value, scale, returns, before, after, *_ = inputs
-    tables, sink = inputs[_RULE_TABLES] or [], inputs[_SINK]
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
-    others = [*output[1:], *tables, *([] if sink is None else [sink])]
-    ctx.save_for_backward(query, key, value, *others)
-    ctx.counts, ctx.has_sink, ctx.returns = (len(output) - 1, len(tables)), sink is not None, returns
-    lists = ([*(inputs[place] or ())] for place in (_RULE_KINDS, _RULE_VALUES))
-    ctx.numbers = (scale, before, after, inputs[_QUERY_OFFSET], *lists)
-
-
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    # The dispatcher leaves out trailing arguments that equal their defaults.
-    gradients_of_inputs: list[Any] = [None] * len(ctx.needs_input_grad)
-    grad = grads[0]
-    saved, tables = ctx.counts
-    if tables:
-        gradients_of_inputs[_RULE_TABLES] = [None] * tables
-    if grad is None:
-        return tuple(gradients_of_inputs)
-    if not ctx.returns & _SOFTMAX:
-        raise RuntimeError(
-            "attention: a call under torch.no_grad must have no backward; got one. Trace it with gradients enabled."
-        )
-    query, key, value, *others = ctx.saved_tensors
-    rows, parts = others[:saved], others[saved:]
-    sink = parts.pop() if ctx.has_sink else None
-    learned = [bool(each) for each in ctx.needs_input_grad[_RULE_TABLES]] if tables else []
-    of_sink = sink is not None and bool(ctx.needs_input_grad[_SINK])
-    given = torch.ops.clearhead.attention_compiled_gradients(
-        grad, query, key, value, rows, *ctx.numbers, parts, sink, [*learned, of_sink]
-    )
-    gradients_of_inputs[:3] = given[:3]
-    rest = iter(given[3:])
-    if tables:
-        gradients_of_inputs[_RULE_TABLES] = [next(rest) if each else None for each in learned]
-    if of_sink:
-        gradients_of_inputs[_SINK] = next(rest)
-    return tuple(gradients_of_inputs)
-
-
-def _gradients(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: list[Tensor],
-    scale: float,
-    before: int | None,
-    after: int | None,
-    query_offset: int,
-    rule_kinds: list[int],
-    rule_values: list[float],
-    rule_tables: list[Tensor],
-    sink: Tensor | None,
-    learned: list[bool],
-) -> list[Tensor]:
-    """Gradients of query, key, value and of the rules' tensors that learn."""
-    softmax, exact = rows[-2:]
-    lse = rows[0] if sink is not None else None
-    tables = [table.detach().requires_grad_(each) for table, each in zip(rule_tables, learned, strict=False)]
-    logits = None if sink is None else sink.detach().requires_grad_(learned[-1])
-    mask = Causal() if before is None else Window(before, _MOST if after is None else after)
-    problem = Problem.of(
-        "attention",
-        query.detach(),
-        key.detach(),
-        value.detach(),
-        mask=None if before is None and after is None else mask,
-        scores=[*_rules(rule_kinds, rule_values, tables), *([] if logits is None else [Sink(logits)])],
-        scale=scale,
+        query,
+        key,
+        value,
+        scale,
+        returns,
+        before,
+        after,
         query_offset=query_offset,
+        rule_kinds=kinds or None,
+        rule_values=values or None,
+        rule_tables=tables or None,
+        sink=sink,
     )
-    # The parameters of the rules in their order, a sink's last.
-    return [part.contiguous() for part in native.gradients(problem, Saved(exact, lse, softmax), native.Arrived(grad))]
-
-
-def _gradients_like(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: list[Tensor],
-    scale: float,
-    before: int | None,
-    after: int | None,
-    query_offset: int,
-    rule_kinds: list[int],
-    rule_values: list[float],
-    rule_tables: list[Tensor],
-    sink: Tensor | None,
-    learned: list[bool],
-) -> list[Tensor]:
-    parts = [*rule_tables, *([] if sink is None else [sink])]
-    flags = learned if sink is not None else learned[:-1]
-    wanted = [part for part, each in zip(parts, flags, strict=True) if each]
-    return [part.new_empty(tuple(part.shape)) for part in (query, key, value, *wanted)]
-
-
-def _rules(kinds: Iterable[int], values: Iterable[float], tables: Iterable[Tensor]) -> list[ScoreRule]:
-    caps, tensors = iter(values), iter(tables)
-    made: dict[int, Any] = {
-        SLOPE: lambda: Alibi(slopes=next(tensors)),
-        RELATIVE: lambda: RelativeBias(next(tensors)),
-        DENSE: lambda: DenseBias(next(tensors)),
-        SOFTCAP: lambda: SoftCap(next(caps)),
-    }
-    return [made[kind]() for kind in kinds]
+    return results[0]

@@ -42,14 +42,12 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str]
     return read, names
 
 
-#: Loads the operators that are written in C++.
+#: Registers what torch asks of the operators that are written in C++ besides their kernels.
 _LIBRARY: Final = "clearhead.ops.library"
 
 
 def lazy_operators(modules: Mapping[str, str]) -> None:
     """Import the module that defines an operator when ``torch.ops.clearhead`` is first asked for it.
-
-    The library of kernels defines all that no module does.
 
     ``torch.export.load`` asks for the operators of a program in a process that has imported clearhead alone.
 
@@ -59,11 +57,10 @@ def lazy_operators(modules: Mapping[str, str]) -> None:
     sources = {name: module for module, names in modules.items() for name in names.split()}
 
     def define(name: str) -> Any:
+        module = sources.get(name, _LIBRARY)
         # A module that is being imported asks for its operators itself.
-        if name in sources and sources[name] not in sys.modules:
-            import_module(sources[name])
-        elif _LIBRARY not in sys.modules:
-            import_module(_LIBRARY).library()
+        if module not in sys.modules:
+            import_module(module)
         # torch then looks the operator up.
         raise AttributeError(name)
 

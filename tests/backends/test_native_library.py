@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from clearhead import choices
+from clearhead.ops import binary
 from clearhead.ops import library as native_library
 from clearhead.ops.dropout import LEVELS
 from clearhead.ops.kinds import DTYPES, MAX_HEAD_DIM, MAX_RULES, Activation, Feature, Gate, NormKind
@@ -20,7 +22,7 @@ from tests.processes import told
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = ROOT / "native" / "include" / "clearhead_native.h"
-BUILT = native_library.PATH.exists()
+BUILT = binary.PATH.exists()
 
 needs_library = pytest.mark.skipif(not BUILT, reason="the CPU kernels are not built (make native)")
 
@@ -30,8 +32,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What was loaded is forgotten before and after, and nothing around is set."""
     monkeypatch.delenv("CLEARHEAD_ISA", raising=False)
     monkeypatch.delenv("CLEARHEAD_NATIVE", raising=False)
+    binary.load.cache_clear()
     native_library._loaded.cache_clear()
     yield
+    binary.load.cache_clear()
     native_library._loaded.cache_clear()
 
 
@@ -66,12 +70,13 @@ const char* ch_isa_name(int index) { return index == 0 ? "modern" : index == 1 ?
 int ch_isa_usable(int index) { return index == 1; }
 int ch_isa_best(void) { return 1; }
 const char* ch_operators_problem(void) { return "%s"; }
+const char* ch_operator_schema(int place) { return 0; }
 void ch_use_isa(int isa) {}
 double ch_product_rate(int dtype, int isa, int threads) { return 1e9; }
 long long ch_kept_memory(void) { return 0; }
 long long ch_keep_memory(long long bytes) { return 0; }
 """
-GOOD = FAKE % (native_library.ABI, "")
+GOOD = FAKE % (binary.ABI, "")
 
 # Large enough a call that two threads share it.
 FORK = """
@@ -107,7 +112,7 @@ class TestHeader:
 
     @pytest.mark.parametrize(
         ("name", "number"),
-        [("ABI", native_library.ABI), ("LEVELS", LEVELS), ("MAX_HEAD_DIM", MAX_HEAD_DIM), ("MAX_RULES", MAX_RULES)],
+        [("ABI", binary.ABI), ("LEVELS", LEVELS), ("MAX_HEAD_DIM", MAX_HEAD_DIM), ("MAX_RULES", MAX_RULES)],
     )
     def test_limits(self, name: str, number: int) -> None:
         found = re.search(rf"#define CH_{name} (\d+)", header())
@@ -136,11 +141,14 @@ class TestLoaded:
         seen = {in_a_new_process("print(n.isa_name())").strip() for _ in range(5)}
         assert seen == {native_library.isa_name()}
 
-    def test_nothing_is_loaded_before_it_is_asked_for(self) -> None:
-        code = "from pathlib import Path; print('clearhead_native' in Path('/proc/self/maps').read_text())"
+    @pytest.mark.parametrize("switch", ["", "0"])
+    def test_import_loads_it_unless_it_is_switched_off(self, switch: str) -> None:
+        code = "import clearhead; print('clearhead_native' in open('/proc/self/maps').read())"
         if not Path("/proc/self/maps").exists():
             pytest.skip("this system does not list what is loaded")
-        assert in_a_new_process(code) == "False"
+        environment = {**os.environ, "CLEARHEAD_NATIVE": switch}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == str(not switch)
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
     def test_a_child_that_was_forked_after_use_still_answers(self) -> None:
@@ -152,7 +160,7 @@ class TestLoaded:
         readelf = shutil.which("readelf")
         if readelf is None:
             pytest.skip("readelf is not here")
-        listing = subprocess.run([readelf, "-d", native_library.PATH], capture_output=True, text=True, check=True)
+        listing = subprocess.run([readelf, "-d", binary.PATH], capture_output=True, text=True, check=True)
         needed = set(re.findall(r"NEEDED.*\[(\w+)", listing.stdout))
         assert needed <= {"libc", "libm", "ld", "libstdc", "libgcc_s", "libtorch_cpu"}
 
@@ -181,44 +189,42 @@ class TestChoice:
 @pytest.mark.usefixtures("fresh")
 class TestRefused:
     def test_not_built(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native_library, "PATH", tmp_path / "absent.so")
+        monkeypatch.setattr(binary, "PATH", tmp_path / "absent.so")
         assert native_library.library() is None
         assert (native_library.reason() or "").startswith("is not built")
 
     def test_not_a_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "text.so").write_text("text", encoding="utf-8")
-        monkeypatch.setattr(native_library, "PATH", tmp_path / "text.so")
+        monkeypatch.setattr(binary, "PATH", tmp_path / "text.so")
         said = native_library.reason() or ""
         assert said.startswith("was built for another machine")
         assert "\n" not in said
 
     def test_functions_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path = a_library(tmp_path, f"int ch_abi(void) {{ return {native_library.ABI}; }}")
-        monkeypatch.setattr(native_library, "PATH", path)
+        path = a_library(tmp_path, f"int ch_abi(void) {{ return {binary.ABI}; }}")
+        monkeypatch.setattr(binary, "PATH", path)
         assert "ch_isa_best" in (native_library.reason() or "")
 
     def test_another_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        abi = native_library.ABI + 1
-        monkeypatch.setattr(native_library, "PATH", a_library(tmp_path, f"int ch_abi(void) {{ return {abi}; }}"))
+        abi = binary.ABI + 1
+        monkeypatch.setattr(binary, "PATH", a_library(tmp_path, f"int ch_abi(void) {{ return {abi}; }}"))
         assert native_library.library() is None
-        expected = f"is of another version of clearhead ({abi} instead of {native_library.ABI}): install again"
+        expected = f"is of another version of clearhead ({abi} instead of {binary.ABI}): install again"
         assert native_library.reason() == expected
 
     def test_operators_that_torch_refuses(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native_library, "PATH", a_library(tmp_path, FAKE % (native_library.ABI, "no such symbol")))
+        monkeypatch.setattr(binary, "PATH", a_library(tmp_path, FAKE % (binary.ABI, "no such symbol")))
         assert native_library.library() is None
         assert native_library.reason() == "was built for another torch (no such symbol)"
 
     def test_a_processor_that_lacks_a_set(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native_library, "PATH", a_library(tmp_path, GOOD))
-        monkeypatch.setattr(native_library, "register", lambda: None)
+        monkeypatch.setattr(binary, "PATH", a_library(tmp_path, GOOD))
         monkeypatch.setenv("CLEARHEAD_ISA", "modern")
         assert native_library.reason() == (
             "cannot run: CLEARHEAD_ISA='modern' names a set that this processor lacks; here there are plain"
         )
 
     def test_indices_are_those_of_the_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(native_library, "PATH", a_library(tmp_path, GOOD))
-        monkeypatch.setattr(native_library, "register", lambda: None)
+        monkeypatch.setattr(binary, "PATH", a_library(tmp_path, GOOD))
         assert native_library.isa_names() == ["plain"]
         assert (native_library.isa_index(), native_library.isa_name()) == (1, "plain")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clearhead.ops.library import PATH
+from clearhead.ops.binary import PATH
 from tests.agreement import needs_native
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "without_python"

@@ -6,8 +6,7 @@ whole blocks, the operator is called entry by entry.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -35,14 +34,13 @@ _BY_ENTRY: Final = frozenset(
 _WRITTEN: Final = {"cache_append": ("cache", "new"), "block": ("caches", "tokens")}
 
 
-def batching_rule(name: str, signature: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+def batching_rule(name: str, names: Sequence[str]) -> Callable[..., tuple[Any, Any]]:
     """A rule for ``torch.library.register_vmap``.
 
     Args:
         name: the operator's.
-        signature: a function with the operator's parameters.
+        names: those of its arguments.
     """
-    names = list(inspect.signature(signature).parameters)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         operator = getattr(torch.ops.clearhead, name).default

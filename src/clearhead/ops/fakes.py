@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from functools import wraps
 from typing import Any, Final
 
 import torch
@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from clearhead.ops.batching import batching_rule
+from clearhead.ops.binary import signatures
+from clearhead.ops.compiled_autograd import register_autograd
 from clearhead.ops.flops import FLOPS
 from clearhead.ops.layer_fakes import LAYER_FAKES, empty_heads
 from clearhead.ops.layer_flops import LAYER_FLOPS
 
-__all__ = ["FAKES", "register"]
+__all__ = ["register", "register_flops"]
 
 #: ``CH_LINEAR_PAD`` of the native interface: the states of chunks are padded to a multiple of it.
 _PAD: Final = 16
@@ -32,25 +34,10 @@ def _attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scale: float,
     returns: int,
-    before: int | None = None,
-    after: int | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
-    query_offset: int = 0,
-    start: Tensor | None = None,
-    stop: Tensor | None = None,
-    allowed: Tensor | None = None,
-    blocks: Tensor | None = None,
-    block_size: int = 0,
-    rule_kinds: Sequence[int] | None = None,
-    rule_values: Sequence[float] | None = None,
-    rule_tables: Sequence[Tensor] | None = None,
-    sink: Tensor | None = None,
     statistic_sizes: Sequence[int] | None = None,
     row_weights: Tensor | None = None,
-    row_slots: Tensor | None = None,
+    **others: Any,
 ) -> list[Tensor]:
     leading = (query.shape[0], query.shape[1])
     q_len, k_len = query.shape[2], key.shape[2]
@@ -81,31 +68,12 @@ def _attention_forward(
 
 
 def _attention_gradients(
-    grad_output: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    softmax: Tensor,
-    output: Tensor | None,
-    scale: float,
-    before: int | None = None,
-    after: int | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
-    query_offset: int = 0,
-    start: Tensor | None = None,
-    stop: Tensor | None = None,
-    allowed: Tensor | None = None,
-    blocks: Tensor | None = None,
-    block_size: int = 0,
-    rule_kinds: Sequence[int] | None = None,
-    rule_values: Sequence[float] | None = None,
     rule_tables: Sequence[Tensor] | None = None,
-    sink: Tensor | None = None,
-    grad_lse: Tensor | None = None,
-    statistics: Sequence[Tensor | None] | None = None,
-    sink_keys: int = 0,
     rule_slots: Sequence[int] | None = None,
+    **others: Any,
 ) -> tuple[list[Tensor], bool]:
     """Without elements all are finite."""
     learned: dict[int, Tensor] = {}
@@ -119,18 +87,7 @@ def _attention_gradients(
 
 
 def _linear_attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor | None,
-    rate: Tensor | None,
-    state: Tensor | None,
-    normalizer: Tensor | None,
-    feature_map: int,
-    scale: float,
-    chunk: int,
-    normalized: bool,
-    for_backward: bool,
+    query: Tensor, key: Tensor, value: Tensor, chunk: int, normalized: bool, for_backward: bool, **others: Any
 ) -> tuple[Tensor | None, ...]:
     batch, kv_heads, length, features = key.shape
     value_dim, chunks = value.shape[3], -(-length // chunk)
@@ -153,21 +110,13 @@ def _padded(count: int) -> int:
 
 
 def _linear_attention_gradients(
-    grad_output: Tensor | None,
-    grad_last_state: Tensor | None,
-    grad_last_normalizer: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     log_decay: Tensor | None,
     rate: Tensor | None,
-    output: Tensor | None,
     shares: Tensor | None,
-    states: Tensor,
-    sums: Tensor | None,
-    feature_map: int,
-    scale: float,
-    chunk: int,
+    **others: Any,
 ) -> tuple[Tensor | None, ...]:
     batch, kv_heads, _, features = key.shape
     return (
@@ -186,32 +135,47 @@ FAKES: Final[dict[str, Callable[..., Any]]] = {
     "linear_attention_gradients": _linear_attention_gradients,
     **LAYER_FAKES,
 }
-"""Every operator's results by its name; parameters are those of the operator's schema."""
+"""Every operator's results by its name, from the arguments that it reads, by the names of its schema."""
 
 
-def _on_one_device(function: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+def _on_one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """The fake, for tensors of one device: torch calls it for CPU tensors beside one on the meta device too."""
+    function = re.sub("_(forward|compiled|backward|gradients)$", "", name)
 
     @wraps(fake)
-    def checked(*arguments: Any, **options: Any) -> Any:
-        given = [*arguments, *options.values()]
-        lists = [part for part in given if isinstance(part, (list, tuple))]
-        tensors = [part for part in itertools.chain(given, *lists) if isinstance(part, Tensor)]
+    def checked(**given: Any) -> Any:
+        lists = [part for part in given.values() if isinstance(part, (list, tuple))]
+        tensors = [part for part in itertools.chain(given.values(), *lists) if isinstance(part, Tensor)]
         if len(devices := {str(part.device) for part in tensors}) > 1:
             raise RuntimeError(
                 f"{function}: every tensor must be on one device; got {' and '.join(sorted(devices))}. "
                 "Move them with .to(device)."
             )
-        return fake(*arguments, **options)
+        return fake(**given)
 
     return checked
 
 
-@cache
+def _by_name(names: Sequence[str], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, called as torch calls it, with arguments at the places of an operator's schema."""
+
+    @wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
+        return function(**dict(zip(names, arguments, strict=False)), **options)
+
+    return called
+
+
+def register_flops(name: str, names: Sequence[str]) -> None:
+    """Let ``FlopCounterMode`` count an operator whose arguments have these names."""
+    register_flop_formula(getattr(torch.ops.clearhead, name))(_by_name(names, {**FLOPS, **LAYER_FLOPS}[name]))
+
+
 def register() -> None:
-    """Register what ``torch`` needs of the operators besides the kernels: fakes, rules for vmap, FLOP counts."""
-    for name, fake in FAKES.items():
-        function = re.sub("_(forward|compiled|backward|gradients)$", "", name)
-        torch.library.register_fake(f"clearhead::{name}", _on_one_device(function, fake))
-        torch.library.register_vmap(f"clearhead::{name}", batching_rule(name, fake))
-        register_flop_formula(getattr(torch.ops.clearhead, name))({**FLOPS, **LAYER_FLOPS}[name])
+    """Register what torch needs of the operators besides the kernels: fakes, rules for vmap, FLOP counts, autograd."""
+    for name, names in signatures().items():
+        torch.library.register_fake(f"clearhead::{name}", _by_name(names, _on_one_device(name, FAKES[name])))
+        torch.library.register_vmap(f"clearhead::{name}", batching_rule(name, names))
+        register_flops(name, names)
+        if name == "attention_compiled":
+            register_autograd(names)

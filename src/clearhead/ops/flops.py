@@ -3,12 +3,16 @@
 Attention counts the pairs of query and key that ``before`` and ``after`` allow, so a causal call counts half of a full
 one. Masks given as tensors count as full: their elements are not looked at. Element-wise work counts nothing, as in
 torch's own formulas.
+
+A formula takes the arguments that it reads by the names of the operator's schema; a tensor is its shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
+
+from clearhead.ops.block_shapes import Shape
 
 __all__ = ["FLOPS", "pairs"]
 
@@ -33,46 +37,29 @@ def _cut_sum(count: int, most: int) -> int:
     return within * (within - 1) // 2 + (count - within) * most
 
 
-def _attention_forward(
-    query: Sequence[int],
-    key: Sequence[int],
-    value: Sequence[int],
-    scale: float,
-    returns: int,
-    before: int | None = None,
-    after: int | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
-    query_offset: int = 0,
-    *others: Any,
-    **options: Any,
-) -> int:
-    """``Q K^T`` and ``P V``."""
-    batch, heads, q_len, head_dim = query
-    count = batch * heads * pairs(q_len, key[2], before, after, query_offset)
-    return 2 * count * (head_dim + value[3])
+def _attention(head_dims: int, value_dims: int) -> Callable[..., int]:
+    """A formula of so many GEMMs with each of the two head sizes, between the queries and keys that may meet."""
+
+    def flops(
+        query: Shape,
+        key: Shape,
+        value: Shape,
+        before: int | None = None,
+        after: int | None = None,
+        query_offset: int = 0,
+        **others: Any,
+    ) -> int:
+        batch, heads, q_len, head_dim = query
+        count = batch * heads * pairs(q_len, key[2], before, after, query_offset)
+        return 2 * count * (head_dims * head_dim + value_dims * value[3])
+
+    return flops
 
 
-def _attention_gradients(
-    grad_output: Sequence[int],
-    query: Sequence[int],
-    key: Sequence[int],
-    value: Sequence[int],
-    softmax: Sequence[int],
-    output: Sequence[int] | None,
-    scale: float,
-    before: int | None = None,
-    after: int | None = None,
-    dropout: float = 0.0,
-    seed: int = 0,
-    query_offset: int = 0,
-    *others: Any,
-    **options: Any,
-) -> int:
-    """``Q K^T`` once more, ``dO V^T``, ``P^T dO``, ``dS K`` and ``dS^T Q``."""
-    batch, heads, q_len, head_dim = query
-    count = batch * heads * pairs(q_len, key[2], before, after, query_offset)
-    return 2 * count * (3 * head_dim + 2 * value[3])
+#: ``Q K^T`` and ``P V``.
+_FORWARD: Final = _attention(1, 1)
+#: ``Q K^T`` once more, ``dO V^T``, ``P^T dO``, ``dS K`` and ``dS^T Q``.
+_GRADIENTS: Final = _attention(3, 2)
 
 
 class _Chunks:
@@ -88,18 +75,7 @@ class _Chunks:
 
 
 def _linear_attention_forward(
-    query: Sequence[int],
-    key: Sequence[int],
-    value: Sequence[int],
-    log_decay: Sequence[int] | None,
-    rate: Sequence[int] | None,
-    state: Sequence[int] | None,
-    normalizer: Sequence[int] | None,
-    feature_map: int,
-    scale: float,
-    chunk: int,
-    *others: Any,
-    **options: Any,
+    query: Shape, key: Shape, value: Shape, rate: Shape | None, chunk: int, **others: Any
 ) -> int:
     """Per query head ``Q S``, ``Q K^T`` and ``P V``; per key head ``K^T V``, and the delta rule's triangular system."""
     batch, kv_heads, length, features = key
@@ -115,22 +91,7 @@ def _correction(work: _Chunks) -> int:
 
 
 def _linear_attention_gradients(
-    grad_output: Sequence[int] | None,
-    grad_last_state: Sequence[int] | None,
-    grad_last_normalizer: Sequence[int] | None,
-    query: Sequence[int],
-    key: Sequence[int],
-    value: Sequence[int],
-    log_decay: Sequence[int] | None,
-    rate: Sequence[int] | None,
-    output: Sequence[int] | None,
-    shares: Sequence[int] | None,
-    states: Sequence[int],
-    sums: Sequence[int] | None,
-    feature_map: int,
-    scale: float,
-    chunk: int,
-    **options: Any,
+    query: Shape, key: Shape, value: Shape, rate: Shape | None, chunk: int, **others: Any
 ) -> int:
     """Per query head ``dO S^T``, ``Q^T dO``, ``dO V^T``, ``P^T dO``, ``Q K^T``, ``D K`` and ``D^T Q``; per key head
     ``K dS`` and ``V dS^T``; under the delta rule its system, the transposed one, and their gradients."""
@@ -144,9 +105,10 @@ def _linear_attention_gradients(
 
 
 FLOPS: Final[dict[str, Callable[..., int]]] = {
-    "attention_forward": _attention_forward,
-    "attention_compiled": _attention_forward,
-    "attention_gradients": _attention_gradients,
+    "attention_forward": _FORWARD,
+    "attention_compiled": _FORWARD,
+    "attention_gradients": _GRADIENTS,
+    "attention_compiled_gradients": _GRADIENTS,
     "linear_attention_forward": _linear_attention_forward,
     "linear_attention_gradients": _linear_attention_gradients,
 }

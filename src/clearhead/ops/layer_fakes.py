@@ -24,7 +24,7 @@ def empty_heads(like: Tensor, dim: int) -> Tensor:
     return like.new_empty((batch, heads, length, dim))
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: int = 0) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, **others: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -37,53 +37,37 @@ def _linear_weight_gradient(grad: Tensor, x: Tensor, bias: bool) -> tuple[Tensor
     return x.new_empty((outputs, x.shape[-1])), x.new_empty((outputs if bias else 0,))
 
 
-def _norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: int, epsilon: float, training: bool = False
-) -> tuple[Tensor, Tensor]:
+def _norm(x: Tensor, training: bool = False, **others: Any) -> tuple[Tensor, Tensor]:
     rows = math.prod(x.shape[:-1]) if training and x.shape[-1] != 0 else 0
     return x.new_empty(tuple(x.shape)), x.new_empty((rows, 2), dtype=torch.float32)
 
 
 def _norm_gradients(
-    grad: Tensor,
-    x: Tensor,
-    moments: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    kind: int,
-    epsilon: float,
-    of_weight: bool,
-    of_bias: bool,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, of_weight: bool, of_bias: bool, **others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     wanted = (of_weight and weight is not None, of_bias and bias is not None)
     of_weight_and_bias = (x.new_empty((x.shape[-1] if each else 0,)) for each in wanted)
     return x.new_empty(tuple(x.shape)), *of_weight_and_bias  # type: ignore[return-value]
 
 
-def _rotary(x: Tensor, table: Tensor, first: int = 0, back: bool = False) -> Tensor:
+def _rotary(x: Tensor, **others: Any) -> Tensor:
     return empty_heads(x, x.shape[3])
 
 
-def _dropout_add(x: Tensor, residual: Tensor | None, levels: int, seed: int) -> Tensor:
+def _dropout_add(x: Tensor, **others: Any) -> Tensor:
     return x.new_empty(tuple(x.shape))
 
 
-def _cache_append(cache: Tensor, new: Tensor, first: int) -> None:
+def _cache_append(**others: Any) -> None:
     return None
 
 
-def _block(
-    tokens: Sequence[Tensor],
-    tensors: Sequence[Tensor],
-    caches: Sequence[Tensor],
-    integers: Sequence[int],
-    numbers: Sequence[float],
-) -> Tensor:
+def _block(tokens: Sequence[Tensor], tensors: Sequence[Tensor], integers: Sequence[int], **others: Any) -> Tensor:
     return _block_output(tokens[0], read_blocks([part.shape for part in tensors], integers)[0])
 
 
 def _block_forward(
-    tokens: Sequence[Tensor], tensors: Sequence[Tensor], integers: Sequence[int], numbers: Sequence[float]
+    tokens: Sequence[Tensor], tensors: Sequence[Tensor], integers: Sequence[int], **others: Any
 ) -> list[Tensor]:
     x = tokens[0]
     (block,) = read_blocks([part.shape for part in tensors], integers)
@@ -96,13 +80,7 @@ def _block_output(x: Tensor, block: BlockShapes) -> Tensor:
 
 
 def _block_backward(
-    grad: Tensor,
-    tokens: Sequence[Tensor],
-    tensors: Sequence[Tensor],
-    saved: Sequence[Tensor],
-    integers: Sequence[int],
-    numbers: Sequence[float],
-    needs: Sequence[int],
+    tokens: Sequence[Tensor], tensors: Sequence[Tensor], needs: Sequence[int], **others: Any
 ) -> tuple[list[Tensor], bool]:
     """Without elements all are finite."""
     given = zip((*tokens, *tensors), needs, strict=True)

@@ -12,37 +12,24 @@ from clearhead.ops.flops import pairs
 __all__ = ["LAYER_FLOPS"]
 
 
-def _linear(x: Shape, weight: Shape, *others: Any, **options: Any) -> int:
+def _linear(x: Shape, weight: Shape, **others: Any) -> int:
     return 2 * math.prod(x) * weight[0]
 
 
-def _linear_input_gradient(grads: Sequence[Shape], weights: Sequence[Shape], **options: Any) -> int:
+def _linear_input_gradient(grads: Sequence[Shape], weights: Sequence[Shape], **others: Any) -> int:
     return sum(2 * math.prod(grad) * weight[1] for grad, weight in zip(grads, weights, strict=True))
 
 
-def _linear_weight_gradient(grad: Shape, x: Shape, bias: bool, **options: Any) -> int:
+def _linear_weight_gradient(grad: Shape, x: Shape, **others: Any) -> int:
     return 2 * math.prod(grad) * x[-1]
 
 
-def _none(*arguments: Any, **options: Any) -> int:
+def _none(**others: Any) -> int:
     """Element-wise work."""
     return 0
 
 
-def _block(
-    tokens: Sequence[Shape],
-    tensors: Sequence[Shape],
-    caches: Sequence[Shape],
-    integers: Sequence[int],
-    numbers: Sequence[float],
-    **options: Any,
-) -> int:
-    return _block_forward(tokens, tensors, integers, numbers)
-
-
-def _block_forward(
-    tokens: Sequence[Shape], tensors: Sequence[Shape], integers: Sequence[int], numbers: Sequence[float], **options: Any
-) -> int:
+def _block(tokens: Sequence[Shape], tensors: Sequence[Shape], integers: Sequence[int], **others: Any) -> int:
     total = 0
     for block in read_blocks(tensors, integers):
         call = _BlockSizes(block, tokens)
@@ -56,14 +43,7 @@ def _block_forward(
 
 
 def _block_backward(
-    grad: Shape,
-    tokens: Sequence[Shape],
-    tensors: Sequence[Shape],
-    saved: Sequence[Shape],
-    integers: Sequence[int],
-    numbers: Sequence[float],
-    needs: Sequence[int],
-    **options: Any,
+    tokens: Sequence[Shape], tensors: Sequence[Shape], integers: Sequence[int], needs: Sequence[int], **others: Any
 ) -> int:
     (block,) = read_blocks(tensors, integers)
     return _BackwardFlops(block, tokens, needs).flops()
@@ -172,7 +152,7 @@ LAYER_FLOPS: Final[dict[str, Callable[..., int]]] = {
     "dropout_add": _none,
     "cache_append": _none,
     "block": _block,
-    "block_forward": _block_forward,
+    "block_forward": _block,
     "block_backward": _block_backward,
 }
 """As ``FLOPS``, of the operators of single layers and of blocks."""

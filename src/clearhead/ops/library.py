@@ -1,7 +1,6 @@
-"""The compiled CPU kernels and operators: found, loaded on first use, and checked against this version.
+"""The compiled CPU kernels, and the instruction set that they run on.
 
-``CLEARHEAD_NATIVE=0`` leaves them out; ``CLEARHEAD_ISA`` names the instruction set to use instead of the best.
-Both are read once, when something first asks.
+``CLEARHEAD_ISA`` names the instruction set to use instead of the best. It is read once, when something first asks.
 """
 
 from __future__ import annotations
@@ -10,23 +9,18 @@ import ctypes
 import os
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Final
 
-# Its OpenMP and its library must be in the process before the kernels are: they bring none of their own.
-import torch as torch
+import torch
 
 from clearhead.errors import UnsupportedError
-from clearhead.ops import openmp
+from clearhead.ops import binary
 from clearhead.ops.fakes import register
 from clearhead.tensors import has_memory
 
-__all__ = ["ABI", "PATH", "in_memory", "isa_index", "isa_name", "isa_names", "library", "memory_bound", "reason"]
+__all__ = ["in_memory", "isa_index", "isa_name", "isa_names", "library", "memory_bound", "reason"]
 
-PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
 _MEMORY: Final = "CLEARHEAD_KEEP_MEMORY"
-#: ``CH_ABI`` of the header that the library was built from.
-ABI: Final = 19
 
 
 @dataclass(frozen=True)
@@ -96,19 +90,9 @@ def memory_bound() -> int | None:
 
 @cache
 def _loaded() -> _Loaded:
-    if os.environ.get("CLEARHEAD_NATIVE", "").strip() == "0":
-        return _Loaded(None, "is switched off by CLEARHEAD_NATIVE=0")
-    if not PATH.exists():
-        return _Loaded(None, "is not built (it takes GCC or Clang: install again, or make native in a checkout)")
-    try:
-        openmp.share()
-        found = ctypes.CDLL(str(PATH))
-        # Another version may lack other functions, so this one is asked first.
-        if (theirs := found.ch_abi()) != ABI:
-            return _Loaded(None, f"is of another version of clearhead ({theirs} instead of {ABI}): install again")
-        _declare(found)
-    except (OSError, AttributeError) as problem:
-        return _Loaded(None, f"was built for another machine or another torch ({' '.join(str(problem).split())})")
+    found, problem = binary.load()
+    if found is None:
+        return _Loaded(None, problem)
     return _chosen(found, os.environ.get("CLEARHEAD_ISA", "").strip())
 
 
@@ -118,10 +102,6 @@ def _chosen(found: ctypes.CDLL, asked: str) -> _Loaded:
     while (name := found.ch_isa_name(len(built))) is not None:
         built.append(name.decode())
     usable = tuple(name for index, name in enumerate(built) if found.ch_isa_usable(index))
-    problem = found.ch_operators_problem().decode()
-    if problem:
-        return _Loaded(None, f"was built for another torch ({problem})")
-    register()
     bound = memory_bound()
     if bound is not None:
         found.ch_keep_memory(bound)
@@ -134,17 +114,5 @@ def _chosen(found: ctypes.CDLL, asked: str) -> _Loaded:
     return _Loaded(found, None, usable, built.index(asked))
 
 
-def _declare(found: ctypes.CDLL) -> None:
-    """Give the functions the types of the header."""
-    int32, int64 = ctypes.c_int32, ctypes.c_int64
-    for function, arguments, result in (
-        (found.ch_isa_best, [], ctypes.c_int),
-        (found.ch_isa_name, [ctypes.c_int], ctypes.c_char_p),
-        (found.ch_isa_usable, [ctypes.c_int], ctypes.c_int),
-        (found.ch_use_isa, [int32], None),
-        (found.ch_operators_problem, [], ctypes.c_char_p),
-        (found.ch_product_rate, [int32] * 3, ctypes.c_double),
-        (found.ch_kept_memory, [], int64),
-        (found.ch_keep_memory, [int64], int64),
-    ):
-        function.argtypes, function.restype = arguments, result
+# Modules that call the operators import this one.
+register()

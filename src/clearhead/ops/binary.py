@@ -1,0 +1,73 @@
+"""The file of the compiled CPU kernels and operators, which ``import clearhead`` loads, and what torch asks of it.
+
+Loading registers the operators with torch, so that a program that names them runs: one of ``torch.export.load`` or
+``torch._inductor.aoti_load_package``. ``CLEARHEAD_NATIVE=0`` leaves the file out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+# Its OpenMP and its library must be in the process before the kernels are: they bring none of their own.
+import torch as torch
+
+from clearhead.ops import openmp
+
+__all__ = ["ABI", "PATH", "load", "signatures"]
+
+PATH: Final = Path(__file__).resolve().parent.parent / "_native" / "libclearhead_native.so"
+#: ``CH_ABI`` of the header that the library was built from.
+ABI: Final = 20
+
+
+@cache
+def load() -> tuple[ctypes.CDLL | None, str]:
+    """The library, whose operators torch has, or None; and why there is none."""
+    if os.environ.get("CLEARHEAD_NATIVE", "").strip() == "0":
+        return None, "is switched off by CLEARHEAD_NATIVE=0"
+    if not PATH.exists():
+        return None, "is not built (it takes GCC or Clang: install again, or make native in a checkout)"
+    try:
+        openmp.share()
+        found = ctypes.CDLL(str(PATH))
+        # Another version may lack other functions, so this one is asked first.
+        if (theirs := found.ch_abi()) != ABI:
+            return None, f"is of another version of clearhead ({theirs} instead of {ABI}): install again"
+        _declare(found)
+    except (OSError, AttributeError) as problem:
+        return None, f"was built for another machine or another torch ({' '.join(str(problem).split())})"
+    if refused := found.ch_operators_problem().decode():
+        return None, f"was built for another torch ({refused})"
+    return found, ""
+
+
+def signatures() -> dict[str, tuple[str, ...]]:
+    """The names of each operator's arguments, in the order of its schema; empty without the library."""
+    library, _ = load()
+    found: dict[str, tuple[str, ...]] = {}
+    while library is not None and (schema := library.ch_operator_schema(len(found))) is not None:
+        name, _, rest = schema.decode().partition("(")
+        arguments = rest.rpartition(") ->")[0].split(", ")
+        found[name] = tuple(each.partition("=")[0].rpartition(" ")[2] for each in arguments)
+    return found
+
+
+def _declare(found: ctypes.CDLL) -> None:
+    """Give the functions the types of the header."""
+    int32, int64 = ctypes.c_int32, ctypes.c_int64
+    for function, arguments, result in (
+        (found.ch_isa_best, [], ctypes.c_int),
+        (found.ch_isa_name, [ctypes.c_int], ctypes.c_char_p),
+        (found.ch_isa_usable, [ctypes.c_int], ctypes.c_int),
+        (found.ch_use_isa, [int32], None),
+        (found.ch_operators_problem, [], ctypes.c_char_p),
+        (found.ch_operator_schema, [int32], ctypes.c_char_p),
+        (found.ch_product_rate, [int32] * 3, ctypes.c_double),
+        (found.ch_kept_memory, [], int64),
+        (found.ch_keep_memory, [int64], int64),
+    ):
+        function.argtypes, function.restype = arguments, result
