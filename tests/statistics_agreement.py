@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.dispatch import BACKENDS
+from clearhead.dispatch import BACKENDS, loaded
 from tests.budget import rounding, within_budget
 
 #: What every backend that gives it can differentiate.
@@ -21,7 +21,7 @@ ALSO_DIFFERENTIABLE = ("row_weights", "distance", "rows")
 #: Backends that run here and give more than the output.
 GIVING = [
     backend.name
-    for backend in BACKENDS
+    for backend in map(loaded, BACKENDS)
     if backend.name != "reference" and backend.capability.statistics and backend.capability.requires() is None
 ]
 
@@ -56,7 +56,7 @@ def everything(
 
 def given_by(backend: str) -> frozenset[str]:
     """The statistics that a backend's capability names."""
-    return next(each for each in BACKENDS if each.name == backend).capability.statistics
+    return loaded(backend).capability.statistics
 
 
 def check_statistics(backend: str, inputs: tuple[Tensor, ...], want: ch.Want, **options: Any) -> None:

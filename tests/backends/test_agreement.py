@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.dispatch import BACKENDS
+from clearhead.dispatch import BACKENDS, loaded
 from tests.agreement import compare, gradients
 from tests.budget import within_budget
 from tests.problems import BIAS, HEADS, MASKS, RULES, SINKS, TABLE, NamedMask, NamedRule, tensors
 
-TESTED = [backend.name for backend in BACKENDS if backend.name != "reference" and backend.capability.requires() is None]
+TESTED = [name for name in BACKENDS if name != "reference" and loaded(name).capability.requires() is None]
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

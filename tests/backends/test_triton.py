@@ -24,6 +24,8 @@ from torch import Tensor
 import clearhead as ch
 from clearhead import dispatch
 from clearhead.backends import triton
+from clearhead.backends.capability import Backend
+from clearhead.dispatch import loaded
 from tests.problems import HEADS, MASKS, RULES, tensors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,11 +165,13 @@ CASES: dict[str, Callable[[], None]] = {
 }  # fmt: skip
 
 
-def _on_this_cpu() -> tuple[Any, ...]:
-    """The table of backends with the kernels taking CPU tensors, as the interpreter does."""
-    own = triton.BACKEND
-    here = replace(own.capability, devices=frozenset({"cpu"}), requires=lambda: None)
-    return tuple(replace(own, capability=here) if each.name == "triton" else each for each in dispatch.BACKENDS)
+def _on_this_cpu(name: str) -> Backend:
+    """A backend; triton's takes CPU tensors, as its interpreter does."""
+    backend = loaded(name)
+    if name != "triton":
+        return backend
+    here = replace(backend.capability, devices=frozenset({"cpu"}), requires=lambda: None)
+    return replace(backend, capability=here)
 
 
 def _multiply_bfloat16() -> None:
@@ -189,7 +193,7 @@ def _multiply_bfloat16() -> None:
 
 def _interpret() -> None:
     """Run every case; print as JSON what went wrong with each."""
-    dispatch.BACKENDS = _on_this_cpu()
+    dispatch.loaded = _on_this_cpu
     _multiply_bfloat16()
     said = {}
     for name, run in CASES.items():
@@ -298,8 +302,8 @@ def test_reasons_without_a_gpu() -> None:
 
 def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only by name or for statistics, and never where a gradient is wanted."""
-    only = {"triton", "sdpa", "tiled", "reference"}
-    monkeypatch.setattr(dispatch, "BACKENDS", tuple(each for each in _on_this_cpu() if each.name in only))
+    monkeypatch.setattr(dispatch, "BACKENDS", ("sdpa", "triton", "tiled", "reference"))
+    monkeypatch.setattr(dispatch, "loaded", _on_this_cpu)
     inputs = tensors(value_dim=8)
     want = ch.Want(entropy=True)
     with torch.no_grad():
@@ -317,7 +321,7 @@ def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tables_of_masks_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "BACKENDS", _on_this_cpu())
+    monkeypatch.setattr(dispatch, "loaded", _on_this_cpu)
     query = torch.zeros(1, 1, 2**14 + 1, 1)
     reasons = ch.explain_dispatch(query, query, query, mask=ch.Strided(3), want=ch.Want(lse=True)).reasons["triton"]
     assert reasons == ("would need a table of 268,468,225 entries (limit 268,435,456)",)
