@@ -101,9 +101,9 @@ class Operator:
         return [one.contiguous() for one in self._results(*call)]
 
     def _forward_like(
-        self, query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], kinds: str, mask: str, scores: str,
-        asked: str, seeds: list[Tensor], scale: float | None, dropout: float, query_offset: int | None, backend: str,
-    ) -> list[Tensor]:  # fmt: skip
+        self, query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor], *others: Any
+    ) -> list[Tensor]:
+        _, _, _, asked, *_ = others
         return list(self._like(query, key, value, decode(asked, tensors)))
 
     def _backward(
@@ -138,8 +138,7 @@ class Operator:
 
     def _backward_like(
         self, grads: list[Tensor], given: str, query: Tensor, key: Tensor, value: Tensor, tensors: list[Tensor],
-        kinds: str, mask: str, scores: str, asked: str, seeds: list[Tensor], scale: float | None, dropout: float,
-        query_offset: int | None, backend: str,
+        *others: Any,
     ) -> list[Tensor]:  # fmt: skip
         sources = (query, key, value, *tensors)
         return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in sources]

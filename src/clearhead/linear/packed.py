@@ -115,10 +115,8 @@ def _forward(
     return [part.contiguous() for part in found if part is not None]
 
 
-def _forward_like(
-    tensors: list[Tensor], names: str, ids: Tensor, function: str, causal: bool, form: str, chunk: int,
-    normalized: bool, faint: bool, given: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
+def _forward_like(tensors: list[Tensor], *others: Any) -> list[Tensor]:
+    *_, normalized, _, _ = others
     query, key, value = tensors[:3]
     documents = torch.library.get_ctx().new_dynamic_size()
     states = [query.new_empty((documents, key.shape[1], key.shape[3], value.shape[3]))]
@@ -144,10 +142,7 @@ def _backward(
     ]
 
 
-def _backward_like(
-    grads: list[Tensor], arrived: str, tensors: list[Tensor], names: str, ids: Tensor, function: str, causal: bool,
-    form: str, chunk: int, normalized: bool, faint: bool, given: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
+def _backward_like(grads: list[Tensor], arrived: str, tensors: list[Tensor], *others: Any) -> list[Tensor]:
     return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
 
 
