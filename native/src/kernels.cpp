@@ -53,7 +53,7 @@ template <template <class> class Work, class Description> int run_each(const Des
   }
 }
 
-double rate(int dtype, int threads) {
+double rate([[maybe_unused]] int dtype, int threads) {
 #if defined(CH_BF16DOT)
   if (dtype == CH_BFLOAT16) return rate_of<Pairs>(threads);
 #endif

@@ -1,9 +1,7 @@
 // Rows put behind those that a target holds, at every instruction set and several threads, and descriptions of it that
 // are wrong in one place each.
-#include <functional>
-
 #include "activation_reference.h"
-#include "guarded.h"
+#include "spoiled.h"
 
 namespace test {
 
@@ -67,16 +65,7 @@ int every_size() {
 
 int bad_descriptions() {
   using W = ch_append;
-  struct Bad {
-    const char* what;
-    int code;
-    std::function<void(W&)> spoil;
-  };
-  const auto odd = [](void* pointer) { return static_cast<void*>(static_cast<uint8_t*>(pointer) + 1); };
-  const std::vector<Bad> all = {
-      {"size", CH_BAD_SIZE, [](W& w) { w.size += 8; }},
-      {"abi", CH_BAD_SIZE, [](W& w) { w.abi -= 1; }},
-      {"isa", CH_BAD_ISA, [](W& w) { w.isa = 99; }},
+  const std::vector<Bad<W>> all = spoiled<W>({
       {"dtype", CH_BAD_DTYPE, [](W& w) { w.dtype = 3; }},
       {"negative batch", CH_BAD_SHAPE, [](W& w) { w.batch = -1; }},
       {"negative heads", CH_BAD_SHAPE, [](W& w) { w.heads = -1; }},
@@ -86,31 +75,25 @@ int bad_descriptions() {
       {"huge first", CH_BAD_SHAPE, [](W& w) { w.first = INT64_MAX; }},
       {"huge rows", CH_BAD_SHAPE, [](W& w) { w.rows = INT64_MAX; }},
       {"more than can be counted", CH_BAD_SHAPE, [](W& w) { w.batch = w.heads = INT32_MAX; }},
-      {"no threads", CH_BAD_OPTION, [](W& w) { w.threads = 0; }},
       {"no source", CH_BAD_POINTER, [](W& w) { w.source.data = nullptr; }},
       {"no target", CH_BAD_POINTER, [](W& w) { w.target.data = nullptr; }},
-      {"odd source", CH_BAD_POINTER, [&](W& w) { w.source.data = odd(w.source.data); }},
-      {"odd target", CH_BAD_POINTER, [&](W& w) { w.target.data = odd(w.target.data); }},
+      {"odd source", CH_BAD_POINTER, [](W& w) { make_odd(w.source.data); }},
+      {"odd target", CH_BAD_POINTER, [](W& w) { make_odd(w.target.data); }},
       {"a negative stride", CH_BAD_STRIDE, [](W& w) { w.target.row = -8; }},
       {"a huge stride", CH_BAD_STRIDE, [](W& w) { w.source.head = INT64_MAX; }},
       {"rows of the target that overlap", CH_BAD_STRIDE, [](W& w) { w.target.row = w.columns - 1; }},
       {"heads of the target that overlap", CH_BAD_STRIDE, [](W& w) { w.target.head = 0; }},
       {"a target at the last address", CH_BAD_STRIDE, [](W& w) { w.target.data = reinterpret_cast<void*>(-8); }},
-  };
+  });
   Random random(4);
   AppendCall call(random, CH_FLOAT32, 2, 3, 2, 20, 5, 1);
-  for (const Bad& bad : all) {
-    ch_append work = call.work;
-    bad.spoil(work);
-    expect(ch_append_rows(&work), bad.code, std::string("append with a bad description (") + bad.what + ")");
-    check(call.target.untouched(), std::string(bad.what) + ": something was written");
-  }
+  const int count = expect_refused(call.work, all, "append", ch_append_rows, [&] { return call.target.untouched(); });
   expect(ch_append_rows(nullptr), CH_BAD_POINTER, "append of nothing");
   // What is read may lie on itself: the same row for every head.
   ch_append shared = call.work;
   shared.source.head = 0;
   expect(ch_append_rows(&shared), CH_OK, "append of what heads share");
-  return static_cast<int>(all.size());
+  return count;
 }
 
 }  // namespace

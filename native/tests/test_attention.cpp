@@ -63,16 +63,22 @@ void one_case(uint64_t number) {
     on_a_fresh_thread([&] { on_set(isa, call, observed, right, describe(number, c)); });
 }
 
+// Two heads of 90 keys; the caller sets each row's run.
+Case of_two_heads(Random& random, int dtype, int64_t q_len) {
+  Case c;
+  c.dtype = dtype, c.heads = c.kv_heads = 2, c.q_len = q_len, c.k_len = 90, c.dim = 24, c.value_dim = 40, c.runs = 1;
+  draw_numbers(random, c, c.query, 2 * q_len * 24, 2.0);
+  draw_numbers(random, c, c.key, 2 * 90 * 24, 2.0);
+  draw_numbers(random, c, c.value, 2 * 90 * 40, 2.0);
+  draw_numbers(random, c, c.grad_output, 2 * q_len * 40, 2.0);
+  return c;
+}
+
 // NaN in a key and a value that nobody may attend to reaches nothing; backward says that it saw it, and writes nothing.
 void containment() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
-    Case c;
-    c.dtype = dtype, c.heads = c.kv_heads = 2, c.q_len = 40, c.k_len = 90, c.dim = 24, c.value_dim = 40, c.runs = 1;
     Random random(static_cast<uint64_t>(dtype) + 5);
-    draw_numbers(random, c, c.query, 2 * 40 * 24, 2.0);
-    draw_numbers(random, c, c.key, 2 * 90 * 24, 2.0);
-    draw_numbers(random, c, c.value, 2 * 90 * 40, 2.0);
-    draw_numbers(random, c, c.grad_output, 2 * 40 * 40, 2.0);
+    Case c = of_two_heads(random, dtype, 40);
     c.start.assign(80, 0), c.stop.assign(80, 77);
     const Expected right = Reference(c).r;
     for (double bad : {static_cast<double>(NAN), static_cast<double>(INFINITY)}) {
@@ -97,13 +103,8 @@ void containment() {
 // A gradient that arrives and is not finite would reach keys that its row may not attend to: backward refuses it too.
 void contained_arrivals() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
-    Case c;
-    c.dtype = dtype, c.heads = c.kv_heads = 2, c.q_len = 40, c.k_len = 90, c.dim = 24, c.value_dim = 40, c.runs = 1;
     Random random(static_cast<uint64_t>(dtype) + 7);
-    draw_numbers(random, c, c.query, 2 * 40 * 24, 2.0);
-    draw_numbers(random, c, c.key, 2 * 90 * 24, 2.0);
-    draw_numbers(random, c, c.value, 2 * 90 * 40, 2.0);
-    draw_numbers(random, c, c.grad_output, 2 * 40 * 40, 2.0);
+    Case c = of_two_heads(random, dtype, 40);
     c.grad_lse.assign(80, 0.5);
     c.start.assign(80, 0), c.stop.assign(80, 77);
     for (bool of_lse : {false, true}) {
@@ -125,14 +126,9 @@ void contained_arrivals() {
 // Two documents and padding behind them, which is NaN: backward never reads it.
 void contained_segments() {
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16}) {
-    Case c;
-    c.dtype = dtype, c.heads = c.kv_heads = 2, c.q_len = c.k_len = 90, c.dim = 24, c.value_dim = 40, c.runs = 1;
-    c.same_runs = true;
     Random random(static_cast<uint64_t>(dtype) + 11);
-    draw_numbers(random, c, c.query, 2 * 90 * 24, 2.0);
-    draw_numbers(random, c, c.key, 2 * 90 * 24, 2.0);
-    draw_numbers(random, c, c.value, 2 * 90 * 40, 2.0);
-    draw_numbers(random, c, c.grad_output, 2 * 90 * 40, 2.0);
+    Case c = of_two_heads(random, dtype, 90);
+    c.same_runs = true;
     for (int row = 0; row < 180; ++row) {
       const int i = row % 90;
       c.start.push_back(i < 50 ? 0 : i < 77 ? 50 : 77), c.stop.push_back(i < 50 ? 50 : 77);
@@ -357,6 +353,7 @@ int main(int arguments, char** argument) {
   int others = 0;
   if (arguments == 1 || count == 0) {
     test::containment();
+    test::contained_arrivals();
     test::contained_segments();
     test::nothing_to_see();
     test::scales();

@@ -1,9 +1,7 @@
 // Dropout of activations against its definition, at every instruction set and several threads, and descriptions of it
 // that are wrong in one place each.
-#include <functional>
-
 #include "activation_reference.h"
-#include "guarded.h"
+#include "spoiled.h"
 
 namespace test {
 
@@ -99,42 +97,27 @@ void contains() {
 
 int bad_descriptions() {
   using W = ch_dropout;
-  struct Bad {
-    const char* what;
-    int code;
-    std::function<void(W&)> spoil;
-  };
-  const auto odd = [](const void* pointer) { return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(pointer) + 1); };
-  const std::vector<Bad> all = {
-      {"size", CH_BAD_SIZE, [](W& w) { w.size += 8; }},
-      {"abi", CH_BAD_SIZE, [](W& w) { w.abi -= 1; }},
-      {"isa", CH_BAD_ISA, [](W& w) { w.isa = 99; }},
+  const std::vector<Bad<W>> all = spoiled<W>({
       {"dtype", CH_BAD_DTYPE, [](W& w) { w.dtype = 3; }},
       {"negative rows", CH_BAD_SHAPE, [](W& w) { w.rows = -1; }},
       {"negative columns", CH_BAD_SHAPE, [](W& w) { w.columns = -1; }},
       {"huge rows", CH_BAD_SHAPE, [](W& w) { w.rows = INT64_MAX; }},
       {"huge columns", CH_BAD_SHAPE, [](W& w) { w.columns = INT64_MAX; }},
       {"more than can be counted", CH_BAD_SHAPE, [](W& w) { w.rows = INT32_MAX, w.columns = int64_t{1} << 47; }},
-      {"threads", CH_BAD_OPTION, [](W& w) { w.threads = 0; }},
       {"all dropped", CH_BAD_OPTION, [](W& w) { w.dropped = 65536; }},
       {"a negative share", CH_BAD_OPTION, [](W& w) { w.dropped = -1; }},
       {"no input", CH_BAD_POINTER, [](W& w) { w.input = nullptr; }},
       {"no output", CH_BAD_POINTER, [](W& w) { w.output = nullptr; }},
-      {"odd input", CH_BAD_POINTER, [&](W& w) { w.input = odd(w.input); }},
-      {"odd added", CH_BAD_POINTER, [&](W& w) { w.added = odd(w.added); }},
-      {"odd output", CH_BAD_POINTER, [&](W& w) { w.output = odd(w.output); }},
+      {"odd input", CH_BAD_POINTER, [](W& w) { make_odd(w.input); }},
+      {"odd added", CH_BAD_POINTER, [](W& w) { make_odd(w.added); }},
+      {"odd output", CH_BAD_POINTER, [](W& w) { make_odd(w.output); }},
       {"output at the last address", CH_BAD_STRIDE, [](W& w) { w.output = reinterpret_cast<void*>(-8); }},
-  };
+  });
   Random random(4);
   DropoutCall call(random, CH_FLOAT32, 3, 100, true);
-  for (const Bad& bad : all) {
-    ch_dropout work = call.work;
-    bad.spoil(work);
-    expect(ch_drop(&work), bad.code, std::string("dropout with a bad description (") + bad.what + ")");
-    check(call.output.untouched(), std::string(bad.what) + ": something was written");
-  }
+  const int count = expect_refused(call.work, all, "dropout", ch_drop, [&] { return call.output.untouched(); });
   expect(ch_drop(nullptr), CH_BAD_POINTER, "dropout of nothing");
-  return static_cast<int>(all.size());
+  return count;
 }
 
 }  // namespace

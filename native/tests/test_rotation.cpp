@@ -1,10 +1,9 @@
 // Rotary positions at every instruction set and several threads, into another tensor and in place, and descriptions that
 // are wrong in one place each.
 #include <cfloat>
-#include <functional>
 
 #include "activation_reference.h"
-#include "guarded.h"
+#include "spoiled.h"
 
 namespace test {
 
@@ -131,16 +130,7 @@ void containment() {
 
 int bad_descriptions() {
   using W = ch_rotation;
-  struct Bad {
-    const char* what;
-    int code;
-    std::function<void(W&)> spoil;
-  };
-  const auto odd = [](void* pointer) { return static_cast<void*>(static_cast<uint8_t*>(pointer) + 1); };
-  const std::vector<Bad> all = {
-      {"size", CH_BAD_SIZE, [](W& w) { w.size += 8; }},
-      {"abi", CH_BAD_SIZE, [](W& w) { w.abi -= 1; }},
-      {"isa", CH_BAD_ISA, [](W& w) { w.isa = 99; }},
+  const std::vector<Bad<W>> all = spoiled<W>({
       {"dtype", CH_BAD_DTYPE, [](W& w) { w.dtype = 3; }},
       {"negative batch", CH_BAD_SHAPE, [](W& w) { w.batch = -1; }},
       {"negative heads", CH_BAD_SHAPE, [](W& w) { w.heads = -1; }},
@@ -153,29 +143,23 @@ int bad_descriptions() {
       {"negative positions", CH_BAD_SHAPE, [](W& w) { w.positions = -1; }},
       {"huge positions", CH_BAD_SHAPE, [](W& w) { w.positions = INT64_MAX; }},
       {"more than can be counted", CH_BAD_SHAPE, [](W& w) { w.batch = w.heads = INT32_MAX; }},
-      {"no threads", CH_BAD_OPTION, [](W& w) { w.threads = 0; }},
       {"neither there nor back", CH_BAD_OPTION, [](W& w) { w.back = 2; }},
       {"no table", CH_BAD_POINTER, [](W& w) { w.table = nullptr; }},
       {"no source", CH_BAD_POINTER, [](W& w) { w.source.data = nullptr; }},
       {"no target", CH_BAD_POINTER, [](W& w) { w.target.data = nullptr; }},
-      {"odd source", CH_BAD_POINTER, [&](W& w) { w.source.data = odd(w.source.data); }},
-      {"odd target", CH_BAD_POINTER, [&](W& w) { w.target.data = odd(w.target.data); }},
+      {"odd source", CH_BAD_POINTER, [](W& w) { make_odd(w.source.data); }},
+      {"odd target", CH_BAD_POINTER, [](W& w) { make_odd(w.target.data); }},
       {"a negative stride", CH_BAD_STRIDE, [](W& w) { w.target.row = -8; }},
       {"a huge stride", CH_BAD_STRIDE, [](W& w) { w.source.head = INT64_MAX; }},
       {"rows of the target that overlap", CH_BAD_STRIDE, [](W& w) { w.target.row = w.columns - 1; }},
       {"heads of the target that overlap", CH_BAD_STRIDE, [](W& w) { w.target.head = 0; }},
       {"a target at the last address", CH_BAD_STRIDE, [](W& w) { w.target.data = reinterpret_cast<void*>(-8); }},
-  };
+  });
   Random random(4);
   RotationCall call(random, CH_FLOAT32, 2, 3, 2, 20, 5, 1, false);
-  for (const Bad& bad : all) {
-    ch_rotation work = call.work;
-    bad.spoil(work);
-    expect(ch_rotate(&work), bad.code, std::string("rotation with a bad description (") + bad.what + ")");
-    check(call.target.untouched(), std::string(bad.what) + ": something was written");
-  }
+  const int count = expect_refused(call.work, all, "rotation", ch_rotate, [&] { return call.target.untouched(); });
   expect(ch_rotate(nullptr), CH_BAD_POINTER, "rotation of nothing");
-  return static_cast<int>(all.size());
+  return count;
 }
 
 }  // namespace
