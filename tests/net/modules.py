@@ -91,6 +91,13 @@ class Module:
         return bool(self.values["training"] and self.values["dropout"])
 
     @property
+    def gradient_jumps(self) -> bool:
+        """Whether bfloat16's rounding decides on which side of 0, where the gradient jumps, a ReLU's input is: without
+        a bias there is nothing to keep it away."""
+        values = self.values
+        return values.get("activation") == "relu" and not values["bias"] and self.dtype is torch.bfloat16
+
+    @property
     def name(self) -> str:
         shown = (f"{name}={value}".replace("torch.", "") for name, value in self.options)
         return f"{self.kind}({', '.join(shown)})"

@@ -31,7 +31,9 @@ def test_fused_module_equals_unfused_module(row: Module) -> None:
     with hooked(module):
         unfused = results(module, call)
     exact = results(copy.deepcopy(module).double(), call.to(torch.float64))
-    assert max(distance(unfused, exact), distance(fused, exact), distance(fused, unfused)) < FAR[row.dtype]
+    if row.gradient_jumps:
+        fused, unfused, exact = ({"output": each["output"]} for each in (fused, unfused, exact))
+    assert max(distance(unfused, exact), distance(fused, exact)) < FAR[row.dtype]
     if row.dtype is torch.float32:
         agree(fused, unfused, exact, TERMS)
 
