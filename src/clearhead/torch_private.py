@@ -1,11 +1,12 @@
-"""Every private name of torch that clearhead uses, each with its reason and what happens where torch lacks it.
+"""Every private name of torch and transformers that clearhead uses, its reason, and what happens without it.
 
 A section is one use. The rest of clearhead calls these functions; a test finds private names elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import chain
@@ -31,21 +32,30 @@ __all__ = [
     "differentiates_forward",
     "has_dispatch_mode",
     "has_function_mode",
+    "hooks_of",
+    "implementation_of",
     "is_compiled_function",
     "is_compiled_module",
     "is_hooked",
     "modules_are_hooked",
+    "no_torch_function",
     "onednn_linear",
+    "outputs_collected",
     "parameters_of",
+    "set_implementation",
     "submodules_of",
+    "supports_sdpa",
+    "takes_implementation",
     "tensors_of",
     "transforms",
     "version_of",
+    "wrapper_tensor",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+TensorKind = TypeVar("TensorKind", bound=Tensor)
 
-# 1. Transforms of torch.func ------------------------------------------------------------------------------------------
+# 1. Transforms of torch.func and forward-mode differentiation ---------------------------------------------------------
 
 _transforms_active: Final[Callable[[], bool]] = getattr(torch._C, "_are_functorch_transforms_active", bool)
 
@@ -58,9 +68,6 @@ def transforms() -> bool:
     return bool(_transforms_active())
 
 
-# 2. Forward-mode differentiation --------------------------------------------------------------------------------------
-
-
 def differentiates_forward() -> bool:
     """Whether forward-mode differentiation is active: kernels have no rule for tangents.
 
@@ -69,7 +76,7 @@ def differentiates_forward() -> bool:
     return int(getattr(forward_ad, "_current_level", -1)) >= 0
 
 
-# 3. Modes -------------------------------------------------------------------------------------------------------------
+# 2. Modes, and tensors that answer operators --------------------------------------------------------------------------
 
 # Without TorchDispatchMode nothing sees what users' functions read and draw, and the import fails.
 _dispatch_depth: Final[Callable[[], int]] = getattr(torch._C, "_len_torch_dispatch_stack", int)
@@ -96,6 +103,22 @@ def has_function_mode() -> bool:
     return _function_modes is None or any(type(mode) is not _device_mode(_function_modes) for mode in _function_modes())
 
 
+def wrapper_tensor(
+    kind: type[TensorKind], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> TensorKind:
+    """A tensor without elements, whose class has a ``__torch_dispatch__``: a mask that is computed when it is read.
+
+    Without the name no mask of transformers can be made.
+    """
+    made: TensorKind = Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+    return made
+
+
+#: ``__torch_function__`` of a class whose results are ordinary tensors, as torch's guide to extending it says.
+#: Without the name the import of the integration fails.
+no_torch_function: Final = torch._C._disabled_torch_function_impl
+
+
 @cache
 def _device_mode(modes: Callable[[], list[object]]) -> type:
     """The class of the mode that a default device is."""
@@ -103,7 +126,7 @@ def _device_mode(modes: Callable[[], list[object]]) -> type:
         return type(modes()[-1])
 
 
-# 4. What a module holds -----------------------------------------------------------------------------------------------
+# 3. What a module holds -----------------------------------------------------------------------------------------------
 
 # ``module.weight`` searches the class first and takes ten times as long as the module's dictionary.
 _global_hooks: Final[Callable[[], bool]] = getattr(torch_module, "_has_any_global_hook", bool)
@@ -121,7 +144,7 @@ def parameters_of(module: nn.Module) -> dict[str, Any]:
 
 def tensors_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """The module's parameters and its buffers. Without the attributes no module can be read."""
-    return module._parameters, module._buffers
+    return parameters_of(module), module._buffers
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -153,6 +176,12 @@ def any_hooks(attributes: Iterable[dict[str, Any]]) -> bool:
     return any(chain.from_iterable(map(_hooks, attributes)))
 
 
+def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
+    """The hooks that see the module's calls. Without one of the attributes no module can be read."""
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return [hook for hooks in kinds for hook in hooks.values()]
+
+
 def modules_are_hooked() -> bool:
     """Whether a hook sees the calls of all modules.
 
@@ -161,7 +190,7 @@ def modules_are_hooked() -> bool:
     return bool(_global_hooks())
 
 
-# 5. What a tensor is a view of, and how often it was written ----------------------------------------------------------
+# 4. What a tensor is a view of, and how often it was written ----------------------------------------------------------
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
@@ -173,14 +202,14 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often the tensor was written: a user's function must not write its arguments.
+    """How often the tensor was written, which tells whether what was read from it still holds.
 
-    Without the name the answer is 0, and such a write is not noticed.
+    Of tensors made in inference mode the answer is 0. Without the name it always is, and a write is not noticed.
     """
-    return int(getattr(tensor, "_version", 0))
+    return 0 if tensor.is_inference() else int(getattr(tensor, "_version", 0))
 
 
-# 6. torch.compile -----------------------------------------------------------------------------------------------------
+# 5. torch.compile -----------------------------------------------------------------------------------------------------
 
 
 def constant_when_compiled(function: Function) -> Function:
@@ -221,7 +250,7 @@ def break_graph(reason: str) -> None:
     torch._dynamo.graph_break(msg=reason)
 
 
-# 7. Autograd inside an operator's body --------------------------------------------------------------------------------
+# 6. Autograd inside an operator's body --------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -238,7 +267,7 @@ def autograd_inside_operator() -> Iterator[None]:
         yield
 
 
-# 8. oneDNN's linear layer ---------------------------------------------------------------------------------------------
+# 7. oneDNN's linear layer ---------------------------------------------------------------------------------------------
 
 
 def onednn_linear() -> Callable[..., Tensor] | None:
@@ -248,3 +277,48 @@ def onednn_linear() -> Callable[..., Tensor] | None:
     """
     operator = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     return None if operator is None else operator.default
+
+
+# 8. transformers' attention implementations ---------------------------------------------------------------------------
+
+
+def implementation_of(config: Any) -> str | None:
+    """The attention implementation that a config names; None of anything else.
+
+    Without the name it is None, and no attention of transformers is replaced.
+    """
+    return getattr(config, "_attn_implementation", None)
+
+
+def set_implementation(config: Any, name: str | None) -> None:
+    """Select an attention implementation in a config and in those within it, also one that a model would refuse.
+
+    Without the name nothing reads what is set.
+    """
+    config._attn_implementation = name
+
+
+def takes_implementation(model: Any) -> bool:
+    """Whether another attention implementation may be selected in a model.
+
+    Without the name the answer is yes, and transformers warns where it may not.
+    """
+    ask = getattr(model, "_can_set_attn_implementation", None)
+    return ask is None or bool(ask())
+
+
+def supports_sdpa(model: type) -> bool:
+    """Whether a model class has attention that is causal without a mask, as sdpa's is.
+
+    Without the name the answer is no, and no mask means what it means in eager attention.
+    """
+    return bool(getattr(model, "_supports_sdpa", False))
+
+
+def outputs_collected() -> Collection[str]:
+    """The outputs that transformers collects from submodules around this call.
+
+    Without the name there are none, and attention weights that are asked for are missing.
+    """
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    return (collector.get() or ()) if collector is not None else ()

@@ -11,7 +11,7 @@ lay a padded batch end to end what it was (``laid_out``). Hooks that can be show
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -247,6 +247,6 @@ def sees_layouts(hook: _Hook) -> _Hook:
     return hook
 
 
-def shown_padding(hooks: Mapping[int, Callable[..., Any]]) -> bool:
+def shown_padding(hooks: Iterable[Callable[..., Any]]) -> bool:
     """Whether any of a module's hooks has to be shown the padded batch that it would see without us."""
-    return not all(getattr(hook, "sees_layouts", False) for hook in hooks.values())
+    return not all(getattr(hook, "sees_layouts", False) for hook in hooks)

@@ -24,6 +24,7 @@ from clearhead.nn.spec import Projections
 from clearhead.projection import NATIVE, Path, project
 from clearhead.shapes import Float
 from clearhead.statistics import Want
+from clearhead.torch_private import parameters_of
 from clearhead.watch import attend, attend_wanting, edited, recognise, watched
 
 __all__ = ["SwappedMultiheadAttention", "mask_reader"]
@@ -142,7 +143,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
     def _check_numbers(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Raise unless the inputs have the widths and the dtype of the projections."""
         # Those of a parametrized module would be computed anew for the look at them.
-        weight = self._parameters.get("in_proj_weight" if self._qkv_same_embed_dim else "q_proj_weight")
+        weight = parameters_of(self).get("in_proj_weight" if self._qkv_same_embed_dim else "q_proj_weight")
         for name, tensor, width in (
             ("query", query, self.embed_dim),
             ("key", key, self.kdim),

@@ -28,7 +28,7 @@ from clearhead.nn.linear import Linear
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.spec import LayerParts, Stack
 from clearhead.shapes import Float
-from clearhead.torch_private import is_hooked
+from clearhead.torch_private import hooks_of, is_hooked, modules_are_hooked
 from clearhead.watch import laid_out, shown_padding, watched
 
 __all__ = [
@@ -41,8 +41,6 @@ __all__ = [
 
 #: Names under which torch's layers hold their attentions: to their own tokens, and to a memory.
 ATTENTIONS: Final = ("self_attn", "multihead_attn")
-#: Where a module holds its hooks.
-_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @stands_for(nn.TransformerEncoderLayer)
@@ -170,8 +168,7 @@ def _attended(
 def _is_seen_as_called(attention: SwappedMultiheadAttention, sequences: Sequence[Tensor]) -> bool:
     """Whether attention of the first of the sequences to the last is one step, and hooks see the arguments that they
     expect: our own know what became of padding."""
-    hooks = [own for name in _HOOKS if (own := getattr(attention, name))]
-    return attention.is_plain(*sequences) and not any(map(shown_padding, hooks))
+    return attention.is_plain(*sequences) and not shown_padding(hooks_of(attention))
 
 
 def _stack_of(
@@ -379,12 +376,8 @@ def _by_token(stack: nn.Module) -> bool:
 def _is_watched(stack: nn.Module) -> bool:
     """Whether hooks look into the stack, or a part computes something of its own; they are shown what torch shows them,
     tensors of the padded batch. Our own know a packed one."""
-    return torch.nn.modules.module._has_any_global_hook() or any(
-        module is not stack
-        and (
-            _is_replaced(module.__dict__)
-            or any(getattr(module, hooks) and shown_padding(getattr(module, hooks)) for hooks in _HOOKS)
-        )
+    return modules_are_hooked() or any(
+        module is not stack and (_is_replaced(module.__dict__) or shown_padding(hooks_of(module)))
         for module in stack.modules()
     )
 

@@ -19,6 +19,7 @@ from clearhead.integrations.transformers.masks import MaskTensor
 from clearhead.masks import Causal, Dense, Mask
 from clearhead.scores import DenseBias, RelativeBias, ScoreRule, Sink, SoftCap
 from clearhead.shapes import Float
+from clearhead.torch_private import outputs_collected, supports_sdpa
 from clearhead.watch import attend, edited, watched
 
 __all__ = ["NAME", "attend_for", "is_causal_alone", "planned", "scale_of", "weights_wanted"]
@@ -207,14 +208,12 @@ def _has_sdpa(file: str) -> bool:
     known = vars(sys.modules[file]).values() if file else ()
     models = [own for own in known if isinstance(own, type) and issubclass(own, PreTrainedModel)]
     own = [model for model in models if model.__module__ == file]
-    return not own or any(getattr(model, "_supports_sdpa", False) for model in own)
+    return not own or any(map(supports_sdpa, own))
 
 
 def weights_wanted() -> bool:
     """Whether transformers collects weights around this call; not every model says so to its attention."""
-    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
-    collected = None if collector is None else collector.get()
-    return collected is not None and any("attentions" in name for name in collected)
+    return any("attentions" in name for name in outputs_collected())
 
 
 def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

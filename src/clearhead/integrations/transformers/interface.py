@@ -24,6 +24,11 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 from clearhead.integrations.recast import class_of, original_of
 from clearhead.integrations.transformers.attention import NAME, attend_for
 from clearhead.integrations.transformers.masks import make_mask
+from clearhead.torch_private import (
+    implementation_of,
+    set_implementation,
+    takes_implementation,
+)
 from clearhead.watch import recognise
 
 __all__ = ["NAME", "attends", "enable", "hand_over", "is_marked", "models", "passes_by", "take_back"]
@@ -75,7 +80,7 @@ def hand_over(model: PreTrainedModel) -> str | None:
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if any(attends(type(part)) == "itself" for part in model.modules()):
         return "computes attention by itself, without transformers' attention interface"
-    if not all(part._can_set_attn_implementation() for part in parts):
+    if not all(takes_implementation(part) for part in parts):
         return "does not take another attention implementation"
     enable()
     marked = {part: _implementations(part) for part in model.modules() if _has_config(part)}
@@ -95,10 +100,10 @@ def take_back(model: nn.Module) -> None:
     """Restore the attention implementations from before ``hand_over`` of all configs in ``model``."""
     for part in model.modules():
         names = vars(part).pop(_BEFORE, {})
-        for path, config in _configs(part.config) if names else ():
-            if config._attn_implementation == NAME and path in names:
-                # The property would set those of the configs within it.
-                vars(config)["_attn_implementation_internal"] = names[path]
+        now = [(path, config, implementation_of(config)) for path, config in _configs(part.config)] if names else []
+        # Outer configs first: each sets those within it.
+        for path, config, name in now:
+            set_implementation(config, names.get(path, name) if name == NAME else name)
 
 
 def attends(kind: type[nn.Module]) -> str:
@@ -114,11 +119,11 @@ def is_marked(module: nn.Module) -> bool:
 
 
 def _has_config(module: nn.Module) -> bool:
-    return hasattr(vars(module).get("config"), "_attn_implementation")
+    return implementation_of(vars(module).get("config")) is not None
 
 
 def _implementations(module: Any) -> dict[str, str | None]:
-    return {path: config._attn_implementation for path, config in _configs(module.config)}
+    return {path: implementation_of(config) for path, config in _configs(module.config)}
 
 
 def _configs(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -149,7 +154,7 @@ def _way(kind: type[nn.Module]) -> str:
 
 def passes_by(module: nn.Module) -> bool:
     """Whether a module's attention is ours now, and can be observed."""
-    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    implementation = implementation_of(getattr(module, "config", None))
     return implementation == NAME and attends(class_of(module)) == "by interface"
 
 

@@ -32,6 +32,7 @@ from clearhead.nn.spec import LayerParts, Projections, Stack
 from clearhead.positions import turned_by_token
 from clearhead.projection import NATIVE, Layer, are_plain, project, project_activate_project
 from clearhead.shapes import Float
+from clearhead.torch_private import implementation_of
 from clearhead.watch import watched
 
 __all__ = ["attention_output", "layer_output"]
@@ -80,7 +81,7 @@ def _may_fuse(given: Arguments) -> bool:
 
 def _is_ours(core: Any) -> bool:
     """Whether an attention's implementation is ours now."""
-    return getattr(getattr(core, "config", None), "_attn_implementation", None) == NAME
+    return implementation_of(getattr(core, "config", None)) == NAME
 
 
 def _rotary_of(core: Any, given: Arguments) -> Any:

@@ -18,7 +18,6 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.fx import Proxy
-from torch.utils._pytree import tree_map_only
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from clearhead.integrations.torch.polarity import from_additive
@@ -27,6 +26,8 @@ from clearhead.masks import Causal, Dense, Documents, Mask, Padding, Window
 from clearhead.masks.base import conjuncts
 from clearhead.masks.parts import band_of, is_padding
 from clearhead.shapes import Bool
+from clearhead.tensors import traces
+from clearhead.torch_private import no_torch_function, version_of, wrapper_tensor
 
 __all__ = ["MaskTensor", "make_mask", "mask_of_tensor"]
 
@@ -55,7 +56,7 @@ class MaskTensor(Tensor):
     def __new__(
         cls, mask: Mask | None, shape: tuple[int, int, int, int], query_offset: int, device: torch.device | str
     ) -> MaskTensor:
-        made: MaskTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=torch.device(device))
+        made = wrapper_tensor(cls, shape, torch.bool, torch.device(device))
         made.mask, made.query_offset, made._table, made._elements = mask, query_offset, None, None
         made._padded, made._packed = None, []
         return made
@@ -113,17 +114,23 @@ class MaskTensor(Tensor):
         return packed, reduce(and_, others, packed.documents)
 
     # What is computed from a mask is an ordinary tensor.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        plain_args, plain_kwargs = tree_map_only(MaskTensor, MaskTensor.table, (args, dict(kwargs or {})))
-        return func(*plain_args, **plain_kwargs)
+        return func(*map(_with_values, args), **{name: _with_values(each) for name, each in (kwargs or {}).items()})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"MaskTensor({self.mask!r}, shape={tuple(self.shape)}, query_offset={self.query_offset})"
+
+
+def _with_values(argument: Any) -> Any:
+    """An operator's argument with tables in place of masks, in lists of tensors too."""
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(map(_with_values, argument))
+    return argument.table() if isinstance(argument, MaskTensor) else argument
 
 
 def make_mask(
@@ -170,11 +177,7 @@ def make_mask(
     if cache_position is not None:
         q_length, device = cache_position.shape[0], cache_position.device
         q_offset = cache_position[0]
-    recorded = (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or _is_traced(attention_mask, q_offset)
-    )
+    recorded = torch.compiler.is_compiling() or _is_traced(attention_mask, q_offset)
     compiled_step = q_length == 1 and torch.device(device).type != "cpu"
     if not recorded and not compiled_step and not use_vmap:
         place = _Place(batch_size, q_length, kv_length, int(q_offset), kv_offset)
@@ -209,9 +212,9 @@ def make_mask(
 
 def _is_traced(*tensors: object) -> bool:
     """Whether values may not be read, as while ``torch.jit`` or ``torch.fx`` trace, or of fake tensors."""
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-        return True
-    return any(isinstance(each, Proxy) or (isinstance(each, Tensor) and type(each) is not Tensor) for each in tensors)
+    return traces() or any(
+        isinstance(each, Proxy) or (isinstance(each, Tensor) and type(each) is not Tensor) for each in tensors
+    )
 
 
 class _Unreadable(Exception):
@@ -397,7 +400,7 @@ def mask_of_tensor(tensor: Tensor, query_offset: int) -> Mask | None:
 
     Cost: a few passes over the tensor.
     """
-    version = 0 if tensor.is_inference() else tensor._version
+    version = version_of(tensor)
     last: _Read | None = getattr(_LAST, "read", None)
     if last is None or last.tensor() is not tensor or (last.version, last.query_offset) != (version, query_offset):
         last = _LAST.read = _Read(ref(tensor), version, query_offset, _of_tensor(tensor, query_offset))

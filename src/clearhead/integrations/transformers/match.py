@@ -19,6 +19,7 @@ from clearhead.integrations.transformers.families import (
     FeedForwardRow,
     LayerRow,
 )
+from clearhead.torch_private import submodules_of, tensors_of
 
 __all__ = ["LayerMatch", "at", "attention_rows", "epsilon_name", "feedforward_rows", "first_of", "layer_matches"]
 
@@ -91,8 +92,9 @@ def feedforward_rows(module: nn.Module) -> Iterator[FeedForwardRow]:
 def epsilon_name(module: nn.Module) -> str | None:
     """The attribute that holds a norm's epsilon; None if the module does not look like a norm: a weight of one axis, no
     other parameters, buffers or submodules."""
-    weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or module._modules or module._buffers:
+    (parameters, buffers), parts = tensors_of(module), submodules_of(module)
+    weight = parameters.get("weight")
+    if weight is None or weight.dim() != 1 or len(parameters) > 1 or parts or buffers:
         return None
     return next((name for name in NORM_EPSILONS if isinstance(getattr(module, name, None), float)), None)
 
@@ -157,7 +159,7 @@ def _covers(module: nn.Module, covered: Sequence[str], *dropouts: str | None) ->
     named = set(covered)
     for name, part in module.named_modules():
         within = any(name == path or name.startswith(f"{path}.") for path in named)
-        if next(iter(part._parameters.values()), None) is not None and not within:
+        if next(part.parameters(recurse=False), None) is not None and not within:
             return False
         if isinstance(part, nn.Dropout) and part.p > 0 and name not in dropouts and not within:
             return False

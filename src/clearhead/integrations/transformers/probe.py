@@ -37,6 +37,7 @@ from clearhead.integrations.transformers.match import (
 from clearhead.integrations.transformers.parts import FeedForward, Formulas, NormForward, linear_of
 from clearhead.masks import Causal, Mask, Padding, Window
 from clearhead.ops.kinds import NormKind
+from clearhead.torch_private import implementation_of, set_implementation
 
 __all__ = ["Trial", "attempt"]
 
@@ -110,7 +111,7 @@ def _candidates(module: nn.Module, interface: bool) -> Iterator[Fast]:
         return
     yield from (LayerForward(match, interface=interface) for match in layer_matches(module))
     yield from (FeedForward(row) for row in feedforward_rows(module))
-    if hasattr(module, "config") and signature_of((original_of(class_of(module)) or class_of(module)).forward).rotary:
+    if hasattr(module, "config") and signature_of(_kind_of(module).forward).rotary:
         yield from (AttentionForward(row, interface=interface) for row in attention_rows(module))
 
 
@@ -177,13 +178,18 @@ def _undisturbed() -> Iterator[None]:
 # ---- subjects -----------------------------------------------------------------------------------------------
 
 
+def _kind_of(module: nn.Module) -> type[nn.Module]:
+    """The module's class before ``swap``."""
+    return original_of(class_of(module)) or class_of(module)
+
+
 def _reduced(module: nn.Module) -> nn.Module | None:
     """A new module of the same class from a config of few heads and channels; None if the class or its config does not
     allow that."""
     config = getattr(first_of(module.modules(), ("config",)), "to_dict", None)
     if config is None or isinstance(module, nn.ModuleList):
         return None
-    kind, config = original_of(class_of(module)) or class_of(module), _small(first_of(module.modules(), ("config",)))
+    kind, config = _kind_of(module), _small(first_of(module.modules(), ("config",)))
     names = inspect.signature(kind.__init__).parameters
     if config is None or "config" not in names:
         return None
@@ -193,10 +199,7 @@ def _reduced(module: nn.Module) -> nn.Module | None:
             found: nn.Module = kind(config=config, **place)
     except Exception:
         return None
-    structure = [
-        [(name, original_of(class_of(part)) or class_of(part)) for name, part in each.named_modules()]
-        for each in (module, found)
-    ]
+    structure = [[(name, _kind_of(part)) for name, part in each.named_modules()] for each in (module, found)]
     return found.float().train(module.training) if structure[0] == structure[1] else None
 
 
@@ -232,44 +235,35 @@ def _small(config: Any) -> Any:
 def _replica(module: nn.Module, implementation: str | None, memo: dict[object, Any]) -> nn.Module:
     """A module of the original classes with the same parameters and buffers, in float32, and without hooks; dropout is
     off, and its configs name another attention implementation. ``memo`` holds what several modules share."""
-    kind = original_of(class_of(module)) or class_of(module)
+    kind = _kind_of(module)
     twin = kind.__new__(kind)
-    state = vars(twin)
-    state.update(vars(module))
-    state.pop("forward", None)
     for name, value in vars(module).items():
-        if name.endswith("_hooks") or "_hooks_" in name:
-            state[name] = type(value)() if isinstance(value, dict) else value
-        elif "drop" in name and isinstance(value, float):
-            state[name] = 0.0
-        elif hasattr(value, "_attn_implementation"):
-            state[name] = _config(value, implementation, memo)
+        if isinstance(value, dict):
+            hooks = name.endswith("_hooks") or "_hooks_" in name
+            parts = {} if hooks else {key: _copied(part, implementation, memo) for key, part in value.items()}
+            vars(twin)[name] = parts
+        elif name != "forward":
+            dropout = "drop" in name and isinstance(value, float)
+            vars(twin)[name] = 0.0 if dropout else _copied(value, implementation, memo)
     if isinstance(twin, nn.Dropout):
         twin.p = 0.0
-    state["_buffers"] = dict(module._buffers)
-    state["_parameters"] = {name: _parameter(own, memo) for name, own in module._parameters.items()}
-    state["_modules"] = {
-        name: None if part is None else _replica(part, implementation, memo) for name, part in module._modules.items()
-    }
     return twin
 
 
-def _config(config: Any, implementation: str | None, memo: dict[object, Any]) -> Any:
-    if implementation is None:
-        return config
-    if (id(config), implementation) not in memo:
-        memo[id(config), implementation] = found = copy.deepcopy(config)
-        found._attn_implementation = implementation
-    return memo[id(config), implementation]
-
-
-def _parameter(parameter: nn.Parameter | None, memo: dict[object, Any]) -> nn.Parameter | None:
-    if parameter is None:
-        return None
-    if id(parameter) not in memo:
-        memo[id(parameter)] = nn.Parameter(parameter.detach().float())
-    own: nn.Parameter = memo[id(parameter)]
-    return own
+def _copied(value: Any, implementation: str | None, memo: dict[object, Any]) -> Any:
+    """A replica's part: a submodule, a parameter or a config, or what is shared as it is."""
+    if isinstance(value, nn.Module):
+        return _replica(value, implementation, memo)
+    if isinstance(value, nn.Parameter):
+        if id(value) not in memo:
+            memo[id(value)] = nn.Parameter(value.detach().float())
+        return memo[id(value)]
+    if implementation is None or implementation_of(value) is None:
+        return value
+    if (id(value), implementation) not in memo:
+        memo[id(value), implementation] = copy.deepcopy(value)
+        set_implementation(memo[id(value), implementation], implementation)
+    return memo[id(value), implementation]
 
 
 def _shrink(row: FeedForwardRow, *modules: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from clearhead.integrations.torch.parts import is_plain
 from clearhead.shapes import Float
+from clearhead.torch_private import version_of
 
 __all__ = ["angles_of", "fits"]
 
@@ -51,7 +52,7 @@ def angles_of(given: Any, dtype: torch.dtype) -> Float[Tensor, "_rows head_dim"]
     if cosine.dtype is not dtype:
         return None
     last: tuple[_Seen, ...] = getattr(_LAST, "seen", ())
-    versions = _version(cosine), _version(sine)
+    versions = version_of(cosine), version_of(sine)
     for seen in last:
         if seen.cosine() is cosine and seen.sine() is sine and seen.versions == versions:
             return seen.angles
@@ -77,8 +78,3 @@ def _made(cosine: Tensor, sine: Tensor) -> Tensor | None:
     # What is made in inference mode could not be part of a gradient later.
     with torch.inference_mode(False):
         return torch.cat([first[0] if alike else first.flatten(0, 1) for first, _ in halves], -1).float()
-
-
-def _version(tensor: Tensor) -> int:
-    """How often it was written into, where torch counts that."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -22,6 +22,7 @@ from clearhead.integrations.transformers.match import LayerMatch, at, first_of
 from clearhead.integrations.transformers.parts import Formulas, dropout_of, feedforward_of, linear_of, norm_of
 from clearhead.nn.spec import LayerParts, Projections, Stack
 from clearhead.scores import SoftCap
+from clearhead.torch_private import hooks_of
 
 __all__ = ["attention_of", "hooked", "layer_of"]
 
@@ -112,6 +113,4 @@ def hooked(module: nn.Module) -> bool:
 
     Hooks of transformers itself do nothing unless outputs are collected, and do not count.
     """
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *module._backward_hooks.values()]
-    hooks += module._backward_pre_hooks.values()
-    return "forward" in vars(module) or any(getattr(own, "__module__", "") != _COLLECTS for own in hooks)
+    return "forward" in vars(module) or any(getattr(hook, "__module__", "") != _COLLECTS for hook in hooks_of(module))
