@@ -153,18 +153,25 @@ def _whole_mask(**arguments: Any) -> Tensor | None:
 
 
 def _formula(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None,
     position_bias: Tensor | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    if scaling is None:
+        # GPT-2 before transformers 5 scales in its eager attention.
+        inverse = getattr(module, "scale_attn_by_inverse_layer_idx", False)
+        scaling = query.shape[-1] ** -0.5 / (module.layer_idx + 1 if inverse else 1)
     scores = query @ key.transpose(2, 3) * scaling
     if position_bias is not None:
         scores = scores + position_bias
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask, -1e300)
+        # Models that make their own masks before transformers 5 add them.
+        forbidden = attention_mask < 0 if attention_mask.is_floating_point() else ~attention_mask
+        scores = scores.masked_fill(forbidden, -1e300)
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[2]]

@@ -17,11 +17,11 @@ import transformers
 
 import clearhead as ch
 import clearhead.integrations.transformers as integration
-from clearhead.backends import native_projection
+from clearhead.ops import library as native_library
 from tests.bridges.hf_checks import distinct, ids_of
 
 pytestmark = [
-    pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}"),
+    pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}"),
     pytest.mark.usefixtures("_kernels"),
 ]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import clearhead as ch
-from clearhead.backends import native_projection
 from clearhead.bridges import swap, unswap
+from clearhead.ops import library as native_library
 from tests.bridges.torch_layers import (
     BATCH,
     DTYPES,
@@ -31,7 +31,7 @@ from tests.bridges.torch_layers import (
 from tests.budget import within_budget
 
 pytestmark = [
-    pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}"),
+    pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}"),
     pytest.mark.usefixtures("_kernels"),
 ]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import clearhead as ch
-from clearhead.backends import native_projection
 from clearhead.bridges import swap
+from clearhead.ops import library as native_library
 from tests.bridges.torch_layers import (
     BATCH,
     CALLS,
@@ -28,7 +28,7 @@ from tests.bridges.torch_layers import (
 )
 
 pytestmark = [
-    pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}"),
+    pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}"),
     pytest.mark.usefixtures("_kernels"),
 ]
 

@@ -19,8 +19,9 @@ import transformers
 from transformers import DynamicCache
 
 import clearhead as ch
-from clearhead.backends import native_projection
+from clearhead.ops import library as native_library
 from tests.bridges.hf_checks import (
+    attending,
     decoded,
     distinct,
     ids_of,
@@ -30,7 +31,7 @@ from tests.bridges.hf_checks import (
 from tests.budget import within_budget
 
 pytestmark = [
-    pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}"),
+    pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}"),
     pytest.mark.usefixtures("_kernels"),
 ]
 
@@ -72,7 +73,7 @@ def test_prefill_and_tokens_one_by_one(name: str, dtype: torch.dtype, taken: lis
     ch.swap(model)
     cache = DynamicCache(config=model.config)
     within_budget("logits", decoded(model, ids, cache=cache), own, exact, terms=LAYERS * 72, dtype=dtype)
-    assert taken == ["AttentionStep"] * LAYERS * 6
+    assert attending(taken) == ["attention"] * LAYERS * 6
     assert cache.get_seq_length() == 16
 
 
@@ -83,7 +84,7 @@ def test_experts(name: str, taken: list[str]) -> None:
     own = decoded(model, ids)
     ch.swap(model)
     torch.testing.assert_close(decoded(model, ids), own, rtol=1e-4, atol=1e-4)
-    assert taken == ["AttentionStep"] * LAYERS * 6
+    assert attending(taken) == ["attention"] * LAYERS * 6
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -92,11 +93,11 @@ def test_the_same_bits_whoever_watches(name: str, dtype: torch.dtype, taken: lis
     model, ids, seen = distinct(KINDS[name], dtype), ids_of(length=16), list[str]()
     ch.swap(model)
     found = decoded(model, ids)
-    count = len(taken)
+    count = len(attending(taken))
     with ch.observe(model, ch.Want(entropy=True)) as watched:
         assert torch.equal(decoded(model, ids), found)
         seen += list(watched)
-    assert len(taken) == count
+    assert len(attending(taken)) == count
     assert seen
 
 
@@ -110,14 +111,14 @@ def test_generate_gives_the_same_tokens(name: str, taken: list[str]) -> None:
     ch.swap(model)
     for option, right in zip(options, own, strict=True):
         assert torch.equal(model.generate(ids, attention_mask=real, max_new_tokens=6, **option), right)
-    assert taken == ["AttentionStep"] * LAYERS * 6 * 2
+    assert attending(taken) == ["attention"] * LAYERS * 6 * 2
 
 
 @pytest.mark.parametrize("name", ["granite", "arcee"])
 def test_it_trains_in_one_step(name: str, taken: list[str]) -> None:
     model = distinct(KINDS[name])
     trains_with_the_gradients_of_eager(model, 3)
-    assert taken == ["AttentionStep"] * LAYERS * 3
+    assert attending(taken) == ["attention"] * LAYERS * 3
 
 
 def test_it_learns_between_calls_without_gradients() -> None:
@@ -137,10 +138,10 @@ def test_whoever_looks_at_a_part_sees_it(part: str, taken: list[str]) -> None:
     handle = attention.get_submodule(part).register_forward_hook(lambda *given: seen.append(given[2]))
     torch.testing.assert_close(decoded(model, ids_of()), own, rtol=1e-4, atol=1e-4)
     assert len(seen) == 1
-    assert taken == ["AttentionStep"] * 2
+    assert attending(taken) == ["attention"] * 2
     handle.remove()
     decoded(model, ids_of())
-    assert taken == ["AttentionStep"] * 5
+    assert attending(taken) == ["attention"] * 5
 
 
 def test_parts_that_were_replaced_are_read() -> None:
@@ -161,14 +162,14 @@ def test_a_layer_whose_parts_fit_now_is_fused_by_another_swap(taken: list[str]) 
     model, ids = distinct(KINDS["arcee"]), ids_of()
     ch.swap(model)
     decoded(model, ids)
-    assert taken == ["AttentionStep"] * LAYERS
+    assert attending(taken) == ["attention"] * LAYERS
     known = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
     for layer, other in zip(model.model.layers, known.model.layers, strict=True):
         layer.mlp = other.mlp
     assert {row.class_name for row in ch.swap(model).replaced} == {"LlamaMLP", "ArceeDecoderLayer"}
     taken.clear()
     decoded(model, ids)
-    assert taken == ["LayerStep"] * LAYERS
+    assert attending(taken) == ["layer"] * LAYERS
 
 
 @pytest.mark.parametrize("name", ["granite", "qwen3 moe"])
@@ -193,7 +194,7 @@ def test_a_model_that_is_gone_leaves_nothing() -> None:
 
 # ---- ModernBERT ---------------------------------------------------------------------------------------------
 
-STEPS: Final = ["AttentionStep", "LayerStep", "LayerStep"]
+STEPS: Final = ["attention", "layer", "layer"]
 
 
 def _modernbert(**more: Any) -> Any:
@@ -223,11 +224,11 @@ def test_modernbert(bias: bool, dtype: torch.dtype, taken: list[str]) -> None:
     for _ in range(3):
         found = _states(model)
         within_budget("states", found, own, exact, terms=LAYERS * 72, dtype=dtype)
-    assert taken == STEPS * 3
+    assert attending(taken) == STEPS * 3
     with ch.observe(model, ch.Want(entropy=True)) as watched:
         assert torch.equal(_states(model), found)
         assert len(list(watched)) == LAYERS
-    assert len(taken) == 9
+    assert len(attending(taken)) == 9
 
 
 @pytest.mark.parametrize("left_out", [True, False])
@@ -239,7 +240,7 @@ def test_padding_of_modernbert(left_out: bool, taken: list[str]) -> None:
     for _ in range(2):
         found = _states(model, real)
         torch.testing.assert_close(found[real.bool()], own[real.bool()], rtol=1e-4, atol=1e-4)
-    assert taken == STEPS * 2
+    assert attending(taken) == STEPS * 2
 
 
 def test_dropouts_of_modernbert(taken: list[str]) -> None:
@@ -256,4 +257,4 @@ def test_dropouts_of_modernbert(taken: list[str]) -> None:
     # Halves of a layer learn apart from it.
     taken.clear()
     model(ids_of(length=16)).last_hidden_state.sum().backward()
-    assert taken == ["AttentionStep"] * LAYERS
+    assert attending(taken) == ["attention"] * LAYERS

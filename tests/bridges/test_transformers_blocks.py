@@ -17,14 +17,14 @@ import transformers
 from transformers.masking_utils import bidirectional_mask_function
 
 import clearhead as ch
-from clearhead.backends import native_projection
 from clearhead.integrations.transformers import layer as fused
 from clearhead.integrations.transformers.masks import make_mask
-from tests.bridges.hf_checks import distinct, learns_between_calls_without_gradients
+from clearhead.ops import library as native_library
+from tests.bridges.hf_checks import attending, distinct, learns_between_calls_without_gradients
 from tests.budget import within_budget
 
 pytestmark = [
-    pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}"),
+    pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}"),
     pytest.mark.usefixtures("_kernels"),
 ]
 
@@ -166,7 +166,7 @@ def test_it_gives_transformers_numbers_in_one_step(name: str, dtype: torch.dtype
         for _ in range(3):
             found = _called(model, name)
             within_budget("output", found, own, exact, terms=LAYERS * 72, dtype=dtype)
-    assert taken == ["LayerStep"] * LAYERS * 3
+    assert attending(taken) == ["layer"] * LAYERS * 3
 
 
 @pytest.mark.parametrize("side", ["left", "right", "holes"])
@@ -180,7 +180,7 @@ def test_padding(name: str, side: str, taken: list[str]) -> None:
         for _ in range(2):
             found = _called(model, name, attention_mask=real)
             torch.testing.assert_close(found[real.bool()], own[real.bool()], rtol=1e-4, atol=1e-4)
-    assert taken == ["LayerStep"] * LAYERS * 2
+    assert attending(taken) == ["layer"] * LAYERS * 2
 
 
 def _padded(side: str) -> Tensor:
@@ -225,7 +225,7 @@ def test_padding_is_left_out(name: str, side: str, taken: list[str], monkeypatch
         for key, right in exact.items():
             within_budget(key, found[key], textbook[key], right, terms=18 * 72)
     assert seen == [15] * LAYERS * 3
-    assert taken == ["LayerStep"] * LAYERS * 3
+    assert attending(taken) == ["layer"] * LAYERS * 3
     with torch.no_grad():
         layer, x = _layers(model, name)[0], torch.randn(2, 9, 32)
         mask = make_mask(2, 9, 9, mask_function=bidirectional_mask_function, attention_mask=real.bool())
@@ -302,7 +302,7 @@ def test_it_trains_in_one_step(name: str, taken: list[str]) -> None:
         assert found.keys() == exact.keys()
         for key, truth in exact.items():
             within_budget(key, found[key], textbook[key], truth, terms=18 * 72)
-    assert taken == ["LayerStep"] * LAYERS * 3
+    assert attending(taken) == ["layer"] * LAYERS * 3
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -322,11 +322,11 @@ def test_every_dropout_and_the_same_bits_where_somebody_watches(name: str, taken
     first = run()
     assert torch.equal(run(), first)
     assert not torch.allclose(first, plain)
-    assert taken == ["LayerStep"] * LAYERS * 2
+    assert attending(taken) == ["layer"] * LAYERS * 2
     with ch.observe(model, ch.Want(entropy=True)) as seen:
         watched = run()
     assert sum(ROWS[name].layers in path for path in seen) == LAYERS
-    assert len(taken) == LAYERS * 2
+    assert len(attending(taken)) == LAYERS * 2
     assert torch.equal(watched, first)
     model.eval()
     with torch.no_grad():
@@ -379,7 +379,7 @@ def test_causal_by_an_option_without_a_mask(taken: list[str]) -> None:
             watched = [layer(x, None, is_causal=causal) for causal in (True, False)]
     assert all(torch.equal(one, other) for one, other in zip(watched, found, strict=True))
     torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-4)
-    assert taken == ["LayerStep"] * 2
+    assert attending(taken) == ["layer"] * 2
     assert not torch.allclose(*found, atol=1e-2)
 
 
@@ -402,7 +402,7 @@ def test_a_decoder_of_bert_with_a_memory_or_a_cache_goes_by_parts(taken: list[st
     own = run()
     ch.swap(model)
     torch.testing.assert_close(run(), own, rtol=1e-4, atol=1e-4)
-    assert taken == ["LayerStep"] * LAYERS
+    assert attending(taken) == ["layer"] * LAYERS
 
 
 def test_tokens_of_bert_one_by_one(taken: list[str]) -> None:
@@ -420,7 +420,7 @@ def test_tokens_of_bert_one_by_one(taken: list[str]) -> None:
     own = run()
     ch.swap(model)
     torch.testing.assert_close(run(), own, rtol=1e-4, atol=1e-4)
-    assert taken == ["LayerStep"] * LAYERS * 4
+    assert attending(taken) == ["layer"] * LAYERS * 4
 
 
 def test_feedforwards_in_chunks_and_unknown_activations_go_by_parts(taken: list[str]) -> None:
@@ -431,7 +431,7 @@ def test_feedforwards_in_chunks_and_unknown_activations_go_by_parts(taken: list[
             own = _called(model, "bert")
             ch.swap(model)
             torch.testing.assert_close(_called(model, "bert"), own, rtol=1e-4, atol=1e-4)
-    assert taken == []
+    assert attending(taken) == []
 
 
 def test_layers_that_only_look_alike_go_by_parts(taken: list[str]) -> None:
@@ -442,7 +442,7 @@ def test_layers_that_only_look_alike_go_by_parts(taken: list[str]) -> None:
         own = _called(model, "roberta")
         ch.swap(model)
         torch.testing.assert_close(_called(model, "roberta"), own, rtol=1e-4, atol=1e-4)
-    assert taken == []
+    assert attending(taken) == []
 
 
 def test_halves_are_clamped_where_theirs_are(taken: list[str]) -> None:
@@ -454,7 +454,7 @@ def test_halves_are_clamped_where_theirs_are(taken: list[str]) -> None:
             ch.swap(model)
             found = _called(model, name)
         assert bool(found.isfinite().all()) == bool(own.isfinite().all())
-    assert taken == []
+    assert attending(taken) == []
 
 
 # ---- who sees the parts -------------------------------------------------------------------------------------
@@ -471,10 +471,10 @@ def test_whoever_looks_at_a_part_sees_it(name: str, part: str, taken: list[str])
         handle = _layers(model, name)[1].get_submodule(part).register_forward_hook(lambda *given: seen.append(given[2]))
         torch.testing.assert_close(_called(model, name), own, rtol=1e-4, atol=1e-4)
         assert len(seen) >= 1
-        assert taken == ["LayerStep"] * (LAYERS - 1)
+        assert attending(taken) == ["layer"] * (LAYERS - 1)
         handle.remove()
         _called(model, name)
-    assert taken == ["LayerStep"] * (2 * LAYERS - 1)
+    assert attending(taken) == ["layer"] * (2 * LAYERS - 1)
 
 
 CHANGES: Final[Mapping[str, Callable[[Any], object]]] = {
@@ -521,7 +521,7 @@ def test_states_and_attentions_that_are_collected(taken: list[str]) -> None:
         found = model(**given, output_hidden_states=True).hidden_states
         for one, other in zip(found, own, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-        assert taken == ["LayerStep"] * LAYERS
+        assert attending(taken) == ["layer"] * LAYERS
         with pytest.raises(ch.UnsupportedError, match="output_attentions must be False"):
             model(**given, output_attentions=True)
 

@@ -18,6 +18,9 @@ import clearhead as ch
 from clearhead.integrations.transformers.masks import MaskTensor, make_mask
 from clearhead.masks.base import conjuncts
 
+#: transformers 4 has fewer functions, and is given the positions of queries in one tensor.
+TRANSFORMERS_5: Final = hasattr(hf, "bidirectional_mask_function")
+needs_5 = pytest.mark.skipif(not TRANSFORMERS_5, reason="transformers 4 has no function that allows everything")
 BATCH, SEEN = 3, 12
 LEFT: Final = torch.tensor([0, 3, 5])
 
@@ -49,22 +52,30 @@ _POSITIONS: Final = torch.tensor([[*range(5), 0, *range(6)], list(range(12)), [0
 #: Functions made for the keys of a call, by a name; the words that our masks must be made of.
 FUNCTIONS: Final[dict[str, tuple[Callable[[int], Any], set[str]]]] = {
     "causal": (lambda k: hf.causal_mask_function, {"Causal"}),
-    "bidirectional": (lambda k: hf.bidirectional_mask_function, set()),
     "sliding": (lambda k: hf.sliding_window_causal_mask_function(4), {"Window"}),
     "sliding of one": (lambda k: hf.sliding_window_causal_mask_function(1), {"Window"}),
     "wide sliding": (lambda k: hf.sliding_window_causal_mask_function(64), {"Causal"}),
-    "sliding both ways": (lambda k: hf.sliding_window_bidirectional_mask_function(2), {"Window"}),
     "sliding, later too": (lambda k: hf.sliding_window_overlay(3), {"Window"}),
     "chunks": (lambda k: hf.chunked_causal_mask_function(4, torch.zeros(BATCH, dtype=torch.int64)), {"Causal", "Doc"}),
     "chunks from the left": (lambda k: hf.chunked_causal_mask_function(4, LEFT), {"Causal", "Doc"}),
-    "blocks": (
-        lambda k: hf.or_masks(
-            hf.causal_mask_function, hf.blockwise_overlay(hf.maybe_pad_block_sequence_ids(_IDS, None, k, 0))
-        ),
-        {"Either"},
-    ),
-    "causal or anything": (lambda k: hf.or_masks(hf.causal_mask_function, hf.bidirectional_mask_function), set()),
 }
+if TRANSFORMERS_5:
+    FUNCTIONS.update(
+        {
+            "bidirectional": (lambda k: hf.bidirectional_mask_function, set()),
+            "sliding both ways": (lambda k: hf.sliding_window_bidirectional_mask_function(2), {"Window"}),
+            "blocks": (
+                lambda k: hf.or_masks(
+                    hf.causal_mask_function, hf.blockwise_overlay(hf.maybe_pad_block_sequence_ids(_IDS, None, k, 0))
+                ),
+                {"Either"},
+            ),
+            "causal or anything": (
+                lambda k: hf.or_masks(hf.causal_mask_function, hf.bidirectional_mask_function),
+                set(),
+            ),
+        }
+    )
 if hasattr(hf, "packed_sequence_compatibility_function"):
     # transformers 5.24 has no such function.
     FUNCTIONS.update(
@@ -85,11 +96,13 @@ if hasattr(hf, "packed_sequence_compatibility_function"):
 
 def both(function: Any, place: str, real: Tensor | None) -> tuple[Tensor, Tensor]:
     q_len, k_len, q_offset, k_offset = PLACES[place]
+    queries: dict[str, Any] = {"q_length": q_len, "q_offset": q_offset}
+    if not TRANSFORMERS_5:
+        queries = {"cache_position": torch.arange(q_len) + q_offset}
     arguments: dict[str, Any] = {
         "batch_size": BATCH,
-        "q_length": q_len,
+        **queries,
         "kv_length": k_len,
-        "q_offset": q_offset,
         "kv_offset": k_offset,
         "mask_function": function,
         "attention_mask": real,
@@ -133,6 +146,7 @@ def test_masks_are_made_of_what_kernels_know(name: str) -> None:
     assert len(kinds) == len(words)
 
 
+@needs_5
 def test_padding_is_a_run_of_keys_where_it_is_one() -> None:
     kinds = {}
     for padding, real in REAL.items():
@@ -166,6 +180,7 @@ def test_a_function_of_the_users_is_asked_for_every_place() -> None:
     assert torch.equal(made, table)
 
 
+@needs_5
 def test_nothing_is_said_where_everything_is_allowed() -> None:
     for real in (None, REAL["all"]):
         arguments: dict[str, Any] = {"mask_function": hf.bidirectional_mask_function, "attention_mask": real}
@@ -179,7 +194,8 @@ def test_nothing_is_said_where_everything_is_allowed() -> None:
 def test_a_mask_that_is_read_gives_numbers_which_then_count() -> None:
     made = make_mask(2, 4, 4, attention_mask=torch.tensor([[True] * 4, [False] + [True] * 3]))
     assert isinstance(made, MaskTensor)
-    wanted = hf.sdpa_mask(2, 4, 4, attention_mask=torch.tensor([[True] * 4, [False] + [True] * 3]))
+    queries = 4 if TRANSFORMERS_5 else torch.arange(4)
+    wanted = hf.sdpa_mask(2, queries, 4, attention_mask=torch.tensor([[True] * 4, [False] + [True] * 3]))
     assert not isinstance(made.meaning(), ch.Dense)
     assert "Causal() & (~Padding" in repr(made)
     assert type(made[:, :, 1:] & True) is Tensor

@@ -16,12 +16,12 @@ import transformers
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import clearhead as ch
-from clearhead.backends import native_projection
-from tests.bridges.hf_checks import distinct, learns_between_calls_without_gradients
+from clearhead.ops import library as native_library
+from tests.bridges.hf_checks import attending, distinct, learns_between_calls_without_gradients
 from tests.budget import within_budget
 
 pytestmark = [
-    pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}"),
+    pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}"),
     pytest.mark.usefixtures("_kernels"),
 ]
 
@@ -88,12 +88,12 @@ def test_a_prompt_and_tokens_one_by_one(name: str, dtype: torch.dtype, taken: li
     found = _decoded(model, cache)
     within_budget("states", found, own, exact, terms=LAYERS * 72, dtype=dtype)
     # The prompt fills the memory's cache, part by part.
-    assert taken == ["LayerStep"] * LAYERS * (len(CALLS) - 1)
+    assert attending(taken) == ["layer"] * LAYERS * (len(CALLS) - 1)
     assert cache.get_seq_length() == sum(CALLS)
     with ch.observe(model, ch.Want(entropy=True)) as seen:
         watched = _decoded(model)
     assert len(seen) == 2 * LAYERS
-    assert len(taken) == LAYERS * (len(CALLS) - 1)
+    assert len(attending(taken)) == LAYERS * (len(CALLS) - 1)
     assert torch.equal(watched, found)
     ch.unswap(model)
     assert torch.equal(_decoded(model), own)
@@ -108,7 +108,7 @@ def test_a_memory_that_is_padded(name: str, taken: list[str]) -> None:
     ch.swap(model)
     for _ in range(2):
         torch.testing.assert_close(_decoded(model, mask=real), own, rtol=1e-4, atol=1e-4)
-    assert taken == ["LayerStep"] * LAYERS * (len(CALLS) - 1) * 2
+    assert attending(taken) == ["layer"] * LAYERS * (len(CALLS) - 1) * 2
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
@@ -132,7 +132,7 @@ def test_it_trains_in_one_step(name: str, padded: bool, taken: list[str]) -> Non
         found = gradients(model)
         for key, truth in exact.items():
             within_budget(key, found[key], textbook[key], truth, terms=18 * 72)
-    assert taken == ["LayerStep"] * LAYERS * 3
+    assert attending(taken) == ["layer"] * LAYERS * 3
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -154,10 +154,10 @@ def test_every_dropout_and_the_same_bits_where_somebody_watches(name: str, taken
         return found
 
     first = run()
-    assert taken == ["LayerStep"] * LAYERS
+    assert attending(taken) == ["layer"] * LAYERS
     with ch.observe(model, ch.Want(entropy=True)):
         assert torch.equal(run(), first)
-    assert len(taken) == LAYERS
+    assert len(attending(taken)) == LAYERS
     model.eval()
     assert not torch.allclose(run(), first, atol=1e-2)
 
@@ -178,7 +178,7 @@ def test_generate_gives_the_same_tokens(name: str, taken: list[str]) -> None:
     taken.clear()
     for beams, right in zip((1, 3), own, strict=True):
         assert torch.equal(model.generate(**given, num_beams=beams, do_sample=False), right)
-    assert taken.count("LayerStep") >= 2 * LAYERS * 6
+    assert taken.count("layer") >= 2 * LAYERS * 6
 
 
 PARTS: Final = (
@@ -206,10 +206,10 @@ def test_whoever_looks_at_a_part_sees_it(name: str, part: str, taken: list[str])
     torch.testing.assert_close(_decoded(model), own, rtol=1e-4, atol=1e-4)
     # A memory's keys are projected once.
     assert len(seen) == (1 if part == "encoder_attn.k_proj" else len(CALLS))
-    assert taken == ["LayerStep"] * (LAYERS - 1) * (len(CALLS) - 1)
+    assert attending(taken) == ["layer"] * (LAYERS - 1) * (len(CALLS) - 1)
     handle.remove()
     _decoded(model)
-    assert len(taken) == (2 * LAYERS - 1) * (len(CALLS) - 1)
+    assert len(attending(taken)) == (2 * LAYERS - 1) * (len(CALLS) - 1)
 
 
 def test_without_a_memory_and_with_other_caches_it_goes_by_parts(taken: list[str]) -> None:
@@ -224,7 +224,7 @@ def test_without_a_memory_and_with_other_caches_it_goes_by_parts(taken: list[str
     own = run()
     ch.swap(model)
     torch.testing.assert_close(run(), own, rtol=1e-4, atol=1e-4)
-    assert taken == []
+    assert attending(taken) == []
 
 
 def test_a_memory_that_sequences_share_goes_by_parts(taken: list[str]) -> None:
@@ -242,7 +242,7 @@ def test_a_memory_that_sequences_share_goes_by_parts(taken: list[str]) -> None:
     own = run()
     ch.swap(model)
     torch.testing.assert_close(run(), own, rtol=1e-4, atol=1e-4)
-    assert taken == []
+    assert attending(taken) == []
 
 
 def test_a_memory_s_cache_that_was_reordered(taken: list[str]) -> None:
@@ -261,7 +261,7 @@ def test_a_memory_s_cache_that_was_reordered(taken: list[str]) -> None:
     own = run()
     ch.swap(model)
     torch.testing.assert_close(run(), own, rtol=1e-4, atol=1e-4)
-    assert taken == ["LayerStep"] * LAYERS * 6
+    assert attending(taken) == ["layer"] * LAYERS * 6
 
 
 @pytest.mark.parametrize("name", KINDS)

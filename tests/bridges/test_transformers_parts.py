@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import io
 from collections.abc import Callable
 from typing import Any
@@ -23,14 +22,12 @@ from transformers.models.modernbert.modeling_modernbert import ModernBertMLP
 from transformers.models.t5.modeling_t5 import T5DenseActDense, T5DenseGatedActDense
 
 import clearhead as ch
-from clearhead.backends import native_projection
 from clearhead.integrations.transformers import replace
 from clearhead.integrations.transformers.parts import FeedForward
-from clearhead.projection import products
+from clearhead.ops import library as native_library
 from tests.budget import within_budget
 
-chosen = importlib.import_module("clearhead.projection.chosen")
-pytestmark = pytest.mark.skipif(native_projection.absent() is not None, reason=f"{native_projection.absent()}")
+pytestmark = pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}")
 
 SIZES = {"hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
 IDS = torch.arange(12).view(2, 6)
@@ -87,12 +84,9 @@ MODELS: dict[str, tuple[Callable[[], Any], type[nn.Module], tuple[str, ...]]] = 
 
 
 @pytest.fixture(autouse=True)
-def native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels, for every size, and the same weights each time."""
+def native(_kernels: None) -> None:
+    """The kernels, and the same weights each time."""
     torch.manual_seed(0)
-    monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
-    monkeypatch.setattr(chosen, "_CHOICES", {})
-    monkeypatch.setattr(products, "_LEAST", 1)
 
 
 @pytest.fixture

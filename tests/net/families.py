@@ -17,7 +17,9 @@ from tests.bridges.hf_models import in_float64
 from tests.net.calls import Call
 from tests.net.modules import distinct, tokens
 
-__all__ = ["FAMILIES", "TOKENS", "Family"]
+__all__ = ["FAMILIES", "TOKENS", "TRANSFORMERS_4", "Family"]
+
+TRANSFORMERS_4: Final = transformers.__version__.startswith("4.")
 
 BATCH, TOKENS, PAD, VOCAB, WIDTH, HEADS = 2, 13, 4, 41, 32, 4
 

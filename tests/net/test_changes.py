@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="needs the extra 'hf'")
 from tests.covering import covering
 from tests.net.calls import Call, as_tensor, distance, hooked, results
 from tests.net.changes import CHANGES, OF_LAYERS, linear_layers
-from tests.net.families import FAMILIES, TOKENS
+from tests.net.families import FAMILIES, TOKENS, TRANSFORMERS_4
 from tests.net.modules import MODULES, typical
 
 FAR = 1e-4
@@ -145,6 +145,9 @@ def test_each_dropout_alone_in_training_mode_drops(name: str) -> None:
     assert not _varies(model, call)
     wrong = []
     for path in _dropouts(plain):
+        if path.endswith("attn_dropout") and TRANSFORMERS_4:
+            # GPT-2's attention passes no dropout in eval mode there, whatever the mode of the module within it.
+            continue
         for each in (model, plain):
             each.get_submodule(path).train()
         with hooked(plain):

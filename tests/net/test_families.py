@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra 'hf'")
 
+from clearhead.integrations.transformers.interface import passes_by
 from tests.net.calls import agree, distance, equal, hooked, observed, results
-from tests.net.families import FAMILIES, TOKENS, Family
+from tests.net.families import FAMILIES, TOKENS, TRANSFORMERS_4, Family
 
 #: How far float32 may be from float64, relative in the 2-norm; the scores of CLIP and SigLIP are differences.
 FAR = 1e-4
@@ -29,7 +30,11 @@ def _padded() -> Iterator[object]:
 def test_swapped_model_equals_original(family: Family, side: str) -> None:
     call = family.call(TOKENS, side)
     textbook = results(family.plain(), call)
+    if TRANSFORMERS_4 and family.name == "clip":
+        pytest.skip("transformers 4 makes CLIP's mask in float32 with float64's smallest number")
     exact = results(family.exact(), call.to(torch.float64))
+    if TRANSFORMERS_4 and exact["output"].isnan().any():
+        pytest.skip("this release of transformers computes NaN")
     agree(results(family.swapped(), call), textbook, exact, TERMS)
 
 
@@ -64,9 +69,11 @@ def test_fused_observed_and_unfused_models_agree(family: Family) -> None:
     equal(results(model, call), fused)
     with hooked(model):
         unfused = results(model, call)
+    assert distance(unfused, fused) < FAR
+    if TRANSFORMERS_4 and not any(map(passes_by, model.modules())):
+        pytest.skip("transformers 4 has no attention interface for it")
     with observed(model):
         watched = results(model, call)
-    assert distance(unfused, fused) < FAR
     assert distance(watched, fused) < FAR
 
 
@@ -91,4 +98,5 @@ def test_hooks_see_the_output_of_every_call(family: Family) -> None:
         if not list(part.children()):
             part.register_forward_hook(lambda *_, name=name: calls.append(name))
     results(plain, call, gradients=False)
-    assert swapped >= set(calls)
+    # transformers 4 calls GPT-2's dropout of weights in its eager attention alone.
+    assert swapped >= {name for name in calls if not (TRANSFORMERS_4 and name.endswith("attn_dropout"))}

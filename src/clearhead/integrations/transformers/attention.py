@@ -22,7 +22,7 @@ from clearhead.shapes import Float
 from clearhead.torch_private import outputs_collected, supports_sdpa
 from clearhead.watch import attend, edited, watched
 
-__all__ = ["NAME", "attend_for", "is_causal_alone", "planned", "scale_of", "weights_wanted"]
+__all__ = ["NAME", "attend_for", "is_causal_alone", "own_scale", "planned", "scale_of", "weights_wanted"]
 
 #: What transformers knows this implementation by.
 NAME: Final = "clearhead"
@@ -90,7 +90,7 @@ def attend_for(
                 then="Run this model with eager attention.",
             )
     query, key, value = _alike(query, key, value)
-    causal = False
+    scaling, causal = own_scale(module, query.shape[-1]) if scaling is None else scaling, False
     if attention_mask is None:
         causal = query.shape[2] > 1 and (is_causal_alone(module) if is_causal is None else is_causal)
     plain = None
@@ -227,6 +227,14 @@ def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, T
         part if part.shape[0] == batch else part.expand(batch, -1, -1, -1) for part in (query, key, value)
     )
     return query, key, value
+
+
+def own_scale(module: Any, head_dim: int) -> float | None:
+    """The scale that GPT-2's eager attention applies before transformers 5, which passes none; None of others."""
+    if not hasattr(module, "scale_attn_by_inverse_layer_idx"):
+        return None
+    scale: float = head_dim**-0.5 if module.scale_attn_weights else 1.0
+    return scale / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scale
 
 
 def scale_of(scaling: float | None, head_dim: int) -> float | None:

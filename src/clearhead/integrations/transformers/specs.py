@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from clearhead.integrations.transformers.attention import scale_of
+from clearhead.integrations.transformers.attention import own_scale, scale_of
 from clearhead.integrations.transformers.families import (
     ATTENTION_DROPOUTS,
     HEAD_DIMS,
@@ -44,15 +44,17 @@ def attention_of(
         norm for path in row.head_norms if (norm := norm_of(at(module, path), x[..., :head_dim], formulas)) is not None
     ]
     dropout, weights_dropout = dropout_of(module, row.dropout), first_of((core, module), ATTENTION_DROPOUTS)
-    if len(norms) < len(row.head_norms) or dropout is None:
+    # Releases differ in whether the attention's mode counts or that of the dropout within it.
+    modes_differ = isinstance(weights_dropout, nn.Module) and weights_dropout.training != core.training
+    if len(norms) < len(row.head_norms) or dropout is None or modes_differ:
         return None
-    softcap = first_of((core,), SOFTCAPS)
+    softcap, scale = first_of((core,), SOFTCAPS), first_of((core,), SCALES)
     projections = Projections(
         layers[:-1],
         layers[-1],
         num_heads,
         num_kv_heads,
-        scale=scale_of(first_of((core,), SCALES), head_dim),
+        scale=scale_of(own_scale(core, head_dim) if scale is None else scale, head_dim),
         dropout=float(getattr(weights_dropout, "p", weights_dropout or 0.0)) if core.training else 0.0,
         rotary="angles" if rotary else None,
         head_norms=tuple(norms),
