@@ -77,7 +77,7 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def recast(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Make the module one of ``kind``; a parametrized module keeps its properties, in a subclass of its own."""
+    """Make the module one of ``kind``; a parametrized module keeps its properties, in a subclass."""
     if is_parametrized(module):
         properties = {name: value for name, value in vars(type(module)).items() if name not in _NOT_COPIED}
         kind = type(type(module).__name__, (kind,), properties)

@@ -112,7 +112,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             fused = fused_attention(tokens, own, **options)
             if fused is not None:
                 return fused if self.batch_first else fused.transpose(0, 1).contiguous(), None
-            # Those who watch a call see the numbers that it has without them.
+            # An observed call has the bits of an unobserved one.
             path = NATIVE if watched() and is_fused_attention(tokens, own, **options) else None
             masks = (meaning, None, False)
         small = path is None and not torch.compiler.is_compiling() and self._work(query, key) < _LEAST
@@ -121,7 +121,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             call = self._by_head(query, key, value, masks, look=may_look(query))
             if edited():
                 return self._edited(call, dropout, need_weights, average_attn_weights, batched)
-            # What is only looked at goes on as ever; watchers are shown the same attention beside it.
+            # Observers that change nothing are shown the same attention beside the call.
             attend(self, *call.tensors, mask=call.meaning.mask, scores=call.meaning.scores, query_offset=0)
         if small and given == (None, None, False):
             return self._torchs(query, key, value, given, need_weights, average_attn_weights)
@@ -142,7 +142,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
 
     def _check_numbers(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Raise unless the inputs have the widths and the dtype of the projections."""
-        # Those of a parametrized module would be computed anew for the look at them.
+        # Not the attribute: a parametrized module computes it.
         weight = parameters_of(self).get("in_proj_weight" if self._qkv_same_embed_dim else "q_proj_weight")
         for name, tensor, width in (
             ("query", query, self.embed_dim),

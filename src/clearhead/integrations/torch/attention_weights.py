@@ -69,7 +69,7 @@ def _at(place: tuple[int, int], tensor: Tensor) -> Tensor:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, biases: Iterable[Tensor], dropout: float
 ) -> tuple[Tensor, Tensor]:
-    # Where nobody can look whether numbers are finite, every masked call is made safe.
+    # Every masked call contains NaN and infinity where the elements cannot be read.
     contain = allowed is not None and not (may_look(query) and all_finite(key, value))
     bad = None
     if contain:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Final
+from itertools import chain
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +40,14 @@ __all__ = [
 ]
 
 
-#: Names under which torch's layers hold their attentions: to their own tokens, and to a memory.
+#: Names of the attentions in torch's layers: self-attention, and attention to a memory.
 ATTENTIONS: Final = ("self_attn", "multihead_attn")
 
 
 @stands_for(nn.TransformerEncoderLayer)
 class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
-    """``nn.TransformerEncoderLayer`` without the closed road that torch takes in eval mode, which would go past its
-    attention; put in place by ``swap``, not made directly."""
+    """``nn.TransformerEncoderLayer`` without torch's fast path of eval mode, which bypasses its attention; put in
+    place by ``swap``, not made directly."""
 
     def forward(
         self,
@@ -58,9 +59,9 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
         """As ``nn.TransformerEncoderLayer.forward``."""
         if src.is_nested:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)  # type: ignore[arg-type]
-        found = _in_one_step(self, (src,), [(src_mask, src_key_padding_mask, is_causal)])
-        if found is not None:
-            return found
+        fused = _fused(self, (src,), [(src_mask, src_key_padding_mask, is_causal)])
+        if fused is not None:
+            return fused
         if self.norm_first:
             src = src + self._sa_block(self.norm1(src), src_mask, src_key_padding_mask, is_causal)  # type: ignore[arg-type]
             return src + self._ff_block(self.norm2(src))
@@ -93,19 +94,10 @@ class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):
             (tgt_mask, tgt_key_padding_mask, tgt_is_causal),
             (memory_mask, memory_key_padding_mask, memory_is_causal),
         )
-        found = _in_one_step(self, (tgt, memory), [own, other])
-        if found is not None:
-            return found
-        return super().forward(
-            tgt,
-            memory,
-            tgt_mask,  # type: ignore[arg-type]
-            memory_mask,  # type: ignore[arg-type]
-            tgt_key_padding_mask,
-            memory_key_padding_mask,
-            tgt_is_causal,
-            memory_is_causal,
-        )
+        fused = _fused(self, (tgt, memory), [own, other])
+        # In torch's order: masks, padding masks, hints.
+        theirs: Any = chain.from_iterable(zip(own, other, strict=True))
+        return super().forward(tgt, memory, *theirs) if fused is None else fused
 
     def _ff_block(self, x: Tensor) -> Tensor:
         output: Tensor = self.dropout3(_feedforward(self, x))
@@ -116,12 +108,18 @@ class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):
 _Said = tuple[Tensor | Mask | Meaning | None, Tensor | None, bool]
 
 
-def _in_one_step(
+def _fused(
     layer: SwappedTransformerEncoderLayer | SwappedTransformerDecoderLayer,
     tokens: Sequence[Tensor],
     said: Sequence[_Said],
 ) -> Tensor | None:
-    """A layer in one step, where all parts are plain and nobody looks at one; its tokens, and a decoder's memory."""
+    """The output of a layer whose parts are plain and not observed, fused; None otherwise.
+
+    Args:
+        layer: one of ours.
+        tokens: its own and, of a decoder, the memory.
+        said: the mask arguments of each attention.
+    """
     if torch.compiler.is_compiling() or not is_plain(*tokens):
         return None
     attentions = [getattr(layer, name) for name in ATTENTIONS[: len(said)]]
@@ -139,10 +137,10 @@ def _in_one_step(
     masks, laid = [meaning.mask for meaning in meanings], attentions[0].by_batch(*tokens)
     if watched() or any(map(is_hooked, attentions)):
         sublayers = [partial(_attended, *each) for each in zip(attentions, (None, *tokens[1:]), meanings, strict=True)]
-        found = of_parts(laid, stack, masks, [*sublayers, partial(_feedforward, layer)])
+        output = of_parts(laid, stack, masks, [*sublayers, partial(_feedforward, layer)])
     else:
-        found = fused_layers(laid, stack, masks)
-    return found if found is None or attentions[0].batch_first else found.transpose(0, 1).contiguous()
+        output = fused_layers(laid, stack, masks)
+    return output if output is None or attentions[0].batch_first else output.transpose(0, 1).contiguous()
 
 
 def _meaning(attention: SwappedMultiheadAttention, queries: Tensor, keys: Tensor, said: _Said) -> Meaning:
@@ -158,7 +156,7 @@ def _attended(
     meaning: Meaning,
     x: Float[Tensor, "batch len width"],
 ) -> Float[Tensor, "batch len width"]:
-    """What a layer's attention gives, called for those who watch it."""
+    """The output of a layer's attention, called as a module for its hooks and observers."""
     (x,) = attention.by_batch(x)
     keys = x if memory is None else memory
     output: Tensor = attention(x, keys, keys, attn_mask=meaning, need_weights=False)[0]
@@ -166,8 +164,8 @@ def _attended(
 
 
 def _is_seen_as_called(attention: SwappedMultiheadAttention, sequences: Sequence[Tensor]) -> bool:
-    """Whether attention of the first of the sequences to the last is one step, and hooks see the arguments that they
-    expect: our own know what became of padding."""
+    """Whether attention of the first of the sequences to the last is plain, and the attention's hooks may see a packed
+    batch, as clearhead's own do: a user's hook is shown the arguments as torch passes them."""
     return attention.is_plain(*sequences) and not shown_padding(hooks_of(attention))
 
 
@@ -196,19 +194,16 @@ def _stack_of(
 
 
 def _feedforward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor) -> Tensor:
-    """What torch's layers do to each token before the last dropout, in one step where parts are plain and known."""
-    found = None
+    """The feedforward of one of torch's layers without its last dropout; fused if its parts are plain."""
+    output: Tensor | None = None
     if is_plain(x):
-        found = in_one_step(x, layer.linear1, layer.activation, layer.dropout, layer.linear2, layer=_LAYER)
-    if found is None:
-        found = layer.linear2(layer.dropout(layer.activation(layer.linear1(x))))
-    fed: Tensor = found
-    return fed
+        output = in_one_step(x, layer.linear1, layer.activation, layer.dropout, layer.linear2, layer=_LAYER)
+    return layer.linear2(layer.dropout(layer.activation(layer.linear1(x)))) if output is None else output
 
 
 _LAYER: Final = partial(layer_of, kind=SwappedLinear)
 _LAYERS: Final = (SwappedTransformerEncoderLayer, SwappedTransformerDecoderLayer)
-#: The ``forward`` of what treats each token by itself, and alike wherever it lies. A subclass with another may not.
+#: The ``forward`` of modules that compute each token by itself. A subclass with another ``forward`` may not.
 _TOKENWISE: Final = frozenset(kind.forward for kind in (
     nn.Linear, Linear, SwappedLinear, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.Dropout, Dropout, nn.ReLU, nn.GELU,
     nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.Softplus,
@@ -297,29 +292,17 @@ class SwappedTransformerDecoder(nn.TransformerDecoder):
         memory_is_causal: bool = False,
     ) -> Tensor:
         """As ``nn.TransformerDecoder.forward``; ``tgt_is_causal=None`` looks at the mask."""
+        masks: dict[str, Any] = {
+            "tgt_mask": tgt_mask,
+            "memory_mask": memory_mask,
+            "tgt_key_padding_mask": tgt_key_padding_mask,
+            "memory_key_padding_mask": memory_key_padding_mask,
+            "memory_is_causal": memory_is_causal,
+        }
         if not is_plain(tgt, memory) or not _all_ours(self.layers, SwappedTransformerDecoderLayer):
-            return super().forward(
-                tgt,
-                memory,
-                tgt_mask,  # type: ignore[arg-type]
-                memory_mask,  # type: ignore[arg-type]
-                tgt_key_padding_mask,
-                memory_key_padding_mask,
-                tgt_is_causal,
-                memory_is_causal,
-            )
+            return super().forward(tgt, memory, **masks, tgt_is_causal=tgt_is_causal)
         if _is_watched(self):
-            return _through(
-                self,
-                tgt,
-                memory,
-                tgt_mask=tgt_mask,
-                memory_mask=memory_mask,
-                tgt_key_padding_mask=tgt_key_padding_mask,
-                memory_key_padding_mask=memory_key_padding_mask,
-                tgt_is_causal=bool(tgt_is_causal),
-                memory_is_causal=memory_is_causal,
-            )
+            return _through(self, tgt, memory, **masks, tgt_is_causal=bool(tgt_is_causal))
         attention = self.layers[0].self_attn
         own, other = (mask_reader("TransformerDecoder", attention, tgt, keys) for keys in (tgt, memory))
         return _through(
@@ -340,13 +323,13 @@ def _through(
 
 
 def _is_one_run(real: Tensor) -> bool:
-    """Whether the real tokens of each sequence lie side by side."""
+    """Whether the real tokens of each sequence are contiguous."""
     begins = real[:, 1:] & ~real[:, :-1]
     return bool((begins.sum(dim=1) + real[:, 0] <= 1).all())
 
 
 def _all_ours(layers: Iterable[nn.Module], kind: type[nn.Module]) -> bool:
-    """Whether all layers are ours and take masks alike; somebody may have exchanged one since."""
+    """Whether all layers are swapped ones that read masks in the same way; one may have been replaced since."""
     attentions = []
     for layer in layers:
         if not isinstance(layer, kind):
@@ -361,7 +344,7 @@ def _all_ours(layers: Iterable[nn.Module], kind: type[nn.Module]) -> bool:
 
 
 def _by_token(stack: nn.Module) -> bool:
-    """Whether everything but attention is known to work on tokens one by one; somebody may have exchanged a norm."""
+    """Whether all modules but attention compute tokens one by one; a norm may have been replaced since."""
     for module in stack.modules():
         if module is stack or isinstance(module, (*_LAYERS, nn.MultiheadAttention, nn.ModuleList)):
             activation = getattr(module, "activation", functional.relu)
@@ -374,8 +357,8 @@ def _by_token(stack: nn.Module) -> bool:
 
 
 def _is_watched(stack: nn.Module) -> bool:
-    """Whether hooks look into the stack, or a part computes something of its own; they are shown what torch shows them,
-    tensors of the padded batch. Our own know a packed one."""
+    """Whether a submodule has hooks or a replaced method, which are given the padded batch. clearhead's hooks read a
+    packed one."""
     return modules_are_hooked() or any(
         module is not stack and (_is_replaced(module.__dict__) or shown_padding(hooks_of(module)))
         for module in stack.modules()
@@ -383,5 +366,5 @@ def _is_watched(stack: nn.Module) -> bool:
 
 
 def _is_replaced(own: Mapping[str, object]) -> bool:
-    """Whether somebody has put a method of their own on an object, to see or to change what passes."""
+    """Whether a method was replaced on the object."""
     return "forward" in own or "_sa_block" in own or "_mha_block" in own or "_ff_block" in own

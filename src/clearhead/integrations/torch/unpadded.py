@@ -1,4 +1,4 @@
-"""A padded batch of somebody else's model without its padding: real tokens end to end, and back."""
+"""Removes the padding of a batch of another library's model, and restores it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MANY, _ROWS = 1024, 32
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Where real tokens lie in a batch whose first two axes are flattened, sequence by sequence.
+    """Places of real tokens in a batch whose first two axes are flattened, sequence by sequence.
 
-    Many tokens are filled up to a number of rows that comes again in other batches, by a document of its own that
-    nobody reads: products prepare anew for every number of rows.
+    Many tokens are filled up to a multiple of a number of rows, by a document whose output is dropped, as a GEMM
+    prepares anew for every number of rows.
 
     Attributes:
         size: the two axes.

@@ -185,15 +185,15 @@ def _by_torch(
     output = nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
     )
-    # NaN or infinity behind a mask comes out as NaN.
+    # NaN or infinity in a masked key gives NaN.
     if (mask is not None or causal) and not math.isfinite(output.sum().item()):
         return None
     return output.transpose(1, 2).contiguous()
 
 
 def is_causal_alone(module: nn.Module) -> bool:
-    """Whether an attention that is given no mask is causal: what it says, and without a word what transformers takes
-    it for, whose sdpa is causal then and whose eager attention, the only one of some models, never."""
+    """Whether an attention without a mask is causal: its ``is_causal``; without that attribute as in transformers,
+    where sdpa is causal by default and eager attention, the only one of some models, is not."""
     said = getattr(module, "is_causal", None)
     if said is not None:
         return bool(said)
@@ -217,7 +217,7 @@ def weights_wanted() -> bool:
 
 
 def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One dtype, where autocast left some of them wide, and one batch, where queries, or keys, are the same for all."""
+    """The tensors in one dtype, which autocast may not have given them, and with one batch size."""
     if not query.dtype == key.dtype == value.dtype:
         device = query.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
@@ -255,7 +255,7 @@ def _meaning(attention_mask: Tensor) -> tuple[Mask | None, int | None, list[Scor
 
 
 def _rules(module: nn.Module, bias: Tensor | None, query_offset: int | None) -> list[ScoreRule]:
-    """``position_bias`` as a rule: a row by distance where it is known to be one, nothing where it is 0 throughout."""
+    """``position_bias`` as a rule: by distance for T5's attention, none if all elements are 0."""
     if bias is None:
         return []
     if may_look(bias) and not bias.requires_grad and not bool(bias.any()):

@@ -1,4 +1,4 @@
-"""What the caches of transformers hold, with room behind it for the kernels to write new tokens to."""
+"""The KV caches of transformers, with capacity for the kernels to append to."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CacheLayer:
 
     @property
     def length(self) -> int:
-        """How many tokens are held."""
+        """Number of cached tokens."""
         return self.cache.length
 
     def held(self, x: Tensor, num_kv_heads: int, head_dim: int) -> Held | None:
@@ -54,12 +54,12 @@ class CacheLayer:
         found = held_by(self.cache, x, None, num_kv_heads, head_dim)
         if found is None or found.length != self.most:
             return found
-        # Room that gets less from call to call would make each a call of its own kind.
+        # A capacity that shrinks from call to call would make each call plan anew.
         room = found.length + x.shape[1]
         return found._replace(key=found.key[:, :, :room], value=found.value[:, :, :room])
 
     def appended(self, x: Tensor) -> None:
-        """Say that keys and values of ``x`` were written behind those that were held."""
+        """Count the tokens of ``x``, whose keys and values the kernels appended."""
         count_appended([self.cache], x.shape[1])
         if self.most is not None:
             forget_first(self.cache, max(0, self.cache.length - self.most))
@@ -77,7 +77,7 @@ class CacheLayer:
 
 
 def of_own_tokens(past: Any) -> Any:
-    """The part of a model's cache that is of the keys and values of its own tokens."""
+    """The part of a model's cache with keys and values of its own tokens."""
     return past.self_attention_cache if type(past) is EncoderDecoderCache else past
 
 
@@ -95,11 +95,10 @@ def of_memory(past: Any, place: Any) -> Held | None:
 
 
 def cache_layer_of(past: Any, place: Any) -> CacheLayer | None:
-    """The layer of an attention's cache, where it is one that grows, or slides, and that we can write behind; None
-    elsewhere. For calls without gradients.
+    """The layer of an attention's cache, if it grows or slides and can be appended to in place; None otherwise. For
+    calls without gradients.
 
-    Keys and values that are not what was set here last, for somebody has reordered them, cut them short or joined them
-    with others, are copied to memory of our own.
+    Keys and values that were reordered, cut short or joined with others since the last call are copied first.
     """
     if not _is_plain(past) or not isinstance(place, int) or place >= len(past.layers):
         return None
@@ -113,17 +112,17 @@ def cache_layer_of(past: Any, place: Any) -> CacheLayer | None:
     cache = KVCache()
     if own.is_initialized and own.keys is not None and own.values is not None and own.keys.numel() > 0:
         cache.append(own.keys, own.values)
-    # Of one that slides somebody may have kept more, or counted otherwise.
+    # A sliding layer may cache more than its window, or count in another way.
     return CacheLayer(own, cache, most) if most is None or cache.length == min(own.cumulative_length, most) else None
 
 
 def _is_plain(cache: Any) -> bool:
-    """Whether it is a cache that grows, in this machine's memory."""
+    """Whether the cache is a growing one that is not offloaded."""
     return type(cache) is DynamicCache and not getattr(cache, "offloading", False)
 
 
 def _most_kept(own: Any) -> int | None:
-    """How many tokens a layer that slides keeps, which no one wants back; None of others."""
+    """Number of tokens that a sliding layer keeps, if the others are never read again; None of other layers."""
     if type(own) is not DynamicSlidingWindowLayer:
         return None
     window: int = own.sliding_window

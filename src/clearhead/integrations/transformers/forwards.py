@@ -1,4 +1,4 @@
-"""The fused forwards that ``swap`` gives to layers and attentions, once a trial has found that they agree."""
+"""The fused forwards that ``swap`` gives to layers and attentions, once a trial accepts them."""
 
 from __future__ import annotations
 
@@ -8,63 +8,56 @@ from typing import Any
 from torch import Tensor
 
 from clearhead.integrations.recast import class_of, original_of
-from clearhead.integrations.transformers.calls import arguments_of
+from clearhead.integrations.transformers.calls import Arguments, arguments_of
 from clearhead.integrations.transformers.families import AttentionRow
 from clearhead.integrations.transformers.layer import attention_output, layer_output
 from clearhead.integrations.transformers.match import LayerMatch
 from clearhead.integrations.transformers.parts import Formulas
 
-__all__ = ["AttentionForward", "LayerForward"]
+__all__ = ["AttendingForward", "AttentionForward", "LayerForward"]
 
 
-@dataclass(frozen=True)
-class LayerForward:
-    """The forward of a layer that fits ``match``.
+@dataclass(frozen=True, kw_only=True)
+class AttendingForward:
+    """The forward of a module that attends.
 
     Attributes:
-        match: the layer's rows.
         formulas: of its norms, besides torch's.
-        length: of the tuple that the original returns, its output first and None behind; 0 if it returns a tensor.
-        interface: whether the layer attends through transformers' attention interface.
+        length: of the tuple that the original returns, its output first, then None; 0 if it returns a tensor.
+        interface: whether the module attends through transformers' attention interface.
     """
 
-    match: LayerMatch
     formulas: Formulas = ()
     length: int = 0
     interface: bool = True
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = arguments_of(_original(module), args, kwargs)
-        if given is None:
-            return None
-        output = layer_output(self.match, module, given, formulas=self.formulas, interface=self.interface)
-        return _packed(output, self.length)
+        # A parametrized module has a class of its own.
+        original = original_of(type(module)) or original_of(class_of(module)) or type(module)
+        given = arguments_of(original.forward, args, kwargs)
+        output = None if given is None else self.output(module, given)
+        return output if output is None or self.length == 0 else (output, *(None,) * (self.length - 1))
+
+    def output(self, module: Any, given: Arguments) -> Tensor | None:
+        """The fused output; None if the original code is to compute it."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class AttentionForward:
-    """The forward of an attention module that fits ``row``; attributes as in ``LayerForward``."""
+class LayerForward(AttendingForward):
+    """The forward of a layer that fits ``match``."""
+
+    match: LayerMatch
+
+    def output(self, module: Any, given: Arguments) -> Tensor | None:
+        return layer_output(self.match, module, given, formulas=self.formulas, interface=self.interface)
+
+
+@dataclass(frozen=True)
+class AttentionForward(AttendingForward):
+    """The forward of an attention module that fits ``row``."""
 
     row: AttentionRow
-    formulas: Formulas = ()
-    length: int = 2
-    interface: bool = True
 
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = arguments_of(_original(module), args, kwargs)
-        if given is None:
-            return None
-        output = attention_output(self.row, module, given, formulas=self.formulas, interface=self.interface)
-        return _packed(output, self.length)
-
-
-def _original(module: Any) -> Any:
-    # A parametrized module has a class of its own.
-    original = original_of(type(module)) or original_of(class_of(module)) or type(module)
-    return original.forward
-
-
-def _packed(output: Tensor | None, length: int) -> Any:
-    if output is None or length == 0:
-        return output
-    return (output, *(None for _ in range(length - 1)))
+    def output(self, module: Any, given: Arguments) -> Tensor | None:
+        return attention_output(self.row, module, given, formulas=self.formulas, interface=self.interface)

@@ -107,7 +107,7 @@ def take_back(model: nn.Module) -> None:
 
 
 def attends(kind: type[nn.Module]) -> str:
-    """How modules of a class attend: ``"by interface"``, ``"itself"``, ``"unknown"``, or not at all, ``""``."""
+    """How modules of a class attend: ``"by interface"``, ``"itself"``, or not at all, ``""``."""
     if kind not in _WAYS:
         _WAYS[kind] = _way(kind)
     return _WAYS[kind]

@@ -40,7 +40,7 @@ __all__ = ["attention_output", "layer_output"]
 #: Padded tokens times width squared from which removing padding saves time.
 _LEAST_UNPADDED: Final = 2**22
 _AXES: Final = 3
-#: Elements of the tokens of a call with a cache, times its width, up to which planning is felt.
+#: Elements of the tokens of a call with a cache, times its width, up to which planning takes longer than it saves.
 _FEW: Final = 2**24
 
 
@@ -85,7 +85,7 @@ def _is_ours(core: Any) -> bool:
 
 
 def _rotary_of(core: Any, given: Arguments) -> Any:
-    """The cosines and sines of a call; of a layer that is given those of full and of windowed attention, its own."""
+    """The cosines and sines of a call, of windowed or full attention where the layer is given both."""
     if len(given.rotary) > 1:
         return given.rotary[bool(getattr(core, "is_sliding", False))]
     return given.rotary[0]
@@ -97,7 +97,7 @@ def _is_causal(core: Any, interface: bool) -> bool:
 
 
 def _call_of(core: Any, own: Projections, given: Arguments, interface: bool) -> _Call | None:
-    """What attention to the layer's own tokens reads; None if the original code is to find out."""
+    """What attention to the layer's own tokens reads; None if the original code is to compute it."""
     x, head_dim, rotary = given.tokens, own.last[0].shape[1] // own.num_heads, None
     if own.rotary is not None:
         rotary = angles_of(_rotary_of(core, given), x.dtype)
@@ -119,7 +119,7 @@ def _call_of(core: Any, own: Projections, given: Arguments, interface: bool) -> 
 
 
 def _mask_of(given: Any, causal: bool, length: int, before: int) -> tuple[bool, Mask | None]:
-    """Whether it is known what ``length`` tokens behind ``before`` cached ones may attend to, and that."""
+    """Whether the mask of ``length`` tokens after ``before`` cached ones can be read, and the mask."""
     if given is None:
         causal = causal and length > 1
         return not causal or before == 0, Causal() if causal else None
@@ -208,7 +208,7 @@ def layer_output(
         modules = [at(layer, path) for path in match.row.attentions]
         cores = [at(module, own.core) for module, own in zip(modules, match.attentions, strict=True)]
     except AttributeError:
-        # Something else stands in the place of an attention.
+        # An attention was replaced by another module.
         return None
     if any(map(hooked, (*modules, *cores))) or (interface and not all(map(_is_ours, cores))):
         return None

@@ -1,8 +1,8 @@
 """The masks of Hugging Face transformers as ours: read from the functions that transformers composes them of.
 
-transformers hands a mask interface a function of positions, made of a few known ones by "and" and "or", and what the
-user said about padding. Here that becomes one of our masks, which travels through the model in the tensor's place.
-Nothing of size ``q_len * k_len`` is made unless a model, or a function that nobody knows, asks for the numbers.
+transformers gives a mask interface a function of positions, composed of a few functions by "and" and "or", and the
+user's padding mask. Both become one clearhead mask, which stands in for the tensor throughout the model. No table of
+``q_len * k_len`` is made unless a model reads its elements, or the function is not one of transformers' own.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _MODULE: Final = "transformers.masking_utils"
 class MaskTensor(Tensor):
     """A mask that models carry as the bool tensor ``[batch, 1, q_len, k_len]`` it stands for.
 
-    It has that shape, dtype and device, but no numbers: they are made when somebody computes with them, which
-    attention does not.
+    It has that shape, dtype and device, but no elements: the first operation that reads them computes them. Attention
+    does not.
 
     Attributes:
         mask: None allows everything.
@@ -84,7 +84,7 @@ class MaskTensor(Tensor):
         return self._elements
 
     def meaning(self) -> Mask | None:
-        """The mask; once its numbers exist, they are what counts, as somebody may have written into them."""
+        """The mask; the table once it exists, as it may have been written."""
         return self.mask if self._table is None else Dense(self._table)
 
     def has_padding(self) -> bool:
@@ -94,15 +94,15 @@ class MaskTensor(Tensor):
         return self._padded
 
     def packed(self) -> tuple[Packed, Mask] | None:
-        """How real tokens are laid end to end, and what they may attend to then: the same two each time. None where
-        none is padding, or what else the mask says depends on more than distances."""
+        """How to remove padding, and the mask of the packed tokens: the same objects each time. None without padding,
+        or if the rest of the mask depends on more than distances."""
         if self._table is not None:
             return None
         if not self._packed:
-            self._packed.append(self._laid_end_to_end())
+            self._packed.append(self._find_packing())
         return self._packed[0]
 
-    def _laid_end_to_end(self) -> tuple[Packed, Mask] | None:
+    def _find_packing(self) -> tuple[Packed, Mask] | None:
         batch, _, q_len, k_len = self.shape
         parts = [] if self.mask is None else conjuncts(self.mask)
         padding = [part for part in parts if is_padding(part)]
@@ -266,7 +266,7 @@ def _any_of(inner: Mapping[str, Any], place: _Place) -> Mask | None:
 
 
 def _within_packed(inner: Mapping[str, Any], place: _Place) -> Mask | None:
-    """Positions within a sequence differ as places in the row do, for whoever reads only differences."""
+    """Positions within a sequence differ as places in the row do, so a mask of distances is the same."""
     mask = _read(inner["mask_function"], place)
     if not all(part.relative for part in _parts(mask)):
         raise _Unreadable

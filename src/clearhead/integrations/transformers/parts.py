@@ -29,6 +29,7 @@ __all__ = [
     "FeedForwardParts",
     "Formulas",
     "NormForward",
+    "TokenwiseForward",
     "activation_of",
     "dropout_of",
     "feedforward_of",
@@ -80,7 +81,7 @@ _HOLDERS: Final = tuple(
 
 
 def viewable(parameter: Tensor) -> Tensor:
-    """What views are made of: without gradients the data, as torch swaps no parameter of which a view is held."""
+    """The tensor to make views of: the data without gradients, as torch does not swap a parameter that has views."""
     return parameter if torch.is_grad_enabled() else parameter.data
 
 
@@ -113,12 +114,26 @@ def dropout_of(module: nn.Module, path: str | None) -> float | None:
     return float(dropout) if parent.training else 0.0
 
 
+class TokenwiseForward:
+    """The forward of a module that takes one argument and computes each token by itself."""
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        if len(args) + len(kwargs) != 1:
+            return None
+        (x,) = (*args, *kwargs.values())
+        return self.compute(module, x) if isinstance(x, Tensor) and x.numel() >= _FEW_ELEMENTS else None
+
+    def compute(self, module: Any, x: Tensor) -> Tensor | None:
+        """The module's output of any number of elements; None if the original code is to compute it."""
+        raise NotImplementedError
+
+
 # ---- norms --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class NormForward:
-    """The forward of a norm whose formula a trial has found."""
+class NormForward(TokenwiseForward):
+    """The forward of a norm whose formula a trial determined."""
 
     kind: NormKind
     epsilon: str
@@ -127,20 +142,9 @@ class NormForward:
         """The norm's parameters."""
         return (self.kind, float(getattr(module, self.epsilon))), (module.weight, None)
 
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        if len(args) + len(kwargs) != 1:
-            return None
-        (x,) = (*args, *kwargs.values())
-        if not isinstance(x, Tensor) or x.numel() < _FEW_ELEMENTS:
-            return None
-        return self.compute(module, x)
-
     def compute(self, module: Any, x: Tensor) -> Tensor | None:
-        """The same of any number of elements."""
-        if not is_plain(x):
-            return None
         norm = self.of(module)
-        return normed(x, norm) if takes_norm(x, norm) else None
+        return normed(x, norm) if is_plain(x) and takes_norm(x, norm) else None
 
 
 #: The formulas of norm classes.
@@ -186,21 +190,12 @@ def feedforward_of(row: FeedForwardRow, module: nn.Module) -> FeedForwardParts |
 
 
 @dataclass(frozen=True)
-class FeedForward:
+class FeedForward(TokenwiseForward):
     """The forward of a feedforward module that fits ``row``."""
 
     row: FeedForwardRow
 
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        if len(args) + len(kwargs) != 1:
-            return None
-        (x,) = (*args, *kwargs.values())
-        if not isinstance(x, Tensor) or x.numel() < _FEW_ELEMENTS:
-            return None
-        return self.compute(module, x)
-
     def compute(self, module: Any, x: Tensor) -> Tensor | None:
-        """The same of any number of elements."""
         row = self.row
         if not is_plain(x):
             return None

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from clearhead.integrations.recast import Fast, class_of, original_of
 from clearhead.integrations.transformers.attention import NAME
 from clearhead.integrations.transformers.calls import Signature, signature_of
 from clearhead.integrations.transformers.families import HEAD_DIMS, NUM_HEADS, FeedForwardRow
-from clearhead.integrations.transformers.forwards import AttentionForward, LayerForward
+from clearhead.integrations.transformers.forwards import AttendingForward, AttentionForward, LayerForward
 from clearhead.integrations.transformers.masks import MaskTensor
 from clearhead.integrations.transformers.match import (
     at,
@@ -34,7 +34,7 @@ from clearhead.integrations.transformers.match import (
     first_of,
     layer_matches,
 )
-from clearhead.integrations.transformers.parts import FeedForward, Formulas, NormForward, linear_of
+from clearhead.integrations.transformers.parts import FeedForward, Formulas, NormForward, TokenwiseForward, linear_of
 from clearhead.masks import Causal, Mask, Padding, Window
 from clearhead.ops.kinds import NormKind
 from clearhead.torch_private import implementation_of, set_implementation
@@ -64,7 +64,7 @@ _HEAD_DIMS: Final = ("head_dim", "d_kv")
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial found.
+    """The result of a trial.
 
     Attributes:
         fast: the forward that agrees; None if none does.
@@ -77,8 +77,6 @@ class Trial:
     reason: str = ""
 
 
-#: Forms whose calls have one argument.
-_Simple: TypeAlias = NormForward | FeedForward
 _TRIALS: Final[dict[object, Trial]] = {}
 
 
@@ -146,7 +144,7 @@ def _tried(module: nn.Module, candidates: Sequence[Fast]) -> Trial:
             try:
                 trial = _compare(module, candidate)
             except Exception as error:
-                # Whatever a foreign module raises on inputs that it was not made for, it stays as it is.
+                # A module that raises on inputs that it was not made for is left unmodified.
                 trial = Trial(reason=f"the trial raised {type(error).__name__}: {str(error).splitlines()[0][:80]}")
             if trial.fast is not None:
                 return trial
@@ -186,9 +184,6 @@ def _kind_of(module: nn.Module) -> type[nn.Module]:
 def _reduced(module: nn.Module) -> nn.Module | None:
     """A new module of the same class from a config of few heads and channels; None if the class or its config does not
     allow that."""
-    config = getattr(first_of(module.modules(), ("config",)), "to_dict", None)
-    if config is None or isinstance(module, nn.ModuleList):
-        return None
     kind, config = _kind_of(module), _small(first_of(module.modules(), ("config",)))
     names = inspect.signature(kind.__init__).parameters
     if config is None or "config" not in names:
@@ -314,11 +309,10 @@ class _Comparison:
 
     def outputs(self, x: Tensor, theirs: dict[str, Any], ours: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Of one call each, whose arguments differ in masks and caches."""
-        forward = type(self.theirs).forward
+        forward, fast = type(self.theirs).forward, self.fast
         result = forward(self.theirs, x, **theirs)
         self.length = len(result) if isinstance(result, tuple) else 0
-        fast = self.fast
-        found = fast.compute(self.ours, x) if isinstance(fast, _Simple) else fast(self.ours, (x,), ours)
+        found = fast.compute(self.ours, x) if isinstance(fast, TokenwiseForward) else fast(self.ours, (x,), ours)
         self.fused += found is not None
         return _first(result), _first(forward(self.ours, x, **ours) if found is None else found)
 
@@ -344,14 +338,14 @@ class _Comparison:
                 self.note(1, one, torch.zeros_like(one) if other is None else other, least)
 
     def trial(self) -> Trial:
-        """What they show."""
+        """The result of all comparisons."""
         difference = max(self.differences)
         if self.fused == 0:
             return Trial(reason="the CPU kernels take no call of it")
         if any(found > budget for found, budget in zip(self.differences, _BUDGETS, strict=True)):
             return Trial(None, difference, f"its fused form differs by {difference:.1e}")
         fast = self.fast
-        if isinstance(fast, LayerForward | AttentionForward):
+        if isinstance(fast, AttendingForward):
             fast = replace(fast, length=self.length)
         return Trial(fast, difference)
 
@@ -363,7 +357,7 @@ def _first(result: Any) -> Tensor:
 
 def _compare(module: nn.Module, fast: Fast) -> Trial:
     generator = torch.Generator().manual_seed(0)
-    simple = isinstance(fast, _Simple)
+    simple = isinstance(fast, TokenwiseForward)
     base = None if simple else _reduced(module)
     interface = getattr(fast, "interface", False)
     memo: dict[object, Any] = {}
@@ -375,7 +369,7 @@ def _compare(module: nn.Module, fast: Fast) -> Trial:
         _shrink(fast.row, theirs, ours)
     if simple or base is not None:
         _randomise(theirs, generator)
-    if isinstance(fast, LayerForward | AttentionForward):
+    if isinstance(fast, AttendingForward):
         fast = replace(fast, formulas=_formulas(ours))
     comparison = _Comparison(theirs.eval(), ours.eval(), fast)
     if simple:
@@ -437,7 +431,7 @@ class _Calls:
         masked = bool(self._signature.masks)
         masks: list[Mask | None] = [Causal() if self._causal else None]
         if self._causal and not getattr(self._comparison.fast, "interface", True):
-            # With an implementation of its own, a module says itself what no mask means.
+            # A module that computes attention itself decides what no mask means.
             masks.append(None)
         if masked:
             masks += [Window(2, 0 if self._causal else 3), ~Padding(torch.tensor([0, 2]))]

@@ -11,14 +11,14 @@ from transformers.pytorch_utils import Conv1D
 
 from clearhead.integrations.recast import class_of, fast_of, original_of, recast, replacement
 from clearhead.integrations.report import BEFORE, How, SwapRow
-from clearhead.integrations.transformers.forwards import AttentionForward, LayerForward
+from clearhead.integrations.transformers.forwards import AttendingForward, LayerForward
 from clearhead.integrations.transformers.interface import attends, hand_over, is_marked, models, passes_by, take_back
 from clearhead.integrations.transformers.parts import REPLACEMENTS, FeedForward, NormForward
 from clearhead.integrations.transformers.probe import attempt
 
 __all__ = ["models", "restore", "swap_model"]
 
-_FUSED: Final = (LayerForward, AttentionForward, FeedForward)
+_FUSED: Final = (AttendingForward, FeedForward)
 #: Elements of a weight, and of a norm's, from which a part of a layer gains by itself. Small parts are left as they
 #: were: the call of a replacement takes longer than it saves.
 _LEAST_WEIGHTS = 2**20
@@ -35,7 +35,7 @@ def swap_model(path: str, model: PreTrainedModel) -> list[SwapRow]:
     reason = hand_over(model)
     interface = reason is None
     rows: list[SwapRow] = []
-    # Submodules first: a layer's trial uses the norms that were found.
+    # Submodules first: a layer's trial uses the formulas of its norms.
     for name, module in reversed([*model.named_modules()]):
         row = _swap_module(f"{path}.{name}".strip("."), module, interface, reason)
         if row is not None:

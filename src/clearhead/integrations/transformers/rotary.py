@@ -19,7 +19,7 @@ __all__ = ["angles_of", "fits"]
 
 @dataclass(frozen=True)
 class _Seen:
-    """What angles were made of, and they; None where they could not be."""
+    """Angles, None if they cannot be read, and the tensors that they were made from."""
 
     cosine: ref[Tensor]
     sine: ref[Tensor]
@@ -28,13 +28,13 @@ class _Seen:
 
 
 _LAST: Final = threading.local()
-#: Layers that see all of a text and those that see a window of it may be given angles of their own.
+#: Layers with full and with windowed attention may be given different angles.
 _KINDS: Final = 2
 
 
 def angles_of(given: Any, dtype: torch.dtype) -> Float[Tensor, "_rows head_dim"] | None:
-    """Cosines and, behind them, sines of each token's angles, where no gradient is wanted of them; None elsewhere. All
-    layers of a kind are given the same two tensors, which are looked at once.
+    """Cosines and then sines of each token's angles, if they need no gradient; None otherwise. All layers of a kind
+    are given the same two tensors, which are read once.
 
     Args:
         given: a model's ``position_embeddings``: cosines and sines, ``[batch | 1, len, head_dim]`` each, whose second
@@ -62,7 +62,7 @@ def angles_of(given: Any, dtype: torch.dtype) -> Float[Tensor, "_rows head_dim"]
 
 
 def fits(angles: Tensor, x: Float[Tensor, "batch len width"], head_dim: int) -> bool:
-    """Whether they are angles of these tokens, whose heads have so many channels."""
+    """Whether the angles are those of tokens ``x`` and heads of ``head_dim`` channels."""
     return angles.shape[1] == head_dim and len(angles) in (x.shape[1], x.shape[0] * x.shape[1])
 
 
