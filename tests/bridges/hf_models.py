@@ -17,6 +17,9 @@ transformers = pytest.importorskip("transformers", reason="needs the extra 'hf'"
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask  # noqa: E402
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 
+TRANSFORMERS_4: Final = transformers.__version__.startswith("4.")
+needs_5 = pytest.mark.skipif(TRANSFORMERS_4, reason="transformers 4 does this in another way")
+
 #: A batch's tokens; the first sentence is PAD tokens shorter.
 BATCH, TOKENS, PAD, VOCAB = 2, 23, 6, 61
 

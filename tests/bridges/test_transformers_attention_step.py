@@ -28,6 +28,7 @@ from tests.bridges.hf_checks import (
     learns_between_calls_without_gradients,
     trains_with_the_gradients_of_eager,
 )
+from tests.bridges.hf_models import needs_5
 from tests.budget import within_budget
 
 pytestmark = [
@@ -217,6 +218,7 @@ def _states(model: Any, real: Tensor | None = None) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
+@needs_5
 def test_modernbert(bias: bool, dtype: torch.dtype, taken: list[str]) -> None:
     model = distinct(lambda: _modernbert(norm_bias=bias, attention_bias=bias, mlp_bias=bias), dtype)
     exact, own = _states(copy.deepcopy(model).double()), _states(model)
@@ -232,6 +234,7 @@ def test_modernbert(bias: bool, dtype: torch.dtype, taken: list[str]) -> None:
 
 
 @pytest.mark.parametrize("left_out", [True, False])
+@needs_5
 def test_padding_of_modernbert(left_out: bool, taken: list[str]) -> None:
     model, real = distinct(_modernbert), torch.ones(2, 16, dtype=torch.long)
     real[1, 5:] = 0
@@ -243,6 +246,7 @@ def test_padding_of_modernbert(left_out: bool, taken: list[str]) -> None:
     assert attending(taken) == STEPS * 2
 
 
+@needs_5
 def test_dropouts_of_modernbert(taken: list[str]) -> None:
     model = distinct(lambda: _modernbert(attention_dropout=0.3, mlp_dropout=0.2))
     ch.swap(model)

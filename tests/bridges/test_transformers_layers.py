@@ -29,7 +29,7 @@ from tests.bridges.hf_checks import (
     learns_between_calls_without_gradients,
     trains_with_the_gradients_of_eager,
 )
-from tests.bridges.hf_models import in_float64
+from tests.bridges.hf_models import TRANSFORMERS_4, in_float64, needs_5
 from tests.budget import within_budget
 
 pytestmark = [
@@ -87,7 +87,11 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def _model(name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
-    return distinct(KINDS[name], dtype)
+    model = distinct(KINDS[name], dtype)
+    if TRANSFORMERS_4 and name in ("gemma2", "gpt2"):
+        # sdpa leaves out Gemma 2's soft cap there, and GPT-2's scales.
+        model.set_attn_implementation("eager")
+    return model
 
 
 # ---- numbers ------------------------------------------------------------------------------------------------
@@ -173,6 +177,7 @@ def test_halves_of_a_layer_are_read_as_they_are_now(taken: list[str]) -> None:
     held_against(own)
 
 
+@needs_5
 def test_channels_that_are_not_turned_go_by_parts(taken: list[str]) -> None:
     torch.manual_seed(0)
     config = transformers.Phi3Config(
@@ -370,6 +375,8 @@ def test_tokens_behind_padding_one_by_one(name: str, dtype: torch.dtype, taken: 
 def test_padding_is_left_out_where_nothing_is_cached(
     name: str, side: str, taken: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if TRANSFORMERS_4 and name == "gpt2":
+        pytest.skip("transformers 4 computes NaN at padding")
     monkeypatch.setattr(fused, "_LEAST_UNPADDED", 1)
     model, ids, real = _model(name), ids_of(), torch.ones(2, 9, dtype=torch.long)
     real[0, slice(None, 3) if side == "left" else slice(-3, None)] = 0
@@ -418,9 +425,11 @@ def test_a_cache_that_slides_keeps_what_transformers_keeps(window: int, taken: l
     for found, right in zip(ours.layers, theirs.layers, strict=True):
         torch.testing.assert_close((found.keys, found.values), (right.keys, right.values), rtol=1e-4, atol=1e-4)
         assert found.get_seq_length() == right.get_seq_length() == 60
-        assert found.get_mask_sizes(1) == right.get_mask_sizes(1)
+        queries = torch.tensor([60]) if TRANSFORMERS_4 else 1
+        assert found.get_mask_sizes(queries) == right.get_mask_sizes(queries)
 
 
+@needs_5
 def test_a_cache_that_remembers_its_past_goes_by_parts(taken: list[str]) -> None:
     model, ids = _model("mistral, windows"), ids_of(length=16)
     own = decoded(model, ids)
@@ -460,6 +469,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", CACHED)
 def test_a_cache_that_somebody_changed(name: str, change: str, taken: list[str]) -> None:
+    if TRANSFORMERS_4 and change == "forgotten" and name != "llama":
+        pytest.skip("transformers 4 does not reset what has slid")
     model, ids, more = _model(name), ids_of(), ids_of(length=4, seed=1)
     if change == "cut short" and name != "llama":
         pytest.skip("transformers does not cut short what has slid")
@@ -596,6 +607,7 @@ def test_hooks_on_a_layer_leave_it_one_step(taken: list[str]) -> None:
     assert attending(taken) == ["layer"] * 3
 
 
+@needs_5
 def test_hidden_states_are_collected_and_steps_taken_after_that(taken: list[str]) -> None:
     model, ids = _model(), ids_of()
     with torch.no_grad():
@@ -714,7 +726,7 @@ def test_checkpointed_layers_train(taken: list[str]) -> None:
     upstream = torch.randn(2, 9, 50)
     model.train()
     plain = torch.autograd.grad(model(ids, use_cache=False).logits, list(model.parameters()), upstream)
-    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     taken.clear()
     found = torch.autograd.grad(model(ids, use_cache=False).logits, list(model.parameters()), upstream)
     # torch stops the second forward of a layer once it has saved its tensors, before the call is counted.

@@ -18,6 +18,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 import clearhead as ch
 from clearhead.ops import library as native_library
 from tests.bridges.hf_checks import attending, distinct, learns_between_calls_without_gradients
+from tests.bridges.hf_models import needs_5
 from tests.budget import within_budget
 
 pytestmark = [
@@ -227,6 +228,7 @@ def test_without_a_memory_and_with_other_caches_it_goes_by_parts(taken: list[str
     assert attending(taken) == []
 
 
+@needs_5
 def test_a_memory_that_sequences_share_goes_by_parts(taken: list[str]) -> None:
     model, memory = _model("bart"), _memory()[:1]
 

@@ -25,6 +25,7 @@ import clearhead as ch
 from clearhead.integrations.transformers import replace
 from clearhead.integrations.transformers.parts import FeedForward
 from clearhead.ops import library as native_library
+from tests.bridges.hf_models import TRANSFORMERS_4
 from tests.budget import within_budget
 
 pytestmark = pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}")
@@ -55,7 +56,7 @@ def _clip() -> Any:
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = transformers.CLIPTextConfig(vocab_size=20, hidden_act="gelu", **SIZES, **tokens)
     model = transformers.CLIPTextModel(config)
-    model.encoder.layers[0].layer_norm1.register_forward_hook(_look)
+    getattr(model, "text_model", model).encoder.layers[0].layer_norm1.register_forward_hook(_look)
     return model
 
 
@@ -146,6 +147,8 @@ def test_it_is_one_step_with_the_same_numbers(name: str, taken: list[bool]) -> N
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "bert"])
 def test_whole_feedforwards_train_in_one_step(name: str, taken: list[bool]) -> None:
+    if TRANSFORMERS_4 and name == "clip":
+        pytest.skip("transformers 4 cannot make CLIP's mask in float64")
     model = MODELS[name][0]().eval()
     upstream = torch.randn(*IDS.shape, 16)
 
