@@ -134,6 +134,7 @@ def test_other_calls_stay_operators_with_a_python_body(rules: str, options: dict
     torch.testing.assert_close(compiled(*inputs), module(*inputs))
 
 
+@pytest.mark.slow
 def test_wrong_calls_raise_what_eager_ones_raise() -> None:
     query, key, value = _inputs()
     for module, inputs in (

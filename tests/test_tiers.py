@@ -73,6 +73,7 @@ def test_covering_arrays_one_page_and_what_is_not_slow_run(suite: Path) -> None:
     assert "test_one[y]" in collected
 
 
+@pytest.mark.slow
 def test_run_without_time_skips_every_test_and_says_so(suite: Path) -> None:
     said = run(suite, "--until", "0")
     assert "47 tests left out, as the time was up" in said

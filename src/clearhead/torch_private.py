@@ -147,22 +147,8 @@ def tensors_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return parameters_of(module), module._buffers
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Whether a hook sees the module's calls, they are compiled, or a ``forward`` was set on the object.
-
-    Without one of the attributes no module can be read.
-    """
-    return bool(
-        "forward" in module.__dict__
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or module._compiled_call_impl is not None
-    )
-
-
-_hooks: Final = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks: Final = itemgetter(*_HOOKS)
 #: Attributes of every module that say nothing about what it computes. They are those that ``nn.Module`` sets, but for
 #: these three.
 UNREAD: Final = frozenset(vars(nn.Module())) - {"training", "_parameters", "_modules"}
@@ -178,8 +164,17 @@ def any_hooks(attributes: Iterable[dict[str, Any]]) -> bool:
 
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
     """The hooks that see the module's calls. Without one of the attributes no module can be read."""
-    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return [hook for hooks in kinds for hook in hooks.values()]
+    return [hook for name in _HOOKS for hook in getattr(module, name).values()]
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a hook sees the module's calls, they are compiled, or a ``forward`` was set on the object.
+
+    Without one of the attributes no module can be read.
+    """
+    # As a compiler can trace it.
+    hooked = any([bool(getattr(module, name)) for name in _HOOKS])
+    return hooked or "forward" in module.__dict__ or module._compiled_call_impl is not None
 
 
 def modules_are_hooked() -> bool:

@@ -735,6 +735,7 @@ def test_checkpointed_layers_train(taken: list[str]) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_compiled_it_is_transformers_own() -> None:
     model = _model()
     ch.swap(model)

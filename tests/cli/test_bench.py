@@ -41,6 +41,7 @@ def test_it_prints_tables_and_writes_json_and_a_plot(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["bench.json", "bench.svg"]
 
 
+@pytest.mark.slow
 def test_without_the_extra_it_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = run(*TINY, "--out", str(tmp_path))

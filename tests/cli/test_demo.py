@@ -49,6 +49,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Co
 Quick = tuple[Path, subprocess.CompletedProcess[str]]
 
 
+@pytest.mark.slow
 def test_it_ends_well_and_prints_each_result(quick: Quick) -> None:
     _, done = quick
     assert done.returncode == 0, done.stderr
@@ -88,6 +89,7 @@ def test_it_leaves_one_page_and_its_numbers(quick: Quick) -> None:
 
 
 @pytest.mark.browser
+@pytest.mark.slow
 def test_its_page_opens_offline(quick: Quick) -> None:
     from tests.inspector.chromium import Opened, chromium
 

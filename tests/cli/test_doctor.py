@@ -63,6 +63,7 @@ def test_absent_extras_come_with_what_installs_them(monkeypatch: pytest.MonkeyPa
     assert "no-such-thing (install clearhead[train])" in found.verdict
 
 
+@pytest.mark.slow
 def test_a_missing_compiler_and_too_many_threads_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.setattr(doctor.torch, "get_num_threads", lambda: 10_000)

@@ -134,10 +134,10 @@ def test_a_bad_text_leaves_one_line_and_no_folder(tmp_path: Path) -> None:
 
 
 def test_predict_prints_a_table_or_json(run: Path) -> None:
-    code, out, err = called("predict", run, "--text", "a fine film", "--text", "a dull film")
+    code, out, err = called("predict", run, "--text", "a fine and warm film", "--text", "a dull and cold film")
     assert (code, err) == (0, [])
-    assert [line.split()[3] for line in out.splitlines()[1:]] == ["good", "poor"]
-    code, out, _ = called("predict", run, "--text", "a fine film", "--json")
+    assert [line.split()[5] for line in out.splitlines()[1:]] == ["good", "poor"]
+    code, out, _ = called("predict", run, "--text", "a fine and warm film", "--json")
     found = json.loads(out)
     assert code == 0
     assert found["prediction"] == "good"

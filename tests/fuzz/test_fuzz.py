@@ -34,6 +34,7 @@ def test_every_backend_gives_the_formula(count: int) -> None:
     every_backend()
 
 
+@pytest.mark.slow
 def test_the_fuzzer_sees_a_wrong_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask that is off by one in one place only is found within a few problems."""
     right = ch.Window.allows

@@ -92,6 +92,7 @@ def opened(browser: Any, lab: Lab) -> Iterator[Page]:
     page.context.close()
 
 
+@pytest.mark.slow
 def test_a_text_is_looked_at_changed_and_compared(opened: Page, lab: Lab) -> None:
     frame = opened.look()
     assert frame.locator("#title").inner_text() == f"Small example: {EXAMPLE}"

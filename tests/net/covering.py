@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["covering"]
 
 #: How many random rows compete for the next place.
-_CANDIDATES = 40
+_CANDIDATES = 10
 
 
 def covering(options: Mapping[str, Sequence[Any]], strength: int = 2) -> list[dict[str, Any]]:

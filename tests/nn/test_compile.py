@@ -96,6 +96,7 @@ def test_whole_models_compile_and_export_where_nothing_is_padded() -> None:
         torch.testing.assert_close(torch.export.export(model, (ids,)).module()(ids), expected, **NEAR)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_serve_packed_batches_of_any_length() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

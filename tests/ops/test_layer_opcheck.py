@@ -32,10 +32,11 @@ LAYOUTS: dict[str, Callable[[int, int], Tensor]] = {
 }
 
 
-def _covering(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Each value of the first axis with values of the others in turn."""
+def _covering(*axes: Iterable[Any]) -> list[Any]:
+    """Each value of the first axis with values of the others in turn; rows of 16 bits are slow."""
     first, *others = axes
-    return list(zip(first, *map(itertools.cycle, others), strict=False))
+    rows = zip(first, *map(itertools.cycle, others), strict=False)
+    return [pytest.param(*row, marks=[pytest.mark.slow] * (not {*row}.isdisjoint(DTYPES[1:]))) for row in rows]
 
 
 EACH = _covering([*LAYOUTS], DTYPES)

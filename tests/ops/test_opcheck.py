@@ -78,10 +78,15 @@ LAYOUTS: dict[str, Callable[..., Tensor]] = {
 every_option = pytest.mark.parametrize("name", OPTIONS)
 
 
-def _covering(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Each value of the first axis with values of the others in turn."""
+#: Of operators' tensors.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _covering(*axes: Iterable[Any]) -> list[Any]:
+    """Each value of the first axis with values of the others in turn; rows of 16 bits are slow."""
     first, *others = axes
-    return list(zip(first, *map(itertools.cycle, others), strict=False))
+    rows = zip(first, *map(itertools.cycle, others), strict=False)
+    return [pytest.param(*row, marks=[pytest.mark.slow] * (not {*row}.isdisjoint(DTYPES[1:]))) for row in rows]
 
 
 def _qkv(layout: str = "contiguous", **options: Any) -> list[Tensor]:
@@ -122,7 +127,7 @@ def test_attention_forward_passes_opcheck(name: str, returns: int) -> None:
     _check("attention_forward", (*_qkv(requires_grad=True), 0.3, returns), OPTIONS[name]())
 
 
-@pytest.mark.parametrize(("layout", "dtype"), _covering([*LAYOUTS] * 3, (torch.float32, torch.bfloat16, torch.float16)))
+@pytest.mark.parametrize(("layout", "dtype"), _covering([*LAYOUTS] * 3, DTYPES))
 def test_attention_forward_passes_opcheck_in_every_layout_and_dtype(layout: str, dtype: torch.dtype) -> None:
     _check("attention_forward", (*_qkv(layout, dtype=dtype, requires_grad=True), 0.3, OUTPUT32 | SOFTMAX), {})
 
@@ -132,7 +137,7 @@ def test_attention_forward_passes_opcheck_with_statistics(returns: int) -> None:
     _check("attention_forward", (*_qkv(requires_grad=True), 0.3, returns), _statistics())
 
 
-@pytest.mark.parametrize(("name", "layout", "dtype"), _covering(OPTIONS, LAYOUTS, (torch.float32, torch.bfloat16)))
+@pytest.mark.parametrize(("name", "layout", "dtype"), _covering(OPTIONS, LAYOUTS, DTYPES[:2]))
 def test_attention_gradients_pass_opcheck(name: str, layout: str, dtype: torch.dtype) -> None:
     arguments, options = _gradient_call(name, layout, dtype)
     arguments[1].requires_grad_()

@@ -175,6 +175,7 @@ def test_gradients_can_be_differentiated_again() -> None:
     assert torch.autograd.gradgradcheck(lambda *given: top_k_attention(*given, k=2), inputs)
 
 
+@pytest.mark.slow
 def test_gradient_of_a_learned_bias_can_be_differentiated_again() -> None:
     bias = torch.zeros(LEN, LEN, dtype=torch.float64, requires_grad=True)
     inputs = tensors()

@@ -97,6 +97,7 @@ def test_what_is_wrong_in_one_way_breaks_that_law_alone(name: str) -> None:
     assert set(report.broken) == ALONE[name], report
 
 
+@pytest.mark.slow
 def test_memory_that_grows_with_the_square_is_said_with_its_sizes() -> None:
     claimed = ch.verify(RIGHT, laws=["memory"], linear_memory=True, examples=0)
     assert claimed["memory"].detail.startswith("memory grows as length **")

@@ -40,7 +40,10 @@ def through(backend: str) -> Callable[..., ch.Observation | Tensor]:
 
 @pytest.mark.parametrize(
     "backend",
-    [pytest.param(name, marks=pytest.mark.slow) if name in ("reference", "sdpa") else name for name in STATISTICS],
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("auto", "reference", "sdpa") else name
+        for name in STATISTICS
+    ],
 )
 def test_our_backends_break_no_law(backend: str) -> None:
     if backend == "native" and native_library.reason() is not None:
@@ -66,12 +69,14 @@ def test_our_attention_in_other_precisions(dtype: torch.dtype) -> None:
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("backend", ["auto", "tiled"])
+@pytest.mark.slow
 def test_linear_memory_holds_for_the_kernels_and_the_tiles(backend: str) -> None:
     attention = partial(ch.attention, backend=backend)
     report = ch.verify(attention, signature="clearhead", laws=["memory"], linear_memory=True, examples=0)
     assert report["memory"].status == "holds", report
 
 
+@pytest.mark.slow
 def test_torch_s_own_function_has_known_faults_and_no_other() -> None:
     """It lets NaN through a mask, takes a NaN query over few keys for an empty row, and scales after it has masked."""
     report = ch.verify(F.scaled_dot_product_attention, examples=0)

@@ -206,9 +206,9 @@ class MultiHeadAttention(nn.Module):
 
     def projections(self) -> Projections | None:
         """Weights and options; None where there is more to a linear layer, or a hook or compiler sees its calls."""
-        return None if torch.compiler.is_compiling() else cached_reading(self, None, self.read, may_be_hooked=(self,))
+        return None if torch.compiler.is_compiling() else cached_reading(self, None, self._read, may_be_hooked=(self,))
 
-    def read(self) -> Projections | None:
+    def _read(self) -> Projections | None:
         """Weights and options, where there is no more to the linear layers."""
         own = submodules_of(self)
         layers = [*map(own.get, _PROJECTIONS)]

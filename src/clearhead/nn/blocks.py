@@ -100,7 +100,7 @@ class Block(nn.Module):
         *attentions, feedforward = [own[name] for name, _ in names]
         if any(type(each) is not MultiHeadAttention for each in attentions) or type(feedforward) is not FeedForward:
             return None
-        projections = [part for each in attentions if (part := each.read()) is not None]
+        projections = [part for each in attentions if (part := each.projections()) is not None]
         norms = [part for _, norm in names if (part := norm_of(own[norm], x)) is not None]
         fed, after = feedforward.plain_layers(), drop_of(own["residual_dropout"])
         if len(projections) < len(attentions) or len(norms) < len(names) or fed is None or after is None:

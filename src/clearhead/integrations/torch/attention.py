@@ -182,14 +182,14 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         return plain and all(map(self._is_one_step, sequences))
 
     def projections(self) -> Projections:
-        """Weights and options."""
-        if torch.compiler.is_compiling():
-            return self.read()
-        own = cached_reading(self, None, self.read, may_be_hooked=(self, self.out_proj))
-        return self.read() if own is None else own
-
-    def read(self) -> Projections:
         """Weights and options: one layer for queries, keys and values, and the output projection."""
+        apart = (self, self.out_proj)
+        # A parametrization computes the weights of each call.
+        keep = not torch.compiler.is_compiling() and not any(map(is_parametrized, apart))
+        own = cached_reading(self, None, self._read, may_be_hooked=apart) if keep else None
+        return self._read() if own is None else own
+
+    def _read(self) -> Projections:
         return Projections(
             [(self.in_proj_weight, self.in_proj_bias)],
             (self.out_proj.weight, self.out_proj.bias),

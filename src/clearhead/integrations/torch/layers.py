@@ -189,7 +189,7 @@ def _stack_of(
     # One memory is read by a layer whose attentions take sequences alike.
     if any(_is_replaced(vars(own)) for own in (layer, *attentions)) or len({own.batch_first for own in attentions}) > 1:
         return None
-    read = [each.read() for each in attentions]
+    read = [each.projections() for each in attentions]
     return Stack([LayerParts(read, (first, second), norms, layer.norm_first, called, tuple(after), hidden)])
 
 
