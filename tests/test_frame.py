@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +34,13 @@ OPTIONAL = {
     "typer",
     "uvicorn",
 }
+
+
+def test_every_test_file_can_be_imported() -> None:
+    """``--doctest-ignore-import-errors`` skips a file with a failed import, and its tests with it."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        with suppress(pytest.skip.Exception):
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
 def read(name: str) -> str:

@@ -173,7 +173,7 @@ def is_hooked(module: nn.Module) -> bool:
     Without one of the attributes no module can be read.
     """
     # As a compiler can trace it.
-    hooked = any([bool(getattr(module, name)) for name in _HOOKS])
+    hooked = any(bool(getattr(module, name)) for name in _HOOKS)
     return hooked or "forward" in module.__dict__ or module._compiled_call_impl is not None
 
 

@@ -12,9 +12,9 @@ from clearhead.arguments import FARTHEST, flag, probability, whole
 from clearhead.cache import KVCache, check_cache, count_appended, restored_on_error
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks import Mask
+from clearhead.nn.cache_view import CacheView, cache_view
 from clearhead.nn.checks import positive, sources_of
 from clearhead.nn.fused import fused_attention, is_fused_attention
-from clearhead.nn.held import Held, held_by
 from clearhead.nn.linear import Linear, linear_each, weights_of
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.rules import RuleList
@@ -147,16 +147,16 @@ class MultiHeadAttention(nn.Module):
             projections, tokens = self.projections() if key is value else None, (query,) if own else (query, key)
             path = None
             if projections is not None:
-                options: dict[str, Any] = {"mask": mask, "query_offset": query_offset}
-                fused = fused_attention(tokens, projections, **options)
+                fused = fused_attention(tokens, projections, mask=mask, query_offset=query_offset)
                 if fused is not None:
                     return fused
-                # Those who watch a call see the numbers that it has without them.
+                # Under observation the call runs op by op, with bitwise identical results.
+                options: dict[str, Any] = {"mask": mask, "query_offset": query_offset}
                 path = NATIVE if watched() and is_fused_attention(tokens, projections, **options) else None
             heads, keys, values = self._heads(query, key, value, first, 0, path)
             return self._attended(heads, keys, values, mask, query_offset, path)
         with restored_on_error(cache):
-            found, path = self._held(cache, query, None if own else key, mask, query_offset)
+            found, path = self._fused_with_cache(cache, query, None if own else key, mask, query_offset)
             if found is not None:
                 return found
             if not own and cache.length > 0:
@@ -176,7 +176,7 @@ class MultiHeadAttention(nn.Module):
         query_offset: int | None,
         path: Path | None = None,
     ) -> Tensor:
-        """The attention, and the heads joined and mixed, by a path that the products are known to take or as ever."""
+        """Attention and the output projection, by ``path`` or by the table's choice."""
         output = attend(
             self, heads, keys, values, mask=mask, scores=self.scores.rules(), scale=self.scale,
             dropout=self.dropout if self.training else 0.0, query_offset=query_offset, backend=self.backend,
@@ -186,21 +186,21 @@ class MultiHeadAttention(nn.Module):
             return project(joined, last.weight, last.bias, path=path)
         return joined if last is None else last(joined)
 
-    def held(self, cache: KVCache | None, x: Tensor, memory: Tensor | None) -> Held | None:
-        """What a cache holds for a call that may be a step, or part of one."""
-        return held_by(cache, x, memory, self.num_kv_heads, self.head_dim)
+    def cache_view(self, cache: KVCache | None, x: Tensor, memory: Tensor | None) -> CacheView | None:
+        """What a fused call reads from a cache."""
+        return cache_view(cache, x, memory, self.num_kv_heads, self.head_dim)
 
-    def _held(
+    def _fused_with_cache(
         self, cache: KVCache, query: Tensor, memory: Tensor | None, mask: Mask | None, query_offset: int | None
     ) -> tuple[Tensor | None, Path | None]:
-        """The output in one step, of keys and values in a cache; or how whoever watches gets its bits part by part."""
+        """The fused output of a call with a cache; and the path of an observed call's GEMMs, for the same bits."""
         own = self.projections()
-        held = None if own is None else self.held(cache, query, memory)
-        if own is None or held is None:
+        view = None if own is None else self.cache_view(cache, query, memory)
+        if own is None or view is None:
             return None, None
-        options: dict[str, Any] = {"mask": mask, "query_offset": query_offset, "held": held}
+        options: dict[str, Any] = {"mask": mask, "query_offset": query_offset, "cache": view}
         found = fused_attention((query,), own, **options)
-        if found is not None and held.grows:
+        if found is not None and view.grows:
             count_appended([cache], query.shape[1])
         return found, NATIVE if found is None and watched() and is_fused_attention((query,), own, **options) else None
 

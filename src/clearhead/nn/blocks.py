@@ -15,12 +15,12 @@ from clearhead.cache import KVCache, count_appended, restored_on_error
 from clearhead.errors import ShapeError
 from clearhead.masks import Causal, Mask
 from clearhead.nn.attention import MultiHeadAttention
+from clearhead.nn.cache_view import CacheView
 from clearhead.nn.checks import check_tokens
 from clearhead.nn.dropout import Dropout, plus_dropped
 from clearhead.nn.feedforward import FeedForward, drop_of
 from clearhead.nn.from_torch import block_like
 from clearhead.nn.fused import fused_layers, norm_of, of_parts
-from clearhead.nn.held import Held
 from clearhead.nn.norm import new_norm
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.spec import LayerParts, Stack
@@ -30,7 +30,7 @@ from clearhead.shapes import Float
 from clearhead.torch_private import is_hooked, submodules_of
 from clearhead.watch import carried, watched
 
-__all__ = ["SUBLAYERS", "Block", "DecoderBlock", "EncoderBlock", "causal", "held_caches"]
+__all__ = ["SUBLAYERS", "Block", "DecoderBlock", "EncoderBlock", "cache_views", "causal"]
 
 
 #: A block's parts and their norms, of one that attends to its own tokens alone, and of one with a memory.
@@ -54,17 +54,17 @@ class Block(nn.Module):
     def _attending(
         self, tokens: Sequence[Tensor], masks: Sequence[Mask | None], caches: Sequence[KVCache | None] = ()
     ) -> Tensor:
-        """Attention of each kind under its mask, and the feedforward: in one step where all parts are plain."""
+        """Each attention under its mask, and the feedforward: fused where all parts are plain."""
         x, names = tokens[0], SUBLAYERS[len(tokens)]
         caches = caches or (None,) * len(masks)
         parts = [submodules_of(self)[name] for name, _ in names]
         stack = None if torch.compiler.is_compiling() else self._stack(names, parts, x)
-        held = None if stack is None else held_caches(self, tokens, caches)
+        views = None if stack is None else cache_views(self, tokens, caches)
         # A memory that a cache holds is not read again.
-        read = tokens[:1] if held and held[-1] is not None else tokens
+        read = tokens[:1] if views and views[-1] is not None else tokens
         looked_at = watched() or any(map(is_hooked, parts))
-        if stack is not None and held is not None and not looked_at:
-            output = fused_layers(read, stack, masks, held)
+        if stack is not None and views is not None and not looked_at:
+            output = fused_layers(read, stack, masks, views)
             if output is not None:
                 count_appended([cache for cache in caches[:1] if cache is not None], x.shape[1])
                 return output
@@ -76,8 +76,8 @@ class Block(nn.Module):
 
         sublayers: list[Callable[[Tensor], Tensor]] = [partial(attended, place) for place in range(len(masks))]
         sublayers.append(self.feedforward)
-        if stack is not None and held is not None and looked_at:
-            output = of_parts(read, stack, masks, sublayers, held)
+        if stack is not None and views is not None and looked_at:
+            output = of_parts(read, stack, masks, sublayers, views)
             if output is not None:
                 return output
         for (_, norm), sublayer in zip(names, sublayers, strict=True):
@@ -117,22 +117,24 @@ class Block(nn.Module):
     def _maybe_recomputed(self, run: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Run, keeping only the inputs for the backward pass where that was asked for."""
         if self.checkpoint_activations and self.training and torch.is_grad_enabled():
-            # A compiler would trace the context; nobody watches there.
+            # A compiler would trace the context, and compiled code is not observed.
             again: dict[str, Any] = {"context_fn": carried} if watched() else {}
             output: Tensor = checkpoint(run, *arguments, use_reentrant=False, **again)
             return output
         return run(*arguments)
 
 
-def held_caches(block: Block, tokens: Sequence[Tensor], caches: Sequence[KVCache | None]) -> list[Held | None] | None:
-    """What each attention's cache holds; None where one cannot be read by the block operator."""
-    found: list[Held | None] = []
+def cache_views(
+    block: Block, tokens: Sequence[Tensor], caches: Sequence[KVCache | None]
+) -> list[CacheView | None] | None:
+    """What each attention reads from its cache; None where the block operator cannot read one."""
+    views: list[CacheView | None] = []
     for (name, _), memory, cache in zip(SUBLAYERS[len(tokens)], (None, *tokens[1:]), caches, strict=False):
-        held = None if cache is None else getattr(block, name).held(cache, tokens[0], memory)
-        if held is None and cache is not None:
+        view = None if cache is None else getattr(block, name).cache_view(cache, tokens[0], memory)
+        if view is None and cache is not None:
             return None
-        found.append(held)
-    return found
+        views.append(view)
+    return views
 
 
 class EncoderBlock(Block):

@@ -89,9 +89,10 @@ def sources_of(
             )
         key = query
     value = key if value is None else value
-    for role, tensor, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
-        if tensor is query and role != "query" and width == widths[0]:
-            continue
+    check_tokens(name, "query", query, widths[0], like)
+    if key is query and value is query and widths == widths[:1] * 3:
+        return key, value
+    for role, tensor, width in zip(("key", "value"), (key, value), widths[1:], strict=True):
         check_tokens(name, role, tensor, width, like)
         if tensor.ndim != query.ndim or tensor.shape[:-2] != query.shape[:-2]:
             raise ShapeError.about(

@@ -136,8 +136,8 @@ def in_one_step(
     layer: Callable[[nn.Module], Layer | None],
     name: Callable[[object], str | None] = name_of,
 ) -> Float[Tensor, "*batch out"] | None:
-    """``contract(dropout(activation(expand(x))))`` in one go, or with a gate what ``FeedForward`` makes of it; None
-    where something else stands there, or looks on.
+    """``contract(dropout(activation(expand(x))))`` fused, or ``FeedForward``'s formula with a gate; None where a part
+    is of another class, or hooked.
 
     Args:
         x: ``[*batch, in]``.

@@ -20,8 +20,8 @@ from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
 from clearhead.masks.base import conjuncts
 from clearhead.masks.parts import band_of, is_padding, parts_of
+from clearhead.nn.cache_view import CacheView
 from clearhead.nn.dropout import drop
-from clearhead.nn.held import Held
 from clearhead.nn.norm import normed, normed_by_torch
 from clearhead.nn.spec import NormLike, Projections, Stack
 from clearhead.nn.unfused import Attended, run_attention, run_layer
@@ -53,7 +53,7 @@ def fused_attention(
     *,
     mask: Mask | None = None,
     query_offset: int | None = None,
-    held: Held | None = None,
+    cache: CacheView | None = None,
     angles: Float[Tensor, "_rows head_dim"] | None = None,
 ) -> Float[Tensor, "*batch _len _out"] | None:
     """Project to heads, attend, and project back, in one operator.
@@ -65,7 +65,7 @@ def fused_attention(
         own: the attention layer.
         mask: which keys a query may attend to.
         query_offset: position of the first query.
-        held: cached keys and values; where the cache grows, those of ``tokens`` are appended, and the first query
+        cache: cached keys and values; where the cache grows, those of ``tokens`` are appended, and the first query
             stands behind the cached tokens. ``tokens`` are those that attend alone.
         angles: RoPE cos and sin of the call's tokens, where ``own.rotary`` is ``"angles"``.
 
@@ -81,11 +81,11 @@ def fused_attention(
     if watched() or not _may_fuse(tokens):
         return None
     training = _learns(tokens, own)
-    attended = _attended(tokens, own, training, mask, query_offset, held) if _takes(tokens, own, training) else None
+    attended = _attended(tokens, own, training, mask, query_offset, cache) if _takes(tokens, own, training) else None
     if attended is None:
         return None
     tape, seed = own.tape.copy(), draw_seed(own.dropout)
-    _write_call(tape, own, attended, seed, held, angles)
+    _write_call(tape, own, attended, seed, cache, angles)
 
     def recompute(places: Mapping[int, Tensor], copies: Sequence[Tensor]) -> Tensor:
         return run_attention(own.mapped(_change(places)), attended, copies, seed, angles)
@@ -99,12 +99,12 @@ def is_fused_attention(tokens: Tokens, own: Projections, **options: Any) -> bool
     Args:
         tokens: as ``fused_attention`` takes them.
         own: the attention layer.
-        options: ``mask``, ``query_offset`` and ``held``, as ``fused_attention`` takes them.
+        options: ``mask``, ``query_offset`` and ``cache``, as ``fused_attention`` takes them.
     """
     if not _may_fuse(tokens):
         return False
     training = _learns(tokens, own)
-    arguments = (options.get("mask"), options.get("query_offset"), options.get("held"))
+    arguments = (options.get("mask"), options.get("query_offset"), options.get("cache"))
     return _takes(tokens, own, training) and _attended(tokens, own, training, *arguments) is not None
 
 
@@ -112,7 +112,7 @@ def fused_layers(
     tokens: Tokens,
     stack: Stack,
     masks: Sequence[Mask | None],
-    held: Sequence[Held | None] = (),
+    caches: Sequence[CacheView | None] = (),
     angles: Float[Tensor, "_rows head_dim"] | None = None,
 ) -> Float[Tensor, "*batch _len _width"] | None:
     """The output of layers one after the other, in one operator.
@@ -121,7 +121,7 @@ def fused_layers(
         tokens: ``[batch, len, width]`` of the layers' own and, where they attend to one, of the memory.
         stack: the layers, a single one where a gradient is wanted.
         masks: of each attention of each layer.
-        held: what each attention reads from a cache, where one does; a cached memory is not among ``tokens``.
+        caches: what each attention reads from a cache, where one does; a cached memory is not among ``tokens``.
         angles: RoPE cos and sin of the call's tokens, where attentions are rotated by ``"angles"``.
 
     Returns:
@@ -138,11 +138,11 @@ def fused_layers(
     training = _learns(tokens, stack)
     if training and len(stack.layers) > 1:
         return None
-    attended = _attended_by_layers(tokens, stack, training, masks, held)
+    attended = _attended_by_layers(tokens, stack, training, masks, caches)
     if attended is None:
         return None
     tape, seeds = stack.tape.copy(), list[int]()
-    calls = iter(zip(attended, held or (None,) * len(attended), strict=True))
+    calls = iter(zip(attended, caches or (None,) * len(attended), strict=True))
     for parts in stack.layers:
         seeds = [*map(draw_seed, parts.drops)]
         for place, (own, call) in enumerate(zip(parts.attentions, calls, strict=False)):
@@ -160,7 +160,7 @@ def of_parts(
     stack: Stack,
     masks: Sequence[Mask | None],
     sublayers: Sequence[Callable[[Tensor], Tensor]],
-    held: Sequence[Held | None] = (),
+    caches: Sequence[CacheView | None] = (),
 ) -> Float[Tensor, "*batch _len _width"] | None:
     """A layer's output op by op, with the bits of ``fused_layers``, for observers and hooks.
 
@@ -169,12 +169,12 @@ def of_parts(
         stack: one layer.
         masks: of each attention.
         sublayers: the layer's attentions and its feedforward.
-        held: what each attention reads from a cache.
+        caches: what each attention reads from a cache.
 
     Returns:
         ``[batch, len, width]``; None where ``fused_layers`` would not take the layer.
     """
-    if not _may_fuse(tokens) or _attended_by_layers(tokens, stack, _learns(tokens, stack), masks, held) is None:
+    if not _may_fuse(tokens) or _attended_by_layers(tokens, stack, _learns(tokens, stack), masks, caches) is None:
         return None
     (parts,) = stack.layers
     x = like = tokens[0]
@@ -188,8 +188,8 @@ def of_parts(
             return drop(y, levels, x)
         return x + F.dropout(y, levels / LEVELS)
 
-    behind: Sequence[NormLike | None] = parts.behind or [None] * len(sublayers)
-    for sublayer, own, last, levels in zip(sublayers, parts.norms, behind, parts.drop_levels, strict=True):
+    results: Sequence[NormLike | None] = parts.result_norms or [None] * len(sublayers)
+    for sublayer, own, last, levels in zip(sublayers, parts.norms, results, parts.drop_levels, strict=True):
         given = sublayer(norm(x, own) if parts.norm_first else x)
         x = plus(x, levels, given if last is None else norm(given, last))
         x = x if parts.norm_first else norm(x, own)
@@ -250,16 +250,16 @@ def _takes(tokens: Tokens, spec: Projections | Stack, training: bool) -> bool:
 
 
 def _attended_by_layers(
-    tokens: Tokens, stack: Stack, training: bool, masks: Sequence[Mask | None], held: Sequence[Held | None]
+    tokens: Tokens, stack: Stack, training: bool, masks: Sequence[Mask | None], caches: Sequence[CacheView | None]
 ) -> list[Attended] | None:
     """What the operator is told of the layers' attentions, where it is what every part would use."""
     for parts in stack.layers:
-        if (training and parts.behind) or round(max(*parts.after, parts.hidden) * LEVELS) >= LEVELS:
+        if (training and parts.result_norms) or round(max(*parts.dropouts, parts.hidden) * LEVELS) >= LEVELS:
             return None
     if not _takes(tokens, stack, training):
         return None
     attended = list[Attended]()
-    calls = iter(zip(masks, held or (None,) * len(masks), strict=True))
+    calls = iter(zip(masks, caches or (None,) * len(masks), strict=True))
     for parts in stack.layers:
         for place, (own, (mask, cache)) in enumerate(zip(parts.attentions, calls, strict=False)):
             one = _attended(tokens if place else tokens[:1], own, training, mask, None, cache)
@@ -270,42 +270,52 @@ def _attended_by_layers(
 
 
 def _attended(
-    tokens: Tokens, own: Projections, training: bool, mask: Mask | None, query_offset: int | None, held: Held | None
+    tokens: Tokens,
+    own: Projections,
+    training: bool,
+    mask: Mask | None,
+    query_offset: int | None,
+    cache: CacheView | None,
 ) -> Attended | None:
     """What the operator is told of an attention besides its tensors, which are plain."""
-    if held is not None and not _reads_cache(held, tokens[0], training, mask):
+    if cache is not None and not _reads_cache(cache, tokens[0], training, mask):
         return None
     if own.head_norms and (training or len(own.sources) < 3):
         return None
-    attended = _in_a_band(tokens, own, training, mask, query_offset, held)
+    attended = _in_a_band(tokens, own, training, mask, query_offset, cache)
     if attended is None:
-        attended = _validated(tokens, own, mask, query_offset, held)
+        attended = _validated(tokens, own, mask, query_offset, cache)
     if attended is None or not isinstance(own.rotary, Rotary):
         return attended
-    grows, keys = held is not None and held.grows, tokens[-1].shape[1] if held is None else held.length
+    grows, keys = cache is not None and cache.grows, tokens[-1].shape[1] if cache is None else cache.length
     if attended.query_offset < 0 or (query_offset is None and not grows and tokens[0].shape[1] != keys):
         return None
     # A table is made for as many positions as the cache has capacity for, so that it serves later tokens too.
-    capacity = held.key.shape[2] if held is not None and held.grows else keys
+    capacity = cache.key.shape[2] if cache is not None and cache.grows else keys
     positions = max(attended.query_offset + tokens[0].shape[1], capacity)
     return attended._replace(positions=positions) if positions <= MOST_POSITIONS else None
 
 
 def _in_a_band(
-    tokens: Tokens, own: Projections, training: bool, mask: Mask | None, query_offset: int | None, held: Held | None
+    tokens: Tokens,
+    own: Projections,
+    training: bool,
+    mask: Mask | None,
+    query_offset: int | None,
+    cache: CacheView | None,
 ) -> Attended | None:
     """Most calls: without rules, under no mask, a band or padding, whose positions are unambiguous. None of others."""
-    grows, (batch, q_len) = held is not None and held.grows, tokens[0].shape[:2]
+    grows, (batch, q_len) = cache is not None and cache.grows, tokens[0].shape[:2]
     if own.rules() or query_offset is not None or type(own.scale) not in (float, type(None)):
         return None
-    k_len = tokens[-1].shape[1] if held is None else held.length + (q_len if held.grows else 0)
+    k_len = tokens[-1].shape[1] if cache is None else cache.length + (q_len if cache.grows else 0)
     if mask is not None and q_len != k_len and not grows:
         return None
     if own.backend != native.BACKEND.name:
         path = attention_path(tokens[0].dtype, q_len, k_len, causal=mask is not None, gradient=training)
         if own.backend != "auto" or path != native.BACKEND.name:
             return None
-    offset = held.length if held is not None and held.grows else 0
+    offset = cache.length if cache is not None and cache.grows else 0
     options = {} if mask is None else _mask_options(mask, (batch, own.num_heads, q_len, k_len), offset)
     if options is None:
         return None
@@ -325,18 +335,22 @@ def _mask_options(mask: Mask, size: tuple[int, int, int, int], offset: int) -> d
 
 
 def _validated(
-    tokens: Tokens, own: Projections, mask: Mask | None, query_offset: int | None, held: Held | None
+    tokens: Tokens,
+    own: Projections,
+    mask: Mask | None,
+    query_offset: int | None,
+    cache: CacheView | None,
 ) -> Attended | None:
     """Any other call, validated and lowered as ``attention`` does; None where the choice is not the kernels."""
     problem = Problem.of(
         _FUNCTION,
-        *_hollow(tokens, own, held),
+        *_hollow(tokens, own, cache),
         mask=mask,
         scores=own.rules(),
         scale=own.scale,
         dropout=own.dropout,
         seed=0,
-        query_offset=held.length if held is not None and held.grows else query_offset,
+        query_offset=cache.length if cache is not None and cache.grows else query_offset,
     )
     learned = torch.is_grad_enabled() and problem.rule_parameters
     if learned or choose(_FUNCTION, problem, _NOTHING, own.backend) is not native.BACKEND:
@@ -347,43 +361,43 @@ def _validated(
     return Attended(problem.mask, problem.scores, problem.scale, problem.dropout, problem.query_offset, options)
 
 
-def _reads_cache(held: Held, x: Tensor, training: bool, mask: Mask | None) -> bool:
+def _reads_cache(cache: CacheView, x: Tensor, training: bool, mask: Mask | None) -> bool:
     """Whether the operator reads a cache: under a mask that is a band, or says which keys are real besides."""
-    if training or not {type(held.key), type(held.value)} <= _TYPES or held.key.dtype is not x.dtype:
+    if training or not {type(cache.key), type(cache.value)} <= _TYPES or cache.key.dtype is not x.dtype:
         return False
-    if mask is None or not held.grows or band_of(mask) is not None:
+    if mask is None or not cache.grows or band_of(mask) is not None:
         return True
     return all(band_of(part) is not None or is_padding(part) for part in conjuncts(mask))
 
 
-def _hollow(tokens: Tokens, own: Projections, held: Held | None) -> tuple[Tensor, ...]:
+def _hollow(tokens: Tokens, own: Projections, cache: CacheView | None) -> tuple[Tensor, ...]:
     """Queries, keys and values without memory."""
     x = tokens[0]
     nothing, batch, dim = x.new_empty(1), x.shape[0], own.head_dim
     query = nothing.expand(batch, x.shape[1], own.num_heads, dim).transpose(1, 2)
-    if held is None:
+    if cache is None:
         keys = nothing.expand(batch, tokens[-1].shape[1], own.num_kv_heads, dim).transpose(1, 2)
         return query, keys, keys
-    length = held.length + x.shape[1] if held.grows else held.length
-    return query, *(nothing.expand(*part.shape[:2], length, part.shape[3]) for part in (held.key, held.value))
+    length = cache.length + x.shape[1] if cache.grows else cache.length
+    return query, *(nothing.expand(*part.shape[:2], length, part.shape[3]) for part in (cache.key, cache.value))
 
 
 # ---- what the operator is told ---------------------------------------------------------------------------------------
 
 
 def _write_call(
-    tape: Tape, own: Projections, attended: Attended, seed: int, held: Held | None, angles: Tensor | None
+    tape: Tape, own: Projections, attended: Attended, seed: int, cache: CacheView | None, angles: Tensor | None
 ) -> None:
     """Write down what differs from call to call in an attention."""
     if own.rotary is not None:
         table = table_of(own.rotary, own.head_dim, attended.positions) if isinstance(own.rotary, Rotary) else angles
         assert table is not None
         tape.tensors.append(table)
-    if held is None:
+    if cache is None:
         tape.integer(0)
     else:
-        tape.integer(1 if held.grows else 2, held.length)
-        tape.caches += (held.key, held.value)
+        tape.integer(1 if cache.grows else 2, cache.length)
+        tape.caches += (cache.key, cache.value)
     tape.number(attended.scale, attended.dropout)
     tape.integer(seed, attended.query_offset)
     tape.mask(attended.options)

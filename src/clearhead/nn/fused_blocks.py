@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from clearhead.cache import KVCache, count_appended
 from clearhead.masks import Mask
 from clearhead.masks.parts import band_of
-from clearhead.nn.blocks import SUBLAYERS, Block, DecoderBlock, EncoderBlock, held_caches
+from clearhead.nn.blocks import SUBLAYERS, Block, DecoderBlock, EncoderBlock, cache_views
+from clearhead.nn.cache_view import CacheView
 from clearhead.nn.fused import fused_layers
-from clearhead.nn.held import Held
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.spec import Stack
 from clearhead.shapes import Float
@@ -56,20 +56,20 @@ def fused_blocks(
         return Stack(layers) if len(layers) == len(blocks) else None
 
     key = x.shape[-1], x.dtype, *(each.shape[-1] for each in memory)
-    stack, held = cached_reading(blocks, key, read), list[Held | None]()
+    stack, views = cached_reading(blocks, key, read), list[CacheView | None]()
     if stack is None:
         return None
     for block, own in zip(blocks, caches, strict=False):
-        cached = held_caches(cast(Block, block), tokens, own)
+        cached = cache_views(cast(Block, block), tokens, own)
         if cached is None:
             return None
-        held += cached
-    grow = [own for own in held if own is not None and own.grows]
+        views += cached
+    grow = [own for own in views if own is not None and own.grows]
     if len({own.length for own in grow}) > 1 or len({own.key.data_ptr() for own in grow}) < len(grow):
         return None
     # A memory that caches hold is not read.
-    given = tokens[:1] if held and held[-1] is not None else tokens
-    output = fused_layers(given, stack, [*masks] * len(blocks), held)
+    given = tokens[:1] if views and views[-1] is not None else tokens
+    output = fused_layers(given, stack, [*masks] * len(blocks), views)
     if output is not None:
         count_appended([own for own, *_ in caches if own is not None], x.shape[1])
     return output

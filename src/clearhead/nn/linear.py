@@ -75,6 +75,6 @@ def weights_of(layer: nn.Linear) -> Layer:
 
 
 def looked_at(*parts: object) -> bool:
-    """Whether somebody looks at the calls of one of the modules among these, or a compiler at all of them."""
+    """Whether a hook sees calls of one of the modules among these, or a compiler traces them."""
     modules = [part for part in parts if isinstance(part, nn.Module)]
     return torch.compiler.is_compiling() or modules_are_hooked() or any(map(is_hooked, modules))

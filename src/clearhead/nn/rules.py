@@ -49,7 +49,7 @@ class RuleHolder(nn.Module):
     def rule(self) -> ScoreRule:
         """The rule on the tensors that the module holds now."""
         own = [getattr(self, name) for name in self._names]
-        # Itself where it has its shape: whoever keeps a rule sees what becomes of the tensor.
+        # The tensor itself where the shape is the same: a kept rule then sees later values of the tensor.
         held = iter(
             [
                 tensor if tensor.shape == shape else tensor.reshape(shape)

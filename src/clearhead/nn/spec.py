@@ -104,9 +104,9 @@ class LayerParts:
         norms: kind and epsilon, weight and bias of each sublayer's norm.
         norm_first: whether each sublayer reads normed tokens (pre-norm) or each sum is normed (post-norm).
         activation: of the feedforward, by name.
-        after: probabilities of dropping what each sublayer gives.
+        dropouts: probabilities of dropping elements of each sublayer's output.
         hidden: probability of dropping activations within the feedforward.
-        behind: norms of what each sublayer gives, where there are some; without gradients alone.
+        result_norms: norms of each sublayer's output, where there are some; without gradients alone.
     """
 
     attentions: Sequence[Projections]
@@ -114,9 +114,9 @@ class LayerParts:
     norms: Sequence[NormLike]
     norm_first: bool
     activation: str
-    after: tuple[float, ...]
+    dropouts: tuple[float, ...]
     hidden: float
-    behind: Sequence[NormLike] = ()
+    result_norms: Sequence[NormLike] = ()
 
     @property
     def linears(self) -> Sequence[Layer]:
@@ -131,7 +131,7 @@ class LayerParts:
         tape.integer(1, len(self.feedforward))
         tape.linears(self.feedforward)
         tape.integer(ACTIVATIONS[self.activation].kind, round(self.hidden * LEVELS))
-        results: Sequence[NormLike | None] = self.behind or [None] * len(self.norms)
+        results: Sequence[NormLike | None] = self.result_norms or [None] * len(self.norms)
         for norm, result, levels in zip(self.norms, results, self.drop_levels, strict=True):
             tape.norm(*norm[0], *norm[1])
             tape.integer(result is not None)
@@ -146,13 +146,13 @@ class LayerParts:
             attentions=[own.mapped(change) for own in self.attentions],
             feedforward=[_pair(layer, change) for layer in self.feedforward],
             norms=[(kind, _norm_pair(pair, change)) for kind, pair in self.norms],
-            behind=[(kind, _norm_pair(pair, change)) for kind, pair in self.behind],
+            result_norms=[(kind, _norm_pair(pair, change)) for kind, pair in self.result_norms],
         )
 
     @cached_property
     def drop_levels(self) -> tuple[int, ...]:
         """Of ``LEVELS`` elements of each sublayer's output, how many are dropped."""
-        return tuple(round(drop * LEVELS) for drop in self.after)
+        return tuple(round(drop * LEVELS) for drop in self.dropouts)
 
     @cached_property
     def drops(self) -> tuple[float, ...]:

@@ -105,7 +105,7 @@ class Encoder(nn.Module):
         return Edge.of(function, size, batch.device, lengths=lengths, mask=mask, may_pack=may_pack)
 
     def run(self, x: Tensor, mask: Mask | None) -> Tensor:
-        """The blocks alone, on tokens that lie as an ``Edge`` laid them."""
+        """The blocks alone, on tokens as ``Edge.enter`` returns them."""
         found = fused_blocks(self.blocks, (x,), (mask,))
         if found is None:
             found = x
@@ -120,12 +120,12 @@ class Encoder(nn.Module):
 
 
 def _packable(blocks: nn.ModuleList) -> bool:
-    """Whether every block's score rules mean the same where sequences lie end to end."""
+    """Whether every block's score rules mean the same for packed sequences."""
     return all(cast(EncoderBlock | DecoderBlock, block).attention.scores.relative for block in blocks)
 
 
 def _last_norm(blocks: nn.ModuleList, norm: str) -> nn.Module:
-    """The norm behind blocks that norm what they read, like theirs."""
+    """The norm after pre-norm blocks, of the same kind; the identity after post-norm blocks."""
     first = _first(blocks)
     if not first.norm_first:
         return nn.Identity()
@@ -324,7 +324,7 @@ class Decoder(nn.Module):
         memory_lengths: Lengths = None,
         cache: DecoderCache | None = None,
     ) -> Tensor:
-        """The blocks alone, on tokens that lie as an ``Edge`` laid them."""
+        """The blocks alone, on tokens as ``Edge.enter`` returns them."""
         memory, memory_mask = self._memory(memory, memory_lengths)
         tokens, masks = ((x,), (causal(mask),)) if memory is None else ((x, memory), (causal(mask), memory_mask))
         layers, memories = ([], []) if cache is None else (cache.layers, cache.memory)

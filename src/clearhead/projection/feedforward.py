@@ -1,4 +1,4 @@
-"""project_activate_project(): two linear layers and what stands between them, applied on a product's way out."""
+"""project_activate_project(): two linear layers; activation and dropout between them are GEMM epilogues."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ def project_activate_project(
             torch's generator.
 
     Returns:
-        ``[*batch, out]``; None where the CPU kernels are not what every layer would use, for whoever asks to take the
-        steps one by one.
+        ``[*batch, out]``; None where the table names another GEMM for a layer: the caller then runs op by op.
 
     Raises:
         UnsupportedError: as ``project``.

@@ -140,7 +140,7 @@ def own(output: Tensor) -> Tensor:
 def recorded(*grads: Tensor) -> bool:
     """Whether gradients take operators that autograd and watchers know.
 
-    A second derivative is wanted, somebody looks on, or one is no plain tensor, or many at once (``is_grads_batched``).
+    A second derivative is wanted, a mode is active, or a gradient is a subclass or batched (``is_grads_batched``).
     """
     plain = all(type(grad) is Tensor and has_memory(grad) for grad in grads)
     return torch.is_grad_enabled() or not plain or watched()
@@ -173,8 +173,8 @@ def path_of(kind: str, x: Tensor, numbers: int) -> Path:
 
 
 def has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether another path than torch's own may compute this: size, shapes that fit, plain tensors, and nobody
-    watching operators."""
+    """Whether another path than torch's own may compute this: size, shapes that fit, plain tensors, and no mode
+    or transform that sees operators."""
     # In this order: what is compiled or traced must not look further.
     if torch.compiler.is_compiling() or traces() or type(x) not in _TYPES:
         return False
@@ -221,7 +221,7 @@ def is_layer(weight: Tensor, bias: Tensor | None, width: int, dtype: torch.dtype
 
 def are_plain(first: Tensor, *others: Tensor | None) -> bool:
     """Whether tensors are still what ``has_choice`` found them to be, where only their shapes are known to be the same:
-    plain ones of one dtype, with nobody watching operators."""
+    plain ones of one dtype, under no mode or transform."""
     # In this order: what is compiled or traced must not look further.
     if torch.compiler.is_compiling() or not unrecorded() or not _plain(first):
         return False
@@ -240,7 +240,7 @@ def _plain(tensor: Tensor) -> bool:
 
 
 def unrecorded() -> bool:
-    """Whether nobody traces, changes or records what operators do."""
+    """Whether no tracer, mode or transform sees operators."""
     return not (traces() or watched())
 
 

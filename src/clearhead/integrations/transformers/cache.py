@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from clearhead.cache import KVCache, count_appended, forget_first
-from clearhead.nn.held import Held, held_by
+from clearhead.nn.cache_view import CacheView, cache_view
 
 __all__ = ["CacheLayer", "cache_layer_of", "of_memory", "of_own_tokens"]
 
@@ -49,9 +49,9 @@ class CacheLayer:
         """Number of cached tokens."""
         return self.cache.length
 
-    def held(self, x: Tensor, num_kv_heads: int, head_dim: int) -> Held | None:
-        """As ``held_by``."""
-        found = held_by(self.cache, x, None, num_kv_heads, head_dim)
+    def view(self, x: Tensor, num_kv_heads: int, head_dim: int) -> CacheView | None:
+        """As ``nn.cache_view``."""
+        found = cache_view(self.cache, x, None, num_kv_heads, head_dim)
         if found is None or found.length != self.most:
             return found
         # A capacity that shrinks from call to call would make each call plan anew.
@@ -81,7 +81,7 @@ def of_own_tokens(past: Any) -> Any:
     return past.self_attention_cache if type(past) is EncoderDecoderCache else past
 
 
-def of_memory(past: Any, place: Any) -> Held | None:
+def of_memory(past: Any, place: Any) -> CacheView | None:
     """What a cache holds of a memory for an attention, once it was filled; None elsewhere."""
     if type(past) is not EncoderDecoderCache or not past.is_updated.get(place):
         return None
@@ -91,7 +91,7 @@ def of_memory(past: Any, place: Any) -> Held | None:
     key, value = cache.layers[place].keys, cache.layers[place].values
     if not isinstance(key, Tensor) or not isinstance(value, Tensor) or key.shape != value.shape or key.dim() != 4:
         return None
-    return Held(key, value, key.shape[2], grows=False)
+    return CacheView(key, value, key.shape[2], grows=False)
 
 
 def cache_layer_of(past: Any, place: Any) -> CacheLayer | None:

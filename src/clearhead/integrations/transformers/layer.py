@@ -24,8 +24,8 @@ from clearhead.integrations.transformers.specs import attention_of, hooked, laye
 from clearhead.masks import Causal, Mask
 from clearhead.masks.base import conjuncts
 from clearhead.masks.parts import is_padding
+from clearhead.nn.cache_view import CacheView
 from clearhead.nn.fused import fused_attention, fused_layers, is_fused_attention, of_parts
-from clearhead.nn.held import Held
 from clearhead.nn.norm import normed
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.spec import LayerParts, Projections, Stack
@@ -63,7 +63,7 @@ class _Call:
     tokens: tuple[Tensor, ...]
     masks: tuple[Mask | None, ...]
     causal: bool
-    caches: tuple[Held | None, ...]
+    caches: tuple[CacheView | None, ...]
     cache: CacheLayer | None
     rotary: Float[Tensor, "_rows head_dim"] | None
 
@@ -112,10 +112,10 @@ def _call_of(core: Any, own: Projections, given: Arguments, interface: bool) -> 
     known, mask = _mask_of(given.mask, causal, x.shape[1], 0 if cache is None else cache.length)
     if not known:
         return None
-    held = None if cache is None else cache.held(x, own.num_kv_heads, head_dim)
-    if held is None and cache is not None:
+    view = None if cache is None else cache.view(x, own.num_kv_heads, head_dim)
+    if view is None and cache is not None:
         return None
-    return _Call((x,), (mask,), causal, (held,), cache, rotary)
+    return _Call((x,), (mask,), causal, (view,), cache, rotary)
 
 
 def _mask_of(given: Any, causal: bool, length: int, before: int) -> tuple[bool, Mask | None]:
@@ -141,14 +141,14 @@ def _mask_of_tensor(given: Any, before: int) -> tuple[bool, Mask | None]:
 
 def _with_memory(call: _Call, core: Any, given: Arguments) -> _Call | None:
     """The same with attention to a memory; None if the original code is to read it, and to fill the cache."""
-    states, mask, held, batch = given.memory, given.memory_mask, None, len(call.tokens[0])
+    states, mask, view, batch = given.memory, given.memory_mask, None, len(call.tokens[0])
     if states is None or not is_plain(states) or len(states) != batch:
         return None
     if given.cache is not None:
-        held = of_memory(given.cache, getattr(core, "layer_idx", None))
-        if held is None or len(held.key) != batch:
+        view = of_memory(given.cache, getattr(core, "layer_idx", None))
+        if view is None or len(view.key) != batch:
             return None
-    length, allowed = states.shape[1] if held is None else held.length, None
+    length, allowed = states.shape[1] if view is None else view.length, None
     if mask is not None:
         known, allowed = (True, mask.meaning()) if type(mask) is MaskTensor else _mask_of_tensor(mask, 0)
         if not known or mask.shape[-1] != length:
@@ -157,8 +157,8 @@ def _with_memory(call: _Call, core: Any, given: Arguments) -> _Call | None:
             return None
     elif is_causal_alone(core):
         return None
-    tokens = call.tokens if held is not None else (*call.tokens, states)
-    return replace(call, tokens=tokens, masks=(*call.masks, allowed), caches=(*call.caches, held))
+    tokens = call.tokens if view is not None else (*call.tokens, states)
+    return replace(call, tokens=tokens, masks=(*call.masks, allowed), caches=(*call.caches, view))
 
 
 # ---- calls --------------------------------------------------------------------------------------------------
@@ -184,11 +184,11 @@ def attention_output(
         return None
     own, dropout = found
     if watched():
-        if not is_fused_attention(call.tokens, own, mask=call.masks[0], held=call.caches[0]):
+        if not is_fused_attention(call.tokens, own, mask=call.masks[0], cache=call.caches[0]):
             return None
         output: Tensor | None = _observed_attention(core, own, given, call, x)
     else:
-        output = fused_attention(call.tokens, own, mask=call.masks[0], held=call.caches[0], angles=call.rotary)
+        output = fused_attention(call.tokens, own, mask=call.masks[0], cache=call.caches[0], angles=call.rotary)
         if output is not None and call.cache is not None:
             call.cache.appended(x)
     if output is None or dropout == 0.0:
@@ -300,7 +300,7 @@ def _observed_attention(core: Any, own: Projections, given: Arguments, call: _Ca
     return project(output.flatten(-2), *own.last, path=NATIVE)
 
 
-def _observed_memory(core: Any, own: Projections, given: Arguments, held: Held | None, x: Tensor) -> Tensor:
+def _observed_memory(core: Any, own: Projections, given: Arguments, view: CacheView | None, x: Tensor) -> Tensor:
     """Attention to a memory, as an observer sees it."""
 
     def heads(rows: Tensor, layer: Layer, count: int) -> Tensor:
@@ -308,11 +308,11 @@ def _observed_memory(core: Any, own: Projections, given: Arguments, held: Held |
         return by_head
 
     query = heads(x, own.sources[0], own.num_heads)
-    if held is None:
+    if view is None:
         assert given.memory is not None
         key, value = (heads(given.memory, layer, own.num_kv_heads) for layer in own.sources[1:])
     else:
-        key, value = held.key, held.value
+        key, value = view.key, view.value
     output = planned(
         core, query, key, value, given.memory_mask, rules=(), scale=own.scale, causal=False, dropout=own.dropout
     )

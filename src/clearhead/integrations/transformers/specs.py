@@ -103,9 +103,9 @@ def layer_of(match: LayerMatch, layer: Any, x: Tensor, rotary: bool, formulas: F
         norms[: len(row.norms)],
         norm_first=row.norm_first,
         activation=fed.activation,
-        after=tuple(one or other or 0.0 for one, other in zip(inner, outer, strict=True)),
+        dropouts=tuple(one or other or 0.0 for one, other in zip(inner, outer, strict=True)),
         hidden=fed.hidden,
-        behind=norms[len(row.norms) :],
+        result_norms=norms[len(row.norms) :],
     )
     return Stack([parts])
 
