@@ -88,8 +88,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 def _model(name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
     model = distinct(KINDS[name], dtype)
-    if TRANSFORMERS_4 and name in ("gemma2", "gpt2"):
-        # sdpa leaves out Gemma 2's soft cap there, and GPT-2's scales.
+    if name == "gemma2" or (TRANSFORMERS_4 and name == "gpt2"):
+        # Before transformers 5.23 sdpa leaves out Gemma 2's soft cap, and in 4 GPT-2's scales.
         model.set_attn_implementation("eager")
     return model
 
