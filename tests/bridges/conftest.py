@@ -49,14 +49,13 @@ def _small_parts_are_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of small models gain nothing by themselves; here they are swapped as those of large ones."""
     if find_spec("transformers") is not None:
         from clearhead.integrations.torch import parts as torch_parts
-        from clearhead.integrations.transformers import layer, parts, replace
+        from clearhead.integrations.transformers import parts, replace
 
         for module, name in (
             (replace, "_LEAST_WEIGHTS"),
             (replace, "_LEAST_WIDTH"),
             (parts, "_FEW_ELEMENTS"),
             (torch_parts, "_FEW_ELEMENTS"),
-            (layer, "_FEW"),
         ):
             monkeypatch.setattr(module, name, 0)
 

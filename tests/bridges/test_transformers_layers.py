@@ -21,6 +21,7 @@ from transformers.models.llama import modeling_llama as theirs
 import clearhead as ch
 from clearhead.integrations.transformers import layer as fused
 from clearhead.ops import library as native_library
+from clearhead.testing import fused_calls
 from tests.bridges.hf_checks import (
     attending,
     decoded,
@@ -335,6 +336,18 @@ def test_generating_behind_padding(name: str, taken: list[str]) -> None:
     for option, right in zip(options, own, strict=True):
         assert torch.equal(model.generate(ids, attention_mask=real, max_new_tokens=6, **option), right)
     assert attending(taken) == ["layer"] * 3 * 6 * 2
+
+
+@pytest.mark.parametrize(("padding", "fused"), [(slice(0, 3), True), (slice(-3, None), False)], ids=["left", "right"])
+def test_tokens_of_a_small_model_are_fused_where_padding_is_no_table(padding: slice, fused: bool) -> None:
+    model, ids = _model(), ids_of()
+    real = torch.ones_like(ids)
+    real[0, padding] = 0
+    ch.swap(model)
+    with fused_calls() as calls, torch.no_grad():
+        model.generate(ids, attention_mask=real, max_new_tokens=6, do_sample=False)
+    prefill, tokens = 3, 15
+    assert attending(calls) == ["layer"] * (prefill + tokens * fused)
 
 
 @pytest.mark.covering(1)

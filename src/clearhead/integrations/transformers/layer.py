@@ -40,8 +40,6 @@ __all__ = ["attention_output", "layer_output"]
 #: Padded tokens times width squared from which removing padding saves time.
 _LEAST_UNPADDED: Final = 2**22
 _AXES: Final = 3
-#: Elements of the tokens of a call with a cache, times its width, up to which planning takes longer than it saves.
-_FEW: Final = 2**24
 
 
 # ---- what a call reads --------------------------------------------------------------------------------------
@@ -70,8 +68,8 @@ class _Call:
 
 def _may_fuse(given: Arguments) -> bool:
     x, mask = given.tokens, given.mask
-    if given.cache is not None and type(mask) is MaskTensor and x.numel() * x.shape[-1] < _FEW and mask.has_padding():
-        # The executor plans such a call anew for each token, which takes longer than the call.
+    if given.cache is not None and type(mask) is MaskTensor and mask.has_table():
+        # The operator reads no cache under a table.
         return False
     if not isinstance(x, Tensor) or x.dim() != _AXES or not is_plain(x) or not are_plain(x) or weights_wanted():
         return False

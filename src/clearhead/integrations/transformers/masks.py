@@ -49,7 +49,7 @@ class MaskTensor(Tensor):
     query_offset: int
     _table: Tensor | None
     _elements: Tensor | None
-    _padded: bool | None
+    _tabular: bool | None
     _packed: list[tuple[Packed, Mask] | None]
 
     @staticmethod
@@ -58,7 +58,7 @@ class MaskTensor(Tensor):
     ) -> MaskTensor:
         made = wrapper_tensor(cls, shape, torch.bool, torch.device(device))
         made.mask, made.query_offset, made._table, made._elements = mask, query_offset, None, None
-        made._padded, made._packed = None, []
+        made._tabular, made._packed = None, []
         return made
 
     def table(self) -> Bool[Tensor, "batch 1 q_len k_len"]:
@@ -87,11 +87,12 @@ class MaskTensor(Tensor):
         """The mask; the table once it exists, as it may have been written."""
         return self.mask if self._table is None else Dense(self._table)
 
-    def has_padding(self) -> bool:
-        """Whether it says more than how far back a query may attend."""
-        if self._padded is None:
-            self._padded = self.mask is not None and band_of(self.mask) is None
-        return self._padded
+    def has_table(self) -> bool:
+        """Whether it says more than how far back a query may attend and which end of a sequence is padding."""
+        if self._tabular is None:
+            parts = [] if self.mask is None else conjuncts(self.mask)
+            self._tabular = not all(band_of(part) is not None or is_padding(part) for part in parts)
+        return self._tabular
 
     def packed(self) -> tuple[Packed, Mask] | None:
         """How to remove padding, and the mask of the packed tokens: the same objects each time. None without padding,
