@@ -71,7 +71,7 @@ def _may_fuse(given: Arguments) -> bool:
     if given.cache is not None and type(mask) is MaskTensor and mask.has_table():
         # The operator reads no cache under a table.
         return False
-    if not isinstance(x, Tensor) or x.dim() != _AXES or not is_plain(x) or not are_plain(x) or weights_wanted():
+    if not isinstance(x, Tensor) or not are_plain(x) or x.dim() != _AXES or weights_wanted():
         return False
     # A cache passes no gradients on.
     return given.cache is None or not torch.is_grad_enabled()
@@ -208,7 +208,7 @@ def layer_output(
     except AttributeError:
         # An attention was replaced by another module.
         return None
-    if any(map(hooked, (*modules, *cores))) or (interface and not all(map(_is_ours, cores))):
+    if any(map(hooked, {*modules, *cores})) or (interface and not all(map(_is_ours, cores))):
         return None
     x, rotary = given.tokens, bool(given.rotary)
 

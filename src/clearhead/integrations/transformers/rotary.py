@@ -47,15 +47,15 @@ def angles_of(given: Any, dtype: torch.dtype) -> Float[Tensor, "_rows head_dim"]
     if not isinstance(given, tuple) or len(given) != 2 or torch.is_autocast_enabled("cpu"):
         return None
     cosine, sine = given
-    if not isinstance(cosine, Tensor) or not isinstance(sine, Tensor) or not is_plain(cosine, sine):
-        return None
-    if cosine.dtype is not dtype:
+    if not isinstance(cosine, Tensor) or not isinstance(sine, Tensor) or cosine.dtype is not dtype:
         return None
     last: tuple[_Seen, ...] = getattr(_LAST, "seen", ())
     versions = version_of(cosine), version_of(sine)
     for seen in last:
         if seen.cosine() is cosine and seen.sine() is sine and seen.versions == versions:
             return seen.angles
+    if not is_plain(cosine, sine):
+        return None
     found = _made(cosine, sine)
     _LAST.seen = (_Seen(ref(cosine), ref(sine), versions, found), *last[: _KINDS - 1])
     return found

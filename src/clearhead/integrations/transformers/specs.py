@@ -22,7 +22,7 @@ from clearhead.integrations.transformers.match import LayerMatch, at, first_of
 from clearhead.integrations.transformers.parts import Formulas, dropout_of, feedforward_of, linear_of, norm_of
 from clearhead.nn.spec import LayerParts, Projections, Stack
 from clearhead.scores import SoftCap
-from clearhead.torch_private import hooks_of
+from clearhead.torch_private import any_hooks, hooks_of
 
 __all__ = ["attention_of", "hooked", "layer_of"]
 
@@ -115,4 +115,7 @@ def hooked(module: nn.Module) -> bool:
 
     Hooks of transformers itself do nothing unless outputs are collected, and do not count.
     """
-    return "forward" in vars(module) or any(getattr(hook, "__module__", "") != _COLLECTS for hook in hooks_of(module))
+    own = vars(module)
+    if "forward" in own or not any_hooks([own]):
+        return "forward" in own
+    return any(getattr(hook, "__module__", "") != _COLLECTS for hook in hooks_of(module))
