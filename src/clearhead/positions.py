@@ -139,7 +139,7 @@ def turned(
         table: float32, contiguous: cosines and, behind them, sines of each position.
         first: position of the first token.
     """
-    # The axes are changed out here: autograd lets nobody change a view in place that its functions return.
+    # The axes are changed out here: autograd forbids in-place changes of views that its functions return.
     heads = x[(None,) * (4 - x.ndim)] if x.ndim <= 4 else x.flatten(0, x.ndim - 4)
     output: Tensor
     if torch.is_grad_enabled() and x.requires_grad:

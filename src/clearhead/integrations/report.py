@@ -18,7 +18,7 @@ class SwapRow:
     """A module of the model. Rows are equal if they are of the same module.
 
     Attributes:
-        path: its path, as in ``named_modules``; empty for the model itself.
+        path: its name in ``model.named_modules()``; empty for the model itself.
         class_name: the name of its class.
         how: ``"fused"`` if its calls are one operation, ``"native"`` if it computes with clearhead's operations,
             ``"left"`` if it was not replaced.

@@ -228,7 +228,7 @@ def test_a_memory_changed_before_backward_raises() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @NORMS
 def test_a_hidden_place_of_the_memory_that_is_not_finite(norm_first: bool, dtype: torch.dtype, bad: float) -> None:
-    """Nobody reads it: the same output, and gradients within the budget of the definition."""
+    """It is not read: the same output, and gradients within the budget of the definition."""
     own, x, mask = decoder(dtype, norm_first=norm_first), tokens(dtype), ch.Padding([11, 6])
     wide = copy.deepcopy(own).double()
     clean, spoiled = memory_of(dtype), memory_of(dtype)

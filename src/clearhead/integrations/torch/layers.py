@@ -123,11 +123,12 @@ def _fused(
     if torch.compiler.is_compiling() or not is_plain(*tokens):
         return None
     attentions = [getattr(layer, name) for name in ATTENTIONS[: len(said)]]
+    # Parametrized weights are computed for each call, and are not to be cached.
+    if not all(_is_seen_as_called(attention, tokens[: place + 1]) for place, attention in enumerate(attentions)):
+        return None
     apart, key = (layer, *attentions), (len(said), tokens[0].shape[-1], tokens[0].dtype)
     stack = cached_reading(layer, key, lambda: _stack_of(layer, attentions, tokens[0]), may_be_hooked=apart)
-    if stack is None or not all(
-        _is_seen_as_called(attention, tokens[: place + 1]) for place, attention in enumerate(attentions)
-    ):
+    if stack is None:
         return None
     meanings = [
         _meaning(attention, tokens[0], keys, own) for attention, keys, own in zip(attentions, tokens, said, strict=True)
@@ -163,10 +164,12 @@ def _attended(
     return attention.by_batch(output)[0]
 
 
-def _is_seen_as_called(attention: SwappedMultiheadAttention, sequences: Sequence[Tensor]) -> bool:
+def _is_seen_as_called(attention: nn.Module, sequences: Sequence[Tensor]) -> bool:
     """Whether attention of the first of the sequences to the last is plain, and the attention's hooks may see a packed
     batch, as clearhead's own do: a user's hook is shown the arguments as torch passes them."""
-    return attention.is_plain(*sequences) and not shown_padding(hooks_of(attention))
+    if type(attention) is not SwappedMultiheadAttention or not attention.is_plain(*sequences):
+        return False
+    return not shown_padding(hooks_of(attention))
 
 
 def _stack_of(
@@ -177,7 +180,7 @@ def _stack_of(
     """A layer's weights and options, where there is no more to its parts."""
     places = range(1, len(attentions) + 2)
     norms = [norm for place in places if (norm := norm_of(getattr(layer, f"norm{place}"), x)) is not None]
-    if type(layer) not in _LAYERS or any(type(each) is not SwappedMultiheadAttention for each in attentions):
+    if type(layer) not in _LAYERS:
         return None
     first, second, called = _LAYER(layer.linear1), _LAYER(layer.linear2), name_of(layer.activation)
     hidden, dropouts = drop_of(layer.dropout), [getattr(layer, f"dropout{place}") for place in places]

@@ -122,7 +122,7 @@ def planned(
     causal: bool,
     dropout: float,
 ) -> Float[Tensor, "batch q_len heads value_dim"]:
-    """``attention``, of any size, as observers see it; arguments as in ``attend_for``."""
+    """``attention`` of any size, as observers see it, with the arguments of ``attend_for``."""
     if attention_mask is None:
         meaning: tuple[Mask | None, int | None, list[ScoreRule]] = (Causal() if causal else None, 0, [])
     else:
