@@ -16,7 +16,7 @@ from clearhead.nn.dropout import Dropout
 from clearhead.nn.linear import Linear, looked_at, weights_of
 from clearhead.projection import Layer, project_activate_project
 from clearhead.shapes import Float
-from clearhead.torch_private import is_hooked, submodules_of
+from clearhead.torch_private import submodules_of
 
 __all__ = ["ACTIVATIONS", "FeedForward", "drop_of", "in_one_step", "layer_of", "name_of"]
 
@@ -98,7 +98,7 @@ class FeedForward(nn.Module):
         drop, called = drop_of(dropout), name_of(activation)
         if len(layers) < len(modules) or called is None or drop is None:
             return None
-        return None if any(map(is_hooked, (*modules, activation, dropout))) else (layers, called, drop)
+        return layers, called, drop
 
 
 #: What an activation is called that is one of these functions, or exactly such a module.
