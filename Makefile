@@ -9,8 +9,8 @@ NATIVE := $(PYTHON) tools/build_native.py
 NATIVE_IF_ABLE := $(NATIVE) || [ $$? -eq 3 ]
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native test-native test-emulated test-arm demo test test-slow test-all matrix lint format bench fuzz faults \
-  quality clean
+.PHONY: help setup native test-native test-emulated test-arm demo test test-slow test-all matrix lint format bench docs fuzz \
+  faults quality clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -76,6 +76,11 @@ bench: $(READY) ## measure clearhead against PyTorch on this machine
 	@$(NATIVE_IF_ABLE)
 	@$(BIN)/clearhead bench $(ARGS)
 
+docs: $(READY) ## build the documentation into docs/_build/html, its notebooks executed (make docs ARGS="-b linkcheck")
+	@$(NATIVE_IF_ABLE)
+	@$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html $(ARGS)
+	@echo "open docs/_build/html/index.html"
+
 fuzz: $(READY) ## 50,000 random problems on every backend of this machine
 	@$(NATIVE_IF_ABLE)
 	@CLEARHEAD_FUZZ=50000 $(BIN)/python -m pytest tests/fuzz $(ARGS)
@@ -87,5 +92,5 @@ quality: $(READY) ## the long training runs behind benchmarks/RESULTS.md
 	@$(BIN)/python benchmarks/quality.py $(ARGS)
 
 clean: ## remove the environment, the caches and what was built
-	rm -rf $(VENV) build dist src/clearhead/_native .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build src/clearhead/_native .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find native/editable -mindepth 1 ! -name CMakeLists.txt -delete
