@@ -15,8 +15,30 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NAMES = frozenset(
-    "own found held kept known again taken apart alike marks told stays passing between behind after edge turned pace "
-    "ahead once seen".split()
+    [
+        "own",
+        "found",
+        "held",
+        "kept",
+        "known",
+        "again",
+        "taken",
+        "apart",
+        "alike",
+        "marks",
+        "told",
+        "stays",
+        "passing",
+        "between",
+        "behind",
+        "after",
+        "edge",
+        "turned",
+        "pace",
+        "ahead",
+        "once",
+        "seen",
+    ]
 )
 """Names that say nothing about the value."""
 
