@@ -338,16 +338,18 @@ def test_generating_behind_padding(name: str, taken: list[str]) -> None:
     assert attending(taken) == ["layer"] * 3 * 6 * 2
 
 
-@pytest.mark.parametrize(("padding", "fused"), [(slice(0, 3), True), (slice(-3, None), False)], ids=["left", "right"])
-def test_tokens_of_a_small_model_are_fused_where_padding_is_no_table(padding: slice, fused: bool) -> None:
+@pytest.mark.parametrize("padding", [slice(0, 3), slice(-3, None), slice(2, 5)], ids=["left", "right", "within"])
+def test_decoding_behind_padding_is_fused_and_gives_the_same_tokens(padding: slice) -> None:
     model, ids = _model(), ids_of()
     real = torch.ones_like(ids)
     real[0, padding] = 0
+    expected = model.generate(ids, attention_mask=real, max_new_tokens=6, do_sample=False)
     ch.swap(model)
     with fused_calls() as calls, torch.no_grad():
-        model.generate(ids, attention_mask=real, max_new_tokens=6, do_sample=False)
-    prefill, tokens = 3, 15
-    assert attending(calls) == ["layer"] * (prefill + tokens * fused)
+        tokens = model.generate(ids, attention_mask=real, max_new_tokens=6, do_sample=False)
+    assert torch.equal(tokens, expected)
+    layers, steps = 3, 6
+    assert attending(calls) == ["layer"] * layers * steps
 
 
 @pytest.mark.covering(1)

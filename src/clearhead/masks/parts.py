@@ -19,7 +19,7 @@ from clearhead.masks.tables import Blocks, Dense
 from clearhead.shapes import Bool, Int
 from clearhead.torch_private import has_dispatch_mode, transforms
 
-__all__ = ["Parts", "band_of", "is_padding", "parts_of", "take_apart"]
+__all__ = ["Parts", "band_of", "is_padding", "is_table", "parts_of", "take_apart"]
 
 #: Places of a mask that are asked at once.
 _STRIP: Final = 2**20
@@ -153,6 +153,11 @@ def is_padding(mask: Mask) -> bool:
     (True, True, False)
     """
     return type(mask.part if isinstance(mask, Not) else mask) is Padding
+
+
+def is_table(mask: Mask) -> bool:
+    """Whether it is a table of the call's queries and keys."""
+    return does_as(mask, Dense)
 
 
 @dataclass(frozen=True)

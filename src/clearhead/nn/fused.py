@@ -19,7 +19,7 @@ from clearhead.dispatch import choose
 from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
 from clearhead.masks.base import conjuncts
-from clearhead.masks.parts import band_of, is_padding, parts_of
+from clearhead.masks.parts import band_of, is_padding, is_table, parts_of
 from clearhead.nn.cache_view import CacheView
 from clearhead.nn.dropout import drop
 from clearhead.nn.norm import normed, normed_by_torch
@@ -278,7 +278,7 @@ def _attended(
     cache: CacheView | None,
 ) -> Attended | None:
     """What the operator is told of an attention besides its tensors, which are plain."""
-    if cache is not None and not _reads_cache(cache, tokens[0], training, mask):
+    if cache is not None and not _reads_cache(cache, tokens[0], training):
         return None
     if own.head_norms and (training or len(own.sources) < 3):
         return None
@@ -324,14 +324,15 @@ def _in_a_band(
 
 
 def _mask_options(mask: Mask, size: tuple[int, int, int, int], offset: int) -> dict[str, Any] | None:
-    """A band, or padding and bands, as the operator's arguments; None of other masks."""
+    """Bands, padding and tables, and what is composed of them by ``&``, as the operator's arguments; None of others."""
     band = band_of(mask)
     if band is not None:
         return {name: bound for name, bound in zip(("before", "after"), band, strict=True) if bound is not None}
-    if not all(band_of(part) is not None or is_padding(part) for part in conjuncts(mask)):
+    if not all(band_of(part) is not None or is_padding(part) or is_table(part) for part in conjuncts(mask)):
         return None
     mask.check(_FUNCTION, *size[:2], range(offset, offset + size[2]), size[3])
-    return mask_options(parts_of(mask, size, offset))
+    parts = parts_of(mask, size, offset)
+    return None if parts.rest else mask_options(parts)
 
 
 def _validated(
@@ -361,13 +362,9 @@ def _validated(
     return Attended(problem.mask, problem.scores, problem.scale, problem.dropout, problem.query_offset, options)
 
 
-def _reads_cache(cache: CacheView, x: Tensor, training: bool, mask: Mask | None) -> bool:
-    """Whether the operator reads a cache: under a mask that is a band, or says which keys are real besides."""
-    if training or not {type(cache.key), type(cache.value)} <= _TYPES or cache.key.dtype is not x.dtype:
-        return False
-    if mask is None or not cache.grows or band_of(mask) is not None:
-        return True
-    return all(band_of(part) is not None or is_padding(part) for part in conjuncts(mask))
+def _reads_cache(cache: CacheView, x: Tensor, training: bool) -> bool:
+    """Whether the operator reads a cache."""
+    return not training and {type(cache.key), type(cache.value)} <= _TYPES and cache.key.dtype is x.dtype
 
 
 def _hollow(tokens: Tokens, own: Projections, cache: CacheView | None) -> tuple[Tensor, ...]:

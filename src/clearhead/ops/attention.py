@@ -74,7 +74,7 @@ def _signed(seed: int) -> int:
 
 
 def mask_options(parts: Parts) -> dict[str, Any]:
-    """The operators' arguments for a mask's band, intervals and blocks."""
+    """The operators' arguments for a mask's band, intervals, table and blocks."""
     options: dict[str, Any] = {}
     if parts.before is not None:
         options["before"] = parts.before
@@ -82,6 +82,8 @@ def mask_options(parts: Parts) -> dict[str, Any]:
         options["after"] = parts.after
     if parts.runs is not None:
         options["start"], options["stop"] = parts.edges
+    if parts.dense is not None:
+        options["allowed"] = parts.dense.allowed
     if parts.blocks is not None:
         options["blocks"], options["block_size"] = parts.blocks.table, parts.blocks.size
     return options
@@ -89,10 +91,10 @@ def mask_options(parts: Parts) -> dict[str, Any]:
 
 def _add_mask(options: dict[str, Any], problem: Problem, parts: Parts) -> Tensor | None:
     options.update(mask_options(parts))
-    allowed = parts.table(problem.indices()) if parts.rest or parts.dense is not None else None
-    if allowed is not None:
-        options["allowed"] = allowed
-    return allowed if parts.rest else None
+    if not parts.rest:
+        return None
+    allowed = options["allowed"] = parts.table(problem.indices())
+    return allowed
 
 
 def _add_rules(options: dict[str, Any], problem: Problem) -> None:

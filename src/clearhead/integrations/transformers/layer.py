@@ -23,7 +23,7 @@ from clearhead.integrations.transformers.rotary import angles_of, fits
 from clearhead.integrations.transformers.specs import attention_of, hooked, layer_of
 from clearhead.masks import Causal, Mask
 from clearhead.masks.base import conjuncts
-from clearhead.masks.parts import is_padding
+from clearhead.masks.parts import is_padding, is_table
 from clearhead.nn.cache_view import CacheView
 from clearhead.nn.fused import fused_attention, fused_layers, is_fused_attention, of_parts
 from clearhead.nn.norm import normed
@@ -67,10 +67,7 @@ class _Call:
 
 
 def _may_fuse(given: Arguments) -> bool:
-    x, mask = given.tokens, given.mask
-    if given.cache is not None and type(mask) is MaskTensor and mask.has_table():
-        # The operator reads no cache under a table.
-        return False
+    x = given.tokens
     if not isinstance(x, Tensor) or not are_plain(x) or x.dim() != _AXES or weights_wanted():
         return False
     # A cache passes no gradients on.
@@ -151,7 +148,7 @@ def _with_memory(call: _Call, core: Any, given: Arguments) -> _Call | None:
         known, allowed = (True, mask.meaning()) if type(mask) is MaskTensor else _mask_of_tensor(mask, 0)
         if not known or mask.shape[-1] != length:
             return None
-        if allowed is not None and not all(is_padding(part) for part in conjuncts(allowed)):
+        if allowed is not None and not all(is_padding(part) or is_table(part) for part in conjuncts(allowed)):
             return None
     elif is_causal_alone(core):
         return None

@@ -24,7 +24,7 @@ from clearhead.integrations.torch.polarity import from_additive
 from clearhead.integrations.torch.unpadded import Packed
 from clearhead.masks import Causal, Dense, Documents, Mask, Padding, Window
 from clearhead.masks.base import conjuncts
-from clearhead.masks.parts import band_of, is_padding
+from clearhead.masks.parts import is_padding
 from clearhead.shapes import Bool
 from clearhead.tensors import traces
 from clearhead.torch_private import no_torch_function, version_of, wrapper_tensor
@@ -32,6 +32,8 @@ from clearhead.torch_private import no_torch_function, version_of, wrapper_tenso
 __all__ = ["MaskTensor", "make_mask", "mask_of_tensor"]
 
 _MODULE: Final = "transformers.masking_utils"
+#: Keys of a batch up to which finding intervals for one query takes longer than skipping keys saves.
+_FEW_KEYS: Final = 2**13
 
 
 class MaskTensor(Tensor):
@@ -49,7 +51,6 @@ class MaskTensor(Tensor):
     query_offset: int
     _table: Tensor | None
     _elements: Tensor | None
-    _tabular: bool | None
     _packed: list[tuple[Packed, Mask] | None]
 
     @staticmethod
@@ -58,7 +59,7 @@ class MaskTensor(Tensor):
     ) -> MaskTensor:
         made = wrapper_tensor(cls, shape, torch.bool, torch.device(device))
         made.mask, made.query_offset, made._table, made._elements = mask, query_offset, None, None
-        made._tabular, made._packed = None, []
+        made._packed = []
         return made
 
     def table(self) -> Bool[Tensor, "batch 1 q_len k_len"]:
@@ -67,12 +68,8 @@ class MaskTensor(Tensor):
             self._table = self.read().clone()
         return self._table
 
-    def assume(self, values: Bool[Tensor, "batch 1 q_len k_len"] | None) -> None:
-        """Take what is known of the values, so that they need not be made."""
-        self._elements = values
-
     def read(self) -> Bool[Tensor, "batch 1 q_len k_len"]:
-        """The same, read only."""
+        """The values, read only."""
         if self._table is not None:
             return self._table
         if self._elements is None:
@@ -86,13 +83,6 @@ class MaskTensor(Tensor):
     def meaning(self) -> Mask | None:
         """The mask; the table once it exists, as it may have been written."""
         return self.mask if self._table is None else Dense(self._table)
-
-    def has_table(self) -> bool:
-        """Whether it says more than how far back a query may attend and which end of a sequence is padding."""
-        if self._tabular is None:
-            parts = [] if self.mask is None else conjuncts(self.mask)
-            self._tabular = not all(band_of(part) is not None or is_padding(part) for part in parts)
-        return self._tabular
 
     def packed(self) -> tuple[Packed, Mask] | None:
         """How to remove padding, and the mask of the packed tokens: the same objects each time. None without padding,
@@ -190,10 +180,7 @@ def make_mask(
             if mask is None and allow_is_bidirectional_skip:
                 return None
             shape = (batch_size, 1, q_length, kv_length)
-            made = MaskTensor(mask, shape, place.query_offset, device)
-            if q_length == 1 and mask_function is causal_mask_function and all(map(is_padding, _parts(mask))):
-                made.assume(_real(attention_mask, place))
-            return made
+            return MaskTensor(mask, shape, place.query_offset, device)
     queries = {"q_length": q_length, "q_offset": q_offset, "use_vmap": use_vmap, "device": device}
     if cache_position is not None:
         queries = {"cache_position": cache_position}
@@ -316,18 +303,16 @@ _READERS: Final[Mapping[str, Callable[[Mapping[str, Any], _Place], Mask | None]]
 }
 
 
-def _real(attention_mask: Tensor | None, place: _Place) -> Tensor | None:
-    """Which keys are real, for all queries."""
-    return None if attention_mask is None else place.keys(attention_mask.to(torch.bool), False)[:, None, None]
-
-
 def _padding(attention_mask: Tensor | None, place: _Place) -> list[Mask]:
-    """Which keys are real: one run of each sequence where that is so, else one row of booleans."""
+    """Which keys are real: an interval of each sequence, or one row of booleans where they form none, and for a
+    single query over few keys."""
     if attention_mask is None:
         return []
     real = place.keys(attention_mask.to(torch.bool), False)
     if bool(real.all()):
         return []
+    if place.q_len == 1 and real.numel() <= _FEW_KEYS:
+        return [Dense(real[:, None, None, :])]
     start = real.to(torch.int8).argmax(dim=1)
     stop = start + real.sum(dim=1)
     k_pos = torch.arange(place.k_len, device=real.device)
@@ -368,13 +353,15 @@ def _simplified(parts: Sequence[Mask], place: _Place) -> Mask | None:
         band = [Causal() if after == 0 else Window(max(last, 0), after)]
     # Slots that causality hides need not be hidden again, as those a static cache has not filled yet.
     reach = min(place.k_len, last + 1 + after) if after is not None else place.k_len
-    others = [
-        part
-        for part in parts
-        if not isinstance(part, (Causal, Window))
-        and not (isinstance(part, Padding) and bool((part.lengths >= reach).all()))
-    ]
+    others = [part for part in parts if not isinstance(part, (Causal, Window)) and not _allows_all(part, reach)]
     return _both([*band, *others])
+
+
+def _allows_all(part: Mask, reach: int) -> bool:
+    """Whether padding, or a row of booleans, forbids none of the first ``reach`` keys."""
+    if isinstance(part, Padding):
+        return bool((part.lengths >= reach).all())
+    return isinstance(part, Dense) and part.allowed.shape[2] == 1 and bool(part.allowed[..., :reach].all())
 
 
 # ---- masks that are plain tensors ---------------------------------------------------------------------------
