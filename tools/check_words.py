@@ -16,11 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NAMES = frozenset(
     """
-    own found held kept known again taken apart alike marks told stays passing between behind after edge turned pace
-    ahead once seen
+    own found held kept known again taken apart alike marks told stays passing between behind edge turned pace ahead
+    once seen
     """.split()  # noqa: SIM905, a list would take a line a name
 )
-"""Names that say nothing about the value."""
+"""Names that say nothing about the value. ``after`` is missing: it is an argument of ``ch.Window``."""
 
 PHRASES = {
     r"ways? out": "epilogue",

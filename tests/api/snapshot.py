@@ -37,8 +37,8 @@ INTERNAL: Final = frozenset({
     "clearhead.bridges.transformers.take_back", "clearhead.positions.MOST_POSITIONS", "clearhead.positions.as_rotary",
     "clearhead.positions.table_of", "clearhead.positions.turned", "clearhead.nn.MultiHeadAttention.cache_view",
     "clearhead.nn.MultiHeadAttention.projections", "clearhead.nn.FeedForward.plain_layers",
-    "clearhead.nn.Encoder.edge", "clearhead.nn.Encoder.run", "clearhead.nn.Decoder.edge", "clearhead.nn.Decoder.run",
-    "clearhead.nn.Decoder.seen",
+    "clearhead.nn.Encoder.layout", "clearhead.nn.Encoder.run", "clearhead.nn.Decoder.layout", "clearhead.nn.Decoder.run",
+    "clearhead.nn.Decoder.cached_length",
 })  # fmt: skip
 
 #: Bases that say how a class works inside.

@@ -175,8 +175,8 @@ def test_packed_equals_each_sequence_alone(kind: type, options: dict[str, object
     model = kind(8, 2, 2, **options).double()
     x = _input(4, 9, 8)
     lengths = [9, 1, 0, 4]
-    edge = model.edge("test", x, lengths=lengths, mask=mask)
-    assert edge.packed
+    layout = model.layout("test", x, lengths=lengths, mask=mask)
+    assert layout.packed
     whole = model(x, lengths=lengths, mask=mask)
     assert whole.shape == x.shape
     for row, length in enumerate(lengths):
@@ -194,7 +194,7 @@ def test_masks_that_read_absolute_positions_stay_padded(mask: ch.Mask) -> None:
     model = Encoder(8, 2, 2).double()
     x = _input(3, 9, 8)
     lengths = [9, 0, 4]
-    assert not model.edge("test", x, lengths=lengths, mask=mask).packed
+    assert not model.layout("test", x, lengths=lengths, mask=mask).packed
     whole = model(x, lengths=lengths, mask=mask)
     assert torch.isfinite(whole).all()
     assert (whole[2, 4:] == 0).all()
@@ -209,7 +209,7 @@ def test_packed_and_padded_give_the_same_gradients() -> None:
     for mask in (None, everything):
         x = _input(3, 5, 8).requires_grad_()
         model.zero_grad()
-        assert model.edge("test", x, lengths=lengths, mask=mask).packed == (mask is None)
+        assert model.layout("test", x, lengths=lengths, mask=mask).packed == (mask is None)
         model(x, lengths=lengths, mask=mask).square().sum().backward()
         grads.append([x.grad, *(parameter.grad for parameter in model.parameters())])
     for packed, padded in zip(*grads, strict=True):
@@ -247,7 +247,7 @@ def test_a_padding_mask_says_the_same_as_lengths() -> None:
 
 def test_full_lengths_need_no_mask() -> None:
     model = Encoder(8, 2, 1)
-    assert model.edge("test", torch.zeros(2, 5, 8), lengths=[5, 5], mask=None).mask is None
+    assert model.layout("test", torch.zeros(2, 5, 8), lengths=[5, 5], mask=None).mask is None
 
 
 @pytest.mark.parametrize(

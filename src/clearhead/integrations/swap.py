@@ -203,9 +203,9 @@ def _why_left(module: nn.Module) -> str | None:
     if _is_torchs(module):
         return "a subclass may compute something else"
     if isinstance(module, torch.jit.ScriptModule):
-        known = any(module.original_name == theirs.__name__ for theirs in _REPLACEMENTS)
+        has_replacement = any(module.original_name == theirs.__name__ for theirs in _REPLACEMENTS)
         then = "compiled by TorchScript, which ours cannot be; swap the model itself and use torch.compile"
-        return then if known else None
+        return then if has_replacement else None
     if kind.__module__.startswith("transformers.") and _ATTENDS.search(kind.__name__):
         return "part of a transformers model outside its PreTrainedModel; swap the model before it is divided"
     if _ATTENDS.search(kind.__name__) and next(module.parameters(), None) is not None:

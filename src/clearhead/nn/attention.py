@@ -140,11 +140,14 @@ class MultiHeadAttention(nn.Module):
         check_cache(_NAME, "cache", cache)
         if query_offset is not None:
             query_offset = whole(_NAME, "query_offset", query_offset, low=-FARTHEST)
-        own = (key is None or key is query) and (value is None or value is key or value is query)
+        is_self_attention = (key is None or key is query) and (value is None or value is key or value is query)
         key, value = self._sources(query, key, value)
-        first = self._first_position(own, cache, query_offset, query.shape[-2], key.shape[-2])
+        first = self._first_position(is_self_attention, cache, query_offset, query.shape[-2], key.shape[-2])
         if cache is None:
-            projections, tokens = self.projections() if key is value else None, (query,) if own else (query, key)
+            projections, tokens = (
+                self.projections() if key is value else None,
+                (query,) if is_self_attention else (query, key),
+            )
             path = None
             if projections is not None:
                 fused = fused_attention(tokens, projections, mask=mask, query_offset=query_offset)
@@ -156,16 +159,16 @@ class MultiHeadAttention(nn.Module):
             heads, keys, values = self._heads(query, key, value, first, 0, path)
             return self._attended(heads, keys, values, mask, query_offset, path)
         with restored_on_error(cache):
-            found, path = self._fused_with_cache(cache, query, None if own else key, mask, query_offset)
-            if found is not None:
-                return found
-            if not own and cache.length > 0:
+            output, path = self._fused_with_cache(cache, query, None if is_self_attention else key, mask, query_offset)
+            if output is not None:
+                return output
+            if not is_self_attention and cache.length > 0:
                 heads = self._query_heads(query, first, path)
                 keys, values = self._memory(cache, key)
             else:
-                heads, keys, values = self._heads(query, key, value, first, first if own else 0, path)
+                heads, keys, values = self._heads(query, key, value, first, first if is_self_attention else 0, path)
                 keys, values = self._append(cache, keys, values)
-            return self._attended(heads, keys, values, mask, first if own else query_offset, path)
+            return self._attended(heads, keys, values, mask, first if is_self_attention else query_offset, path)
 
     def _attended(
         self,
@@ -194,15 +197,17 @@ class MultiHeadAttention(nn.Module):
         self, cache: KVCache, query: Tensor, memory: Tensor | None, mask: Mask | None, query_offset: int | None
     ) -> tuple[Tensor | None, Path | None]:
         """The fused output of a call with a cache; and the path of an observed call's GEMMs, for the same bits."""
-        own = self.projections()
-        view = None if own is None else self.cache_view(cache, query, memory)
-        if own is None or view is None:
+        projections = self.projections()
+        view = None if projections is None else self.cache_view(cache, query, memory)
+        if projections is None or view is None:
             return None, None
         options: dict[str, Any] = {"mask": mask, "query_offset": query_offset, "cache": view}
-        found = fused_attention((query,), own, **options)
-        if found is not None and view.grows:
+        output = fused_attention((query,), projections, **options)
+        if output is not None and view.grows:
             count_appended([cache], query.shape[1])
-        return found, NATIVE if found is None and watched() and is_fused_attention((query,), own, **options) else None
+        return output, NATIVE if output is None and watched() and is_fused_attention(
+            (query,), projections, **options
+        ) else None
 
     def projections(self) -> Projections | None:
         """Weights and options; None where there is more to a linear layer, or a hook or compiler sees its calls."""
@@ -210,8 +215,8 @@ class MultiHeadAttention(nn.Module):
 
     def _read(self) -> Projections | None:
         """Weights and options, where there is no more to the linear layers."""
-        own = submodules_of(self)
-        layers = [*map(own.get, _PROJECTIONS)]
+        submodules = submodules_of(self)
+        layers = [*map(submodules.get, _PROJECTIONS)]
         plain: list[Layer] = [weights_of(layer) for layer in layers if type(layer) is Linear]
         if len(plain) < len(layers):
             return None
@@ -240,10 +245,10 @@ class MultiHeadAttention(nn.Module):
         >>> [part.shape for part in MultiHeadAttention(8, 2, num_kv_heads=1).project(torch.zeros(5, 8))]
         [torch.Size([2, 5, 4]), torch.Size([1, 5, 4]), torch.Size([1, 5, 4])]
         """
-        own = key is None
+        reads_query = key is None
         first = whole(f"{_NAME}.project", "first", first, low=-FARTHEST)
         key, value = self._sources(query, key, value)
-        return self._heads(query, key, value, first, first if own else 0)
+        return self._heads(query, key, value, first, first if reads_query else 0)
 
     def _heads(
         self, query: Tensor, key: Tensor, value: Tensor, first: int, first_key: int, path: Path | None = None
@@ -253,10 +258,12 @@ class MultiHeadAttention(nn.Module):
         if path is not None:
             first_of = 1 if query is not key else 3
             queries, keys, values = (
-                own
+                projected
                 for x, part in ((query, layers[:first_of]), (key, layers[first_of:]))
                 if part
-                for own in project_each(x, [layer.weight for layer in part], [layer.bias for layer in part], path=path)
+                for projected in project_each(
+                    x, [layer.weight for layer in part], [layer.bias for layer in part], path=path
+                )
             )
         elif query is key and key is value:
             queries, keys, values = linear_each(layers, query)
@@ -264,14 +271,14 @@ class MultiHeadAttention(nn.Module):
             queries, keys, values = (layer(x) for layer, x in zip(layers, (query, key, value), strict=True))
         keys = _split(keys, self.num_kv_heads, self.head_dim)
         keys = keys if self.rotary is None else self.rotary.rotate(keys, first_key)
-        return self._turned(queries, first), keys, _split(values, self.num_kv_heads, self.head_dim)
+        return self._rotated(queries, first), keys, _split(values, self.num_kv_heads, self.head_dim)
 
     def _query_heads(self, query: Tensor, first: int, path: Path | None = None) -> Tensor:
         layer = self.query_projection
         queries = layer(query) if path is None else project(query, layer.weight, layer.bias, path=path)
-        return self._turned(queries, first)
+        return self._rotated(queries, first)
 
-    def _turned(self, queries: Tensor, first: int) -> Tensor:
+    def _rotated(self, queries: Tensor, first: int) -> Tensor:
         heads = _split(queries, self.num_heads, self.head_dim)
         return heads if self.rotary is None else self.rotary.rotate(heads, first)
 
@@ -280,10 +287,10 @@ class MultiHeadAttention(nn.Module):
         return sources_of(_NAME, query, key, value, widths=widths, like=self.query_projection.weight)
 
     def _first_position(
-        self, own: bool, cache: KVCache | None, query_offset: int | None, q_len: int, k_len: int
+        self, is_self_attention: bool, cache: KVCache | None, query_offset: int | None, q_len: int, k_len: int
     ) -> int:
         """Position of the first query."""
-        if own and cache is not None:
+        if is_self_attention and cache is not None:
             if query_offset is not None:
                 raise MaskError.about(
                     _NAME,
@@ -428,17 +435,17 @@ class MultiHeadAttention(nn.Module):
         )
         new.to(device=weight.device, dtype=weight.dtype)
         targets = (new.query_projection, new.key_projection, new.value_projection, new.output_projection)
-        for target, (own, bias) in zip(targets, joined, strict=False):
+        for target, (joined_weight, bias) in zip(targets, joined, strict=False):
             assert target is not None
-            if own.shape != target.weight.shape:
+            if joined_weight.shape != target.weight.shape:
                 raise ShapeError.about(
                     name,
                     "output",
                     must=f"have shape {tuple(target.weight.shape)}",
-                    got=tuple(own.shape),
+                    got=tuple(joined_weight.shape),
                     then="It maps the heads side by side back to the query's width.",
                 )
-            copy_into(target, own, bias)
+            copy_into(target, joined_weight, bias)
         return new
 
     def extra_repr(self) -> str:

@@ -70,8 +70,8 @@ class Block(nn.Module):
                 return output
 
         def attended(place: int, y: Tensor) -> Tensor:
-            own = getattr(self, names[place][0])
-            output: Tensor = own(y, *tokens[1 : place + 1], mask=masks[place], cache=caches[place])
+            attention = getattr(self, names[place][0])
+            output: Tensor = attention(y, *tokens[1 : place + 1], mask=masks[place], cache=caches[place])
             return output
 
         sublayers: list[Callable[[Tensor], Tensor]] = [partial(attended, place) for place in range(len(masks))]
@@ -96,16 +96,16 @@ class Block(nn.Module):
 
     def parts(self, names: Sequence[tuple[str, str]], x: Tensor) -> LayerParts | None:
         """The block's weights and options, where there is no more to its parts."""
-        own = submodules_of(self)
-        *attentions, feedforward = [own[name] for name, _ in names]
+        submodules = submodules_of(self)
+        *attentions, feedforward = [submodules[name] for name, _ in names]
         if any(type(each) is not MultiHeadAttention for each in attentions) or type(feedforward) is not FeedForward:
             return None
         projections = [part for each in attentions if (part := each.projections()) is not None]
-        norms = [part for _, norm in names if (part := norm_of(own[norm], x)) is not None]
-        fed, after = feedforward.plain_layers(), drop_of(own["residual_dropout"])
-        if len(projections) < len(attentions) or len(norms) < len(names) or fed is None or after is None:
+        norms = [part for _, norm in names if (part := norm_of(submodules[norm], x)) is not None]
+        fed, residual_drop = feedforward.plain_layers(), drop_of(submodules["residual_dropout"])
+        if len(projections) < len(attentions) or len(norms) < len(names) or fed is None or residual_drop is None:
             return None
-        return LayerParts(projections, fed[0], norms, self.norm_first, fed[1], (after,) * len(names), fed[2])
+        return LayerParts(projections, fed[0], norms, self.norm_first, fed[1], (residual_drop,) * len(names), fed[2])
 
     def _around(self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """``x + sublayer(norm(x))`` before the norm, ``norm(x + sublayer(x))`` after it."""
@@ -118,8 +118,8 @@ class Block(nn.Module):
         """Run, keeping only the inputs for the backward pass where that was asked for."""
         if self.checkpoint_activations and self.training and torch.is_grad_enabled():
             # A compiler would trace the context, and compiled code is not observed.
-            again: dict[str, Any] = {"context_fn": carried} if watched() else {}
-            output: Tensor = checkpoint(run, *arguments, use_reentrant=False, **again)
+            options: dict[str, Any] = {"context_fn": carried} if watched() else {}
+            output: Tensor = checkpoint(run, *arguments, use_reentrant=False, **options)
             return output
         return run(*arguments)
 
@@ -315,8 +315,8 @@ class DecoderBlock(Block):
                 then="Build the block with cross_attention=True to attend to a memory.",
             )
         if memory is not None and self.cross_attention is not None:
-            own = self.cross_attention.key_projection.weight
-            check_tokens("DecoderBlock", "memory", memory, self.cross_attention.key_dim, own)
+            weight = self.cross_attention.key_projection.weight
+            check_tokens("DecoderBlock", "memory", memory, self.cross_attention.key_dim, weight)
         if cache is None and memory_cache is None:
             return self._maybe_recomputed(self._run, x, mask, memory, memory_mask)
         # Computed once more in the backward pass, the call's tokens would be appended once more.

@@ -48,8 +48,8 @@ def cache_view(
         return None
     if memory is None:
         # Under autocast, say, the cache's memory is made of another dtype.
-        rooms = room_behind(cache, x, kv_heads, head_dim, may_make=are_plain)
-        return None if rooms is None else CacheView(*rooms, cache.length, grows=True)
+        buffers = room_behind(cache, x, kv_heads, head_dim, may_make=are_plain)
+        return None if buffers is None else CacheView(*buffers, cache.length, grows=True)
     key, value = cache.key, cache.value
     if key is None or value is None or key.shape != (x.shape[0], kv_heads, memory.shape[-2], head_dim):
         return None

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from clearhead.arguments import one_of, probability, whole
 from clearhead.masks import Mask
+from clearhead.nn.batch_layout import Lengths
 from clearhead.nn.checks import positive
 from clearhead.nn.dropout import Dropout
-from clearhead.nn.edge import Lengths
 from clearhead.nn.embedding import TokenEmbedding, check_ids, embedded
 from clearhead.nn.linear import Linear
 from clearhead.nn.neighbours import NeighbourMixing
@@ -123,11 +123,11 @@ class SequenceClassifier(nn.Module):
         """The encoder's output, zeros at the padding, and each sequence's length (None: all are full)."""
         name = "SequenceClassifier"
         check_ids(name, "ids", ids, self.max_len)
-        edge = self.encoder.edge(name, ids, lengths=lengths, mask=mask)
-        x = embedded(name, "ids", ids, edge, self.embedding)
+        layout = self.encoder.layout(name, ids, lengths=lengths, mask=mask)
+        x = embedded(name, "ids", ids, layout, self.embedding)
         if self.neighbours is not None:
-            x = self.neighbours(edge.emptied(x), edge.positions(ids.device))
-        return edge.leave(self.encoder.run(x, edge.mask)), edge.lengths
+            x = self.neighbours(layout.without_padding(x), layout.positions(ids.device))
+        return layout.unpack(self.encoder.run(x, layout.mask)), layout.lengths
 
     def compile_blocks(self, backend: str = "inductor") -> None:
         """Compile every block in place with ``torch.compile`` and this backend of it, for any length."""

@@ -73,8 +73,8 @@ def plus_dropped(residual: Float[Tensor, "..."], dropout: nn.Module, x: Float[Te
     >>> plus_dropped(torch.ones(2), Dropout(0.5).eval(), torch.ones(2)).tolist()
     [2.0, 2.0]
     """
-    alike = is_plain(residual) and residual.shape == x.shape and residual.dtype is x.dtype and residual.is_cpu
-    if alike and isinstance(dropout, Dropout) and type(dropout).forward is Dropout.forward:
+    fits = is_plain(residual) and residual.shape == x.shape and residual.dtype is x.dtype and residual.is_cpu
+    if fits and isinstance(dropout, Dropout) and type(dropout).forward is Dropout.forward:
         levels = None if looked_at(dropout) else dropout.levels(x)
         if levels:
             return drop(x, levels, residual)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from clearhead.arguments import one_of, probability
 from clearhead.errors import ShapeError
+from clearhead.nn.batch_layout import BatchLayout
 from clearhead.nn.checks import positive
 from clearhead.nn.dropout import Dropout
-from clearhead.nn.edge import Edge
 from clearhead.positions import sinusoidal
 from clearhead.shapes import Float, Int
 
@@ -88,7 +88,7 @@ def check_ids(function: str, argument: str, ids: object, max_len: int) -> tuple[
 
 
 def widened(ids: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-    """Ids of 8 or 16 bits as 64: torch looks those up, and any vocabulary has room in them."""
+    """Ids of 8 or 16 bits as 64: torch.embedding takes those, and any vocabulary fits them."""
     return ids if ids.dtype in (torch.int64, torch.int32) else ids.to(torch.int64)
 
 
@@ -109,10 +109,10 @@ def check_range(function: str, argument: str, ids: Int[Tensor, "..."], vocab_siz
 
 
 def embedded(
-    function: str, argument: str, ids: Tensor, edge: Edge, embedding: TokenEmbedding, first: int = 0
+    function: str, argument: str, ids: Tensor, layout: BatchLayout, embedding: TokenEmbedding, first: int = 0
 ) -> Tensor:
-    """Vectors of the real tokens only, laid as the edge lays them."""
-    inside = edge.enter(ids)
+    """Vectors of the real tokens only, in the batch's layout."""
+    inside = layout.pack(ids)
     check_range(function, argument, inside, embedding.vocab_size)
-    x: Tensor = embedding(inside, edge.positions(ids.device) + first)
+    x: Tensor = embedding(inside, layout.positions(ids.device) + first)
     return x

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from clearhead.arguments import flag
 from clearhead.errors import ShapeError
+from clearhead.nn.batch_layout import Lengths
 from clearhead.nn.checks import check_tokens
-from clearhead.nn.edge import Lengths
 from clearhead.nn.embedding import TokenEmbedding, check_ids, check_range, embedded
 from clearhead.nn.generation import Sampler, as_token, check_prompt, evaluating, extend
 from clearhead.nn.linear import Linear
@@ -120,9 +120,9 @@ class EncoderDecoder(nn.Module):
     ) -> Float[Tensor, "batch source_len embed_dim"]:
         """The memory that the decoder attends to, zeros at the padding."""
         check_ids("EncoderDecoder", "source", source, self.max_len)
-        edge = self.encoder.edge("EncoderDecoder", source, lengths=source_lengths)
-        x = embedded("EncoderDecoder", "source", source, edge, self.source_embedding)
-        return edge.leave(self.encoder.run(x, edge.mask))
+        layout = self.encoder.layout("EncoderDecoder", source, lengths=source_lengths)
+        x = embedded("EncoderDecoder", "source", source, layout, self.source_embedding)
+        return layout.unpack(self.encoder.run(x, layout.mask))
 
     def decode(
         self,
@@ -135,7 +135,7 @@ class EncoderDecoder(nn.Module):
     ) -> Float[Tensor, "batch target_len target_vocab_size"]:
         """Scores of the token after each target token, given the memory."""
         name = "EncoderDecoder"
-        first = self.decoder.seen(name, cache)
+        first = self.decoder.cached_length(name, cache)
         batch, _ = check_ids(name, "target", target, self.max_len - first)
         check_tokens(name, "memory", memory, self.encoder.embed_dim, self.head.weight)
         if batch != memory.shape[0]:
@@ -146,11 +146,11 @@ class EncoderDecoder(nn.Module):
                 got=batch,
                 then="Give one target per source.",
             )
-        edge = self.decoder.edge(name, target, lengths=target_lengths, cache=cache)
-        x = embedded(name, "target", target, edge, self.target_embedding, first)
-        states = self.decoder.run(x, edge.mask, memory=memory, memory_lengths=source_lengths, cache=cache)
+        layout = self.decoder.layout(name, target, lengths=target_lengths, cache=cache)
+        x = embedded(name, "target", target, layout, self.target_embedding, first)
+        states = self.decoder.run(x, layout.mask, memory=memory, memory_lengths=source_lengths, cache=cache)
         logits: Tensor = self.head(states)
-        return edge.leave(logits)
+        return layout.unpack(logits)
 
     def generate(
         self, source: Int[Tensor, "batch source_len"], max_new_tokens: int, *, start: int,

@@ -74,10 +74,10 @@ class FeedForward(nn.Module):
     def forward(self, x: Float[Tensor, "*batch len embed_dim"]) -> Float[Tensor, "*batch len embed_dim"]:
         """Each token through the layers."""
         check_tokens("FeedForward", "x", x, self.embed_dim, self.expand.weight)
-        found = in_one_step(x, self.expand, self.activation, self.dropout, self.contract, gate=self.gate, layer=_LAYER)
-        if found is None:
-            found = self.contract(self.dropout(self._hidden(x)))
-        output: Tensor = found
+        result = in_one_step(x, self.expand, self.activation, self.dropout, self.contract, gate=self.gate, layer=_LAYER)
+        if result is None:
+            result = self.contract(self.dropout(self._hidden(x)))
+        output: Tensor = result
         return output
 
     def _hidden(self, x: Tensor) -> Tensor:
@@ -91,9 +91,9 @@ class FeedForward(nn.Module):
     def plain_layers(self) -> tuple[list[Layer], str, float] | None:
         """The layers, the gate in front where there is one, the activation's name and the probability of dropping,
         where all there is to them is that."""
-        own = submodules_of(self)
-        modules = [own[name] for name in ("gate", "expand", "contract") if own.get(name) is not None]
-        activation, dropout = own["activation"], own["dropout"]
+        submodules = submodules_of(self)
+        modules = [submodules[name] for name in ("gate", "expand", "contract") if submodules.get(name) is not None]
+        activation, dropout = submodules["activation"], submodules["dropout"]
         layers = [layer for module in modules if (layer := _LAYER(module)) is not None]
         drop, called = drop_of(dropout), name_of(activation)
         if len(layers) < len(modules) or called is None or drop is None:

@@ -46,13 +46,13 @@ def block_like(cls: type[_Block], kind: type[nn.Module], layer: nn.Module, **mor
     attentions, norms = _PARTS[kind]
     _check_parts(name, layer, [*attentions], [*norms])
     torchs: Any = layer
-    own, expand = torchs.self_attn, torchs.linear1
+    attention, expand = torchs.self_attn, torchs.linear1
     block = cls(
-        own.embed_dim,
-        own.num_heads,
+        attention.embed_dim,
+        attention.num_heads,
         feedforward_dim=expand.out_features,
         dropout=torchs.dropout.p,
-        attention_dropout=own.dropout,
+        attention_dropout=attention.dropout,
         norm_first=torchs.norm_first,
         activation=_activation_of(name, torchs),
         bias=expand.bias is not None,

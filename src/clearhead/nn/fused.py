@@ -49,7 +49,7 @@ Tokens: TypeAlias = Sequence[Float[Tensor, "*batch _len _width"]]
 
 def fused_attention(
     tokens: Tokens,
-    own: Projections,
+    projections: Projections,
     *,
     mask: Mask | None = None,
     query_offset: int | None = None,
@@ -62,12 +62,12 @@ def fused_attention(
 
     Args:
         tokens: ``[batch, len, in]`` of those that attend, and of the memory where they read one.
-        own: the attention layer.
+        projections: the attention layer.
         mask: which keys a query may attend to.
         query_offset: position of the first query.
         cache: cached keys and values; where the cache grows, those of ``tokens`` are appended, and the first query
             stands behind the cached tokens. ``tokens`` are those that attend alone.
-        angles: RoPE cos and sin of the call's tokens, where ``own.rotary`` is ``"angles"``.
+        angles: RoPE cos and sin of the call's tokens, where ``projections.rotary`` is ``"angles"``.
 
     Returns:
         ``[batch, len, out]``, or None (see the module's first lines).
@@ -80,32 +80,36 @@ def fused_attention(
     """
     if watched() or not _may_fuse(tokens):
         return None
-    training = _learns(tokens, own)
-    attended = _attended(tokens, own, training, mask, query_offset, cache) if _takes(tokens, own, training) else None
+    training = _learns(tokens, projections)
+    attended = (
+        _attended(tokens, projections, training, mask, query_offset, cache)
+        if _takes(tokens, projections, training)
+        else None
+    )
     if attended is None:
         return None
-    tape, seed = own.tape.copy(), draw_seed(own.dropout)
-    _write_call(tape, own, attended, seed, cache, angles)
+    tape, seed = projections.tape.copy(), draw_seed(projections.dropout)
+    _write_call(tape, projections, attended, seed, cache, angles)
 
     def recompute(places: Mapping[int, Tensor], copies: Sequence[Tensor]) -> Tensor:
-        return run_attention(own.mapped(_change(places)), attended, copies, seed, angles)
+        return run_attention(projections.mapped(_change(places)), attended, copies, seed, angles)
 
     return _run(tokens, tape, recompute if training else None)
 
 
-def is_fused_attention(tokens: Tokens, own: Projections, **options: Any) -> bool:
+def is_fused_attention(tokens: Tokens, projections: Projections, **options: Any) -> bool:
     """Whether ``fused_attention`` would take the call if it were not observed.
 
     Args:
         tokens: as ``fused_attention`` takes them.
-        own: the attention layer.
+        projections: the attention layer.
         options: ``mask``, ``query_offset`` and ``cache``, as ``fused_attention`` takes them.
     """
     if not _may_fuse(tokens):
         return False
-    training = _learns(tokens, own)
+    training = _learns(tokens, projections)
     arguments = (options.get("mask"), options.get("query_offset"), options.get("cache"))
-    return _takes(tokens, own, training) and _attended(tokens, own, training, *arguments) is not None
+    return _takes(tokens, projections, training) and _attended(tokens, projections, training, *arguments) is not None
 
 
 def fused_layers(
@@ -145,8 +149,8 @@ def fused_layers(
     calls = iter(zip(attended, caches or (None,) * len(attended), strict=True))
     for parts in stack.layers:
         seeds = [*map(draw_seed, parts.drops)]
-        for place, (own, call) in enumerate(zip(parts.attentions, calls, strict=False)):
-            _write_call(tape, own, call[0], seeds[2 * place], call[1], angles)
+        for place, (attention, call) in enumerate(zip(parts.attentions, calls, strict=False)):
+            _write_call(tape, attention, call[0], seeds[2 * place], call[1], angles)
         tape.integer(seeds[-2], *seeds[1::2])
 
     def recompute(places: Mapping[int, Tensor], copies: Sequence[Tensor]) -> Tensor:
@@ -179,8 +183,8 @@ def of_parts(
     (parts,) = stack.layers
     x = like = tokens[0]
 
-    def norm(x: Tensor, own: NormLike) -> Tensor:
-        return normed(x, own) if _are_alike(x, like) else normed_by_torch(x, own)
+    def norm(x: Tensor, norm_like: NormLike) -> Tensor:
+        return normed(x, norm_like) if _are_alike(x, like) else normed_by_torch(x, norm_like)
 
     def plus(x: Tensor, levels: int, y: Tensor) -> Tensor:
         # A hook may return what it likes.
@@ -189,10 +193,10 @@ def of_parts(
         return x + F.dropout(y, levels / LEVELS)
 
     results: Sequence[NormLike | None] = parts.result_norms or [None] * len(sublayers)
-    for sublayer, own, last, levels in zip(sublayers, parts.norms, results, parts.drop_levels, strict=True):
-        given = sublayer(norm(x, own) if parts.norm_first else x)
+    for sublayer, norm_like, last, levels in zip(sublayers, parts.norms, results, parts.drop_levels, strict=True):
+        given = sublayer(norm(x, norm_like) if parts.norm_first else x)
         x = plus(x, levels, given if last is None else norm(given, last))
-        x = x if parts.norm_first else norm(x, own)
+        x = x if parts.norm_first else norm(x, norm_like)
     return x
 
 
@@ -261,8 +265,8 @@ def _attended_by_layers(
     attended = list[Attended]()
     calls = iter(zip(masks, caches or (None,) * len(masks), strict=True))
     for parts in stack.layers:
-        for place, (own, (mask, cache)) in enumerate(zip(parts.attentions, calls, strict=False)):
-            one = _attended(tokens if place else tokens[:1], own, training, mask, None, cache)
+        for place, (attention, (mask, cache)) in enumerate(zip(parts.attentions, calls, strict=False)):
+            one = _attended(tokens if place else tokens[:1], attention, training, mask, None, cache)
             if one is None:
                 return None
             attended.append(one)
@@ -271,7 +275,7 @@ def _attended_by_layers(
 
 def _attended(
     tokens: Tokens,
-    own: Projections,
+    projections: Projections,
     training: bool,
     mask: Mask | None,
     query_offset: int | None,
@@ -280,12 +284,12 @@ def _attended(
     """What the operator is told of an attention besides its tensors, which are plain."""
     if cache is not None and not _reads_cache(cache, tokens[0], training):
         return None
-    if own.head_norms and (training or len(own.sources) < 3):
+    if projections.head_norms and (training or len(projections.sources) < 3):
         return None
-    attended = _in_a_band(tokens, own, training, mask, query_offset, cache)
+    attended = _in_a_band(tokens, projections, training, mask, query_offset, cache)
     if attended is None:
-        attended = _validated(tokens, own, mask, query_offset, cache)
-    if attended is None or not isinstance(own.rotary, Rotary):
+        attended = _validated(tokens, projections, mask, query_offset, cache)
+    if attended is None or not isinstance(projections.rotary, Rotary):
         return attended
     grows, keys = cache is not None and cache.grows, tokens[-1].shape[1] if cache is None else cache.length
     if attended.query_offset < 0 or (query_offset is None and not grows and tokens[0].shape[1] != keys):
@@ -298,7 +302,7 @@ def _attended(
 
 def _in_a_band(
     tokens: Tokens,
-    own: Projections,
+    projections: Projections,
     training: bool,
     mask: Mask | None,
     query_offset: int | None,
@@ -306,21 +310,21 @@ def _in_a_band(
 ) -> Attended | None:
     """Most calls: without rules, under no mask, a band or padding, whose positions are unambiguous. None of others."""
     grows, (batch, q_len) = cache is not None and cache.grows, tokens[0].shape[:2]
-    if own.rules() or query_offset is not None or type(own.scale) not in (float, type(None)):
+    if projections.rules() or query_offset is not None or type(projections.scale) not in (float, type(None)):
         return None
     k_len = tokens[-1].shape[1] if cache is None else cache.length + (q_len if cache.grows else 0)
     if mask is not None and q_len != k_len and not grows:
         return None
-    if own.backend != native.BACKEND.name:
+    if projections.backend != native.BACKEND.name:
         path = attention_path(tokens[0].dtype, q_len, k_len, causal=mask is not None, gradient=training)
-        if own.backend != "auto" or path != native.BACKEND.name:
+        if projections.backend != "auto" or path != native.BACKEND.name:
             return None
     offset = cache.length if cache is not None and cache.grows else 0
-    options = {} if mask is None else _mask_options(mask, (batch, own.num_heads, q_len, k_len), offset)
+    options = {} if mask is None else _mask_options(mask, (batch, projections.num_heads, q_len, k_len), offset)
     if options is None:
         return None
-    scale = own.head_dim**-0.5 if own.scale is None else own.scale
-    return Attended(mask, (), scale, own.dropout, offset, options)
+    scale = projections.head_dim**-0.5 if projections.scale is None else projections.scale
+    return Attended(mask, (), scale, projections.dropout, offset, options)
 
 
 def _mask_options(mask: Mask, size: tuple[int, int, int, int], offset: int) -> dict[str, Any] | None:
@@ -337,7 +341,7 @@ def _mask_options(mask: Mask, size: tuple[int, int, int, int], offset: int) -> d
 
 def _validated(
     tokens: Tokens,
-    own: Projections,
+    projections: Projections,
     mask: Mask | None,
     query_offset: int | None,
     cache: CacheView | None,
@@ -345,16 +349,16 @@ def _validated(
     """Any other call, validated and lowered as ``attention`` does; None where the choice is not the kernels."""
     problem = Problem.of(
         _FUNCTION,
-        *_hollow(tokens, own, cache),
+        *_hollow(tokens, projections, cache),
         mask=mask,
-        scores=own.rules(),
-        scale=own.scale,
-        dropout=own.dropout,
+        scores=projections.rules(),
+        scale=projections.scale,
+        dropout=projections.dropout,
         seed=0,
         query_offset=cache.length if cache is not None and cache.grows else query_offset,
     )
     learned = torch.is_grad_enabled() and problem.rule_parameters
-    if learned or choose(_FUNCTION, problem, _NOTHING, own.backend) is not native.BACKEND:
+    if learned or choose(_FUNCTION, problem, _NOTHING, projections.backend) is not native.BACKEND:
         return None
     # A score function that the kernels take comes to rules of theirs.
     problem = problem.with_traced_rules
@@ -367,13 +371,13 @@ def _reads_cache(cache: CacheView, x: Tensor, training: bool) -> bool:
     return not training and {type(cache.key), type(cache.value)} <= _TYPES and cache.key.dtype is x.dtype
 
 
-def _hollow(tokens: Tokens, own: Projections, cache: CacheView | None) -> tuple[Tensor, ...]:
+def _hollow(tokens: Tokens, projections: Projections, cache: CacheView | None) -> tuple[Tensor, ...]:
     """Queries, keys and values without memory."""
     x = tokens[0]
-    nothing, batch, dim = x.new_empty(1), x.shape[0], own.head_dim
-    query = nothing.expand(batch, x.shape[1], own.num_heads, dim).transpose(1, 2)
+    nothing, batch, dim = x.new_empty(1), x.shape[0], projections.head_dim
+    query = nothing.expand(batch, x.shape[1], projections.num_heads, dim).transpose(1, 2)
     if cache is None:
-        keys = nothing.expand(batch, tokens[-1].shape[1], own.num_kv_heads, dim).transpose(1, 2)
+        keys = nothing.expand(batch, tokens[-1].shape[1], projections.num_kv_heads, dim).transpose(1, 2)
         return query, keys, keys
     length = cache.length + x.shape[1] if cache.grows else cache.length
     return query, *(nothing.expand(*part.shape[:2], length, part.shape[3]) for part in (cache.key, cache.value))
@@ -383,11 +387,15 @@ def _hollow(tokens: Tokens, own: Projections, cache: CacheView | None) -> tuple[
 
 
 def _write_call(
-    tape: Tape, own: Projections, attended: Attended, seed: int, cache: CacheView | None, angles: Tensor | None
+    tape: Tape, projections: Projections, attended: Attended, seed: int, cache: CacheView | None, angles: Tensor | None
 ) -> None:
     """Write down what differs from call to call in an attention."""
-    if own.rotary is not None:
-        table = table_of(own.rotary, own.head_dim, attended.positions) if isinstance(own.rotary, Rotary) else angles
+    if projections.rotary is not None:
+        table = (
+            table_of(projections.rotary, projections.head_dim, attended.positions)
+            if isinstance(projections.rotary, Rotary)
+            else angles
+        )
         assert table is not None
         tape.tensors.append(table)
     if cache is None:

@@ -59,19 +59,20 @@ def fused_blocks(
     stack, views = cached_reading(blocks, key, read), list[CacheView | None]()
     if stack is None:
         return None
-    for block, own in zip(blocks, caches, strict=False):
-        cached = cache_views(cast(Block, block), tokens, own)
+    for block, block_caches in zip(blocks, caches, strict=False):
+        cached = cache_views(cast(Block, block), tokens, block_caches)
         if cached is None:
             return None
         views += cached
-    grow = [own for own in views if own is not None and own.grows]
-    if len({own.length for own in grow}) > 1 or len({own.key.data_ptr() for own in grow}) < len(grow):
+    growing = [view for view in views if view is not None and view.grows]
+    lengths, memories = {view.length for view in growing}, {view.key.data_ptr() for view in growing}
+    if len(lengths) > 1 or len(memories) < len(growing):
         return None
     # A memory that caches hold is not read.
     given = tokens[:1] if views and views[-1] is not None else tokens
     output = fused_layers(given, stack, [*masks] * len(blocks), views)
     if output is not None:
-        count_appended([own for own, *_ in caches if own is not None], x.shape[1])
+        count_appended([cache for cache, *_ in caches if cache is not None], x.shape[1])
     return output
 
 

@@ -99,12 +99,12 @@ def extend(
 
 def as_token(function: str, argument: str, token: object) -> int:
     """A token id, which some vocabulary may have."""
-    found = whole_number(token)
-    if found is None or not -FARTHEST <= found <= FARTHEST:
+    number = whole_number(token)
+    if number is None or not -FARTHEST <= number <= FARTHEST:
         raise ShapeError.about(
             function, argument, must="be a token id, a whole number", got=seen(token), then="Pass an int."
         )
-    return found
+    return number
 
 
 def check_prompt(function: str, argument: str, ids: Tensor, max_new_tokens: object) -> int:

@@ -110,7 +110,7 @@ class LanguageModel(nn.Module):
             MaskError: the mask does not fit. UnsupportedError: padding together with a cache.
         """
         name = "LanguageModel"
-        first = self.decoder.seen(name, cache)
+        first = self.decoder.cached_length(name, cache)
         _, length = check_ids(name, "ids", ids, self.max_len)
         if first + length > self.max_len:
             raise ShapeError.about(
@@ -120,10 +120,10 @@ class LanguageModel(nn.Module):
                 got=f"{first} in the cache and {length} more",
                 then="Start a new cache, or use a larger max_len.",
             )
-        edge = self.decoder.edge(name, ids, lengths=lengths, mask=mask, cache=cache)
-        x = embedded(name, "ids", ids, edge, self.embedding, first)
-        logits: Tensor = self.head(self.decoder.run(x, edge.mask, cache=cache))
-        return edge.leave(logits)
+        layout = self.decoder.layout(name, ids, lengths=lengths, mask=mask, cache=cache)
+        x = embedded(name, "ids", ids, layout, self.embedding, first)
+        logits: Tensor = self.head(self.decoder.run(x, layout.mask, cache=cache))
+        return layout.unpack(logits)
 
     def generate(
         self, ids: Int[Tensor, "batch len"], max_new_tokens: int, *, temperature: float = 1.0,

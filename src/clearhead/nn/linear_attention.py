@@ -169,7 +169,7 @@ class LinearAttention(nn.Module):
             MaskError: a mask that a state of fixed size cannot honour, or that does not fit.
             UnsupportedError: dtype or device differ from the module's, or a cache of another kind.
         """
-        own = (key is None or key is query) and (value is None or value is key or value is query)
+        is_self_attention = (key is None or key is query) and (value is None or value is key or value is query)
         key, value = self._sources(query, key, value)
         if cache is not None and not isinstance(cache, LinearCache):
             raise UnsupportedError.about(
@@ -179,8 +179,8 @@ class LinearAttention(nn.Module):
                 got=type(cache).__name__,
                 then="Pass clearhead.linear.LinearCache().",
             )
-        known = not own and cache is not None and cache.state is not None
-        if known and cache is not None and cache.length != key.shape[-2]:
+        is_cached = not is_self_attention and cache is not None and cache.state is not None
+        if is_cached and cache is not None and cache.length != key.shape[-2]:
             raise ShapeError.about(
                 _NAME,
                 "key",
@@ -188,11 +188,11 @@ class LinearAttention(nn.Module):
                 got=f"shape {tuple(key.shape)}",
                 then="Call cache.reset() before attending to another memory.",
             )
-        if known:
+        if is_cached:
             # The memory is in the state already.
             key, value, mask = key[..., :0, :], value[..., :0, :], None
         ordered = self._check_order(mask)
-        if ordered and not own:
+        if ordered and not is_self_attention:
             raise MaskError.about(
                 _NAME,
                 "mask",
@@ -200,8 +200,8 @@ class LinearAttention(nn.Module):
                 got=repr(mask)[:80],
                 then="A memory has no order with the queries; kind 'linear' without Causal() reads it.",
             )
-        if own and cache is not None:
-            mask = _behind(mask, cache.length, key.shape[-2])
+        if is_self_attention and cache is not None:
+            mask = _mask_of_new_keys(mask, cache.length, key.shape[-2])
         output, state = _KINDS[self.kind].verb(
             self._heads(self.query_projection(query)),
             self._heads(self.key_projection(key)),
@@ -211,7 +211,7 @@ class LinearAttention(nn.Module):
             state=None if cache is None else cache.state,
             **self._extra(key),
         )
-        if cache is not None and not known:
+        if cache is not None and not is_cached:
             cache.update(state, key.shape[-2])
         joined = output.transpose(-3, -2).flatten(-2)
         return joined if self.output_projection is None else self.output_projection(joined)
@@ -221,22 +221,22 @@ class LinearAttention(nn.Module):
     ) -> str | FeatureMap | PositiveRandomFeatures:
         """The map, by default the kind's own, once it is known to be one that the kind can use."""
         chosen = _KINDS[self.kind].feature_map if given is None else given
-        known = as_feature_map(_NAME, chosen, self.head_dim)
-        if _KINDS[self.kind].ordered and known.only_normalized:
+        feature_map = as_feature_map(_NAME, chosen, self.head_dim)
+        if _KINDS[self.kind].ordered and feature_map.only_normalized:
             raise UnsupportedError.about(
                 _NAME,
                 "feature_map",
                 must=f"need no normaliser with kind {self.kind!r}",
-                got=known.name,
+                got=feature_map.name,
                 then="Only kind 'linear' normalises.",
             )
-        features = known.features(self.head_dim)
+        features = feature_map.features(self.head_dim)
         if _KINDS[self.kind].extra == "log_gate" and features != self.head_dim:
             raise ShapeError.about(
                 _NAME,
                 "feature_map",
                 must=f"have a feature for each of {self.head_dim} channels with kind 'gated'",
-                got=f"{known.name}, which has {features}",
+                got=f"{feature_map.name}, which has {features}",
                 then="Each feature has a gate of its own.",
             )
         return PositiveRandomFeatures.draw(self.head_dim) if chosen == PERFORMER else chosen
@@ -253,11 +253,11 @@ class LinearAttention(nn.Module):
         """The gates or rates of the tokens that keys are made from."""
         if self.extra_projection is None:
             return {}
-        found = self.extra_projection(key)
+        extra = self.extra_projection(key)
         if _KINDS[self.kind].extra == "log_gate":
-            exact = torch.promote_types(found.dtype, torch.float32)
-            return {"log_gate": F.logsigmoid(self._heads(found).to(exact)) / _GATE_TEMPERATURE}
-        return {"rate": torch.sigmoid(found).transpose(-2, -1)}
+            exact = torch.promote_types(extra.dtype, torch.float32)
+            return {"log_gate": F.logsigmoid(self._heads(extra).to(exact)) / _GATE_TEMPERATURE}
+        return {"rate": torch.sigmoid(extra).transpose(-2, -1)}
 
     def _map(self) -> str | FeatureMap | PositiveRandomFeatures:
         if isinstance(self.feature_map, PositiveRandomFeatures):
@@ -293,13 +293,13 @@ class LinearAttention(nn.Module):
         return f"{self.embed_dim}, num_heads={self.num_heads}{shared}, head_dim={self.head_dim}, kind={self.kind!r}"
 
 
-def _behind(mask: Mask | None, held: int, length: int) -> Mask | None:
+def _mask_of_new_keys(mask: Mask | None, cached: int, length: int) -> Mask | None:
     """A mask whose positions count from the cache's first token, for ``length`` tokens behind ``held`` ones."""
     if not isinstance(mask, Mask):
         return mask
-    found: Mask | None = None
+    whole: Mask | None = None
     for part in conjuncts(mask):
-        if isinstance(part, Documents) and held:
+        if isinstance(part, Documents) and cached:
             raise MaskError.about(
                 _NAME,
                 "mask",
@@ -308,6 +308,6 @@ def _behind(mask: Mask | None, held: int, length: int) -> Mask | None:
                 then="Decode documents as a batch: the state after a packed call has one entry for each.",
             )
         if isinstance(part, Padding) and does_as(part, Padding):
-            part = Padding((part.lengths - held).clamp(0, length))
-        found = part if found is None else found & part
-    return found
+            part = Padding((part.lengths - cached).clamp(0, length))
+        whole = part if whole is None else whole & part
+    return whole

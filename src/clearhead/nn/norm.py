@@ -93,9 +93,9 @@ class _Norm(torch.autograd.Function):
         if is_recorded(grad):
 
             def compute(inputs: list[Tensor | None]) -> list[Tensor]:
-                copy, *own = inputs
+                copy, *pair = inputs
                 assert copy is not None
-                return [normed_by_torch(copy, ((ctx.kind, ctx.epsilon), (own[0], own[1])))]
+                return [normed_by_torch(copy, ((ctx.kind, ctx.epsilon), (pair[0], pair[1])))]
 
             return None, None, *recorded_gradients(compute, (x, weight, bias), [grad], needs)
         of_x, of_weight, of_bias = torch.ops.clearhead.norm_gradients.default(

@@ -49,7 +49,7 @@ def cached_reading(
     state = _State(module, may_be_hooked)
     if state.is_hooked():
         return None
-    viewed = [(own, _storage_of(own)) for own in module.parameters()] if views else []
+    viewed = [(parameter, _storage_of(parameter)) for parameter in module.parameters()] if views else []
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(learns):
             record = read()
@@ -75,19 +75,19 @@ class _State:
         self._classes = [*map(type, parts)]
         self._tables = [table for part in parts for table in (parameters_of(part), submodules_of(part))]
         self._getters = [itemgetter(*(name for name in vars(part) if name not in UNREAD)) for part in parts]
-        own = [*map(vars, parts)]
-        self._sizes, self._values = self._sizes_of(own), self._values_of(own)
+        tables = [*map(vars, parts)]
+        self._sizes, self._values = self._sizes_of(tables), self._values_of(tables)
 
     def holds(self) -> bool:
         """Whether nothing was replaced, and no module is hooked."""
         parts = [part() for part in self._parts]
         if [*map(type, parts)] != self._classes:
             return False
-        own = [*map(vars, parts)]
-        if self._sizes_of(own) != self._sizes or (any_hooks(own) and self.is_hooked()):
+        tables = [*map(vars, parts)]
+        if self._sizes_of(tables) != self._sizes or (any_hooks(tables) and self.is_hooked()):
             return False
         try:
-            values = self._values_of(own)
+            values = self._values_of(tables)
         except KeyError:
             return False
         return all(map(is_, values, self._values))
@@ -96,12 +96,12 @@ class _State:
         """Whether a module is hooked or its ``forward`` was replaced on the object."""
         return any((part := reference()) is not None and is_hooked(part) for reference in self._plain)
 
-    def _sizes_of(self, own: Sequence[dict[str, Any]]) -> list[int]:
-        return [*map(len, own), *map(len, self._tables)]
+    def _sizes_of(self, tables: Sequence[dict[str, Any]]) -> list[int]:
+        return [*map(len, tables), *map(len, self._tables)]
 
-    def _values_of(self, own: Sequence[dict[str, Any]]) -> list[object]:
+    def _values_of(self, tables: Sequence[dict[str, Any]]) -> list[object]:
         """Attributes, the tables of parameters and submodules among them, and what is in the tables."""
-        attributes = chain.from_iterable(map(itemgetter.__call__, self._getters, own))
+        attributes = chain.from_iterable(map(itemgetter.__call__, self._getters, tables))
         return [*attributes, *chain.from_iterable(map(dict.values, filter(None, self._tables)))]
 
 

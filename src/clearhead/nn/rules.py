@@ -33,8 +33,8 @@ class RuleHolder(nn.Module):
             self._shapes.append(tensor.shape)
         # The rule's form without its tensors, so that none lives twice.
         self._form = rule.mapped(lambda tensor: torch.empty(0))
-        own = {id(parameter) for parameter in self.parameters()}
-        closed_over = [each for each in rule.parameters() if isinstance(each, nn.Parameter) and id(each) not in own]
+        learned = {id(parameter) for parameter in self.parameters()}
+        closed_over = [each for each in rule.parameters() if isinstance(each, nn.Parameter) and id(each) not in learned]
         for place, parameter in enumerate(closed_over if not rule.tensors() else ()):
             self.register_parameter(f"closed_over_{place}", parameter)
 
@@ -48,15 +48,15 @@ class RuleHolder(nn.Module):
 
     def rule(self) -> ScoreRule:
         """The rule on the tensors that the module holds now."""
-        own = [getattr(self, name) for name in self._names]
+        tensors = [getattr(self, name) for name in self._names]
         # The tensor itself where the shape is the same: a kept rule then sees later values of the tensor.
-        held = iter(
+        values = iter(
             [
                 tensor if tensor.shape == shape else tensor.reshape(shape)
-                for tensor, shape in zip(own, self._shapes, strict=True)
+                for tensor, shape in zip(tensors, self._shapes, strict=True)
             ]
         )
-        return self._form.mapped(lambda tensor: next(held))
+        return self._form.mapped(lambda tensor: next(values))
 
     def extra_repr(self) -> str:
         return repr(self.rule())

@@ -121,13 +121,13 @@ class LayerParts:
     @property
     def linears(self) -> Sequence[Layer]:
         """All linear layers."""
-        return [*self.feedforward, *(layer for own in self.attentions for layer in own.linears)]
+        return [*self.feedforward, *(layer for attention in self.attentions for layer in attention.linears)]
 
     def write(self, tape: Tape) -> None:
         """Write down weights, biases and options as the block operator reads them."""
         tape.integer(1, self.norm_first, len(self.attentions))
-        for own in self.attentions:
-            own.write(tape)
+        for attention in self.attentions:
+            attention.write(tape)
         tape.integer(1, len(self.feedforward))
         tape.linears(self.feedforward)
         tape.integer(ACTIVATIONS[self.activation].kind, round(self.hidden * LEVELS))
@@ -143,7 +143,7 @@ class LayerParts:
         """The same layer on other tensors."""
         return replace(
             self,
-            attentions=[own.mapped(change) for own in self.attentions],
+            attentions=[attention.mapped(change) for attention in self.attentions],
             feedforward=[_pair(layer, change) for layer in self.feedforward],
             norms=[(kind, _norm_pair(pair, change)) for kind, pair in self.norms],
             result_norms=[(kind, _norm_pair(pair, change)) for kind, pair in self.result_norms],
@@ -157,9 +157,9 @@ class LayerParts:
     @cached_property
     def drops(self) -> tuple[float, ...]:
         """For each sublayer the probability of dropping within it, and of dropping its output."""
-        within = [*(own.dropout for own in self.attentions), round(self.hidden * LEVELS) / LEVELS]
-        after = [levels / LEVELS for levels in self.drop_levels]
-        return tuple(drop for pair in zip(within, after, strict=True) for drop in pair)
+        within = [*(attention.dropout for attention in self.attentions), round(self.hidden * LEVELS) / LEVELS]
+        residual = [levels / LEVELS for levels in self.drop_levels]
+        return tuple(drop for pair in zip(within, residual, strict=True) for drop in pair)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +171,7 @@ class Stack:
     @property
     def attentions(self) -> Sequence[Projections]:
         """Those of all layers."""
-        return [own for parts in self.layers for own in parts.attentions]
+        return [attention for parts in self.layers for attention in parts.attentions]
 
     @property
     def linears(self) -> Sequence[Layer]:

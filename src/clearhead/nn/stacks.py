@@ -13,9 +13,9 @@ from clearhead.arguments import flag
 from clearhead.cache import KVCache, restored_on_error
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks import Mask
+from clearhead.nn.batch_layout import BatchLayout, Lengths
 from clearhead.nn.blocks import DecoderBlock, EncoderBlock, causal
 from clearhead.nn.checks import check_tokens, compile_each, depth, positive
-from clearhead.nn.edge import Edge, Lengths
 from clearhead.nn.fused_blocks import fused_blocks
 from clearhead.nn.norm import new_norm
 from clearhead.positions import Rotary
@@ -93,25 +93,25 @@ class Encoder(nn.Module):
         """
         check_tokens("Encoder", "x", x, self.embed_dim, _first(self.blocks).attention.query_projection.weight)
         batched = x if x.ndim == 3 else x[None]
-        edge = self.edge("Encoder", batched, lengths=lengths, mask=mask)
-        output = edge.leave(self.run(edge.enter(batched), edge.mask))
+        layout = self.layout("Encoder", batched, lengths=lengths, mask=mask)
+        output = layout.unpack(self.run(layout.pack(batched), layout.mask))
         return output if x.ndim == 3 else output[0]
 
-    def edge(self, function: str, batch: Tensor, *, lengths: Lengths, mask: Mask | None = None) -> Edge:
+    def layout(self, function: str, batch: Tensor, *, lengths: Lengths, mask: Mask | None = None) -> BatchLayout:
         """How a padded batch ``[batch, len, ...]`` goes through the blocks."""
         size = (batch.shape[0], batch.shape[1])
         # Where nothing may be padded, nothing is asked.
         may_pack = (lengths is not None or mask is not None) and _packable(self.blocks)
-        return Edge.of(function, size, batch.device, lengths=lengths, mask=mask, may_pack=may_pack)
+        return BatchLayout.of(function, size, batch.device, lengths=lengths, mask=mask, may_pack=may_pack)
 
     def run(self, x: Tensor, mask: Mask | None) -> Tensor:
-        """The blocks alone, on tokens as ``Edge.enter`` returns them."""
-        found = fused_blocks(self.blocks, (x,), (mask,))
-        if found is None:
-            found = x
+        """The blocks alone, on tokens as ``BatchLayout.pack`` returns them."""
+        output = fused_blocks(self.blocks, (x,), (mask,))
+        if output is None:
+            output = x
             for block in self.blocks:
-                found = block(found, mask=mask)
-        normed: Tensor = self.norm(found)
+                output = block(output, mask=mask)
+        normed: Tensor = self.norm(output)
         return normed
 
     def compile_blocks(self, backend: str = "inductor") -> None:
@@ -146,13 +146,13 @@ class DecoderCache:
 
     def check(self, function: str, num_layers: int) -> None:
         """Raise unless it was made for a decoder of so many layers."""
-        held = (_count(self.layers), _count(self.memory))
-        if held not in ((num_layers, 0), (num_layers, num_layers)):
+        counts = (_count(self.layers), _count(self.memory))
+        if counts not in ((num_layers, 0), (num_layers, num_layers)):
             raise ShapeError.about(
                 function,
                 "cache",
                 must=f"hold a KVCache for each of the {num_layers} layers, and one for each memory",
-                got=f"{_told(held[0])}, and {_told(held[1])} for memories",
+                got=f"{_count_in_words(counts[0])}, and {_count_in_words(counts[1])} for memories",
                 then="Take one from new_cache().",
             )
 
@@ -181,7 +181,7 @@ def _count(caches: object) -> int | None:
     return len(caches) if lists else None  # type: ignore[arg-type]
 
 
-def _told(count: int | None) -> str:
+def _count_in_words(count: int | None) -> str:
     return "no list of them" if count is None else str(count)
 
 
@@ -239,7 +239,7 @@ class Decoder(nn.Module):
         )  # fmt: skip
         self.norm = _last_norm(self.blocks, norm)
 
-    def seen(self, function: str, cache: DecoderCache | None) -> int:
+    def cached_length(self, function: str, cache: DecoderCache | None) -> int:
         """How many tokens the cache holds, once it is known to be one for this decoder."""
         if cache is None:
             return 0
@@ -285,12 +285,12 @@ class Decoder(nn.Module):
         check_tokens("Decoder", "x", x, self.embed_dim, _first(self.blocks).attention.query_projection.weight)
         batched = x if x.ndim == 3 else x[None]
         memory = memory[None] if isinstance(memory, Tensor) and memory.ndim == 2 else memory
-        edge = self.edge("Decoder", batched, lengths=lengths, mask=mask, cache=cache)
-        output = self.run(edge.enter(batched), edge.mask, memory=memory, memory_lengths=memory_lengths, cache=cache)
-        output = edge.leave(output)
+        layout = self.layout("Decoder", batched, lengths=lengths, mask=mask, cache=cache)
+        output = self.run(layout.pack(batched), layout.mask, memory=memory, memory_lengths=memory_lengths, cache=cache)
+        output = layout.unpack(output)
         return output if x.ndim == 3 else output[0]
 
-    def edge(
+    def layout(
         self,
         function: str,
         batch: Tensor,
@@ -298,22 +298,22 @@ class Decoder(nn.Module):
         lengths: Lengths,
         mask: Mask | None = None,
         cache: DecoderCache | None = None,
-    ) -> Edge:
+    ) -> BatchLayout:
         """How a padded batch ``[batch, len, ...]`` goes through the blocks."""
-        self.seen(function, cache)
+        self.cached_length(function, cache)
         size = (batch.shape[0], batch.shape[1])
         # A memory has a batch of its own, which a packed row could not be matched with.
         may_pack = (lengths is not None or mask is not None) and not self.cross_attention and _packable(self.blocks)
-        edge = Edge.of(function, size, batch.device, lengths=lengths, mask=mask, may_pack=may_pack)
-        if edge.lengths is not None and cache is not None:
+        layout = BatchLayout.of(function, size, batch.device, lengths=lengths, mask=mask, may_pack=may_pack)
+        if layout.lengths is not None and cache is not None:
             raise UnsupportedError.about(
                 function,
                 "lengths",
                 must="all be the batch's length where there is a cache",
-                got=edge.lengths.tolist(),
+                got=layout.lengths.tolist(),
                 then="Decode sequences of one length together.",
             )
-        return edge
+        return layout
 
     def run(
         self,
@@ -324,20 +324,25 @@ class Decoder(nn.Module):
         memory_lengths: Lengths = None,
         cache: DecoderCache | None = None,
     ) -> Tensor:
-        """The blocks alone, on tokens as ``Edge.enter`` returns them."""
+        """The blocks alone, on tokens as ``BatchLayout.pack`` returns them."""
         memory, memory_mask = self._memory(memory, memory_lengths)
         tokens, masks = ((x,), (causal(mask),)) if memory is None else ((x, memory), (causal(mask), memory_mask))
         layers, memories = ([], []) if cache is None else (cache.layers, cache.memory)
         with restored_on_error(*layers, *memories):
             caches = [each[: len(tokens)] for each in zip_longest(layers, memories)]
-            found = fused_blocks(self.blocks, tokens, masks, caches)
-            if found is None:
-                found = x
-                for block, own, of_memory in zip_longest(self.blocks, layers, memories):
-                    found = block(
-                        found, mask=mask, memory=memory, memory_mask=memory_mask, cache=own, memory_cache=of_memory
+            output = fused_blocks(self.blocks, tokens, masks, caches)
+            if output is None:
+                output = x
+                for block, layer_cache, of_memory in zip_longest(self.blocks, layers, memories):
+                    output = block(
+                        output,
+                        mask=mask,
+                        memory=memory,
+                        memory_mask=memory_mask,
+                        cache=layer_cache,
+                        memory_cache=of_memory,
                     )
-        normed: Tensor = self.norm(found)
+        normed: Tensor = self.norm(output)
         return normed
 
     def _memory(self, memory: Tensor | None, lengths: Lengths) -> tuple[Tensor | None, Mask | None]:
@@ -350,8 +355,8 @@ class Decoder(nn.Module):
         if memory is None or cross is None or lengths is None:
             return memory, None
         check_tokens("Decoder", "memory", memory, cross.key_dim, cross.key_projection.weight)
-        edge = Edge.of("Decoder", memory.shape[:2], memory.device, lengths=lengths, mask=None, may_pack=False)
-        return edge.enter(memory), edge.mask
+        layout = BatchLayout.of("Decoder", memory.shape[:2], memory.device, lengths=lengths, mask=None, may_pack=False)
+        return layout.pack(memory), layout.mask
 
     def compile_blocks(self, backend: str = "inductor") -> None:
         """Compile every block in place with ``torch.compile`` and this backend of it, for any length."""

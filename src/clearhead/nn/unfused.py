@@ -47,7 +47,7 @@ class Attended(NamedTuple):
 
 
 def run_attention(
-    own: Projections,
+    projections: Projections,
     attended: Attended,
     tokens: Sequence[Float[Tensor, "batch _len _in"]],
     seed: int,
@@ -56,16 +56,16 @@ def run_attention(
     """Project to heads, attend, and project back.
 
     Args:
-        own: the attention layer.
+        projections: the attention layer.
         attended: what else it is.
         tokens: those that attend, and the memory where they read one.
         seed: of dropout.
-        angles: RoPE cos and sin of the call's tokens, where ``own.rotary`` is ``"angles"``.
+        angles: RoPE cos and sin of the call's tokens, where ``projections.rotary`` is ``"angles"``.
     """
-    query, key, value = _heads(own, tokens)
-    if isinstance(own.rotary, Rotary):
-        query, key = own.rotary.rotate(query, attended.query_offset), own.rotary.rotate(key)
-    elif own.rotary is not None:
+    query, key, value = _heads(projections, tokens)
+    if isinstance(projections.rotary, Rotary):
+        query, key = projections.rotary.rotate(query, attended.query_offset), projections.rotary.rotate(key)
+    elif projections.rotary is not None:
         assert angles is not None
         query, key = turned_by_token(query, angles), turned_by_token(key, angles)
     output = attention(
@@ -80,16 +80,16 @@ def run_attention(
         query_offset=attended.query_offset,
         backend=native.BACKEND.name,
     )
-    return project(output.transpose(1, 2).flatten(-2), *own.last)
+    return project(output.transpose(1, 2).flatten(-2), *projections.last)
 
 
-def _heads(own: Projections, tokens: Sequence[Tensor]) -> list[Tensor]:
+def _heads(projections: Projections, tokens: Sequence[Tensor]) -> list[Tensor]:
     """Queries, keys and values, ``[batch, heads, len, head_dim]``."""
-    counts = (own.num_heads, own.num_kv_heads, own.num_kv_heads)
+    counts = (projections.num_heads, projections.num_kv_heads, projections.num_kv_heads)
     read = (tokens[0], tokens[-1], tokens[-1])
-    layers = own.sources
+    layers = projections.sources
     if len(layers) == 1:
-        (weight, bias), sizes = layers[0], [count * own.head_dim for count in counts]
+        (weight, bias), sizes = layers[0], [count * projections.head_dim for count in counts]
         biases = [None] * 3 if bias is None else bias.split(sizes)
         layers = [*zip(weight.split(sizes), biases, strict=True)]
     projected = [project(x, *layer) for x, layer in zip(read, layers, strict=True)]
@@ -116,8 +116,8 @@ def run_layer(
     for place, (norm, levels) in enumerate(zip(parts.norms, parts.drop_levels, strict=True)):
         read = normed_by_torch(x, norm) if parts.norm_first else x
         if place < len(attended):
-            own = [read, *tokens[1:]] if place else [read]
-            given = run_attention(parts.attentions[place], attended[place], own, seeds[2 * place], angles)
+            inputs = [read, *tokens[1:]] if place else [read]
+            given = run_attention(parts.attentions[place], attended[place], inputs, seeds[2 * place], angles)
         else:
             given = _feedforward(parts, read, seeds[2 * place])
         x = x + _dropped(given, levels, seeds[2 * place + 1])
@@ -126,10 +126,10 @@ def run_layer(
 
 
 def _feedforward(parts: LayerParts, x: Tensor, seed: int) -> Tensor:
-    first, *between, contract = parts.feedforward
+    first, *gates, contract = parts.feedforward
     activated = ACTIVATIONS[parts.activation].formula(F.linear(x, *first))
     hidden = _dropped(activated, round(parts.hidden * LEVELS), seed)
-    for expand in between:
+    for expand in gates:
         hidden = hidden * F.linear(x, *expand)
     return F.linear(hidden, *contract)
 

@@ -162,11 +162,11 @@ def attend(problem: Problem, want: Want, *, for_backward: bool) -> Forward:
     )
     output, *others = results
     labels = [label for place in asked for label in _PAIRS.get(_RETURNS[place], (_RETURNS[place],))]
-    found = dict(zip(labels, others, strict=True))
+    returned = dict(zip(labels, others, strict=True))
     if order is not None:
-        found["rows"] = found["rows"][:, :, order]
-    lse, softmax, exact = (found.pop(name, None) for name in ("lse", "softmax", "output32"))
-    return Forward(output, lse, softmax, output if saves_output and exact is None else exact, found, written)
+        returned["rows"] = returned["rows"][:, :, order]
+    lse, softmax, exact = (returned.pop(name, None) for name in ("lse", "softmax", "output32"))
+    return Forward(output, lse, softmax, output if saves_output and exact is None else exact, returned, written)
 
 
 def attend_plain(
@@ -275,7 +275,7 @@ def attend_backward(
     if not finite:
         return None
     query, key, value, delta, *rules = results
-    return Gradients([query, key, value], delta, {id(own): grad for own, grad in zip(learned, rules, strict=True)})
+    return Gradients([query, key, value], delta, {id(table): grad for table, grad in zip(learned, rules, strict=True)})
 
 
 def _add_learned(options: dict[str, Any], problem: Problem) -> list[Tensor]:

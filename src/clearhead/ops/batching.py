@@ -111,8 +111,8 @@ def _folded(given: dict[str, Any], dims: dict[str, Any], size: int) -> dict[str,
     def fold(name: str, part: Any, dim: int | None) -> Any:
         if not isinstance(part, Tensor) or name in _SHARED:
             return part
-        stays = name in _TABLES and (part.ndim != 4 or part.shape[0] == 1)
-        if dim is None and stays and not (shared and name in ("start", "stop")):
+        is_shared = name in _TABLES and (part.ndim != 4 or part.shape[0] == 1)
+        if dim is None and is_shared and not (shared and name in ("start", "stop")):
             return part
         moved = _moved(part, dim, size)
         if name in _TABLES:

@@ -33,41 +33,41 @@ def load() -> tuple[ctypes.CDLL | None, str]:
         return None, "is not built (it takes GCC or Clang: install again, or make native in a checkout)"
     try:
         openmp.share()
-        found = ctypes.CDLL(str(PATH))
+        handle = ctypes.CDLL(str(PATH))
         # Another version may lack other functions, so this one is asked first.
-        if (theirs := found.ch_abi()) != ABI:
+        if (theirs := handle.ch_abi()) != ABI:
             return None, f"is of another version of clearhead ({theirs} instead of {ABI}): install again"
-        _declare(found)
+        _declare(handle)
     except (OSError, AttributeError) as problem:
         return None, f"was built for another machine or another torch ({' '.join(str(problem).split())})"
-    if refused := found.ch_operators_problem().decode():
+    if refused := handle.ch_operators_problem().decode():
         return None, f"was built for another torch ({refused})"
-    return found, ""
+    return handle, ""
 
 
 def signatures() -> dict[str, tuple[str, ...]]:
     """The names of each operator's arguments, in the order of its schema; empty without the library."""
     library, _ = load()
-    found: dict[str, tuple[str, ...]] = {}
-    while library is not None and (schema := library.ch_operator_schema(len(found))) is not None:
+    names: dict[str, tuple[str, ...]] = {}
+    while library is not None and (schema := library.ch_operator_schema(len(names))) is not None:
         name, _, rest = schema.decode().partition("(")
         arguments = rest.rpartition(") ->")[0].split(", ")
-        found[name] = tuple(each.partition("=")[0].rpartition(" ")[2] for each in arguments)
-    return found
+        names[name] = tuple(each.partition("=")[0].rpartition(" ")[2] for each in arguments)
+    return names
 
 
-def _declare(found: ctypes.CDLL) -> None:
+def _declare(handle: ctypes.CDLL) -> None:
     """Give the functions the types of the header."""
     int32, int64 = ctypes.c_int32, ctypes.c_int64
     for function, arguments, result in (
-        (found.ch_isa_best, [], ctypes.c_int),
-        (found.ch_isa_name, [ctypes.c_int], ctypes.c_char_p),
-        (found.ch_isa_usable, [ctypes.c_int], ctypes.c_int),
-        (found.ch_use_isa, [int32], None),
-        (found.ch_operators_problem, [], ctypes.c_char_p),
-        (found.ch_operator_schema, [int32], ctypes.c_char_p),
-        (found.ch_product_rate, [int32] * 3, ctypes.c_double),
-        (found.ch_kept_memory, [], int64),
-        (found.ch_keep_memory, [int64], int64),
+        (handle.ch_isa_best, [], ctypes.c_int),
+        (handle.ch_isa_name, [ctypes.c_int], ctypes.c_char_p),
+        (handle.ch_isa_usable, [ctypes.c_int], ctypes.c_int),
+        (handle.ch_use_isa, [int32], None),
+        (handle.ch_operators_problem, [], ctypes.c_char_p),
+        (handle.ch_operator_schema, [int32], ctypes.c_char_p),
+        (handle.ch_product_rate, [int32] * 3, ctypes.c_double),
+        (handle.ch_kept_memory, [], int64),
+        (handle.ch_keep_memory, [int64], int64),
     ):
         function.argtypes, function.restype = arguments, result

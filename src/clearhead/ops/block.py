@@ -113,12 +113,12 @@ class _Block(torch.autograd.Function):
         tensors = ctx.saved_tensors
         inputs, saved = tensors[: len(needs)], [*tensors[len(needs) :]]
         if not is_recorded(grad):
-            tokens, own = [*inputs[: ctx.sequences]], [*inputs[ctx.sequences :]]
-            found, finite = torch.ops.clearhead.block_backward.default(
-                grad, tokens, own, saved, *ctx.lists, [*map(int, needs)]
+            tokens, weights = [*inputs[: ctx.sequences]], [*inputs[ctx.sequences :]]
+            gradients, finite = torch.ops.clearhead.block_backward.default(
+                grad, tokens, weights, saved, *ctx.lists, [*map(int, needs)]
             )
             if finite:
-                results = iter(found)
+                results = iter(gradients)
                 return None, None, None, *(next(results) if needed else None for needed in needs)
         return None, None, None, *_by_parts(ctx, inputs, grad, needs)
 
@@ -127,7 +127,7 @@ def _by_parts(ctx: Any, inputs: Sequence[Tensor], grad: Tensor, needs: Sequence[
     """Gradients op by op: where they are recorded, or where NaN or infinity meets a mask."""
 
     def compute(copies: list[Tensor | None]) -> list[Tensor]:
-        places = {id(own): copy for own, copy in zip(inputs, copies, strict=True) if copy is not None}
+        places = {id(tensor): copy for tensor, copy in zip(inputs, copies, strict=True) if copy is not None}
         tokens = [part for part in copies[: ctx.sequences] if part is not None]
         return [ctx.recompute(places, tokens)]
 

@@ -27,8 +27,8 @@ def register_autograd(names: Sequence[str]) -> None:
     def backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         # The dispatcher leaves out trailing arguments that equal their defaults.
         needs = dict(zip(names, ctx.needs_input_grad, strict=False))
-        found = _gradients(ctx, grads[0], needs)
-        return tuple(found.get(name) for name in needs)
+        gradients = _gradients(ctx, grads[0], needs)
+        return tuple(gradients.get(name) for name in needs)
 
     torch.library.register_autograd("clearhead::attention_compiled", backward, setup_context=save)
 
@@ -47,9 +47,9 @@ def _save(ctx: Any, given: Mapping[str, Any], output: list[Tensor]) -> None:
 def _gradients(ctx: Any, grad: Tensor | None, needs: Mapping[str, Any]) -> dict[str, Any]:
     """Gradients by the argument's name; a list of tensors has a list of them."""
     saved, tables = ctx.counts
-    found: dict[str, Any] = {"rule_tables": [None] * tables} if tables else {}
+    options: dict[str, Any] = {"rule_tables": [None] * tables} if tables else {}
     if grad is None:
-        return found
+        return options
     if not ctx.returns & _SOFTMAX:
         raise RuntimeError(
             "attention: a call under torch.no_grad must have no backward; got one. Trace it with gradients enabled."
@@ -62,9 +62,9 @@ def _gradients(ctx: Any, grad: Tensor | None, needs: Mapping[str, Any]) -> dict[
     of_query, of_key, of_value, *rest = torch.ops.clearhead.attention_compiled_gradients(
         grad, query, key, value, rows, *ctx.numbers, parts, sink, [*learned, of_sink]
     )
-    found.update(query=of_query, key=of_key, value=of_value)
+    options.update(query=of_query, key=of_key, value=of_value)
     if tables:
-        found["rule_tables"] = [rest.pop(0) if each else None for each in learned]
+        options["rule_tables"] = [rest.pop(0) if each else None for each in learned]
     if of_sink:
-        (found["sink"],) = rest
-    return found
+        (options["sink"],) = rest
+    return options

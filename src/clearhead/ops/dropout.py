@@ -44,8 +44,8 @@ def dropped(
         return dropped(x.reshape(1), levels, seed, row).squeeze(0)
     if x.dtype is torch.float64:
         # The operator has no float64. It says which elements are kept.
-        kept = dropped(torch.ones_like(x, dtype=torch.float32), levels, seed).bool()
-        exact = torch.where(kept, x.detach() * (LEVELS / (LEVELS - levels)), 0.0)
+        mask = dropped(torch.ones_like(x, dtype=torch.float32), levels, seed).bool()
+        exact = torch.where(mask, x.detach() * (LEVELS / (LEVELS - levels)), 0.0)
         return exact if added is None else exact + added.detach()
     output: Tensor = torch.ops.clearhead.dropout_add.default(x.detach(), added, levels, signed)
     return output

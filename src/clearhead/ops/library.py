@@ -59,8 +59,8 @@ def isa_index() -> int:
 
 def isa_name() -> str | None:
     """The set in use, or None."""
-    found = _loaded()
-    return None if found.library is None else str(found.library.ch_isa_name(found.index).decode())
+    loaded = _loaded()
+    return None if loaded.library is None else str(loaded.library.ch_isa_name(loaded.index).decode())
 
 
 def in_memory(tensor: torch.Tensor) -> bool:
@@ -90,28 +90,28 @@ def memory_bound() -> int | None:
 
 @cache
 def _loaded() -> _Loaded:
-    found, problem = binary.load()
-    if found is None:
+    handle, problem = binary.load()
+    if handle is None:
         return _Loaded(None, problem)
-    return _chosen(found, os.environ.get("CLEARHEAD_ISA", "").strip())
+    return _chosen(handle, os.environ.get("CLEARHEAD_ISA", "").strip())
 
 
-def _chosen(found: ctypes.CDLL, asked: str) -> _Loaded:
+def _chosen(binary: ctypes.CDLL, asked: str) -> _Loaded:
     """Settle on the set that was asked for, or on the best."""
     built: list[str] = []
-    while (name := found.ch_isa_name(len(built))) is not None:
+    while (name := binary.ch_isa_name(len(built))) is not None:
         built.append(name.decode())
-    usable = tuple(name for index, name in enumerate(built) if found.ch_isa_usable(index))
+    usable = tuple(name for index, name in enumerate(built) if binary.ch_isa_usable(index))
     bound = memory_bound()
     if bound is not None:
-        found.ch_keep_memory(bound)
+        binary.ch_keep_memory(bound)
     if not asked:
-        return _Loaded(found, None, usable, found.ch_isa_best())
+        return _Loaded(binary, None, usable, binary.ch_isa_best())
     if asked not in usable:
         lacks = "names a set that this processor lacks" if asked in built else "names no instruction set"
         return _Loaded(None, f"cannot run: CLEARHEAD_ISA={asked!r} {lacks}; here there are {', '.join(usable)}", usable)
-    found.ch_use_isa(built.index(asked))
-    return _Loaded(found, None, usable, built.index(asked))
+    binary.ch_use_isa(built.index(asked))
+    return _Loaded(binary, None, usable, built.index(asked))
 
 
 # Modules that call the operators import this one.

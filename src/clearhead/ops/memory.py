@@ -16,8 +16,8 @@ __all__ = ["kept_memory", "limit", "release_memory"]
 
 def kept_memory() -> int:
     """Bytes that are kept for results to come."""
-    found = library()
-    return 0 if found is None else int(found.ch_kept_memory())
+    loaded = library()
+    return 0 if loaded is None else int(loaded.ch_kept_memory())
 
 
 def release_memory() -> int:
@@ -35,10 +35,10 @@ def release_memory() -> int:
     >>> ch.release_memory()
     0
     """
-    kept = kept_memory()
-    if (found := library()) is not None:
-        found.ch_keep_memory(found.ch_keep_memory(0))
-    return kept
+    cached = kept_memory()
+    if (loaded := library()) is not None:
+        loaded.ch_keep_memory(loaded.ch_keep_memory(0))
+    return cached
 
 
 def limit() -> int:
@@ -47,5 +47,5 @@ def limit() -> int:
     Raises:
         UnsupportedError: ``CLEARHEAD_KEEP_MEMORY`` is no number of MiB.
     """
-    found, most = library(), memory_bound()
-    return 0 if found is None or most == 0 else int(found.ch_keep_memory(-1))
+    loaded, most = library(), memory_bound()
+    return 0 if loaded is None or most == 0 else int(loaded.ch_keep_memory(-1))

@@ -33,8 +33,8 @@ def product_rate(dtype: torch.dtype, threads: int | None = None) -> float | None
     >>> rate is None or rate > 0
     True
     """
-    found = library()
-    if found is None or dtype not in DTYPES:
+    loaded = library()
+    if loaded is None or dtype not in DTYPES:
         return None
     count = min(torch.get_num_threads() if threads is None else threads, _MAX_THREADS)
-    return float(found.ch_product_rate(DTYPES.index(dtype), isa_index(), count)) / 1e9 or None
+    return float(loaded.ch_product_rate(DTYPES.index(dtype), isa_index(), count)) / 1e9 or None

@@ -106,14 +106,14 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             meaning = mask_reader(_NAME, self, query, key).meaning(*masks)
             tokens = self.by_batch(*sequences)
             options: dict[str, Any] = {"mask": meaning.mask, "query_offset": 0}
-            own = self.projections()
+            projections = self.projections()
             if meaning.scores:
-                own = replace(own, rules=lambda: tuple(meaning.scores))
-            fused = fused_attention(tokens, own, **options)
+                projections = replace(projections, rules=lambda: tuple(meaning.scores))
+            fused = fused_attention(tokens, projections, **options)
             if fused is not None:
                 return fused if self.batch_first else fused.transpose(0, 1).contiguous(), None
             # An observed call has the bits of an unobserved one.
-            path = NATIVE if watched() and is_fused_attention(tokens, own, **options) else None
+            path = NATIVE if watched() and is_fused_attention(tokens, projections, **options) else None
             masks = (meaning, None, False)
         small = path is None and not torch.compiler.is_compiling() and self._work(query, key) < _LEAST
         square = square or small
@@ -183,11 +183,11 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
 
     def projections(self) -> Projections:
         """Weights and options: one layer for queries, keys and values, and the output projection."""
-        apart = (self, self.out_proj)
+        may_be_hooked = (self, self.out_proj)
         # A parametrization computes the weights of each call.
-        keep = not torch.compiler.is_compiling() and not any(map(is_parametrized, apart))
-        own = cached_reading(self, None, self._read, may_be_hooked=apart) if keep else None
-        return self._read() if own is None else own
+        keep = not torch.compiler.is_compiling() and not any(map(is_parametrized, may_be_hooked))
+        projections = cached_reading(self, None, self._read, may_be_hooked=may_be_hooked) if keep else None
+        return self._read() if projections is None else projections
 
     def _read(self) -> Projections:
         return Projections(
@@ -219,7 +219,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """A call that watchers may change, with the weights as they left them, before dropout."""
         want = Want(rows=range(call.tensors[0].shape[2])) if need_weights else Want()
-        seen = attend_wanting(
+        observation = attend_wanting(
             self,
             *call.tensors,
             want=want,
@@ -228,8 +228,8 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             dropout=dropout,
             query_offset=0,
         )
-        weights = None if seen.rows is None else seen.rows.to(seen.output.dtype)
-        return self._returned(seen.output, weights, average, batched)
+        weights = None if observation.rows is None else observation.rows.to(observation.output.dtype)
+        return self._returned(observation.output, weights, average, batched)
 
     def _returned(
         self, output: Tensor, weights: Tensor | None, average: bool, batched: bool, path: Path | None = None

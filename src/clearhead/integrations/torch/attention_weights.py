@@ -53,8 +53,8 @@ def with_weights(
     output, weights = query.new_empty(*query.shape[:3], value.shape[3]), query.new_empty(*query.shape[:3], key.shape[2])
     for place in product(range(batch), range(num_heads)):
         table = None if allowed is None else _at(place, allowed)
-        own = (_at(place, bias) for bias in biases)
-        part = _attend(_at(place, query), _at(place, key), _at(place, value), table, own, dropout)
+        tables = (_at(place, bias) for bias in biases)
+        part = _attend(_at(place, query), _at(place, key), _at(place, value), table, tables, dropout)
         _at(place, output).copy_(part[0])
         _at(place, weights).copy_(part[1])
     return output, weights

@@ -90,13 +90,13 @@ class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):
         memory_is_causal: bool = False,
     ) -> Tensor:
         """As ``nn.TransformerDecoderLayer.forward``."""
-        own, other = (
+        own_mask, other = (
             (tgt_mask, tgt_key_padding_mask, tgt_is_causal),
             (memory_mask, memory_key_padding_mask, memory_is_causal),
         )
-        fused = _fused(self, (tgt, memory), [own, other])
+        fused = _fused(self, (tgt, memory), [own_mask, other])
         # In torch's order: masks, padding masks, hints.
-        theirs: Any = chain.from_iterable(zip(own, other, strict=True))
+        theirs: Any = chain.from_iterable(zip(own_mask, other, strict=True))
         return super().forward(tgt, memory, *theirs) if fused is None else fused
 
     def _ff_block(self, x: Tensor) -> Tensor:
@@ -126,12 +126,13 @@ def _fused(
     # Parametrized weights are computed for each call, and are not to be cached.
     if not all(_is_seen_as_called(attention, tokens[: place + 1]) for place, attention in enumerate(attentions)):
         return None
-    apart, key = (layer, *attentions), (len(said), tokens[0].shape[-1], tokens[0].dtype)
-    stack = cached_reading(layer, key, lambda: _stack_of(layer, attentions, tokens[0]), may_be_hooked=apart)
+    may_be_hooked, key = (layer, *attentions), (len(said), tokens[0].shape[-1], tokens[0].dtype)
+    stack = cached_reading(layer, key, lambda: _stack_of(layer, attentions, tokens[0]), may_be_hooked=may_be_hooked)
     if stack is None:
         return None
     meanings = [
-        _meaning(attention, tokens[0], keys, own) for attention, keys, own in zip(attentions, tokens, said, strict=True)
+        _meaning(attention, tokens[0], keys, masks_of_one)
+        for attention, keys, masks_of_one in zip(attentions, tokens, said, strict=True)
     ]
     if any(meaning.scores for meaning in meanings):
         return None
@@ -184,16 +185,19 @@ def _stack_of(
         return None
     first, second, called = _LAYER(layer.linear1), _LAYER(layer.linear2), name_of(layer.activation)
     hidden, dropouts = drop_of(layer.dropout), [getattr(layer, f"dropout{place}") for place in places]
-    after = [drop for each in dropouts if (drop := drop_of(each)) is not None]
+    residual_drops = [drop for each in dropouts if (drop := drop_of(each)) is not None]
     if first is None or second is None or called is None or hidden is None:
         return None
-    if len(norms) < len(places) or len(after) < len(places):
+    if len(norms) < len(places) or len(residual_drops) < len(places):
         return None
     # One memory is read by a layer whose attentions take sequences alike.
-    if any(_is_replaced(vars(own)) for own in (layer, *attentions)) or len({own.batch_first for own in attentions}) > 1:
+    if (
+        any(_is_replaced(vars(part)) for part in (layer, *attentions))
+        or len({part.batch_first for part in attentions}) > 1
+    ):
         return None
     read = [each.projections() for each in attentions]
-    return Stack([LayerParts(read, (first, second), norms, layer.norm_first, called, tuple(after), hidden)])
+    return Stack([LayerParts(read, (first, second), norms, layer.norm_first, called, tuple(residual_drops), hidden)])
 
 
 def _feedforward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, x: Tensor) -> Tensor:
@@ -250,7 +254,7 @@ class SwappedTransformerEncoder(nn.TransformerEncoder):
         packed = Packed.of(real, batch_first=attention.batch_first)
         laid_out(packed.documents, *real.shape)
         axis, mask = (0 if attention.batch_first else 1), attended.joined(Meaning(packed.documents))
-        return packed.leave(_through(self, packed.enter(src).unsqueeze(axis), src_mask=mask).squeeze(axis))
+        return packed.unpack(_through(self, packed.pack(src).unsqueeze(axis), src_mask=mask).squeeze(axis))
 
     def _real_tokens(
         self, attended: Meaning, padding: Meaning, src: Tensor, key_padding_mask: Tensor | None
@@ -307,12 +311,12 @@ class SwappedTransformerDecoder(nn.TransformerDecoder):
         if _is_watched(self):
             return _through(self, tgt, memory, **masks, tgt_is_causal=bool(tgt_is_causal))
         attention = self.layers[0].self_attn
-        own, other = (mask_reader("TransformerDecoder", attention, tgt, keys) for keys in (tgt, memory))
+        own_mask, other = (mask_reader("TransformerDecoder", attention, tgt, keys) for keys in (tgt, memory))
         return _through(
             self,
             tgt,
             memory,
-            tgt_mask=own.meaning(tgt_mask, tgt_key_padding_mask, bool(tgt_is_causal)),
+            tgt_mask=own_mask.meaning(tgt_mask, tgt_key_padding_mask, bool(tgt_is_causal)),
             memory_mask=other.meaning(memory_mask, memory_key_padding_mask, memory_is_causal),
         )
 
@@ -338,12 +342,12 @@ def _all_ours(layers: Iterable[nn.Module], kind: type[nn.Module]) -> bool:
         if not isinstance(layer, kind):
             return False
         attentions += [layer.get_submodule(name) for name in ATTENTIONS if hasattr(layer, name)]
-    alike = set()
+    kinds = set()
     for attention in attentions:
         if not isinstance(attention, SwappedMultiheadAttention) or attention.bias_k is not None:
             return False
-        alike.add((attention.batch_first, attention.num_heads, attention.add_zero_attn))
-    return len(alike) == 1 and not attentions[0].add_zero_attn
+        kinds.add((attention.batch_first, attention.num_heads, attention.add_zero_attn))
+    return len(kinds) == 1 and not attentions[0].add_zero_attn
 
 
 def _by_token(stack: nn.Module) -> bool:
@@ -368,6 +372,8 @@ def _is_watched(stack: nn.Module) -> bool:
     )
 
 
-def _is_replaced(own: Mapping[str, object]) -> bool:
+def _is_replaced(attributes: Mapping[str, object]) -> bool:
     """Whether a method was replaced on the object."""
-    return "forward" in own or "_sa_block" in own or "_mha_block" in own or "_ff_block" in own
+    return (
+        "forward" in attributes or "_sa_block" in attributes or "_mha_block" in attributes or "_ff_block" in attributes
+    )

@@ -114,10 +114,10 @@ class MaskReader:
         if is_causal:
             return Meaning(Causal())
         if attn_mask.is_floating_point():
-            found = self._additive(attn_mask)
+            meaning = self._additive(attn_mask)
         else:
-            found = Meaning(from_forbidden(attn_mask, num_heads=self.num_heads))
-        return Meaning(_recognised(found.mask), found.scores) if self.look else found
+            meaning = Meaning(from_forbidden(attn_mask, num_heads=self.num_heads))
+        return Meaning(_recognised(meaning.mask), meaning.scores) if self.look else meaning
 
     def key_padding(self, key_padding_mask: Tensor | None) -> Meaning:
         """``key_padding_mask``, bool or float ``[batch, k_len]``, or ``[k_len]`` of a call without a batch.
@@ -131,10 +131,10 @@ class MaskReader:
         _check_shape(self.function, "key_padding_mask", key_padding_mask, wanted)
         forbidden = key_padding_mask.reshape(self.batch, 1, 1, self.k_len)
         if forbidden.is_floating_point():
-            found = self._additive(forbidden)
-            if not self.look or found.scores or not isinstance(found.mask, Dense):
-                return found
-            forbidden = ~found.mask.allowed
+            meaning = self._additive(forbidden)
+            if not self.look or meaning.scores or not isinstance(meaning.mask, Dense):
+                return meaning
+            forbidden = ~meaning.mask.allowed
         if not self.look:
             return Meaning(from_forbidden(forbidden))
         return Meaning(from_key_padding(forbidden[:, 0, 0]) if bool(forbidden.any()) else None)
@@ -159,12 +159,12 @@ class MaskReader:
         if not self.look:
             mask = from_forbidden(bias == -torch.inf, num_heads=self.num_heads)
             return Meaning(mask, (DenseBias(bias.reshape(mask.allowed.shape).masked_fill(~mask.allowed, 0.0)),))
-        found, rules = from_additive(bias, num_heads=self.num_heads)
-        if found is not None:
-            empty = ~found.allowed.any(dim=-1)
-            if bool(empty.any()) and bool((bias.reshape(found.allowed.shape)[empty] > -torch.inf).any()):
-                found, rules = from_additive(bias, num_heads=self.num_heads, forbids=-torch.inf)
-        return Meaning(found, rules)
+        dense, rules = from_additive(bias, num_heads=self.num_heads)
+        if dense is not None:
+            empty = ~dense.allowed.any(dim=-1)
+            if bool(empty.any()) and bool((bias.reshape(dense.allowed.shape)[empty] > -torch.inf).any()):
+                dense, rules = from_additive(bias, num_heads=self.num_heads, forbids=-torch.inf)
+        return Meaning(dense, rules)
 
 
 def may_look(tensor: Tensor) -> bool:

@@ -39,7 +39,7 @@ def from_forbidden(forbidden: Bool[Tensor, "*leading q_len k_len"], *, num_heads
             "from_forbidden",
             "forbidden",
             must="be a bool tensor",
-            got=_seen(forbidden),
+            got=_shape_and_dtype(forbidden),
             then="A float mask is added to scores: use from_additive.",
         )
     return Dense(~_four_axes("from_forbidden", "forbidden", forbidden, num_heads))
@@ -57,7 +57,7 @@ def from_zero_forbids(mask: Tensor) -> Dense:
     """
     if not isinstance(mask, Tensor):
         raise MaskError.about(
-            "from_zero_forbids", "mask", must="be a tensor", got=_seen(mask), then="Use torch.as_tensor."
+            "from_zero_forbids", "mask", must="be a tensor", got=_shape_and_dtype(mask), then="Use torch.as_tensor."
         )
     return Dense(_four_axes("from_zero_forbids", "mask", mask != 0, None))
 
@@ -80,7 +80,7 @@ def from_key_padding(padding: Bool[Tensor, "batch k_len"]) -> Mask:
             "from_key_padding",
             "padding",
             must="be bool [batch, k_len]",
-            got=_seen(padding),
+            got=_shape_and_dtype(padding),
             then="True marks padding.",
         )
     real = ~padding
@@ -119,7 +119,7 @@ def from_additive(
             "from_additive",
             "bias",
             must="be a floating point tensor",
-            got=_seen(bias),
+            got=_shape_and_dtype(bias),
             then="A bool mask is from_forbidden's.",
         )
     limit = real_number(forbids)
@@ -165,14 +165,14 @@ def _four_axes(function: str, argument: str, tensor: Tensor, num_heads: int | No
             argument,
             must="have axes [q_len, k_len], [batch, heads, q_len, k_len], or with num_heads "
             "[batch * num_heads, q_len, k_len]",
-            got=f"{_seen(tensor)}, num_heads {seen(num_heads)}",
+            got=f"{_shape_and_dtype(tensor)}, num_heads {seen(num_heads)}",
             then="Pass num_heads, or give batch and heads an axis each.",
         )
     split: Tensor = tensor.unflatten(0, (-1, heads))
     return split
 
 
-def _seen(value: object) -> str:
+def _shape_and_dtype(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
     return type(value).__name__

@@ -28,7 +28,7 @@ class Packed:
         size: the two axes.
         places: of the tokens, and of those that fill up.
         count: of the tokens.
-        documents: keeps the sequences apart.
+        documents: confines attention to each sequence.
     """
 
     size: tuple[int, int]
@@ -39,7 +39,7 @@ class Packed:
 
     @classmethod
     def of(cls, real: Bool[Tensor, "batch len"], *, batch_first: bool = True) -> Self:
-        """The way for a batch of whose tokens these are real, and whose first axis is that of the sequences or not."""
+        """How to pack a batch whose real tokens these are; ``batch_first`` says whether its first axis is the batch."""
         sequence, position = real.nonzero(as_tuple=True)
         batch, length = real.shape
         places = sequence * length + position if batch_first else position * batch + sequence
@@ -50,19 +50,18 @@ class Packed:
             lengths = torch.cat([lengths, lengths.new_tensor([fill])])
         return cls((batch, length) if batch_first else (length, batch), places, count, Documents(lengths=lengths))
 
-    def enter(self, x: Float[Tensor, "_ _ width"]) -> Float[Tensor, "rows width"]:
+    def pack(self, x: Float[Tensor, "_ _ width"]) -> Float[Tensor, "rows width"]:
         """The tokens of a padded batch."""
         return x.flatten(0, 1).index_select(0, self.places)
 
     def angles(self, given: Float[Tensor, "_tokens head_dim"]) -> Float[Tensor, "rows head_dim"]:
-        """Angles of the tokens of a batch whose first axis is that of the sequences, as in ``turned_by_token``: the
-        same tensor for all layers, which are given the same."""
+        """RoPE cos and sin of the packed tokens: the same tensor for all layers, which are given the same."""
         if not self._angles or self._angles[0][0] is not given:
             places = self.places % self.size[1] if len(given) == self.size[1] else self.places
             self._angles[:] = [(given, given.index_select(0, places))]
         return self._angles[0][1]
 
-    def leave(self, x: Float[Tensor, "rows width"]) -> Float[Tensor, "_ _ width"]:
+    def unpack(self, x: Float[Tensor, "rows width"]) -> Float[Tensor, "_ _ width"]:
         """The padded batch of such tokens, 0 at the padding."""
         output = x.new_zeros((self.size[0] * self.size[1], *x.shape[1:]))
         padded: Tensor = output.index_copy(0, self.places[: self.count], x[: self.count]).unflatten(0, self.size)

@@ -89,7 +89,7 @@ def attend_for(
                 got=f"{name} from {type(module).__name__}",
                 then="Run this model with eager attention.",
             )
-    query, key, value = _alike(query, key, value)
+    query, key, value = _in_one_dtype(query, key, value)
     scaling, causal = own_scale(module, query.shape[-1]) if scaling is None else scaling, False
     if attention_mask is None:
         causal = query.shape[2] > 1 and (is_causal_alone(module) if is_causal is None else is_causal)
@@ -205,10 +205,10 @@ def is_causal_alone(module: nn.Module) -> bool:
 @functools.cache
 def _has_sdpa(file: str) -> bool:
     """Whether the models of a file of transformers may use sdpa."""
-    known = vars(sys.modules[file]).values() if file else ()
-    models = [own for own in known if isinstance(own, type) and issubclass(own, PreTrainedModel)]
-    own = [model for model in models if model.__module__ == file]
-    return not own or any(map(supports_sdpa, own))
+    names = vars(sys.modules[file]).values() if file else ()
+    models = [value for value in names if isinstance(value, type) and issubclass(value, PreTrainedModel)]
+    defined_here = [model for model in models if model.__module__ == file]
+    return not defined_here or any(map(supports_sdpa, defined_here))
 
 
 def weights_wanted() -> bool:
@@ -216,7 +216,7 @@ def weights_wanted() -> bool:
     return any("attentions" in name for name in outputs_collected())
 
 
-def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors in one dtype, which autocast may not have given them, and with one batch size."""
     if not query.dtype == key.dtype == value.dtype:
         device = query.device.type
@@ -260,8 +260,8 @@ def _rules(module: nn.Module, bias: Tensor | None, query_offset: int | None) -> 
         return []
     if may_look(bias) and not bias.requires_grad and not bool(bias.any()):
         return []
-    known = type(module).__name__ in _BY_DISTANCE and type(module).__module__.startswith("transformers.")
-    if not known or query_offset is None or bias.shape[2] == 1:
+    by_distance = type(module).__name__ in _BY_DISTANCE and type(module).__module__.startswith("transformers.")
+    if not by_distance or query_offset is None or bias.shape[2] == 1:
         return [DenseBias(bias)]
     # Every distance there is, from the last key's to the first: the first row backwards, then down the first column.
     row = torch.cat([bias[0, :, 0, :].flip(-1), bias[0, :, 1:, 0]], dim=-1)

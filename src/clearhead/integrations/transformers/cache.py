@@ -17,7 +17,7 @@ __all__ = ["CacheLayer", "cache_layer_of", "of_memory", "of_own_tokens"]
 
 
 @dataclass
-class _Room:
+class _Memory:
     """A layer's keys and values as they were set last, which lie in the memory of ``cache``."""
 
     keys: Tensor
@@ -27,7 +27,7 @@ class _Room:
 
 #: A window of one token would keep all of them: transformers cuts from 0 on.
 _LEAST_WINDOW: Final = 2
-_ROOMS: Final[WeakKeyDictionary[DynamicLayer, _Room]] = WeakKeyDictionary()
+_MEMORY: Final[WeakKeyDictionary[DynamicLayer, _Memory]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class CacheLayer:
     """One layer of a model's cache.
 
     Attributes:
-        own: transformers' layer.
+        layer: transformers' layer.
         cache: ours, which holds the same.
         most: how many tokens it keeps for later calls, of a layer that slides; all where that is None.
     """
 
-    own: DynamicLayer
+    layer: DynamicLayer
     cache: KVCache
     most: int | None = None
 
@@ -51,12 +51,12 @@ class CacheLayer:
 
     def view(self, x: Tensor, num_kv_heads: int, head_dim: int) -> CacheView | None:
         """As ``nn.cache_view``."""
-        found = cache_view(self.cache, x, None, num_kv_heads, head_dim)
-        if found is None or found.length != self.most:
-            return found
+        view = cache_view(self.cache, x, None, num_kv_heads, head_dim)
+        if view is None or view.length != self.most:
+            return view
         # A capacity that shrinks from call to call would make each call plan anew.
-        room = found.length + x.shape[1]
-        return found._replace(key=found.key[:, :, :room], value=found.value[:, :, :room])
+        capacity = view.length + x.shape[1]
+        return view._replace(key=view.key[:, :, :capacity], value=view.value[:, :, :capacity])
 
     def appended(self, x: Tensor) -> None:
         """Count the tokens of ``x``, whose keys and values the kernels appended."""
@@ -66,14 +66,14 @@ class CacheLayer:
         key, value = self.cache.key, self.cache.value
         assert key is not None
         assert value is not None
-        if not self.own.is_initialized:
+        if not self.layer.is_initialized:
             # Before transformers 5, of keys alone.
-            count = len(inspect.signature(self.own.lazy_initialization).parameters)
-            self.own.lazy_initialization(*(key, value)[:count])
-        self.own.keys, self.own.values = key, value
-        if isinstance(self.own, DynamicSlidingWindowLayer):
-            self.own.cumulative_length += x.shape[1]
-        _ROOMS[self.own] = _Room(key, value, self.cache)
+            count = len(inspect.signature(self.layer.lazy_initialization).parameters)
+            self.layer.lazy_initialization(*(key, value)[:count])
+        self.layer.keys, self.layer.values = key, value
+        if isinstance(self.layer, DynamicSlidingWindowLayer):
+            self.layer.cumulative_length += x.shape[1]
+        _MEMORY[self.layer] = _Memory(key, value, self.cache)
 
 
 def of_own_tokens(past: Any) -> Any:
@@ -102,18 +102,20 @@ def cache_layer_of(past: Any, place: Any) -> CacheLayer | None:
     """
     if not _is_plain(past) or not isinstance(place, int) or place >= len(past.layers):
         return None
-    own = past.layers[place]
-    most = _most_kept(own)
-    if most is None and type(own) is not DynamicLayer:
+    layer = past.layers[place]
+    most = _most_kept(layer)
+    if most is None and type(layer) is not DynamicLayer:
         return None
-    room = _ROOMS.get(own)
-    if room is not None and own.keys is room.keys and own.values is room.values:
-        return CacheLayer(own, room.cache, most)
+    memory = _MEMORY.get(layer)
+    if memory is not None and layer.keys is memory.keys and layer.values is memory.values:
+        return CacheLayer(layer, memory.cache, most)
     cache = KVCache()
-    if own.is_initialized and own.keys is not None and own.values is not None and own.keys.numel() > 0:
-        cache.append(own.keys, own.values)
+    if layer.is_initialized and layer.keys is not None and layer.values is not None and layer.keys.numel() > 0:
+        cache.append(layer.keys, layer.values)
     # A sliding layer may cache more than its window, or count in another way.
-    return CacheLayer(own, cache, most) if most is None or cache.length == min(own.cumulative_length, most) else None
+    return (
+        CacheLayer(layer, cache, most) if most is None or cache.length == min(layer.cumulative_length, most) else None
+    )
 
 
 def _is_plain(cache: Any) -> bool:
@@ -121,9 +123,9 @@ def _is_plain(cache: Any) -> bool:
     return type(cache) is DynamicCache and not getattr(cache, "offloading", False)
 
 
-def _most_kept(own: Any) -> int | None:
+def _most_kept(layer: Any) -> int | None:
     """Number of tokens that a sliding layer keeps, if the others are never read again; None of other layers."""
-    if type(own) is not DynamicSlidingWindowLayer:
+    if type(layer) is not DynamicSlidingWindowLayer:
         return None
-    window: int = own.sliding_window
-    return None if getattr(own, "record_past", False) or window < _LEAST_WINDOW else window - 1
+    window: int = layer.sliding_window
+    return None if getattr(layer, "record_past", False) or window < _LEAST_WINDOW else window - 1

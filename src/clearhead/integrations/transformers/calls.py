@@ -62,19 +62,19 @@ class Signature:
 @functools.cache
 def signature_of(forward: Callable[..., Any]) -> Signature:
     """What ``inspect.signature`` says of a ``forward``, without ``self``."""
-    _, *own = inspect.signature(forward).parameters.values()
-    own = [each for each in own if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    names = [each.name for each in own]
+    _, *parameters = inspect.signature(forward).parameters.values()
+    parameters = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    names = [each.name for each in parameters]
     memory = [name for name in names if "encoder" in name and "states" in name]
     return Signature(
         tuple(names),
-        {each.name: each.default for each in own if each.default is not each.empty},
-        next((each.name for each in own if _is_cache(each.annotation)), None),
-        tuple(each.name for each in own if "position_embeddings" in each.name or _is_pair(each.annotation)),
+        {each.name: each.default for each in parameters if each.default is not each.empty},
+        next((each.name for each in parameters if _is_cache(each.annotation)), None),
+        tuple(each.name for each in parameters if "position_embeddings" in each.name or _is_pair(each.annotation)),
         tuple(name for name in names if "attention_mask" in name or name == "attn_mask"),
         memory[0] if memory else None,
         tuple(name for name in names if "position_ids" in name),
-        tuple(each.name for each in own[1:] if each.default is each.empty),
+        tuple(each.name for each in parameters[1:] if each.default is each.empty),
     )
 
 
@@ -85,45 +85,45 @@ def arguments_of(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     if not names or len(args) > len(names) or any(name in kwargs for name in names[: len(args)]):
         return None
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    found = Arguments(given.pop(names[0], None))
+    arguments = Arguments(given.pop(names[0], None))
     # In the order of the signature: the masks in front of the memory are those of the layer's own tokens.
     order = [*(name for name in names if name in given), *(name for name in given if name not in names)]
     for name in order:
         value = given[name]
         if value is None or value is False:
             if name == "is_causal" and value is False:
-                found.is_causal = False
+                arguments.is_causal = False
             continue
-        if not _place(found, name, value) and value is not signature.defaults.get(name, None):
+        if not _place(arguments, name, value) and value is not signature.defaults.get(name, None):
             return None
-    return found
+    return arguments
 
 
-def _place(found: Arguments, name: str, value: Any) -> bool:
+def _place(arguments: Arguments, name: str, value: Any) -> bool:
     """Put an argument where it belongs; False if that is unknown."""
     if isinstance(value, Tensor):
-        return _place_tensor(found, name, value)
+        return _place_tensor(arguments, name, value)
     if isinstance(value, Cache):
-        first, found.cache = found.cache is None, value
+        first, arguments.cache = arguments.cache is None, value
         return first
     if value is True and name == "is_causal":
-        found.is_causal = True
+        arguments.is_causal = True
         return True
     if isinstance(value, tuple) and len(value) == 2 and all(isinstance(each, Tensor) for each in value):
-        found.rotary += (value,)
+        arguments.rotary += (value,)
         return True
     return value is True and name in _UNREAD
 
 
-def _place_tensor(found: Arguments, name: str, value: Tensor) -> bool:
+def _place_tensor(arguments: Arguments, name: str, value: Tensor) -> bool:
     if isinstance(value, MaskTensor) or value.dim() == _AXES_OF_MASK:
-        if found.memory is not None:
-            first, found.memory_mask = found.memory_mask is None, value
+        if arguments.memory is not None:
+            first, arguments.memory_mask = arguments.memory_mask is None, value
         else:
-            first, found.mask = found.mask is None, value
+            first, arguments.mask = arguments.mask is None, value
         return first
     if value.dim() == _AXES_OF_STATES and value.is_floating_point():
-        first, found.memory = found.memory is None, value
+        first, arguments.memory = arguments.memory is None, value
         return first
     # Positions, which were turned into cosines and sines before the layer is called.
     return value.dtype in (torch.int64, torch.int32) and "mask" not in name

@@ -67,8 +67,8 @@ def models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
         yield "", model
         return
     for name, part in model.named_children():
-        for path, found in models(part):
-            yield f"{name}.{path}".rstrip("."), found
+        for path, inner in models(part):
+            yield f"{name}.{path}".rstrip("."), inner
 
 
 def hand_over(model: PreTrainedModel) -> str | None:

@@ -91,10 +91,10 @@ def _is_causal(core: Any, interface: bool) -> bool:
     return is_causal_alone(core) if interface else bool(first_of((core,), ("is_causal", "is_decoder")))
 
 
-def _call_of(core: Any, own: Projections, given: Arguments, interface: bool) -> _Call | None:
+def _call_of(core: Any, projections: Projections, given: Arguments, interface: bool) -> _Call | None:
     """What attention to the layer's own tokens reads; None if the original code is to compute it."""
-    x, head_dim, rotary = given.tokens, own.last[0].shape[1] // own.num_heads, None
-    if own.rotary is not None:
+    x, head_dim, rotary = given.tokens, projections.last[0].shape[1] // projections.num_heads, None
+    if projections.rotary is not None:
         rotary = angles_of(_rotary_of(core, given), x.dtype)
         if rotary is None or not fits(rotary, x, head_dim):
             return None
@@ -104,10 +104,10 @@ def _call_of(core: Any, own: Projections, given: Arguments, interface: bool) -> 
         if cache is None:
             return None
     causal = _is_causal(core, interface) if given.is_causal is None else given.is_causal
-    known, mask = _mask_of(given.mask, causal, x.shape[1], 0 if cache is None else cache.length)
-    if not known:
+    is_readable, mask = _mask_of(given.mask, causal, x.shape[1], 0 if cache is None else cache.length)
+    if not is_readable:
         return None
-    view = None if cache is None else cache.view(x, own.num_kv_heads, head_dim)
+    view = None if cache is None else cache.view(x, projections.num_kv_heads, head_dim)
     if view is None and cache is not None:
         return None
     return _Call((x,), (mask,), causal, (view,), cache, rotary)
@@ -145,8 +145,8 @@ def _with_memory(call: _Call, core: Any, given: Arguments) -> _Call | None:
             return None
     length, allowed = states.shape[1] if view is None else view.length, None
     if mask is not None:
-        known, allowed = (True, mask.meaning()) if type(mask) is MaskTensor else _mask_of_tensor(mask, 0)
-        if not known or mask.shape[-1] != length:
+        is_readable, allowed = (True, mask.meaning()) if type(mask) is MaskTensor else _mask_of_tensor(mask, 0)
+        if not is_readable or mask.shape[-1] != length:
             return None
         if allowed is not None and not all(is_padding(part) or is_table(part) for part in conjuncts(allowed)):
             return None
@@ -167,23 +167,23 @@ def attention_output(
     if given.memory is not None or not _may_fuse(given) or (interface and not _is_ours(core)):
         return None
     x, rotary = given.tokens, bool(given.rotary)
-    found = cached_reading(
+    reading = cached_reading(
         module,
         (x.shape[-1], x.dtype, rotary),
         lambda: attention_of(row, module, x, rotary, formulas),
         may_be_hooked=(module, core),
         views=len(row.projections) == 1,
     )
-    call = None if found is None else _call_of(core, found[0], given, interface)
-    if found is None or call is None:
+    call = None if reading is None else _call_of(core, reading[0], given, interface)
+    if reading is None or call is None:
         return None
-    own, dropout = found
+    projections, dropout = reading
     if watched():
-        if not is_fused_attention(call.tokens, own, mask=call.masks[0], cache=call.caches[0]):
+        if not is_fused_attention(call.tokens, projections, mask=call.masks[0], cache=call.caches[0]):
             return None
-        output: Tensor | None = _observed_attention(core, own, given, call, x)
+        output: Tensor | None = _observed_attention(core, projections, given, call, x)
     else:
-        output = fused_attention(call.tokens, own, mask=call.masks[0], cache=call.caches[0], angles=call.rotary)
+        output = fused_attention(call.tokens, projections, mask=call.masks[0], cache=call.caches[0], angles=call.rotary)
         if output is not None and call.cache is not None:
             call.cache.appended(x)
     if output is None or dropout == 0.0:
@@ -201,7 +201,7 @@ def layer_output(
         return None
     try:
         modules = [at(layer, path) for path in match.row.attentions]
-        cores = [at(module, own.core) for module, own in zip(modules, match.attentions, strict=True)]
+        cores = [at(module, attention.core) for module, attention in zip(modules, match.attentions, strict=True)]
     except AttributeError:
         # An attention was replaced by another module.
         return None
@@ -232,14 +232,14 @@ def _fused(stack: Stack, call: _Call, unpadded: tuple[Packed, Mask] | None) -> T
     tokens, masks, rotary = call.tokens, call.masks, call.rotary
     if unpadded is not None:
         packed, mask = unpadded
-        tokens, masks = (packed.enter(tokens[0])[None],), (mask,)
+        tokens, masks = (packed.pack(tokens[0])[None],), (mask,)
         rotary = None if rotary is None else packed.angles(rotary)
     output = fused_layers(tokens, stack, masks, call.caches, rotary)
     if output is None:
         return None
     if call.cache is not None:
         call.cache.appended(tokens[0])
-    return output if unpadded is None else unpadded[0].leave(output[0])
+    return output if unpadded is None else unpadded[0].unpack(output[0])
 
 
 def _unpadded(layer: Any, given: Arguments) -> tuple[Packed, Mask] | None:
@@ -247,11 +247,11 @@ def _unpadded(layer: Any, given: Arguments) -> tuple[Packed, Mask] | None:
     x, mask = given.tokens, given.mask
     if type(mask) is not MaskTensor or not getattr(layer, "leaves_padding_out", True):
         return None
-    found = mask.packed()
-    if found is None or found[0].size != x.shape[:2]:
+    packing = mask.packed()
+    if packing is None or packing[0].size != x.shape[:2]:
         return None
-    padding = x.shape[0] * x.shape[1] - len(found[0].places)
-    return found if padding * x.shape[2] ** 2 >= _LEAST_UNPADDED else None
+    padding = x.shape[0] * x.shape[1] - len(packing[0].places)
+    return packing if padding * x.shape[2] ** 2 >= _LEAST_UNPADDED else None
 
 
 # ---- the same op by op, for observers -----------------------------------------------------------------------
@@ -269,18 +269,18 @@ def _observed_layer(
     output = of_parts(call.tokens, stack, call.masks, [*sublayers, partial(_fed, parts)], call.caches)
     if output is None or unpadded is None:
         return output
-    return unpadded[0].leave(unpadded[0].enter(output))
+    return unpadded[0].unpack(unpadded[0].pack(output))
 
 
-def _observed_attention(core: Any, own: Projections, given: Arguments, call: _Call, x: Tensor) -> Tensor:
+def _observed_attention(core: Any, projections: Projections, given: Arguments, call: _Call, x: Tensor) -> Tensor:
     """Attention to a layer's own tokens ``x``, as an observer sees it."""
-    counts = (own.num_heads, own.num_kv_heads, own.num_kv_heads)
-    projected = [project(x, *layer, path=NATIVE) for layer in own.sources]
-    for place, (kind, pair) in enumerate(own.head_norms):
+    counts = (projections.num_heads, projections.num_kv_heads, projections.num_kv_heads)
+    projected = [project(x, *layer, path=NATIVE) for layer in projections.sources]
+    for place, (kind, pair) in enumerate(projections.head_norms):
         heads = projected[place].unflatten(-1, (counts[place], -1))
         projected[place] = normed(heads, (kind, pair)).flatten(-2)
     if len(projected) == 1:
-        projected = [*projected[0].split([count * own.head_dim for count in counts], dim=-1)]
+        projected = [*projected[0].split([count * projections.head_dim for count in counts], dim=-1)]
     query, key, value = (
         part.unflatten(-1, (count, -1)).transpose(1, 2) for part, count in zip(projected, counts, strict=True)
     )
@@ -290,28 +290,46 @@ def _observed_attention(core: Any, own: Projections, given: Arguments, call: _Ca
         key, value = of_own_tokens(given.cache).update(key, value, core.layer_idx)
     causal = call.causal and given.mask is None and x.shape[1] > 1
     output = planned(
-        core, query, key, value, given.mask, rules=own.rules(), scale=own.scale, causal=causal, dropout=own.dropout
+        core,
+        query,
+        key,
+        value,
+        given.mask,
+        rules=projections.rules(),
+        scale=projections.scale,
+        causal=causal,
+        dropout=projections.dropout,
     )
-    return project(output.flatten(-2), *own.last, path=NATIVE)
+    return project(output.flatten(-2), *projections.last, path=NATIVE)
 
 
-def _observed_memory(core: Any, own: Projections, given: Arguments, view: CacheView | None, x: Tensor) -> Tensor:
+def _observed_memory(
+    core: Any, projections: Projections, given: Arguments, view: CacheView | None, x: Tensor
+) -> Tensor:
     """Attention to a memory, as an observer sees it."""
 
     def heads(rows: Tensor, layer: Layer, count: int) -> Tensor:
         by_head: Tensor = project(rows, *layer, path=NATIVE).unflatten(-1, (count, -1)).transpose(1, 2)
         return by_head
 
-    query = heads(x, own.sources[0], own.num_heads)
+    query = heads(x, projections.sources[0], projections.num_heads)
     if view is None:
         assert given.memory is not None
-        key, value = (heads(given.memory, layer, own.num_kv_heads) for layer in own.sources[1:])
+        key, value = (heads(given.memory, layer, projections.num_kv_heads) for layer in projections.sources[1:])
     else:
         key, value = view.key, view.value
     output = planned(
-        core, query, key, value, given.memory_mask, rules=(), scale=own.scale, causal=False, dropout=own.dropout
+        core,
+        query,
+        key,
+        value,
+        given.memory_mask,
+        rules=(),
+        scale=projections.scale,
+        causal=False,
+        dropout=projections.dropout,
     )
-    return project(output.flatten(-2), *own.last, path=NATIVE)
+    return project(output.flatten(-2), *projections.last, path=NATIVE)
 
 
 def _fed(parts: LayerParts, x: Tensor) -> Tensor:

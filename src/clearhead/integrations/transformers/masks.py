@@ -249,8 +249,8 @@ def _all_of(inner: Mapping[str, Any], place: _Place) -> Mask | None:
 
 def _any_of(inner: Mapping[str, Any], place: _Place) -> Mask | None:
     masks = [_read(each, place) for each in inner["mask_functions"]]
-    found = [mask for mask in masks if mask is not None]
-    return reduce(or_, found) if len(found) == len(masks) else None
+    limiting = [mask for mask in masks if mask is not None]
+    return reduce(or_, limiting) if len(limiting) == len(masks) else None
 
 
 def _within_packed(inner: Mapping[str, Any], place: _Place) -> Mask | None:
@@ -318,12 +318,12 @@ def _padding(attention_mask: Tensor | None, place: _Place) -> list[Mask]:
     k_pos = torch.arange(place.k_len, device=real.device)
     if not torch.equal(real, (k_pos >= start[:, None]) & (k_pos < stop[:, None])):
         return [Dense(real[:, None, None, :])]
-    found: list[Mask] = []
+    padding: list[Mask] = []
     if bool((start > 0).any()):
-        found.append(~Padding(start))
+        padding.append(~Padding(start))
     if bool((stop < place.k_len).any()):
-        found.append(Padding(stop))
-    return found
+        padding.append(Padding(stop))
+    return padding
 
 
 def _parts(mask: Mask | None) -> list[Mask]:

@@ -35,7 +35,7 @@ class LayerMatch:
     @property
     def has_views(self) -> bool:
         """Whether the kernels read views of parameters: halves of a packed weight, or a transposed ``Conv1D``."""
-        return self.feedforward.packed_gate or any(len(own.projections) == 1 for own in self.attentions)
+        return self.feedforward.packed_gate or any(len(attention.projections) == 1 for attention in self.attentions)
 
     def feedforward_in(self, layer: Any) -> Any:
         """The module within which the paths of ``feedforward`` lie."""
@@ -114,7 +114,7 @@ def _match(layer: nn.Module, row: LayerRow) -> LayerMatch | None:
         return None
     if inline and not _has(layer, [*_linears(feedforward), feedforward.activation]):
         return None
-    match = LayerMatch(row, tuple(own for own in attentions if own is not None), feedforward)
+    match = LayerMatch(row, tuple(attention for attention in attentions if attention is not None), feedforward)
     return match if _covers(layer, *_paths(match)) else None
 
 
@@ -131,10 +131,10 @@ def _linears(row: FeedForwardRow) -> list[str]:
 def _paths(match: LayerMatch) -> tuple[Any, ...]:
     """All that a row names in a layer: paths of modules with parameters, then those of dropouts."""
     row, modules, dropouts = match.row, [*match.row.norms, *match.row.output_norms], [*match.row.dropouts]
-    for path, own in zip(row.attentions, match.attentions, strict=True):
-        modules += [f"{path}.{name}" for name in (*own.projections, own.output, *own.head_norms)]
-        dropouts += [f"{path}.{own.dropout}"] if own.dropout else []
-        core = f"{path}.{own.core}" if own.core else path
+    for path, attention in zip(row.attentions, match.attentions, strict=True):
+        modules += [f"{path}.{name}" for name in (*attention.projections, attention.output, *attention.head_norms)]
+        dropouts += [f"{path}.{attention.dropout}"] if attention.dropout else []
+        core = f"{path}.{attention.core}" if attention.core else path
         dropouts += [f"{core}.{name}" for name in ("attn_dropout", "dropout")]
     prefix = f"{row.feedforward}." if isinstance(row.feedforward, str) else ""
     fed = match.feedforward

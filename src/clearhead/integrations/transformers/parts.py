@@ -154,8 +154,8 @@ Formulas: TypeAlias = tuple[tuple[type[nn.Module], NormForward], ...]
 def norm_of(module: nn.Module, x: Tensor, formulas: Formulas) -> NormLike | None:
     """Formula, weight and bias of a norm over the last axis of ``x``: torch's, or of a class with a known formula."""
     kind = original_of(type(module)) or type(module)
-    for known, formula in formulas:
-        if kind is known:
+    for row_kind, formula in formulas:
+        if kind is row_kind:
             return formula.of(module)
     return torchs_norm_of(module, x)
 

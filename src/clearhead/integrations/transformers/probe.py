@@ -191,11 +191,11 @@ def _reduced(module: nn.Module) -> nn.Module | None:
     place = {"layer_idx": first_of(module.modules(), ("layer_idx",))} if "layer_idx" in names else {}
     try:
         with torch.device("cpu"):
-            found: nn.Module = kind(config=config, **place)
+            reduced: nn.Module = kind(config=config, **place)
     except Exception:
         return None
-    structure = [[(name, _kind_of(part)) for name, part in each.named_modules()] for each in (module, found)]
-    return found.float().train(module.training) if structure[0] == structure[1] else None
+    structure = [[(name, _kind_of(part)) for name, part in each.named_modules()] for each in (module, reduced)]
+    return reduced.float().train(module.training) if structure[0] == structure[1] else None
 
 
 def _small(config: Any) -> Any:
@@ -213,7 +213,7 @@ def _small(config: Any) -> Any:
     few = 2 * group
     head_dim = next((sizes[name] for name in _HEAD_DIMS if name in sizes), width // heads)
     small_width = few * _HEAD_DIM if width == heads * head_dim else few * _HEAD_DIM + 16
-    found = copy.deepcopy(config)
+    small = copy.deepcopy(config)
     values = {
         **dict.fromkeys(_HEADS, few),
         **dict.fromkeys(_HEAD_DIMS, _HEAD_DIM),
@@ -223,8 +223,8 @@ def _small(config: Any) -> Any:
     }
     for name, value in values.items():
         if isinstance(getattr(config, name, None), int):
-            setattr(found, name, value)
-    return found
+            setattr(small, name, value)
+    return small
 
 
 def _replica(module: nn.Module, implementation: str | None, memo: dict[object, Any]) -> nn.Module:
@@ -273,8 +273,8 @@ def _shrink(row: FeedForwardRow, *modules: nn.Module) -> None:
         weight = nn.Parameter(torch.empty(size))
         bias = None if linear.bias is None else nn.Parameter(torch.empty(rows))
         for module in modules:
-            own: Any = at(module, path)
-            own.weight, own.bias, own.nf = weight, bias, rows
+            part: Any = at(module, path)
+            part.weight, part.bias, part.nf = weight, bias, rows
 
 
 def _randomise(module: nn.Module, generator: torch.Generator) -> None:
@@ -312,9 +312,9 @@ class _Comparison:
         forward, fast = type(self.theirs).forward, self.fast
         result = forward(self.theirs, x, **theirs)
         self.length = len(result) if isinstance(result, tuple) else 0
-        found = fast.compute(self.ours, x) if isinstance(fast, TokenwiseForward) else fast(self.ours, (x,), ours)
-        self.fused += found is not None
-        return _first(result), _first(forward(self.ours, x, **ours) if found is None else found)
+        output = fast.compute(self.ours, x) if isinstance(fast, TokenwiseForward) else fast(self.ours, (x,), ours)
+        self.fused += output is not None
+        return _first(result), _first(forward(self.ours, x, **ours) if output is None else output)
 
     def note(self, kind: int, theirs: Tensor, ours: Tensor, least: float = 1e-30) -> None:
         """Of outputs, 0, or gradients, 1; relative to the largest value, or ``least``."""
@@ -330,10 +330,10 @@ class _Comparison:
         pair = self.outputs(x, theirs, ours)
         self.note(0, *pair)
         arriving = torch.linspace(-1, 1, pair[0].numel()).view_as(pair[0])
-        found = [torch.autograd.grad(each, wanted, arriving, allow_unused=True) for each in pair]
+        gradients = [torch.autograd.grad(each, wanted, arriving, allow_unused=True) for each in pair]
         # A gradient may be 0 but for rounding, as that of a bias of keys.
-        least = max(float(one.abs().max()) for one in found[0] if one is not None) * _LEAST
-        for one, other in zip(*found, strict=True):
+        least = max(float(one.abs().max()) for one in gradients[0] if one is not None) * _LEAST
+        for one, other in zip(*gradients, strict=True):
             if one is not None:
                 self.note(1, one, torch.zeros_like(one) if other is None else other, least)
 
@@ -342,7 +342,7 @@ class _Comparison:
         difference = max(self.differences)
         if self.fused == 0:
             return Trial(reason="the CPU kernels take no call of it")
-        if any(found > budget for found, budget in zip(self.differences, _BUDGETS, strict=True)):
+        if any(largest > budget for largest, budget in zip(self.differences, _BUDGETS, strict=True)):
             return Trial(None, difference, f"its fused form differs by {difference:.1e}")
         fast = self.fast
         if isinstance(fast, AttendingForward):

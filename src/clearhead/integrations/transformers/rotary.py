@@ -18,7 +18,7 @@ __all__ = ["angles_of", "fits"]
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _LastAngles:
     """Angles, None if they cannot be read, and the tensors that they were made from."""
 
     cosine: ref[Tensor]
@@ -49,16 +49,16 @@ def angles_of(given: Any, dtype: torch.dtype) -> Float[Tensor, "_rows head_dim"]
     cosine, sine = given
     if not isinstance(cosine, Tensor) or not isinstance(sine, Tensor) or cosine.dtype is not dtype:
         return None
-    last: tuple[_Seen, ...] = getattr(_LAST, "seen", ())
+    last: tuple[_LastAngles, ...] = getattr(_LAST, "entries", ())
     versions = version_of(cosine), version_of(sine)
-    for seen in last:
-        if seen.cosine() is cosine and seen.sine() is sine and seen.versions == versions:
-            return seen.angles
+    for entry in last:
+        if entry.cosine() is cosine and entry.sine() is sine and entry.versions == versions:
+            return entry.angles
     if not is_plain(cosine, sine):
         return None
-    found = _made(cosine, sine)
-    _LAST.seen = (_Seen(ref(cosine), ref(sine), versions, found), *last[: _KINDS - 1])
-    return found
+    angles = _made(cosine, sine)
+    _LAST.entries = (_LastAngles(ref(cosine), ref(sine), versions, angles), *last[: _KINDS - 1])
+    return angles
 
 
 def fits(angles: Tensor, x: Float[Tensor, "batch len width"], head_dim: int) -> bool:
@@ -74,7 +74,7 @@ def _made(cosine: Tensor, sine: Tensor) -> Tensor | None:
     halves = [part.chunk(2, -1) for part in (cosine, sine)]
     if not all(torch.equal(*pair) for pair in halves):
         return None
-    alike = all(torch.equal(part, part[:1].expand_as(part)) for part in (cosine, sine))
+    same_for_all = all(torch.equal(part, part[:1].expand_as(part)) for part in (cosine, sine))
     # What is made in inference mode could not be part of a gradient later.
     with torch.inference_mode(False):
-        return torch.cat([first[0] if alike else first.flatten(0, 1) for first, _ in halves], -1).float()
+        return torch.cat([first[0] if same_for_all else first.flatten(0, 1) for first, _ in halves], -1).float()

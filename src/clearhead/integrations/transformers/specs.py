@@ -82,11 +82,11 @@ def layer_of(match: LayerMatch, layer: Any, x: Tensor, rotary: bool, formulas: F
     # The halves of a packed weight would have gradients of their own.
     if (x.dtype is torch.float16 and row.clamps_float16) or (match.feedforward.packed_gate and torch.is_grad_enabled()):
         return None
-    found = [
-        attention_of(own, at(layer, path), x, rotary, formulas)
-        for path, own in zip(row.attentions, match.attentions, strict=True)
+    readings = [
+        attention_of(attention, at(layer, path), x, rotary, formulas)
+        for path, attention in zip(row.attentions, match.attentions, strict=True)
     ]
-    attentions = [own for own in found if own is not None]
+    attentions = [attention for attention in readings if attention is not None]
     paths = (*row.norms, *row.output_norms)
     norms = [norm for path in paths if (norm := norm_of(at(layer, path), x, formulas)) is not None]
     fed = feedforward_of(match.feedforward, match.feedforward_in(layer))
@@ -98,7 +98,7 @@ def layer_of(match: LayerMatch, layer: Any, x: Tensor, rotary: bool, formulas: F
     if None in outer or any(one and other for one, other in zip(inner, outer, strict=True)):
         return None
     parts = LayerParts(
-        [own for own, _ in attentions],
+        [attention for attention, _ in attentions],
         fed.layers,
         norms[: len(row.norms)],
         norm_first=row.norm_first,
@@ -115,7 +115,7 @@ def hooked(module: nn.Module) -> bool:
 
     Hooks of transformers itself do nothing unless outputs are collected, and do not count.
     """
-    own = vars(module)
-    if "forward" in own or not any_hooks([own]):
-        return "forward" in own
+    attributes = vars(module)
+    if "forward" in attributes or not any_hooks([attributes]):
+        return "forward" in attributes
     return any(getattr(hook, "__module__", "") != _COLLECTS for hook in hooks_of(module))

@@ -1,8 +1,8 @@
-"""The edge of a model: how a padded batch goes in and comes out, so that padding touches nothing.
+"""How a padded batch is packed at a model's input and unpacked at its output, so that padding affects nothing.
 
-Where sequences have padding, the real tokens are laid end to end and attend under ``Documents``: every linear,
-norm and attention in between works on real tokens only. That is right only where everything else depends on the
-distance between tokens alone; otherwise the batch stays padded, with the padding masked and emptied.
+Where sequences have padding, the real tokens are packed and attend under ``Documents``: every linear layer, norm and
+attention in the model works on real tokens only. That is right only if everything else depends on the distance between
+tokens alone; otherwise the batch stays padded, and the padding is masked and set to 0.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from clearhead.masks.base import conjuncts
 from clearhead.packing import as_lengths, real_places, unpack
 from clearhead.watch import laid_out
 
-__all__ = ["Edge", "Lengths"]
+__all__ = ["BatchLayout", "Lengths"]
 
 #: Real tokens of each sequence; None where all are full.
 Lengths = Sequence[int] | Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
-class Edge:
-    """How one batch goes through a model.
+class BatchLayout:
+    """How one batch is laid out in a model.
 
     Attributes:
         size: batch and length of the padded batch.
         lengths: real tokens of each sequence; None where all are full.
-        packed: whether tokens lie end to end inside.
-        mask: the mask to attend under inside.
+        packed: whether the model sees the tokens packed.
+        mask: the mask that the model's attention uses.
     """
 
     size: tuple[int, int]
@@ -51,8 +51,8 @@ class Edge:
         lengths: Lengths,
         mask: Mask | None,
         may_pack: bool,
-    ) -> Edge:
-        """The way for a batch of ``size``, with its padding told by ``lengths`` or by a ``Padding`` in ``mask``.
+    ) -> BatchLayout:
+        """The layout of a batch of ``size``, whose padding is given by ``lengths`` or by a ``Padding`` in ``mask``.
 
         ``may_pack`` says whether the model's score rules mean the same in a packed batch.
         """
@@ -65,13 +65,13 @@ class Edge:
                 then="Wrap a boolean tensor (True = may attend) in ch.Dense.",
             )
         size = (size[0], size[1])
-        padding, rest = _told_apart(mask)
+        padding, rest = _split_padding(mask)
         if padding is not None:
             if lengths is not None:
                 raise MaskError.about(
                     function,
                     "mask",
-                    must="hold no Padding where lengths are given",
+                    must="contain no Padding where lengths are given",
                     got=repr(mask),
                     then="Give the lengths once.",
                 )
@@ -87,31 +87,31 @@ class Edge:
             laid_out(confined, *size)
         return cls(size, counts, packed, confined if rest is None else rest & confined)
 
-    def enter(self, x: Tensor) -> Tensor:
-        """A padded ``[batch, len, ...]`` as it goes through the model; what lay at the padding is gone."""
+    def pack(self, x: Tensor) -> Tensor:
+        """A padded ``[batch, len, ...]`` as the model sees it: packed, or with 0 at the padding."""
         if self.lengths is None:
             return x
         if self.packed:
             places = real_places(self.lengths, self.size[1]).to(x.device)
             return x.flatten(0, 1).index_select(0, places)[None]
-        return self.emptied(x)
+        return self.without_padding(x)
 
-    def emptied(self, x: Tensor) -> Tensor:
-        """Tokens as they lie inside, zeros at what padding there is."""
+    def without_padding(self, x: Tensor) -> Tensor:
+        """Tokens as the model sees them, with 0 at the padding if they are not packed."""
         return x if self.lengths is None or self.packed else x.masked_fill(self._padding(x), 0)
 
-    def leave(self, x: Tensor) -> Tensor:
-        """The model's output as a padded ``[batch, len, ...]``, zeros at the padding."""
+    def unpack(self, x: Tensor) -> Tensor:
+        """The model's output as a padded ``[batch, len, ...]``, 0 at the padding."""
         if self.lengths is None:
             return x
         if self.packed:
             return unpack(x, self.lengths, self.size[1])
-        return self.emptied(x)
+        return self.without_padding(x)
 
     def positions(self, device: torch.device) -> Tensor:
-        """Each token's place in its own sequence, ``[batch | 1, len]`` as tokens lie inside."""
+        """Each token's position in its sequence, ``[batch | 1, len]`` in the layout of the model."""
         place = torch.arange(self.size[1], device=device)[None]
-        return self.enter(place.expand(self.size)) if self.packed else place
+        return self.pack(place.expand(self.size)) if self.packed else place
 
     def _padding(self, x: Tensor) -> Tensor:
         assert self.lengths is not None
@@ -120,7 +120,7 @@ class Edge:
         return padding.reshape(*self.size, *(1 for _ in x.shape[2:]))
 
 
-def _told_apart(mask: Mask | None) -> tuple[Padding | None, Mask | None]:
+def _split_padding(mask: Mask | None) -> tuple[Padding | None, Mask | None]:
     """The padding of a mask, and what it is combined with by ``&``."""
     if mask is None:
         return None, None
