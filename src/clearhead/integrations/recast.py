@@ -1,4 +1,4 @@
-"""Classes that stand in for another library's module classes: the same name, the same state, another ``forward``.
+"""Replacements of another library's module classes: the same name, the same state, another ``forward``.
 
 A module is swapped by assigning ``__class__``. Its parameters, its hooks and every reference to it stay valid. Tools
 find modules by the name of their class, so a replacement has the name of its original.

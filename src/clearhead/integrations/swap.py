@@ -48,7 +48,7 @@ _LOCK: Final = threading.Lock()
 
 
 def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
-    """Make an existing model compute with clearhead's attention, in place.
+    """Make an existing model compute with clearhead's attention and kernels, in place.
 
     In a model of Hugging Face transformers, or one within ``model``, attention goes through the implementation
     ``"clearhead"``. Layers, feedforwards and norms whose structure is recognised are tried against the original on
@@ -58,7 +58,7 @@ def swap(model: nn.Module, *, leave_padding_out: bool = True) -> SwapReport:
     Every ``torch.nn.MultiheadAttention`` computes by ``attention``; ``TransformerEncoderLayer``,
     ``TransformerDecoderLayer`` and their stacks use it in training and in eval mode, and a ``TransformerEncoder`` with
     a key padding mask removes padding. Arguments, returns, masks (``True`` forbids, as in torch), parameters,
-    ``state_dict``, hooks, class names and ``isinstance`` stay what they were.
+    ``state_dict``, hooks, class names and ``isinstance`` are unmodified.
 
     Three things differ, where torch is undefined or disagrees with itself: a query that may attend to nothing gives
     0 and not NaN; the output of a ``TransformerEncoder`` at padding is 0, in training too; and ``is_causal=True``

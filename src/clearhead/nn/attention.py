@@ -51,9 +51,10 @@ class MultiHeadAttention(nn.Module):
             by side, ``num_heads * head_dim`` wide.
         dropout: probability of dropping a weight, while training only.
         scores: score rules; their ``nn.Parameter`` tensors train, move and are saved with the module.
-        rotary: turn queries and keys by position: a ``Rotary``, ``True``, or a base.
+        rotary: rotates queries and keys by position (RoPE): a ``Rotary``, ``True``, or the base of its
+            frequencies; by default nothing does.
         scale: factor on ``query @ key^T``; by default ``1 / sqrt(head_dim)``.
-        backend: as in ``attention``.
+        backend: ``"auto"``, or a backend's name, which then runs or raises with its reasons.
 
     Raises:
         ShapeError: sizes that are not positive, or do not divide.
@@ -122,10 +123,10 @@ class MultiHeadAttention(nn.Module):
             query: ``[batch, q_len, embed_dim]`` or ``[q_len, embed_dim]``.
             key: ``[batch, k_len, key_dim]``; without it the module attends from ``query`` to itself.
             value: ``[batch, k_len, value_dim]``; by default ``key``.
-            mask: who may attend to whom, ``True`` = may; positions count from the cache's first token.
-            cache: keys and values of earlier tokens. In self-attention the call's tokens are appended, and stand
-                behind those held. With a ``key`` of its own (cross-attention) the cache keeps the projected
-                memory: the first call fills it, later calls only read it. A call that fails leaves it as it was.
+            mask: which keys a query may attend to (``True`` = may); positions count from the cache's first token.
+            cache: KV cache of earlier tokens. In self-attention the call's tokens are appended to it. In
+                cross-attention (with ``key``) it caches the projected memory: the first call fills it, later calls
+                only read it. A call that fails leaves the cache unmodified.
             query_offset: position of the first query, where ``key`` has another length and positions matter.
 
         Returns:
@@ -253,7 +254,7 @@ class MultiHeadAttention(nn.Module):
     def _heads(
         self, query: Tensor, key: Tensor, value: Tensor, first: int, first_key: int, path: Path | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values by head, turned from their first positions on."""
+        """Queries, keys and values by head, rotated from their first positions on."""
         layers = (self.query_projection, self.key_projection, self.value_projection)
         if path is not None:
             first_of = 1 if query is not key else 3

@@ -1,4 +1,4 @@
-"""Blocks: attention and feedforward, each with its norm and its way around."""
+"""Transformer blocks: attention and feedforward, each with a norm and a residual."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from clearhead.watch import carried, watched
 __all__ = ["SUBLAYERS", "Block", "DecoderBlock", "EncoderBlock", "cache_views", "causal"]
 
 
-#: A block's parts and their norms, of one that attends to its own tokens alone, and of one with a memory.
+#: Sublayers and their norms, of a block with self-attention alone and of one that attends to a memory too.
 SUBLAYERS: Final = {
     1: (("attention", "attention_norm"), ("feedforward", "feedforward_norm")),
     2: (("attention", "attention_norm"), ("cross_attention", "cross_norm"), ("feedforward", "feedforward_norm")),
@@ -41,7 +41,7 @@ SUBLAYERS: Final = {
 
 
 class Block(nn.Module):
-    """What the blocks share: the sublayer around a residual, and activation checkpointing."""
+    """What the blocks share: residuals around sublayers, and activation checkpointing."""
 
     norm_first: bool
     checkpoint_activations: bool
@@ -115,7 +115,7 @@ class Block(nn.Module):
         return added
 
     def _maybe_recomputed(self, run: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """Run, keeping only the inputs for the backward pass where that was asked for."""
+        """Run; with activation checkpointing, save only the inputs for backward."""
         if self.checkpoint_activations and self.training and torch.is_grad_enabled():
             # A compiler would trace the context, and compiled code is not observed.
             options: dict[str, Any] = {"context_fn": carried} if watched() else {}
@@ -146,19 +146,22 @@ class EncoderBlock(Block):
         feedforward_dim: width within the feedforward; by default 4 times ``embed_dim``.
         dropout: probability after attention, within and after the feedforward, while training only.
         attention_dropout: probability of dropping an attention weight; by default ``dropout``.
-        norm_first: norm before each part (Xiong et al. 2020); ``False`` norms the sums, as in the 2017 paper.
-        activation: of the feedforward.
+        norm_first: whether each sublayer reads normed tokens (pre-norm, Xiong et al. 2020); ``False`` norms the
+            sums (post-norm), as in the 2017 paper.
+        activation: of the feedforward: ``"gelu"``, ``"relu"`` or ``"silu"``.
         bias: whether linear layers and norms add a bias.
         num_kv_heads: number of key and value heads; by default ``num_heads``.
-        scores: score rules of the attention.
-        rotary: as in ``MultiHeadAttention``.
-        gated: whether the feedforward has a gate, as in ``FeedForward``.
+        scores: score rules of the attention; their ``nn.Parameter`` tensors train with the block.
+        rotary: rotates queries and keys by position (RoPE): a ``Rotary``, ``True``, or the base of its
+            frequencies; by default nothing does.
+        gated: whether the feedforward has a gate; with ``activation="silu"`` this is SwiGLU.
         norm: ``"layer"``, or ``"rms"``, which divides by the root of the mean square and has no bias.
-        checkpoint_activations: while training keep only the block's input, and compute it again in the backward
+        checkpoint_activations: while training, save only the block's input and recompute the rest in the backward
             pass: less memory for a third more work.
 
     Raises:
-        ShapeError, UnsupportedError: as in ``MultiHeadAttention`` and ``FeedForward``.
+        ShapeError: sizes that are not positive, or do not divide.
+        UnsupportedError: an unknown activation or norm.
 
     >>> EncoderBlock(8, num_heads=2)(torch.zeros(1, 5, 8)).shape
     torch.Size([1, 5, 8])
@@ -222,20 +225,24 @@ class DecoderBlock(Block):
         feedforward_dim: width within the feedforward; by default 4 times ``embed_dim``.
         dropout: probability after each part and within the feedforward, while training only.
         attention_dropout: probability of dropping an attention weight; by default ``dropout``.
-        norm_first: norm before each part; ``False`` norms the sums.
-        activation: of the feedforward.
+        norm_first: whether each sublayer reads normed tokens (pre-norm, Xiong et al. 2020); ``False`` norms the
+            sums (post-norm), as in the 2017 paper.
+        activation: of the feedforward: ``"gelu"``, ``"relu"`` or ``"silu"``.
         bias: whether linear layers and norms add a bias.
         num_kv_heads: number of key and value heads; by default ``num_heads``.
-        scores: score rules of the self-attention.
-        rotary: rotary positions in the self-attention.
-        gated: as in ``EncoderBlock``.
-        norm: as in ``EncoderBlock``.
+        scores: score rules of the self-attention; their ``nn.Parameter`` tensors train with the block.
+        rotary: rotates queries and keys of the self-attention by position (RoPE): a ``Rotary``, ``True``, or the
+            base of its frequencies; by default nothing does.
+        gated: whether the feedforward has a gate; with ``activation="silu"`` this is SwiGLU.
+        norm: ``"layer"``, or ``"rms"``, which divides by the root of the mean square and has no bias.
         cross_attention: whether tokens also attend to a memory, an encoder's output.
         memory_dim: width of the memory; by default ``embed_dim``.
-        checkpoint_activations: as in ``EncoderBlock``; a call with a cache keeps everything.
+        checkpoint_activations: while training, save only the block's input and recompute the rest in the backward
+            pass: less memory for a third more work. A call with a cache saves everything.
 
     Raises:
-        ShapeError, UnsupportedError: as in ``MultiHeadAttention`` and ``FeedForward``.
+        ShapeError: sizes that are not positive, or do not divide.
+        UnsupportedError: an unknown activation or norm.
 
     >>> DecoderBlock(8, num_heads=2)(torch.zeros(1, 5, 8)).shape
     torch.Size([1, 5, 8])
@@ -292,13 +299,13 @@ class DecoderBlock(Block):
         cache: KVCache | None = None,
         memory_cache: KVCache | None = None,
     ) -> Float[Tensor, "*batch len embed_dim"]:
-        """The block's output for tokens that see themselves and those before.
+        """The block's output for tokens that attend to themselves and to earlier ones.
 
         Args:
             x: ``[batch, len, embed_dim]`` or ``[len, embed_dim]``.
-            mask: what forbids more than the causal order does.
+            mask: which earlier tokens a token may attend to; causality applies in addition.
             memory: ``[batch, memory_len, memory_dim]``, given exactly where the block has cross-attention.
-            memory_mask: who may attend to what in the memory, e.g. ``Padding(memory_lengths)``.
+            memory_mask: which tokens of the memory a token may attend to, e.g. ``Padding(memory_lengths)``.
             cache: earlier tokens' keys and values, to which this call's are appended.
             memory_cache: the memory's keys and values: filled by the first call, read by later ones.
 
@@ -319,7 +326,7 @@ class DecoderBlock(Block):
             check_tokens("DecoderBlock", "memory", memory, self.cross_attention.key_dim, weight)
         if cache is None and memory_cache is None:
             return self._maybe_recomputed(self._run, x, mask, memory, memory_mask)
-        # Computed once more in the backward pass, the call's tokens would be appended once more.
+        # Recomputing it in backward would append the call's tokens again.
         with restored_on_error(cache, memory_cache):
             return self._run(x, mask, memory, memory_mask, cache, memory_cache)
 
@@ -353,5 +360,5 @@ class DecoderBlock(Block):
 
 
 def causal(mask: Mask | None) -> Mask:
-    """What a decoder's token may attend to: itself and those before it, where ``mask`` allows it."""
+    """The mask of a decoder: itself and earlier tokens, where ``mask`` allows them."""
     return Causal() if mask is None else Causal() & mask

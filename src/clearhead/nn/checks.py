@@ -1,4 +1,4 @@
-"""What the modules check of their arguments, and say when it is wrong."""
+"""Checks of the modules' arguments, and their error texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check_tokens", "compile_each", "converts", "depth", "positive", "sou
 
 
 def positive(function: str, argument: str, value: object) -> int:
-    """A size of a module, a whole number of at least 1 that some machine could hold."""
+    """A size of a module: a whole number, at least 1, that fits in memory."""
     return whole(function, argument, value, low=1, high=2**31)
 
 
@@ -39,7 +39,7 @@ def compile_each(function: str, blocks: Iterable[nn.Module], backend: object) ->
 
 
 def converts(x: Tensor) -> bool:
-    """Whether autocast brings ``x`` to the dtype that a product has there."""
+    """Whether autocast casts ``x`` to the dtype of its GEMMs."""
     device = x.device.type
     return x.is_floating_point() and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
@@ -78,7 +78,7 @@ def check_tokens(function: str, argument: str, x: object, width: int, weight: Te
 def sources_of(
     name: str, query: Tensor, key: Tensor | None, value: Tensor | None, *, widths: tuple[int, int, int], like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What an attention module makes keys and values from, by default what it makes queries from; all three checked.
+    """The inputs that keys and values are projected from, by default the query's; all three are checked.
 
     ``widths`` are those of query, key and value; ``like`` is a weight whose dtype and device they must have.
     """

@@ -39,15 +39,18 @@ class SequenceClassifier(nn.Module):
         attention_dropout: probability of dropping an attention weight; by default ``dropout``.
         embedding_dropout: probability on embeddings; by default ``dropout``.
         feedforward_dim: width within the feedforwards; by default 4 times ``embed_dim``.
-        norm_first: as in ``EncoderBlock``.
+        norm_first: whether each sublayer reads normed tokens (pre-norm, Xiong et al. 2020); ``False`` norms the
+            sums (post-norm), as in the 2017 paper.
         pooling: ``"mean"``, ``"max"``, ``"mean_max"`` (both side by side) or ``"first"`` (the first token).
         positions: ``"learned"``, ``"sinusoidal"``, ``"rotary"`` or ``"none"``.
-        neighbours: how many tokens on each side each token is mixed with before the blocks; see ``NeighbourMixing``.
+        neighbours: how many tokens on each side a linear layer mixes into each token before the blocks.
         num_kv_heads: number of key and value heads; by default ``num_heads``.
         scores: score rules of every block's attention.
-        checkpoint_activations: as in ``EncoderBlock``.
+        checkpoint_activations: while training, save only each block's input and recompute the rest in the backward
+            pass: less memory for a third more work.
 
-    Embeddings start as a truncated normal distribution of deviation 0.02, linear layers as in ``nn.Linear``.
+    Embeddings start from a truncated normal distribution of deviation 0.02, linear layers from that of
+    ``torch.nn.Linear``.
 
     Example:
 

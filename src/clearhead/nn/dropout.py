@@ -1,4 +1,4 @@
-"""Dropout of activations: many times faster on a CPU than torch's own, and added to a residual on the way."""
+"""Dropout of activations by the CPU kernels, with the residual's addition in the same pass."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Dropout", "drop", "is_plain", "plus_dropped"]
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """Whether tensors hold numbers to compute with here.
+    """Whether the kernels can read the tensors.
 
     Nested tensors and other subclasses, tensors without storage, traced ones and those inside ``torch.func``'s
-    transforms do not; torch's own forward knows what to do with each.
+    transforms cannot be read; torch's forward handles each.
     """
     if torch.compiler.is_compiling():
         return not any(tensor.is_nested for tensor in tensors)
@@ -35,12 +35,12 @@ def is_plain(*tensors: Tensor) -> bool:
 
 
 class Dropout(nn.Dropout):
-    """``torch.nn.Dropout`` by the CPU kernels: which elements are dropped is a function of one seed and their places.
+    """``torch.nn.Dropout`` by the CPU kernels: which elements are dropped is a function of a seed and their positions.
 
-    The seed is drawn from torch's generator. The probability is rounded to the nearest 1/65536, and kept elements are
-    divided by the share that is kept on average. A dropped element is 0 even where it was NaN or infinity. On a CPU all
-    layers draw so, fused or op by op. Other devices, compiled and transformed code get torch's own dropout, and so does
-    everything where there are no CPU kernels.
+    The seed is drawn from torch's generator. The probability is rounded to the nearest 1/65536, and the remaining
+    elements are divided by the share that remains on average. A dropped element is 0 even where it was NaN or
+    infinity. On a CPU all layers draw so, fused or op by op. Other devices, compiled and transformed code use torch's
+    dropout, as does a machine without the CPU kernels.
 
     Args:
         p: probability of dropping an element, while training only.
@@ -89,7 +89,7 @@ def drop(
 
     Args:
         x: plain, of a dtype that the kernels take.
-        levels: of ``LEVELS`` elements so many are dropped on average.
+        levels: how many of ``LEVELS`` elements are dropped on average.
         residual: of the same shape and dtype.
     """
     seed = draw_seed(levels)

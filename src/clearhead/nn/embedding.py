@@ -1,4 +1,4 @@
-"""TokenEmbedding: ids and places become vectors."""
+"""TokenEmbedding: token ids and positions to vectors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clearhead.shapes import Float, Int
 
 __all__ = ["POSITIONS", "TokenEmbedding", "check_ids", "check_range", "embedded", "widened"]
 
-#: Ways to tell a model where a token stands. With "rotary" the attention does it.
+#: Kinds of positions. With "rotary" the attention applies them.
 POSITIONS: Final = ("learned", "sinusoidal", "rotary", "none")
 
 
@@ -51,7 +51,7 @@ class TokenEmbedding(nn.Module):
     def forward(
         self, ids: Int[Tensor, "batch len"], places: Int[Tensor, "#batch len"]
     ) -> Float[Tensor, "batch len embed_dim"]:
-        """Vectors of tokens ``ids`` that stand at ``places`` in their sequences; both are known to be in range."""
+        """Vectors of tokens ``ids`` at positions ``places`` of their sequences; both are in range."""
         x = self.token(widened(ids))
         if self.position is not None:
             x = x + self.position(places)
@@ -94,7 +94,7 @@ def widened(ids: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
 
 def check_range(function: str, argument: str, ids: Int[Tensor, "..."], vocab_size: int) -> None:
     """Raise unless every id, padding aside, is of the vocabulary."""
-    # The compiler cannot look at numbers, there an id out of range fails in the look-up; on meta there are none.
+    # A compiler cannot read values: there an id out of range fails in the look-up. A meta tensor has none.
     if torch.compiler.is_compiling() or ids.numel() == 0 or ids.is_meta:
         return
     low, high = (int(bound) for bound in torch.aminmax(ids))

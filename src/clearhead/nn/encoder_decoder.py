@@ -32,10 +32,12 @@ class EncoderDecoder(nn.Module):
         dropout: probability within embeddings and blocks, while training only.
         attention_dropout: probability of dropping an attention weight; by default ``dropout``.
         feedforward_dim: width within the feedforwards; by default 4 times ``embed_dim``.
-        norm_first: as in ``EncoderBlock``.
+        norm_first: whether each sublayer reads normed tokens (pre-norm, Xiong et al. 2020); ``False`` norms the
+            sums (post-norm), as in the 2017 paper.
         tie_embeddings: predict with the transpose of the target embedding.
         positions: ``"learned"``, ``"sinusoidal"``, ``"rotary"`` or ``"none"``.
-        checkpoint_activations: as in ``EncoderBlock``.
+        checkpoint_activations: while training, save only each block's input and recompute the rest in the backward
+            pass: less memory for a third more work.
 
     Example:
 
@@ -164,11 +166,11 @@ class EncoderDecoder(nn.Module):
             max_new_tokens: how many tokens to add, below ``max_len``.
             start: the token id that every target begins with.
             source_lengths: int ``[batch]``, real source tokens.
-            temperature: as in ``LanguageModel.generate``, and so are the others.
-            top_k: as there.
-            seed: as there.
-            stop: as there.
-            cached: as there.
+            temperature: divides the logits; below 1 sharper, 0 always the likeliest token.
+            top_k: draw among this many likeliest tokens; by default among all.
+            seed: makes the result reproducible; by default torch's own generator.
+            stop: a token id after which a target is filled up with it.
+            cached: use KV caches of earlier tokens. Without them the result is the same, slower.
 
         Returns:
             ``[batch, 1 + max_new_tokens]``, shorter where every target has stopped.

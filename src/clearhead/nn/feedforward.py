@@ -101,7 +101,7 @@ class FeedForward(nn.Module):
         return layers, called, drop
 
 
-#: What an activation is called that is one of these functions, or exactly such a module.
+#: Names of activations, by function and by module class.
 _FUNCTIONS: Final[Sequence[tuple[Callable[..., Tensor], str]]] = (
     (functional.relu, "relu"),
     (torch.relu, "relu"),
@@ -117,7 +117,7 @@ def layer_of(module: nn.Module, kind: type[nn.Linear]) -> Layer | None:
 
 
 def name_of(activation: object) -> str | None:
-    """What the products call an activation, or None for one that they do not know."""
+    """The kernels' name of an activation; None if they do not have it."""
     if type(activation) is nn.GELU:
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(activation.approximate)
     if isinstance(activation, nn.Module):
@@ -145,9 +145,9 @@ def in_one_step(
         activation: a module or a function.
         dropout: a module.
         contract: the last layer.
-        gate: the layer whose numbers are activated in place of those of ``expand``, where there is one.
+        gate: the layer whose output is activated in place of that of ``expand``, where there is one.
         layer: weight ``[out, in]`` and bias of a module that is plain enough, or None.
-        name: what the products call an activation, or None.
+        name: the kernels' name of an activation, or None.
     """
     first, second, called, drop = layer(expand), layer(contract), name(activation), drop_of(dropout)
     opened = None if gate is None else layer(gate)
@@ -159,7 +159,7 @@ def in_one_step(
 
 
 def drop_of(dropout: nn.Module) -> float | None:
-    """The probability with which a module drops now; None where it is not known, or its numbers are another's."""
+    """The probability with which a module drops elements now; None if it is unknown, or torch draws the elements."""
     kind = type(dropout).forward
     if kind is nn.Identity.forward:
         return 0.0

@@ -29,10 +29,11 @@ _PARTS: Final[dict[type[nn.Module], tuple[dict[str, str], dict[str, str]]]] = {
 
 
 def block_like(cls: type[_Block], kind: type[nn.Module], layer: nn.Module, **more: Any) -> _Block:
-    """A block of ``cls`` with the weights of ``layer``, one of torch's of a kind; ``more`` as the block takes it.
+    """A block of ``cls`` with the weights of torch's ``layer``; ``more`` are further arguments of the block.
 
     Raises:
-        UnsupportedError: it is not, or its activation is neither GELU nor ReLU, or its parts are not torch's own.
+        UnsupportedError: ``layer`` is of another kind, its activation is neither GELU nor ReLU, or its parts are not
+            torch's own.
     """
     name = cls.__name__
     if not isinstance(layer, kind):
@@ -74,7 +75,7 @@ def block_like(cls: type[_Block], kind: type[nn.Module], layer: nn.Module, **mor
 
 
 def _check_parts(name: str, layer: Any, attentions: list[str], norms: list[str]) -> None:
-    """Raise unless the layer's parts are such as a block has."""
+    """Raise unless a block has parts like the layer's."""
     parts: tuple[tuple[type[nn.Module], list[str]], ...] = (
         (nn.MultiheadAttention, attentions),
         (nn.Linear, ["linear1", "linear2"]),

@@ -1,7 +1,7 @@
-"""Attention with its projections, and whole layers, as one operator: which calls it takes, and what it is told.
+"""Attention with its projections, and whole layers, as one operator: which calls it takes, and its arguments.
 
-``fused_attention`` and ``fused_layers`` return None where the operator is not what every part would use, or where a
-part is observed, hooked or edited: the caller then runs op by op, with bitwise identical results.
+``fused_attention`` and ``fused_layers`` return None if a part would not use the CPU kernels by itself, or if a part is
+observed, hooked or edited: the caller then runs op by op, with bitwise identical results.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def fused_attention(
         mask: which keys a query may attend to.
         query_offset: position of the first query.
         cache: cached keys and values; where the cache grows, those of ``tokens`` are appended, and the first query
-            stands behind the cached tokens. ``tokens`` are those that attend alone.
+            follows the cached tokens. ``tokens`` are those that attend alone.
         angles: RoPE cos and sin of the call's tokens, where ``projections.rotary`` is ``"angles"``.
 
     Returns:
@@ -119,7 +119,7 @@ def fused_layers(
     caches: Sequence[CacheView | None] = (),
     angles: Float[Tensor, "_rows head_dim"] | None = None,
 ) -> Float[Tensor, "*batch _len _width"] | None:
-    """The output of layers one after the other, in one operator.
+    """The output of a stack of layers, in one operator.
 
     Args:
         tokens: ``[batch, len, width]`` of the layers' own and, where they attend to one, of the memory.
@@ -187,7 +187,7 @@ def of_parts(
         return normed(x, norm_like) if _are_alike(x, like) else normed_by_torch(x, norm_like)
 
     def plus(x: Tensor, levels: int, y: Tensor) -> Tensor:
-        # A hook may return what it likes.
+        # A hook may return any tensor.
         if _are_alike(x, like) and _are_alike(y, like):
             return drop(y, levels, x)
         return x + F.dropout(y, levels / LEVELS)
@@ -204,7 +204,7 @@ def of_parts(
 
 
 def _may_fuse(tokens: Tokens) -> bool:
-    """Whether nothing compiles or hooks every module, and there are tokens in batches."""
+    """Whether no compiler runs, no global module hook is set, and the tokens are a batch."""
     if named().fused is False:
         return False
     if torch.compiler.is_compiling() or modules_are_hooked():
@@ -222,7 +222,7 @@ def _are_alike(x: Tensor, like: Tensor) -> bool:
 
 
 def _run(tokens: Tokens, tape: Tape, recompute: Recompute | None) -> Tensor | None:
-    """The operator's output; None where it refuses the tensors: op by op, the part that they do not fit says why."""
+    """The operator's output; None if it refuses the tensors: op by op, the part that they do not fit raises."""
     try:
         return run_blocks(tokens, tape, recompute)
     except RuntimeError as error:
@@ -231,15 +231,15 @@ def _run(tokens: Tokens, tape: Tape, recompute: Recompute | None) -> Tensor | No
 
 
 def _is_plain(tokens: Tokens, spec: Projections | Stack) -> bool:
-    """Whether tensors are what the operator may look at; it checks dtypes, sizes and strides itself."""
+    """Whether the operator may read the tensors; it checks dtypes, sizes and strides itself."""
     if tokens[0].dtype not in DTYPES or not unrecorded() or library() is None:
         return False
     return {*map(type, tokens), *map(type, spec.tape.tensors)} <= _TYPES
 
 
 def _takes_gemms(tokens: Tokens, spec: Projections | Stack, training: bool) -> bool:
-    """Whether the table names the kernels for every layer's GEMMs. Small ones are theirs wherever they are there: as
-    parts of a block their calls cost nothing."""
+    """Whether the table names the kernels for every layer's GEMM. Small GEMMs always are the kernels': within a block
+    their calls cost nothing."""
     dtype = tokens[0].dtype
     chosen = choices(dtype) if training else choices(dtype)[:1]
     if all(choice.path == NATIVE.name for choice in chosen):
@@ -249,14 +249,14 @@ def _takes_gemms(tokens: Tokens, spec: Projections | Stack, training: bool) -> b
 
 
 def _takes(tokens: Tokens, spec: Projections | Stack, training: bool) -> bool:
-    """Whether the kernels are what every part would use, but for attention."""
+    """Whether every part but attention would use the kernels."""
     return _is_plain(tokens, spec) and _takes_gemms(tokens, spec, training)
 
 
 def _attended_by_layers(
     tokens: Tokens, stack: Stack, training: bool, masks: Sequence[Mask | None], caches: Sequence[CacheView | None]
 ) -> list[Attended] | None:
-    """What the operator is told of the layers' attentions, where it is what every part would use."""
+    """The operator's arguments for the layers' attentions; None if a part would not use the kernels."""
     for parts in stack.layers:
         if (training and parts.result_norms) or round(max(*parts.dropouts, parts.hidden) * LEVELS) >= LEVELS:
             return None
@@ -281,7 +281,7 @@ def _attended(
     query_offset: int | None,
     cache: CacheView | None,
 ) -> Attended | None:
-    """What the operator is told of an attention besides its tensors, which are plain."""
+    """The operator's arguments for an attention besides its tensors; None if it would not use the kernels."""
     if cache is not None and not _reads_cache(cache, tokens[0], training):
         return None
     if projections.head_norms and (training or len(projections.sources) < 3):
@@ -308,7 +308,8 @@ def _in_a_band(
     query_offset: int | None,
     cache: CacheView | None,
 ) -> Attended | None:
-    """Most calls: without rules, under no mask, a band or padding, whose positions are unambiguous. None of others."""
+    """The arguments of most calls: no rules, a mask of bands, padding and tables, unambiguous positions. None for
+    others."""
     grows, (batch, q_len) = cache is not None and cache.grows, tokens[0].shape[:2]
     if projections.rules() or query_offset is not None or type(projections.scale) not in (float, type(None)):
         return None
@@ -328,7 +329,7 @@ def _in_a_band(
 
 
 def _mask_options(mask: Mask, size: tuple[int, int, int, int], offset: int) -> dict[str, Any] | None:
-    """Bands, padding and tables, and what is composed of them by ``&``, as the operator's arguments; None of others."""
+    """The operator's arguments for bands, padding, tables and their ``&``; None for other masks."""
     band = band_of(mask)
     if band is not None:
         return {name: bound for name, bound in zip(("before", "after"), band, strict=True) if bound is not None}
@@ -346,7 +347,8 @@ def _validated(
     query_offset: int | None,
     cache: CacheView | None,
 ) -> Attended | None:
-    """Any other call, validated and lowered as ``attention`` does; None where the choice is not the kernels."""
+    """The arguments of any other call, validated and lowered as ``attention`` does; None if another backend is
+    chosen."""
     problem = Problem.of(
         _FUNCTION,
         *_hollow(tokens, projections, cache),
@@ -360,7 +362,7 @@ def _validated(
     learned = torch.is_grad_enabled() and problem.rule_parameters
     if learned or choose(_FUNCTION, problem, _NOTHING, projections.backend) is not native.BACKEND:
         return None
-    # A score function that the kernels take comes to rules of theirs.
+    # A score function becomes the kernels' rules where tracing finds some.
     problem = problem.with_traced_rules
     options, _ = options_of(problem)
     return Attended(problem.mask, problem.scores, problem.scale, problem.dropout, problem.query_offset, options)
@@ -372,7 +374,7 @@ def _reads_cache(cache: CacheView, x: Tensor, training: bool) -> bool:
 
 
 def _hollow(tokens: Tokens, projections: Projections, cache: CacheView | None) -> tuple[Tensor, ...]:
-    """Queries, keys and values without memory."""
+    """Queries, keys and values of the right shapes, without storage."""
     x = tokens[0]
     nothing, batch, dim = x.new_empty(1), x.shape[0], projections.head_dim
     query = nothing.expand(batch, x.shape[1], projections.num_heads, dim).transpose(1, 2)
@@ -383,13 +385,13 @@ def _hollow(tokens: Tokens, projections: Projections, cache: CacheView | None) -
     return query, *(nothing.expand(*part.shape[:2], length, part.shape[3]) for part in (cache.key, cache.value))
 
 
-# ---- what the operator is told ---------------------------------------------------------------------------------------
+# ---- the operator's arguments ----------------------------------------------------------------------------------------
 
 
 def _write_call(
     tape: Tape, projections: Projections, attended: Attended, seed: int, cache: CacheView | None, angles: Tensor | None
 ) -> None:
-    """Write down what differs from call to call in an attention."""
+    """Append an attention's arguments that differ from call to call."""
     if projections.rotary is not None:
         table = (
             table_of(projections.rotary, projections.head_dim, attended.positions)

@@ -1,4 +1,4 @@
-"""Blocks one after the other in one operator, where no gradient is wanted: decoding a token is mostly Python."""
+"""A stack of blocks as one operator, without gradients: decoding a token op by op is mostly Python."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from clearhead.shapes import Float
 
 __all__ = ["fused_blocks"]
 
-#: Elements of a call's tokens up to which blocks are one operator: beyond, their kernels take many times what Python
-#: does, and an interrupt would wait for all of them.
+#: Elements of a call's tokens up to which blocks are one operator. In larger calls Python's share is small, and an
+#: interrupt would wait for all blocks.
 _MOST: Final = 2**17
 
 
@@ -31,7 +31,7 @@ def fused_blocks(
     masks: Sequence[Mask | None],
     caches: Sequence[Sequence[KVCache | None]] = (),
 ) -> Float[Tensor, "batch len width"] | None:
-    """The output of the last of the blocks, each of which reads what the one before it gives, bitwise as one by one.
+    """The output of a stack of blocks, bitwise equal to that of the blocks one by one.
 
     Args:
         blocks: an encoder's or decoder's.
@@ -41,7 +41,7 @@ def fused_blocks(
 
     Returns:
         The output; None where a gradient may be wanted, a part is hooked or observed, the call is large, or a mask is
-        no band: lowering it once per block costs more than it saves.
+        not a band.
     """
     x, *memory = tokens
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.numel() > _MOST or len(blocks) < 2:

@@ -18,7 +18,7 @@ from clearhead.shapes import Float, Int
 __all__ = ["Sampler", "as_token", "check_prompt", "evaluating", "extend"]
 
 
-#: Temperature below which nothing but the likeliest token is left, and the division would overflow.
+#: Temperature below which only the likeliest token has weight, and the division would overflow.
 _COLDEST: Final = 1e-30
 
 
@@ -65,7 +65,7 @@ class Sampler:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """The module in evaluation mode and without gradients, then as it was."""
+    """Context: the module in evaluation mode, without gradients; its mode is restored."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -83,7 +83,7 @@ def extend(
     sampler: Sampler,
     stop: int | None,
 ) -> Int[Tensor, "batch longer"]:
-    """Add tokens one at a time; once a sequence has drawn ``stop`` it only gets more of it."""
+    """Append tokens one at a time; a sequence that has drawn ``stop`` is filled up with it."""
     ids = widened(ids)
     done = torch.zeros(ids.shape[0], 1, dtype=torch.bool, device=ids.device)
     for _ in range(max_new_tokens):
@@ -98,7 +98,7 @@ def extend(
 
 
 def as_token(function: str, argument: str, token: object) -> int:
-    """A token id, which some vocabulary may have."""
+    """A token id: a whole number from 0."""
     number = whole_number(token)
     if number is None or not -FARTHEST <= number <= FARTHEST:
         raise ShapeError.about(
@@ -108,7 +108,7 @@ def as_token(function: str, argument: str, token: object) -> int:
 
 
 def check_prompt(function: str, argument: str, ids: Tensor, max_new_tokens: object) -> int:
-    """Raise unless there are tokens to go on from; how many to add."""
+    """``max_new_tokens`` as a number; raises without a prompt."""
     _, length = check_ids(function, argument, ids, 2**62)
     if length == 0:
         raise ShapeError.about(

@@ -32,17 +32,19 @@ class LanguageModel(nn.Module):
         dropout: probability within embedding and blocks, while training only.
         attention_dropout: probability of dropping an attention weight; by default ``dropout``.
         feedforward_dim: width within the feedforwards; by default 4 times ``embed_dim``.
-        norm_first: as in ``EncoderBlock``.
+        norm_first: whether each sublayer reads normed tokens (pre-norm, Xiong et al. 2020); ``False`` norms the
+            sums (post-norm), as in the 2017 paper.
         tie_embeddings: predict with the transpose of the token embedding (Press and Wolf 2017).
         positions: ``"learned"``, ``"sinusoidal"``, ``"rotary"`` or ``"none"``.
         bias: whether linear layers and norms add a bias.
         num_kv_heads: number of key and value heads; by default ``num_heads``.
         scores: score rules of every block's attention.
-        activation: of the feedforwards.
-        gated: whether these have a gate, as in ``FeedForward``. With ``activation="silu"``, ``norm="rms"``,
+        activation: of the feedforwards: ``"gelu"``, ``"relu"`` or ``"silu"``.
+        gated: whether these have a gate. With ``activation="silu"``, ``norm="rms"``,
             ``positions="rotary"`` and ``bias=False`` the blocks are those of Llama.
-        norm: as in ``EncoderBlock``.
-        checkpoint_activations: as in ``EncoderBlock``.
+        norm: ``"layer"``, or ``"rms"``, which divides by the root of the mean square and has no bias.
+        checkpoint_activations: while training, save only each block's input and recompute the rest in the backward
+            pass: less memory for a third more work.
 
     Embeddings start from a truncated normal distribution of deviation 0.02, linear layers of the blocks from a normal
     one of deviation ``1 / sqrt(in_features)``, less where they add to the residual.
@@ -99,8 +101,9 @@ class LanguageModel(nn.Module):
         Args:
             ids: int ``[batch, len]``; ids at the padding may be anything.
             lengths: int ``[batch]``, real tokens of each sequence, padding to the right; all by default.
-            mask: what forbids more than the causal order does; a ``Padding`` in it says the same as ``lengths``.
-            cache: from ``new_cache``; the call's tokens follow those seen with it before.
+            mask: which earlier tokens a token may attend to, besides causality; a ``Padding`` in it says the same as
+                ``lengths``.
+            cache: from ``new_cache``; the call's tokens follow the cached ones.
 
         Returns:
             ``[batch, len, vocab_size]``, zeros at the padding.
@@ -131,8 +134,8 @@ class LanguageModel(nn.Module):
     ) -> Int[Tensor, "batch longer"]:  # fmt: skip
         """Continue sequences, token by token; in evaluation mode, without gradients.
 
-        Past ``max_len`` tokens the model sees the last ``max_len``, computed anew for each token, since their
-        positions move.
+        Beyond ``max_len`` tokens the model reads the last ``max_len``, and recomputes them for each token, as their
+        positions change.
 
         Args:
             ids: int ``[batch, len]``, at least one token each.
@@ -140,8 +143,8 @@ class LanguageModel(nn.Module):
             temperature: divides the logits; below 1 sharper, 0 always the likeliest token.
             top_k: draw among this many likeliest tokens; by default among all.
             seed: makes the result reproducible; by default torch's own generator.
-            stop: a token id after which a sequence is only filled up with it.
-            cached: keep keys and values of earlier tokens. Without, the result is the same, slower.
+            stop: a token id after which a sequence is filled up with it.
+            cached: use KV caches of earlier tokens. Without them the result is the same, slower.
 
         Returns:
             ``[batch, len + max_new_tokens]``, shorter where every sequence has stopped.

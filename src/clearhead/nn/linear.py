@@ -1,4 +1,4 @@
-"""Linear: torch's linear layer on the faster product; and several of them that read the same input."""
+"""Linear: torch's linear layer on the faster GEMM; and several layers that read the same input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Linear", "linear_each", "looked_at", "weights_of"]
 
 
 class Linear(nn.Linear):
-    """``torch.nn.Linear`` whose product is ``clearhead.projection.project``: same parameters, same numbers.
+    """``torch.nn.Linear`` whose GEMM is ``clearhead.projection.project``: same parameters, same results.
 
     ``x @ weight^T + bias``
 
@@ -23,11 +23,11 @@ class Linear(nn.Linear):
         in_features: width of what comes in.
         out_features: width of what goes out.
         bias: whether a bias is added.
-        device: where parameters lie; torch's default.
+        device: of the parameters; torch's default.
         dtype: of the parameters; torch's default.
 
     Raises:
-        UnsupportedError: ``CLEARHEAD_PROJECTION`` asks for what there is not.
+        UnsupportedError: ``CLEARHEAD_PROJECTION`` names a GEMM that this machine lacks.
 
     Cost: ``2 * rows * in_features * out_features`` operations.
 
@@ -44,19 +44,19 @@ class Linear(nn.Linear):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        # Here, so that a misspelled variable is told where the model is built, not in some later step.
+        # Checked here, so that a misspelled variable raises where the model is built.
         check_variable()
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
 
     def forward(self, input: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
-        """The layer's product."""
+        """``input @ weight^T + bias``."""
         return project(input, self.weight, self.bias)
 
 
 def linear_each(
     layers: Sequence[nn.Module], input: Float[Tensor, "*batch in"]
 ) -> tuple[Float[Tensor, "*batch out"], ...]:
-    """``layer(input)`` for each layer; where they are plain, backward adds up their input gradients in one product.
+    """``layer(input)`` for each layer; where they are plain, backward sums their input gradients in one GEMM.
 
     >>> [part.shape for part in linear_each([Linear(3, 5), Linear(3, 2)], torch.zeros(4, 3))]
     [torch.Size([4, 5]), torch.Size([4, 2])]
@@ -68,7 +68,7 @@ def linear_each(
 
 
 def weights_of(layer: nn.Linear) -> Layer:
-    """Weight and bias, from where they are stored: to ask a module takes a third of a microsecond each."""
+    """Weight and bias, read from the module's table of parameters."""
     parameters = parameters_of(layer)
     weight = parameters.get("weight")
     return (weight, parameters["bias"]) if weight is not None and "bias" in parameters else (layer.weight, layer.bias)

@@ -70,7 +70,8 @@ class LinearAttention(nn.Module):
         num_heads: number of heads.
         kind: ``"linear"``, ``"retention"``, ``"gated"`` (log gates from ``logsigmoid`` of a projection of rank 16,
             divided by 16) or ``"delta"`` (rates from ``sigmoid`` of a projection).
-        feature_map: as in ``linear_attention``; by default the kind's own. Random features are saved with the module.
+        feature_map: of queries and keys: ``"elu"``, ``"relu"``, ``"identity"``, ``"unit"``, ``"performer"`` or a
+            ``FeatureMap``; by default the kind's. Random features are saved with the module.
         num_kv_heads: heads of keys and values, shared by as many heads of queries each; by default ``num_heads``.
         head_dim: width of a head; by default ``embed_dim / num_heads``.
         key_dim: width of what keys are made from; by default ``embed_dim``.
@@ -157,8 +158,8 @@ class LinearAttention(nn.Module):
             mask: None, ``Causal()``, ``Padding``, ``Documents`` or their ``&``; positions count from the cache's
                 first token, and lengths may reach to tokens of later calls. Every kind but ``"linear"`` is causal and
                 must be told so.
-            cache: the state after earlier tokens. In self-attention the call's tokens are added to it. With a
-                ``key`` of its own (cross-attention) the first call fills it, later calls only read it.
+            cache: the state after earlier tokens. In self-attention the call's tokens are added to it. In
+                cross-attention (with ``key``) the first call fills it, later calls only read it.
 
         Returns:
             ``[batch, q_len, embed_dim]``, or ``[q_len, embed_dim]`` as ``query`` was; ``num_heads * head_dim`` wide

@@ -1,4 +1,4 @@
-"""NeighbourMixing: each token meets those next to it before attention begins."""
+"""NeighbourMixing: a linear layer over each token and its neighbours, before attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["NeighbourMixing"]
 
 
 class NeighbourMixing(nn.Module):
-    """Add what each token and its neighbours say together: ``x[t] + gelu(W [x[t - r], ..., x[t + r]] + b)``.
+    """Add a linear function of each token and its neighbours: ``x[t] + gelu(W [x[t - r], ..., x[t + r]] + b)``.
 
     Small data do not teach attention what an n-gram is; a linear layer over a few neighbours has it from the start
     (Kim 2014, section 2, whose filters these are; Gulati et al. 2020, section 2.2, beside attention).
@@ -38,7 +38,7 @@ class NeighbourMixing(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch len embed_dim"], places: Int[Tensor, "#batch len"]
     ) -> Float[Tensor, "batch len embed_dim"]:
-        """Mix tokens that stand at ``places`` in their sequences; beyond a sequence's ends there is zero."""
+        """Mix tokens at positions ``places`` of their sequences; beyond a sequence's ends the input is 0."""
         around = [x if step == 0 else _shifted(x, places, step) for step in range(-self.reach, self.reach + 1)]
         mixed: Tensor = x + nn.functional.gelu(self.mix(torch.cat(around, dim=-1)))
         return mixed

@@ -1,4 +1,4 @@
-"""Norms of a block by name, and by the CPU kernels' operator."""
+"""Norms of a block by name, computed by the CPU kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EPSILON: Final = 1e-5
 
 
 def new_norm(function: str, norm: str, width: int, *, bias: bool) -> nn.LayerNorm | nn.RMSNorm:
-    """The norm that blocks call ``"layer"`` or ``"rms"``; the latter, which moves no mean, has no bias.
+    """A norm by name: ``"layer"``, or ``"rms"``, which subtracts no mean and has no bias.
 
     Papers: Ba et al. 2016, section 3; Zhang and Sennrich 2019, section 4.
 
@@ -40,7 +40,7 @@ def new_norm(function: str, norm: str, width: int, *, bias: bool) -> nn.LayerNor
 
 
 def normed(x: Float[Tensor, "*batch width"], norm: NormLike) -> Float[Tensor, "*batch width"]:
-    """``norm`` of each row, of what ``takes_norm`` takes.
+    """``norm`` of each row, for tensors that ``takes_norm`` accepts.
 
     >>> import torch
     >>> one = (NormKind.LAYER, 0.0), (None, None)
@@ -56,7 +56,7 @@ def normed(x: Float[Tensor, "*batch width"], norm: NormLike) -> Float[Tensor, "*
 
 
 def takes_norm(x: Float[Tensor, "*batch width"], norm: NormLike) -> bool:
-    """Whether the operator takes the norm of ``x``, which may be anything."""
+    """Whether the operator accepts ``x``, which may be any object."""
     given = [part for part in norm[1] if part is not None]
     if library() is None or x.dim() == 0 or x.numel() == 0 or not are_plain(x, *given):
         return False

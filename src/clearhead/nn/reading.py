@@ -1,4 +1,4 @@
-"""What a module was read as, for as long as nothing that was read has changed."""
+"""A cache of records read from modules, valid until a part of the module is replaced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cached_reading(
     may_be_hooked: Sequence[nn.Module] = (),
     views: bool = False,
 ) -> Record | None:
-    """``read()``, or what it returned before where it would return the same now; None if a submodule is hooked.
+    """``read()``, or its cached result if it would return the same now; None if a submodule is hooked.
 
     A record refers to parameters themselves, so their new values, ``data`` and dtype count at once. It is read again
     when a class, an attribute, a submodule or a parameter in the module's tree was replaced.

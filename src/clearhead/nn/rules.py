@@ -16,11 +16,11 @@ __all__ = ["RuleList"]
 
 
 class RuleHolder(nn.Module):
-    """One score rule. Its ``nn.Parameter`` tensors are parameters here, its other tensors buffers.
+    """A score rule as a module: its ``nn.Parameter`` tensors are parameters, its other tensors buffers.
 
-    ``rule()`` is the rule on the tensors as they now are, after training steps, ``.to()`` or a loaded state.
-    Parameters and modules that a ``ScoreFunction`` closes over are registered too; since the function keeps its
-    own hold on them, a deep copy of the module goes on using the originals.
+    ``rule()`` returns the rule on the current tensors, after training steps, ``.to()`` or a loaded state.
+    Parameters and modules that a ``ScoreFunction`` closes over are registered too; as the function refers to them, a
+    deep copy of the module uses the originals.
     """
 
     def __init__(self, rule: ScoreRule) -> None:
@@ -31,7 +31,7 @@ class RuleHolder(nn.Module):
             self._hold(name, tensor)
             self._names.append(name)
             self._shapes.append(tensor.shape)
-        # The rule's form without its tensors, so that none lives twice.
+        # The rule without its tensors, so that none is stored twice.
         self._form = rule.mapped(lambda tensor: torch.empty(0))
         learned = {id(parameter) for parameter in self.parameters()}
         closed_over = [each for each in rule.parameters() if isinstance(each, nn.Parameter) and id(each) not in learned]
@@ -39,7 +39,7 @@ class RuleHolder(nn.Module):
             self.register_parameter(f"closed_over_{place}", parameter)
 
     def _hold(self, name: str, tensor: Tensor) -> None:
-        # A rule may have reshaped the parameter it was given (DenseBias adds axes); the parameter itself is held.
+        # A rule may have reshaped its parameter (DenseBias adds axes); the parameter itself is registered.
         source = tensor if isinstance(tensor, nn.Parameter) else base_of(tensor)
         if isinstance(source, nn.Parameter) and source.numel() == tensor.numel():
             self.register_parameter(name, source)
@@ -47,9 +47,9 @@ class RuleHolder(nn.Module):
             self.register_buffer(name, tensor)
 
     def rule(self) -> ScoreRule:
-        """The rule on the tensors that the module holds now."""
+        """The rule on the module's current tensors."""
         tensors = [getattr(self, name) for name in self._names]
-        # The tensor itself where the shape is the same: a kept rule then sees later values of the tensor.
+        # The tensor itself where the shape is the same: a stored rule then reads its later values.
         values = iter(
             [
                 tensor if tensor.shape == shape else tensor.reshape(shape)
@@ -85,5 +85,5 @@ class RuleList(nn.ModuleList):
         self.relative = all(rule.relative for rule in rules)
 
     def rules(self) -> tuple[ScoreRule, ...]:
-        """The rules on the tensors that the module holds now."""
+        """The rules on the module's current tensors."""
         return tuple(cast(RuleHolder, holder).rule() for holder in self)

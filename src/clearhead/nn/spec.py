@@ -1,4 +1,4 @@
-"""What an attention and a layer are: records of their tensors and options, which modules and swapped layers make."""
+"""Records of an attention's and a layer's tensors and options, made by modules and swapped layers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Projections:
         return tape
 
     def write(self, tape: Tape) -> None:
-        """Write down weights, biases and sizes."""
+        """Append weights, biases and sizes."""
         tape.integer(len(self.sources) == 1, self.num_heads, self.num_kv_heads)
         tape.linears(self.linears)
         tape.integer(bool(self.head_norms))
@@ -124,7 +124,7 @@ class LayerParts:
         return [*self.feedforward, *(layer for attention in self.attentions for layer in attention.linears)]
 
     def write(self, tape: Tape) -> None:
-        """Write down weights, biases and options as the block operator reads them."""
+        """Append weights, biases and options in the block operator's order."""
         tape.integer(1, self.norm_first, len(self.attentions))
         for attention in self.attentions:
             attention.write(tape)

@@ -26,24 +26,27 @@ __all__ = ["Decoder", "DecoderCache", "Encoder"]
 
 
 class Encoder(nn.Module):
-    """Blocks in which every token may attend to every other of its sequence.
+    """A stack of encoder blocks, in which every token may attend to every other of its sequence.
 
     Args:
         embed_dim: width of a token.
         num_heads: number of heads.
         num_layers: number of blocks.
         feedforward_dim: width within the feedforwards; by default 4 times ``embed_dim``.
-        dropout: as in ``EncoderBlock``, 0 by default.
+        dropout: probability after each sublayer and within the feedforwards, while training only.
         attention_dropout: probability of dropping an attention weight; by default ``dropout``.
-        norm_first: norm before each part, and once more at the end.
-        activation: of the feedforwards.
+        norm_first: whether each sublayer reads normed tokens (pre-norm, with a last norm at the end); ``False`` norms
+            the sums (post-norm).
+        activation: of the feedforwards: ``"gelu"``, ``"relu"`` or ``"silu"``.
         bias: whether linear layers and norms add a bias.
         num_kv_heads: number of key and value heads; by default ``num_heads``.
         scores: score rules of every block's attention; learned tensors are shared between the blocks.
-        rotary: as in ``MultiHeadAttention``.
-        gated: as in ``EncoderBlock``.
-        norm: of the blocks, and the one at the end.
-        checkpoint_activations: as in ``EncoderBlock``.
+        rotary: rotates queries and keys by position (RoPE): a ``Rotary``, ``True``, or the base of its
+            frequencies; by default nothing does.
+        gated: whether the feedforwards have a gate; with ``activation="silu"`` this is SwiGLU.
+        norm: ``"layer"``, or ``"rms"``, which divides by the root of the mean square and has no bias.
+        checkpoint_activations: while training, save only each block's input and recompute the rest in the backward
+            pass: less memory for a third more work.
 
     >>> import torch
     >>> Encoder(8, num_heads=2, num_layers=2)(torch.randn(2, 5, 8), lengths=[5, 3]).shape
@@ -83,10 +86,10 @@ class Encoder(nn.Module):
         Args:
             x: ``[batch, len, embed_dim]``, or ``[len, embed_dim]`` for one whole sequence.
             lengths: int ``[batch]``, real tokens of each sequence, padding to the right.
-            mask: who may attend to whom; a ``Padding`` in it says the same as ``lengths``.
+            mask: which tokens a token may attend to; a ``Padding`` in it says the same as ``lengths``.
 
         Returns:
-            As ``x``, zeros at the padding.
+            The shape of ``x``, 0 at the padding.
 
         Raises:
             ShapeError, MaskError: the arguments do not fit.
@@ -139,7 +142,7 @@ def _first(blocks: nn.ModuleList) -> EncoderBlock | DecoderBlock:
 
 @dataclass
 class DecoderCache:
-    """What a decoder keeps of earlier tokens: one cache per layer, and one more for each layer's memory."""
+    """KV caches of a decoder: one for each layer, and one more for each layer's memory."""
 
     layers: list[KVCache]
     memory: list[KVCache] = field(default_factory=list)
@@ -186,7 +189,7 @@ def _count_in_words(count: int | None) -> str:
 
 
 class Decoder(nn.Module):
-    """Blocks in which a token sees itself and those before it, and a memory where wanted.
+    """A stack of decoder blocks: causal self-attention, cross-attention to a memory where wanted, and feedforward.
 
     Args:
         embed_dim: width of a token.
@@ -194,18 +197,21 @@ class Decoder(nn.Module):
         num_layers: number of blocks.
         cross_attention: whether the blocks attend to a memory, an encoder's output.
         memory_dim: width of the memory; by default ``embed_dim``.
-        feedforward_dim: as in ``Encoder``, and so are the others.
-        dropout: as in ``Encoder``.
-        attention_dropout: as in ``Encoder``.
-        norm_first: as in ``Encoder``.
-        activation: as in ``Encoder``.
-        bias: as in ``Encoder``.
-        num_kv_heads: as in ``Encoder``.
-        scores: as in ``Encoder``, for the self-attentions.
-        rotary: as in ``Encoder``, for the self-attentions.
-        gated: as in ``Encoder``.
-        norm: as in ``Encoder``.
-        checkpoint_activations: as in ``Encoder``.
+        feedforward_dim: width within the feedforwards; by default 4 times ``embed_dim``.
+        dropout: probability after each sublayer and within the feedforwards, while training only.
+        attention_dropout: probability of dropping an attention weight; by default ``dropout``.
+        norm_first: whether each sublayer reads normed tokens (pre-norm, with a last norm at the end); ``False`` norms
+            the sums (post-norm).
+        activation: of the feedforwards: ``"gelu"``, ``"relu"`` or ``"silu"``.
+        bias: whether linear layers and norms add a bias.
+        num_kv_heads: number of key and value heads; by default ``num_heads``.
+        scores: score rules of every self-attention; learned tensors are shared between the blocks.
+        rotary: rotates queries and keys of the self-attentions by position (RoPE): a ``Rotary``, ``True``, or the
+            base of its frequencies; by default nothing does.
+        gated: whether the feedforwards have a gate; with ``activation="silu"`` this is SwiGLU.
+        norm: ``"layer"``, or ``"rms"``, which divides by the root of the mean square and has no bias.
+        checkpoint_activations: while training, save only each block's input and recompute the rest in the backward
+            pass: less memory for a third more work.
 
     >>> import torch
     >>> decoder = Decoder(8, num_heads=2, num_layers=2).eval()
@@ -276,7 +282,7 @@ class Decoder(nn.Module):
             cache: from ``new_cache``; the call's tokens follow those decoded with it before.
 
         Returns:
-            As ``x``, zeros at the padding.
+            The shape of ``x``, 0 at the padding.
 
         Raises:
             ShapeError, MaskError: the arguments do not fit.

@@ -1,5 +1,5 @@
 """An attention and a layer op by op, from their records: what the block operator computes, by functions that autograd
-and observers know. It serves gradients that are recorded, and those where NaN or infinity meets a mask."""
+and observers can follow. Used for higher derivatives, and for gradients where NaN or infinity meets a mask."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = ["Attended", "run_attention", "run_layer"]
 
 
 class Attended(NamedTuple):
-    """An attention besides its tensors, validated and lowered.
+    """An attention's arguments besides tensors, validated and lowered.
 
     Attributes:
-        mask: as it was given, placed.
+        mask: the given mask, with its positions.
         scores: score rules that the kernels know.
         scale: factor on ``query @ key^T``.
         dropout: probability of dropping a weight.
@@ -135,5 +135,5 @@ def _feedforward(parts: LayerParts, x: Tensor, seed: int) -> Tensor:
 
 
 def _dropped(x: Tensor, levels: int, seed: int) -> Tensor:
-    """What dropout keeps, by a factor that can be differentiated through."""
+    """Dropout as a product with a mask, which can be differentiated twice."""
     return x * dropped(torch.ones(x.shape, dtype=x.dtype), levels, seed) if levels else x

@@ -1,4 +1,4 @@
-"""Weights on their way from other modules into ours."""
+"""Weights of other libraries' modules, in the layout of ours."""
 
 from __future__ import annotations
 

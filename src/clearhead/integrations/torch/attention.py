@@ -30,10 +30,10 @@ from clearhead.watch import attend, attend_wanting, edited, recognise, watched
 __all__ = ["SwappedMultiheadAttention", "mask_reader"]
 
 _NAME = "MultiheadAttention"
-#: Multiplications below which a call that is not one step is over before ``attention`` has chosen how to do it: without
-#: a mask it is torch's own, which means the same there, with one it is the formula.
+#: Multiplications below which a call that is not fused costs less than the choice of a backend: without a mask it is
+#: torch's own, which has the same semantics there; with one it is the formula.
 _LEAST: Final = 2**24
-#: Numbers of tokens that are laid out batch by batch in less time than one step saves.
+#: Elements of tokens whose copy to batch-first order costs less than fusing saves.
 _SOON: Final = 2**17
 
 
@@ -99,7 +99,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         batched = _check_axes(query, key, value, 0 if self.batch_first else 1)
         self._check_numbers(query, key, value)
         dropout = self.dropout if self.training else 0.0
-        # Nothing is left of a row whose weights are all dropped, which only torch allows.
+        # Dropout of 1, which only torch allows, leaves nothing of a row.
         square, given, path = need_weights or dropout >= 1.0, masks, None
         sequences = (query,) if query is key else (query, key)
         if not square and key is value and all(map(self._is_one_step, sequences)):
@@ -112,7 +112,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             fused = fused_attention(tokens, projections, **options)
             if fused is not None:
                 return fused if self.batch_first else fused.transpose(0, 1).contiguous(), None
-            # An observed call has the bits of an unobserved one.
+            # An observed call is bitwise identical to an unobserved one.
             path = NATIVE if watched() and is_fused_attention(tokens, projections, **options) else None
             masks = (meaning, None, False)
         small = path is None and not torch.compiler.is_compiling() and self._work(query, key) < _LEAST
@@ -121,7 +121,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
             call = self._by_head(query, key, value, masks, look=may_look(query))
             if edited():
                 return self._edited(call, dropout, need_weights, average_attn_weights, batched)
-            # Observers that change nothing are shown the same attention beside the call.
+            # Observers that edit nothing see the same attention beside the call.
             attend(self, *call.tensors, mask=call.meaning.mask, scores=call.meaning.scores, query_offset=0)
         if small and given == (None, None, False):
             return self._torchs(query, key, value, given, need_weights, average_attn_weights)
@@ -167,13 +167,14 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
                 )
 
     def _is_one_step(self, x: Tensor) -> bool:
-        """Whether queries, keys and values are one product of tokens that lie batch by batch, or soon will."""
+        """Whether queries, keys and values are one GEMM of contiguous batch-first tokens, possibly after a small
+        copy."""
         extra = self.bias_k is not None or self.add_zero_attn
         in_order = x.ndim == 3 and (self.batch_first or x.shape[1] == 1 or x.numel() <= _SOON)
         return in_order and self._qkv_same_embed_dim and not extra
 
     def by_batch(self, *sequences: Tensor) -> tuple[Float[Tensor, "batch len width"], ...]:
-        """Sequences as they come, batch by batch."""
+        """The sequences in batch-first order."""
         return sequences if self.batch_first else tuple(each.transpose(0, 1) for each in sequences)
 
     def is_plain(self, *sequences: Tensor) -> bool:
@@ -184,7 +185,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
     def projections(self) -> Projections:
         """Weights and options: one layer for queries, keys and values, and the output projection."""
         may_be_hooked = (self, self.out_proj)
-        # A parametrization computes the weights of each call.
+        # A parametrization computes the weights anew for each call.
         keep = not torch.compiler.is_compiling() and not any(map(is_parametrized, may_be_hooked))
         projections = cached_reading(self, None, self._read, may_be_hooked=may_be_hooked) if keep else None
         return self._read() if projections is None else projections
@@ -217,7 +218,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
     def _edited(
         self, call: _Call, dropout: float, need_weights: bool, average: bool, batched: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """A call that watchers may change, with the weights as they left them, before dropout."""
+        """A call that observers may edit, and its weights after their edits, before dropout."""
         want = Want(rows=range(call.tensors[0].shape[2])) if need_weights else Want()
         observation = attend_wanting(
             self,
@@ -251,13 +252,13 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         return _Call((heads, keys, values), meaning.extended(keys.shape[2] - k_len, q_len, k_len))
 
     def _work(self, query: Tensor, key: Tensor) -> int:
-        """Multiplications of a call, about."""
+        """Approximate number of multiplications of a call."""
         k_len = key.shape[-2 if self.batch_first or key.ndim == 2 else 0]
         width: int = self.embed_dim
         return 2 * ((query.numel() + key.numel()) * width + query.numel() * k_len)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor, path: Path | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Projections ``[batch, heads, len, head_dim]``, as views of as few products as there are inputs."""
+        """Projections ``[batch, heads, len, head_dim]``, as views of one GEMM for each distinct input."""
         bias, one = self.in_proj_bias, self.embed_dim
         if not self._qkv_same_embed_dim:
             weights: Sequence[Tensor] = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)

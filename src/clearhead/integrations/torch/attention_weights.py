@@ -1,4 +1,4 @@
-"""Attention that hands out its weights, as ``torch.nn.MultiheadAttention`` does: the formula, T x T, with gradients."""
+"""Attention that returns its weights, as ``torch.nn.MultiheadAttention`` does: the formula, T x T, with gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from clearhead.shapes import Float
 
 __all__ = ["with_weights"]
 
-#: Entries of one head's weights from which heads are done one by one, so that they stay in the cache.
+#: Elements of one head's weights from which heads run one by one, so that they stay in the processor's cache.
 _LEAST_SQUARE: Final = 2**16
 
 _Index = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -40,7 +40,7 @@ def with_weights(
     """
     device = query.device.type
     if torch.is_autocast_enabled(device):
-        # Autocast would take the products of float32 scores back to 16 bits.
+        # Autocast would cast float32 scores to 16 bits.
         with without_autocast(device):
             return with_weights(query, key, value, meaning, dropout)
     batch, num_heads, q_len, _ = query.shape

@@ -1,8 +1,7 @@
 """torch's transformer layers and stacks with the same parameters and arguments, on our attention.
 
-A layer keeps its own order of attention, feedforward and norms; what changes is what it calls. A stack reads its masks
-once instead of once a layer, and lays the real tokens of a padded batch end to end, so that every product, norm and
-attention in between works on real tokens only.
+A layer keeps its order of attention, feedforward and norms. A stack reads its masks once instead of once a layer, and
+packs the real tokens of a padded batch, so that every GEMM, norm and attention works on real tokens only.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class SwappedTransformerEncoderLayer(nn.TransformerEncoderLayer):
 
 @stands_for(nn.TransformerDecoderLayer)
 class SwappedTransformerDecoderLayer(nn.TransformerDecoderLayer):
-    """``nn.TransformerDecoderLayer`` whose attentions and products are ours; put in place by ``swap``."""
+    """``nn.TransformerDecoderLayer`` whose attention and GEMMs are ours; put in place by ``swap``."""
 
     def forward(
         self,
@@ -123,7 +122,7 @@ def _fused(
     if torch.compiler.is_compiling() or not is_plain(*tokens):
         return None
     attentions = [getattr(layer, name) for name in ATTENTIONS[: len(said)]]
-    # Parametrized weights are computed for each call, and are not to be cached.
+    # Parametrized weights are computed anew for each call: not cached.
     if not all(_is_seen_as_called(attention, tokens[: place + 1]) for place, attention in enumerate(attentions)):
         return None
     may_be_hooked, key = (layer, *attentions), (len(said), tokens[0].shape[-1], tokens[0].dtype)
@@ -226,7 +225,7 @@ class SwappedTransformerEncoder(nn.TransformerEncoder):
     norm, and otherwise what padding attends to.)
     """
 
-    #: Whether padding is left out; False gives it what torch gives it while training.
+    #: Whether padding is removed; with False padded tokens get what torch computes for them while training.
     leaves_padding_out = True
 
     def forward(
@@ -259,17 +258,17 @@ class SwappedTransformerEncoder(nn.TransformerEncoder):
     def _real_tokens(
         self, attended: Meaning, padding: Meaning, src: Tensor, key_padding_mask: Tensor | None
     ) -> Tensor | None:
-        """bool ``[batch, len]`` where laying real tokens end to end means the same and leaves something out."""
+        """Real tokens as bool ``[batch, len]``, if packing them is equivalent and there is padding; None otherwise."""
         relative = attended.mask is None or attended.mask.relative
         if not self.leaves_padding_out or src.ndim != 3 or not relative or attended.scores or padding.scores:
             return None
         forbidden = padded_keys(key_padding_mask)
         if padding.mask is None or forbidden is None or not may_look(src) or bool(forbidden.all()):
             return None
-        # Closed up over a hole, tokens keep their order but not their distance.
+        # Packing over a gap keeps the tokens' order but not their distances.
         if not (attended.mask is None or isinstance(attended.mask, Causal)) and not _is_one_run(~forbidden):
             return None
-        # A large negative number keeps others from a token, but does not say that the token is not there.
+        # A large negative number masks a token but does not mark it as padding.
         # dense() leaves out the axes of one batch entry.
         allowed = padding.mask.dense(1, k_len := forbidden.shape[-1], query_offset=0).reshape(-1, k_len)
         return ~forbidden if torch.equal(allowed.expand_as(forbidden), ~forbidden) and _by_token(self) else None

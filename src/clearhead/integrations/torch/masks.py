@@ -1,8 +1,8 @@
 """What the mask arguments of ``torch.nn.MultiheadAttention`` mean, all of them together.
 
 torch takes an ``attn_mask`` that forbids or is added, a ``key_padding_mask`` that does either, and a hint. Here they
-become one mask and the score rules that are left. A mask that is plainly causal, or padding to the right, is
-recognised, because the kernels leave out what such masks forbid.
+become one mask and the score rules that are left. A causal mask, or padding to the right, is recognised, because the
+kernels skip what such masks forbid.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Meaning:
         return self.mask is None and not self.scores
 
     def joined(self, other: Meaning) -> Meaning:
-        """What both say."""
+        """Both combined."""
         if self.mask is None or other.mask is None:
             mask = self.mask if other.mask is None else other.mask
         else:
@@ -81,7 +81,7 @@ class MaskReader:
     def meaning(
         self, attn_mask: Tensor | Mask | Meaning | None, key_padding_mask: Tensor | None, is_causal: bool
     ) -> Meaning:
-        """What all three say together."""
+        """All three combined."""
         return self.attn_mask(attn_mask, is_causal).joined(self.key_padding(key_padding_mask))
 
     def attn_mask(self, attn_mask: Tensor | Mask | Meaning | None, is_causal: bool) -> Meaning:
@@ -186,7 +186,7 @@ def _recognised(mask: Mask | None) -> Mask | None:
     allowed = mask.allowed[0, 0]
     if allowed.numel() == 0 or not bool(allowed[-1].all()):
         return mask
-    # The first row tells most masks apart from the two that have a name, before all are read.
+    # The first row distinguishes most masks from the two that have a name, before the others are read.
     if bool(allowed[0].all()):
         return None if bool(allowed.all()) else mask
     square = allowed.shape[0] == allowed.shape[1]

@@ -1,4 +1,4 @@
-"""Masks at the border: other conventions in, ours out, and back.
+"""Masks of other conventions to ours, and back.
 
 Here ``True`` means *may attend*, everywhere. ``torch.nn.MultiheadAttention`` and its relatives mean the opposite,
 other code writes 0 and 1, or adds a large negative number to the scores. Each convention has one function here that

@@ -13,7 +13,7 @@ from clearhead.shapes import Bool, Float, Int
 
 __all__ = ["Packed"]
 
-#: From how many tokens on their number is rounded up, and to a multiple of what.
+#: Number of tokens from which it is rounded up, and the multiple.
 _MANY, _ROWS = 1024, 32
 
 
@@ -21,12 +21,12 @@ _MANY, _ROWS = 1024, 32
 class Packed:
     """Places of real tokens in a batch whose first two axes are flattened, sequence by sequence.
 
-    Many tokens are filled up to a multiple of a number of rows, by a document whose output is dropped, as a GEMM
-    prepares anew for every number of rows.
+    Many tokens are padded to a multiple of ``_ROWS`` by a document whose output is dropped, as torch's GEMM prepares
+    anew for every number of rows.
 
     Attributes:
         size: the two axes.
-        places: of the tokens, and of those that fill up.
+        places: of the tokens, and of the rows that fill up.
         count: of the tokens.
         documents: confines attention to each sequence.
     """

@@ -26,7 +26,7 @@ __all__ = ["NAME", "attend_for", "is_causal_alone", "own_scale", "planned", "sca
 
 #: What transformers knows this implementation by.
 NAME: Final = "clearhead"
-#: What some models hand over in place of a mask, for kernels made for them.
+#: Values that some models pass in place of a mask, for kernels of their own.
 _OWN_KERNELS: Final = ("indices", "block_indices", "sinks", "cache")
 _MODELS: Final = "transformers.models."
 #: Attention whose ``position_bias`` is one number for each distance and head.
@@ -54,15 +54,15 @@ def attend_for(
         module: watchers know it by this.
         query: queries, positions already rotated in.
         key: keys, from the cache too.
-        value: likewise.
+        value: values, from the cache too.
         attention_mask: a ``MaskTensor``; or ``[batch | 1, heads | 1, q_len, k_len]``, bool where ``True`` allows, or
             float, which is added to scores; None allows everything, or is causal as ``is_causal`` says.
         dropout: probability with which a weight is dropped.
         scaling: factor on ``query @ key^T``.
         is_causal: read only without a mask; by default what the module says of itself.
-        position_bias: added to scaled scores.
-        softcap: as ``SoftCap``.
-        s_aux: one logit per head, as ``Sink``.
+        position_bias: ``[1, heads, q_len, k_len]``, added to scaled scores.
+        softcap: cap of the scores, ``cap * tanh(score / cap)``.
+        s_aux: one logit per head that joins the softmax and attends to nothing (a sink).
         output_attentions: weights are never made here, so True is refused.
         **others: what does not change attention, windows among them, which are in the mask.
 
@@ -105,7 +105,7 @@ def attend_for(
         module, query, key, value, attention_mask, position_bias, rules=rules, scale=scaling, causal=causal,
         dropout=dropout,
     )  # fmt: skip
-    # Observers are shown the same attention; the output has the bits that it has without them.
+    # Observers see the same attention; the output is bitwise identical to an unobserved one.
     return output if plain is None else plain, None
 
 
@@ -146,7 +146,7 @@ def planned(
     return output.transpose(1, 2).contiguous()
 
 
-#: Multiplications of a call, and elements of a mask, up to which torch's function is over before a plan is made.
+#: Multiplications of a call, and elements of a mask, up to which torch's function costs less than choosing a backend.
 _SMALL_WORK: Final = 2**20
 _SMALL_TABLE: Final = 2**16
 

@@ -18,14 +18,14 @@ __all__ = ["CacheLayer", "cache_layer_of", "of_memory", "of_own_tokens"]
 
 @dataclass
 class _Memory:
-    """A layer's keys and values as they were set last, which lie in the memory of ``cache``."""
+    """A layer's keys and values as they were last set: views of the memory of ``cache``."""
 
     keys: Tensor
     values: Tensor
     cache: KVCache
 
 
-#: A window of one token would keep all of them: transformers cuts from 0 on.
+#: With a window of one token transformers drops nothing, as it slices from 0 on.
 _LEAST_WINDOW: Final = 2
 _MEMORY: Final[WeakKeyDictionary[DynamicLayer, _Memory]] = WeakKeyDictionary()
 
@@ -50,11 +50,11 @@ class CacheLayer:
         return self.cache.length
 
     def view(self, x: Tensor, num_kv_heads: int, head_dim: int) -> CacheView | None:
-        """As ``nn.cache_view``."""
+        """What the layer's attention reads, with capacity for the call's tokens; None if the cache does not fit."""
         view = cache_view(self.cache, x, None, num_kv_heads, head_dim)
         if view is None or view.length != self.most:
             return view
-        # A capacity that shrinks from call to call would make each call plan anew.
+        # The table of positions is made for the capacity, which must not shrink from call to call.
         capacity = view.length + x.shape[1]
         return view._replace(key=view.key[:, :, :capacity], value=view.value[:, :, :capacity])
 

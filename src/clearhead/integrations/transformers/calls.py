@@ -1,4 +1,4 @@
-"""The arguments of a call, by what they are: transformers renames them from release to release."""
+"""The arguments of a call by their role: transformers renames them from release to release."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Arguments:
         cache: transformers' cache.
         rotary: pairs of cosines and sines, ``[batch | 1, len, head_dim]`` each.
         memory: ``[batch, memory_len, width]``, what a decoder attends to besides its own tokens.
-        memory_mask: as ``mask``, for the memory.
+        memory_mask: a ``MaskTensor`` or a tensor for the memory.
         is_causal: whether attention without a mask is causal; None leaves it to the module.
     """
 
@@ -100,7 +100,7 @@ def arguments_of(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 
 
 def _place(arguments: Arguments, name: str, value: Any) -> bool:
-    """Put an argument where it belongs; False if that is unknown."""
+    """Assign an argument to its role; False if that is unknown."""
     if isinstance(value, Tensor):
         return _place_tensor(arguments, name, value)
     if isinstance(value, Cache):
@@ -125,7 +125,7 @@ def _place_tensor(arguments: Arguments, name: str, value: Tensor) -> bool:
     if value.dim() == _AXES_OF_STATES and value.is_floating_point():
         first, arguments.memory = arguments.memory is None, value
         return first
-    # Positions, which were turned into cosines and sines before the layer is called.
+    # Positions: the model has made cosines and sines of them.
     return value.dtype in (torch.int64, torch.int32) and "mask" not in name
 
 

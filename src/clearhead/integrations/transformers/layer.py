@@ -75,7 +75,7 @@ def _may_fuse(given: Arguments) -> bool:
 
 
 def _is_ours(core: Any) -> bool:
-    """Whether an attention's implementation is ours now."""
+    """Whether an attention's implementation is ``"clearhead"``."""
     return implementation_of(getattr(core, "config", None)) == NAME
 
 
@@ -221,7 +221,7 @@ def layer_output(
         call = _with_memory(call, cores[1], given)
     if stack is None or call is None:
         return None
-    # A cache has places for padding.
+    # Padding has places in a cache.
     unpadded = _unpadded(layer, given) if given.memory is None and given.cache is None else None
     if watched():
         return _observed_layer(stack, cores, given, call, unpadded)
@@ -243,7 +243,7 @@ def _fused(stack: Stack, call: _Call, unpadded: tuple[Packed, Mask] | None) -> T
 
 
 def _unpadded(layer: Any, given: Arguments) -> tuple[Packed, Mask] | None:
-    """How padding is removed and what the remaining tokens attend to, where this is wanted and saves time."""
+    """How to remove padding, and the mask of the packed tokens; None if this is not wanted or saves no time."""
     x, mask = given.tokens, given.mask
     if type(mask) is not MaskTensor or not getattr(layer, "leaves_padding_out", True):
         return None

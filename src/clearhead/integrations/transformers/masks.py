@@ -63,7 +63,7 @@ class MaskTensor(Tensor):
         return made
 
     def table(self) -> Bool[Tensor, "batch 1 q_len k_len"]:
-        """The numbers, the same tensor each time."""
+        """The values, the same tensor each time."""
         if self._table is None:
             self._table = self.read().clone()
         return self._table
@@ -140,7 +140,7 @@ def make_mask(
     cache_position: Tensor | None = None,
     **others: Any,
 ) -> Tensor | None:
-    """transformers' mask interface: what ``sdpa_mask`` would make, without the numbers where they are not needed.
+    """transformers' mask interface: what ``sdpa_mask`` would make, without a table where none is needed.
 
     Args:
         batch_size: sequences in the batch.
@@ -150,8 +150,8 @@ def make_mask(
         kv_offset: position of the first key that is still in the cache.
         mask_function: transformers' function of ``(batch, head, q_pos, k_pos)``.
         attention_mask: which tokens are real.
-        local_size: as in ``sdpa_mask``; used only where numbers are made.
-        allow_is_causal_skip: likewise.
+        local_size: passed to ``sdpa_mask`` where a table is made.
+        allow_is_causal_skip: passed to ``sdpa_mask`` where a table is made.
         allow_is_bidirectional_skip: whether None may say that everything is allowed.
         use_vmap: whether ``mask_function`` holds a function of the user's, which is not read but called.
         device: where the model computes.
@@ -206,7 +206,7 @@ def _is_traced(*tensors: object) -> bool:
 
 
 class _Unreadable(Exception):
-    """A function that is not known, or not in this place."""
+    """A mask function that is unknown, or cannot be read in this call."""
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def _any_of(inner: Mapping[str, Any], place: _Place) -> Mask | None:
 
 
 def _within_packed(inner: Mapping[str, Any], place: _Place) -> Mask | None:
-    """Positions within a sequence differ as places in the row do, so a mask of distances is the same."""
+    """Distances within a packed sequence equal distances in the row, so a mask of distances is the same."""
     mask = _read(inner["mask_function"], place)
     if not all(part.relative for part in _parts(mask)):
         raise _Unreadable
@@ -276,7 +276,7 @@ def _chunks(inner: Mapping[str, Any], place: _Place) -> Mask:
 
 
 def _window(inner: Mapping[str, Any], place: _Place) -> Mask:
-    # Models whose layers have no window make a mask of one all the same, which nothing reads.
+    # Models whose layers have no window make a windowed mask too, which nothing reads.
     if inner["sliding_window"] < 1:
         raise _Unreadable
     return Window(inner["sliding_window"] - 1, place.k_len)
@@ -331,7 +331,7 @@ def _parts(mask: Mask | None) -> list[Mask]:
 
 
 def _both(masks: Iterable[Mask]) -> Mask | None:
-    """What all of them allow; None where there are none."""
+    """The ``&`` of masks; None of none."""
     whole: Mask | None = None
     for mask in masks:
         whole = mask if whole is None else whole & mask
@@ -339,7 +339,7 @@ def _both(masks: Iterable[Mask]) -> Mask | None:
 
 
 def _simplified(parts: Sequence[Mask], place: _Place) -> Mask | None:
-    """The same with one band at most, and without what forbids nothing in this call."""
+    """The ``&`` of masks with at most one band, without masks that forbid nothing in this call."""
     first, last = place.query_offset, place.query_offset + place.q_len - 1
     windows = [part for part in parts if isinstance(part, Window)]
     before = min((part.before for part in windows if part.before < last), default=None)
@@ -351,7 +351,7 @@ def _simplified(parts: Sequence[Mask], place: _Place) -> Mask | None:
         band = [Window(before, place.k_len if after is None else after)]
     elif after is not None:
         band = [Causal() if after == 0 else Window(max(last, 0), after)]
-    # Slots that causality hides need not be hidden again, as those a static cache has not filled yet.
+    # Causality already forbids later slots, such as those that a static cache has not filled yet.
     reach = min(place.k_len, last + 1 + after) if after is not None else place.k_len
     others = [part for part in parts if not isinstance(part, (Causal, Window)) and not _allows_all(part, reach)]
     return _both([*band, *others])

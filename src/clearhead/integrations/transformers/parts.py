@@ -74,7 +74,7 @@ _ACTIVATIONS: Final[dict[type, str]] = {
     activations.SiLUActivation: "silu",
     activations.QuickGELUActivation: "quick_gelu",
 }
-#: Classes that hold one of torch's functions.
+#: Modules that wrap one of torch's functions.
 _HOLDERS: Final = tuple(
     kind for name in ("GELUActivation", "GELUTanh") if (kind := getattr(activations, name, None)) is not None
 )

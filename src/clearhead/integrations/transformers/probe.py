@@ -43,7 +43,7 @@ __all__ = ["Trial", "attempt"]
 
 #: Largest relative differences in float32: of outputs, and of gradients.
 _BUDGETS: Final = (2e-5, 2e-4)
-#: The size of a gradient that counts as 0, relative to the largest.
+#: A gradient below this, relative to the largest, counts as 0.
 _LEAST: Final = 1e-2
 _BATCH, _LENGTH, _MEMORY, _HEAD_DIM, _MOST_HEADS = 2, 7, 5, 8, 16
 _WIDTHS: Final = ("hidden_size", "d_model", "n_embd", "dim")
@@ -441,7 +441,7 @@ class _Calls:
             for mask in masks:
                 x = self._states(_LENGTH)
                 one, other = self._comparison.outputs(x, *self._pair(_LENGTH, mask, memory))
-                # A row that may attend to nothing is an average in eager attention, and 0 in ours.
+                # A row that may attend to nothing is an average in eager attention, and 0 here.
                 note(0, one[:, 2:], other[:, 2:])
             if not self._causal:
                 note(0, *self._comparison.outputs(self._states(1), *self._pair(1, None, memory)))

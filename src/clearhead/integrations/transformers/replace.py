@@ -19,8 +19,8 @@ from clearhead.integrations.transformers.probe import attempt
 __all__ = ["models", "restore", "swap_model"]
 
 _FUSED: Final = (AttendingForward, FeedForward)
-#: Elements of a weight, and of a norm's, from which a part of a layer gains by itself. Small parts are left as they
-#: were: the call of a replacement takes longer than it saves.
+#: Elements of a weight, and of a norm's, from which a part of a layer gains by itself. Small parts are left
+#: unmodified: calling a replacement takes longer than it saves.
 _LEAST_WEIGHTS = 2**20
 _LEAST_WIDTH = 2**10
 
