@@ -308,7 +308,7 @@ class StatisticGradients:
         given: gradients by the statistic's name.
         forward: the statistics' values, and ``received_mean``, each row's weighted mean of ``received``'s gradient.
         lse: ``[batch, heads, q_len]``.
-        sink_keys: as in ``Want``.
+        sink_keys: how many first keys count as a sink.
 
     Attributes:
         tensors: ties, then gradients of the maximum, entropy, distance, sink and received, None for absent ones.

@@ -79,7 +79,7 @@ class Tape:
             self.integers.append(options["block_size"])
 
     def rules(self, options: Mapping[str, Any]) -> None:
-        """Score rules, likewise."""
+        """Score rules, from the arguments that ``clearhead.ops.attention.options_of`` gives for them."""
         kinds: Sequence[int] = options.get("rule_kinds", ())
         self.integers.append(len(kinds))
         if kinds:
@@ -89,7 +89,7 @@ class Tape:
         self.optional(options.get("sink"))
 
 
-#: Computes a block's output of other tensors in the place of its own, by operations that autograd knows.
+#: Computes a block's output on other tensors in place of its own, by operations that autograd can differentiate.
 Recompute = Callable[[Mapping[int, Tensor], Sequence[Tensor]], Tensor]
 
 

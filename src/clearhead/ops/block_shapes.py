@@ -42,8 +42,8 @@ class AttentionShapes:
         cache: 0 for none, 1 for one that grows, 2 for a cached memory.
         cached: tokens in the cache.
         query_offset: position of the first query.
-        before: of the window, None where it is open.
-        after: likewise.
+        before: keys before a query that a window allows; None for all.
+        after: keys after a query that a window allows; None for all.
         table: whether the mask is given as a table or as blocks.
     """
 

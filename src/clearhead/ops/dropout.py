@@ -29,7 +29,7 @@ def dropped(
 
     Args:
         x: ``[*batch, width]``, float32, bfloat16, float16 or float64.
-        levels: of ``LEVELS`` elements so many are dropped on average, below ``LEVELS``.
+        levels: how many of ``LEVELS`` elements are dropped on average, below ``LEVELS``.
         seed: below ``2**64``.
         added: of the same shape and dtype.
 

@@ -64,7 +64,7 @@ def isa_name() -> str | None:
 
 
 def in_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory holds its numbers."""
+    """Whether a tensor's memory holds its values."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -77,7 +77,7 @@ def memory_bound() -> int | None:
     """The bytes of freed results that ``CLEARHEAD_KEEP_MEMORY`` lets the library cache, if it is set.
 
     Raises:
-        UnsupportedError: it is no number of MiB.
+        UnsupportedError: it is not a number of MiB.
     """
     text = os.environ.get(_MEMORY, "").strip()
     if not text:
@@ -97,7 +97,7 @@ def _loaded() -> _Loaded:
 
 
 def _chosen(binary: ctypes.CDLL, asked: str) -> _Loaded:
-    """Settle on the set that was asked for, or on the best."""
+    """Choose the set that ``CLEARHEAD_ISA`` names, or the table's."""
     built: list[str] = []
     while (name := binary.ch_isa_name(len(built))) is not None:
         built.append(name.decode())

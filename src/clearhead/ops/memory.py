@@ -1,10 +1,9 @@
-"""Memory of large results that are gone, cached for results to come.
+"""The allocator's cache of freed results.
 
-glibc maps large memory anew each time, and a page that a process has not had yet costs a microsecond or two: a
-training step of a few dozen large results waits longer for pages than for some of its GEMMs. So the library caches the
-memory of large results for others of the same size: an eighth of the machine's memory at most, of which all but 256
-MiB is the system's to take back whenever it needs some (``MADV_FREE``). ``CLEARHEAD_KEEP_MEMORY`` bounds it, in MiB; 0
-caches nothing.
+glibc maps large memory anew each time, and a new page costs a microsecond or two: a training step with a few dozen
+large results waits longer for pages than for some of its GEMMs. So the library caches the memory of freed results for
+results of the same size: at most an eighth of the machine's memory, of which the system may reclaim all but 256 MiB
+at any time (``MADV_FREE``). ``CLEARHEAD_KEEP_MEMORY`` is the bound in MiB; 0 caches nothing.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ __all__ = ["kept_memory", "limit", "release_memory"]
 
 
 def kept_memory() -> int:
-    """Bytes that are kept for results to come."""
+    """Bytes in the cache of freed results."""
     loaded = library()
     return 0 if loaded is None else int(loaded.ch_kept_memory())
 
 
 def release_memory() -> int:
-    """Give the system back what is kept for results to come.
+    """Return the cache of freed results to the system.
 
-    The CPU kernels keep the memory of large results that are gone, an eighth of the machine's at most, for results to
-    come; the system may take back all but 256 MiB of it at any time.
+    The CPU kernels cache the memory of large freed results, at most an eighth of the machine's memory, for later
+    results. The system may reclaim all but 256 MiB of it at any time.
 
     Returns:
-        The bytes that were kept.
+        The number of bytes that were cached.
 
     >>> import clearhead as ch
     >>> ch.release_memory() >= 0
@@ -42,10 +41,10 @@ def release_memory() -> int:
 
 
 def limit() -> int:
-    """The most bytes that are kept for results to come.
+    """The bound of the cache of freed results, in bytes.
 
     Raises:
-        UnsupportedError: ``CLEARHEAD_KEEP_MEMORY`` is no number of MiB.
+        UnsupportedError: ``CLEARHEAD_KEEP_MEMORY`` is not a number of MiB.
     """
     loaded, most = library(), memory_bound()
     return 0 if loaded is None or most == 0 else int(loaded.ch_keep_memory(-1))

@@ -1,4 +1,4 @@
-"""The OpenMP that torch has loaded, put where the CPU kernels find it: they bring none, and threads are one pool.
+"""Make the OpenMP that torch has loaded visible to the CPU kernels, which bring none: one pool of threads serves both.
 
 The functions that the kernels left open are looked for in what everybody sees. torch's wheels for x86 put their OpenMP
 there, those for ARM load it for themselves alone.

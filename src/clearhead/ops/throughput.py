@@ -1,4 +1,4 @@
-"""How fast the CPU kernels' product runs at its best: the limit that this machine sets them."""
+"""Peak throughput of the CPU kernels' GEMM on this machine."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _MAX_THREADS = 4096
 
 
 def product_rate(dtype: torch.dtype, threads: int | None = None) -> float | None:
-    """The GFLOP/s of the product that every kernel is made of, where all it reads and writes lies in the first caches.
+    """GFLOP/s of the inner GEMM of every kernel, with all operands in the first-level caches.
 
     ``2 * rows * steps * columns / time`` over 64 steps, as many as a head has channels; the best of 20 rounds of a
-    millisecond, each by its slowest thread. Attention and linear layers fetch what they multiply, take exponentials and
-    round besides. Sums of more steps are written less often: on Zen 4 a loop that writes none is 1 % faster in float32
-    and 3 % in bfloat16, and nothing exceeds that.
+    millisecond, each by its slowest thread. Attention and linear layers also load operands, compute exponentials and
+    round. On Zen 4 a loop that stores no sums is 1 % faster in float32 and 3 % in bfloat16.
 
     Args:
-        dtype: what is multiplied; 16 bits as pairs where the instruction set has them, else widened.
-        threads: how many at once; torch's own number when left out.
+        dtype: of the operands; bfloat16 uses dot-product instructions where the instruction set has them, else it is
+            widened.
+        threads: number of threads; by default torch's.
 
     Returns:
         The rate, or None where there are no kernels or they do not know the dtype.
