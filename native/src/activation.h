@@ -28,8 +28,8 @@ CH_INLINE void normal_of(vf x, vf& below, vf& density) {
 
 // 1 / (1 + exp(-x)), exactly 0 far below, where not every set's power would be.
 CH_INLINE vf sigmoid_of(vf x) {
-  const vf found = all(1.0f) / (all(1.0f) + exp2_of<5>(x * all(-LOG2E)));
-  return x < all(-87.0f) ? (vf){} : found;
+  const vf sigmoid = all(1.0f) / (all(1.0f) + exp2_of<5>(x * all(-LOG2E)));
+  return x < all(-87.0f) ? (vf){} : sigmoid;
 }
 
 // x becomes its activation, and `slope` how much that grows with x.
@@ -96,9 +96,9 @@ template <class IO> class Dropping {
     CH_INLINE void append(uint64_t bits, int64_t many) {
       if (many < 64) bits &= ((uint64_t)1 << many) - 1;
       uint64_t* word = words + count / 64;
-      const int64_t taken = count % 64;
-      word[0] = taken == 0 ? bits : word[0] | bits << taken;
-      word[1] = taken == 0 ? 0 : bits >> (64 - taken);
+      const int64_t bits_in_word = count % 64;
+      word[0] = bits_in_word == 0 ? bits : word[0] | bits << bits_in_word;
+      word[1] = bits_in_word == 0 ? 0 : bits >> (64 - bits_in_word);
       count += many;
     }
     CH_INLINE uint32_t from(int64_t place) const { return (uint32_t)(words[place / 64] >> place % 64); }
@@ -128,8 +128,8 @@ template <class IO> class Dropping {
     const vf factor = all(dropout_factor(w.dropped));
     const Data data = data_at(at);
     const Draw draw = draw_of(w.seed, w.dropped, row, group);
-    kept_places(draw, (uint32_t)group, PLACES, [&](int place, Lanes kept, Lanes next) CH_INLINED {
-      data.put(place, only(kept, data.get(place) * factor));
+    kept_places(draw, (uint32_t)group, PLACES, [&](int place, Lanes keep, Lanes next) CH_INLINED {
+      data.put(place, only(keep, data.get(place) * factor));
       data.put(place + VL, only(next, data.get(place + VL) * factor));
     });
   }
@@ -137,9 +137,9 @@ template <class IO> class Dropping {
   CH_INLINE void append_group(Mask& mask, int64_t row, int64_t group, int64_t skipped, int64_t many) const {
     uint64_t halves[PLACES / 64] = {~(uint64_t)0, ~(uint64_t)0};
     if (w.dropped > 0) {
-      KeptBits kept;
-      kept.find(draw_of(w.seed, w.dropped, row, group), (uint32_t)group, skipped + many);
-      memcpy(halves, kept.bits, sizeof(halves));
+      KeptBits keep_bits;
+      keep_bits.find(draw_of(w.seed, w.dropped, row, group), (uint32_t)group, skipped + many);
+      memcpy(halves, keep_bits.bits, sizeof(halves));
     }
     for (int half = 0; half < PLACES / 64; half++) {
       const int64_t from = most(skipped, (int64_t)64 * half), to = least(skipped + many, (int64_t)64 * (half + 1));

@@ -190,17 +190,17 @@ int check_heatmap(const ch_attention& work, const ch_statistics& s) {
 
 // No two queries may share a slot: two threads would write there.
 int check_slots(const ch_attention& work, const ch_statistics& s) {
-  bool* taken = static_cast<bool*>(calloc(static_cast<size_t>(s.num_rows), sizeof(bool)));
-  if (taken == nullptr) return CH_NO_MEMORY;
-  bool apart = true;
-  for (int64_t i = 0; i < work.q_len && apart; ++i) {
+  bool* used = static_cast<bool*>(calloc(static_cast<size_t>(s.num_rows), sizeof(bool)));
+  if (used == nullptr) return CH_NO_MEMORY;
+  bool distinct = true;
+  for (int64_t i = 0; i < work.q_len && distinct; ++i) {
     const int32_t slot = s.row_slots[i];
     if (slot < 0) continue;
-    apart = !taken[slot];
-    taken[slot] = true;
+    distinct = !used[slot];
+    used[slot] = true;
   }
-  free(taken);
-  return apart ? CH_OK : CH_BAD_STATISTIC;
+  free(used);
+  return distinct ? CH_OK : CH_BAD_STATISTIC;
 }
 
 int check_chosen_rows(const ch_attention& work, const ch_statistics& s) {

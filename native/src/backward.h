@@ -4,7 +4,7 @@
 // with a sum of its own, added in order at the end: which chunks there are depends on the shape alone.
 #pragma once
 
-#include "ahead.h"
+#include "prefetch.h"
 #include "segments.h"
 
 namespace CH_NS {
@@ -14,7 +14,7 @@ template <class M, class IO> struct Backward {
   typedef typename IO::type element;
   static constexpr int BLOCK = 96;
   // Bytes of laid-out queries and gradients that a thread keeps, where a head's fit: every tile of keys reads them.
-  static constexpr int64_t HELD = int64_t(1) << 23;
+  static constexpr int64_t MOST_LAID_OUT = int64_t(1) << 23;
 
   const Task& w;
   int64_t group, blocks;
@@ -22,7 +22,7 @@ template <class M, class IO> struct Backward {
   Panels keys, queries, grads;  // B of the last three products: a tile of keys, a block of queries and of gradients
   int numbers, v_numbers, steps, v_steps, out, v_out;
   int64_t tiles, chunks, chunk_tiles;
-  int64_t held;  // blocks of queries that stay laid out: all of a key head's, or the one at hand
+  int64_t laid_out;  // blocks of queries that stay laid out: all of a key head's, or the one at hand
   bool masked, plain, capped, share_batch, share_heads;
   bool alone;  // one tile has all keys: a row's delta is summed where its weights are
   float base2;
@@ -51,7 +51,7 @@ template <class M, class IO> struct Backward {
     Target dk, dv;           // of the tile at hand: there, or where they go
     float *s, *dp;           // [MR][tile], of pairs alone
     float* slope;            // [MR][tile]
-    KeptRows kept;           // [MR]
+    KeptRows keep;           // [MR]
     number *p, *ds;                // [BLOCK / PAIR][tile], A with rows along keys
     number* dr;                    // [BLOCK][tile / PAIR], A with rows along queries
     Row* row;
@@ -60,7 +60,7 @@ template <class M, class IO> struct Backward {
     Span* spans;      // [group][blocks]
     number* staged;
     float* dq;  // [group][q_len][out], where there is one chunk
-    Ahead ahead;
+    Prefetch prefetch;
     bool first_keys, first_rows;  // the tile at hand is a chunk's first, the block a tile's: nothing was summed before
   };
 
@@ -108,8 +108,8 @@ template <class M, class IO> struct Backward {
     chunks = most((int64_t)1, least((16 + units - 1) / most(units, (int64_t)1), tiles * tile / 512));
     chunk_tiles = most((int64_t)1, (tiles + chunks - 1) / chunks);
     chunks = most((int64_t)1, (tiles + chunk_tiles - 1) / chunk_tiles);
-    held = group * blocks;
-    if (chunk_tiles < 2 || held * block_numbers() * (int64_t)sizeof(number) > HELD) held = 1;
+    laid_out = group * blocks;
+    if (chunk_tiles < 2 || laid_out * block_numbers() * (int64_t)sizeof(number) > MOST_LAID_OUT) laid_out = 1;
   }
 
   // Rows of floats in one panel are A and B alike.
@@ -123,8 +123,8 @@ template <class M, class IO> struct Backward {
   int64_t desk_bytes(Desk& d, char* base) const {
     Carver c{base};
     constexpr bool single = M::PAIR == 1;
-    d.laid = c.template take<number>(held * block_numbers());
-    d.open = c.template take<bool>(held);
+    d.laid = c.template take<number>(laid_out * block_numbers());
+    d.open = c.template take<bool>(laid_out);
     d.kt = c.template take<number>((int64_t)tile * numbers);
     d.vt = c.template take<number>((int64_t)tile * v_numbers);
     d.packed = c.template take<number>(keys.numbers());
@@ -133,8 +133,8 @@ template <class M, class IO> struct Backward {
     d.s = c.template take<float>(single ? 0 : (int64_t)MR * tile);
     d.dp = c.template take<float>(single ? 0 : (int64_t)MR * tile);
     d.slope = c.template take<float>((int64_t)MR * tile);
-    d.kept.groups = KeptRows::groups_of(tile);
-    d.kept.bits = c.template take<KeptBits>(dropout.on ? MR * d.kept.groups : 0);
+    d.keep.groups = KeptRows::groups_of(tile);
+    d.keep.bits = c.template take<KeptBits>(dropout.on ? MR * d.keep.groups : 0);
     d.p = c.template take<number>((int64_t)BLOCK / M::PAIR * tile);
     d.ds = c.template take<number>((int64_t)BLOCK / M::PAIR * tile);
     d.dr = single ? d.ds : c.template take<number>((int64_t)BLOCK * tile / M::PAIR);
@@ -213,9 +213,9 @@ template <class M, class IO> struct Backward {
   }
 
   // Where a tile's gradients are added up: on the desk, or, if one product makes them, where they go.
-  Target target_of(const ch_tensor& grad, int64_t b, int64_t kh, int64_t t0, int64_t dim, float* own, int64_t ld) const {
+  Target target_of(const ch_tensor& grad, int64_t b, int64_t kh, int64_t t0, int64_t dim, float* scratch_tile, int64_t ld) const {
     const bool lands = !masked && group * blocks == 1 && __is_same(element, float) && dim % VL == 0;
-    return lands ? Target{(float*)at<IO>(grad, b, kh, t0), grad.row} : Target{own, ld};
+    return lands ? Target{(float*)at<IO>(grad, b, kh, t0), grad.row} : Target{scratch_tile, ld};
   }
 
   // `count` rows of queries or of gradients of outputs: as rows of A, and from `b` on as B. Where they lie, or, if they are
@@ -234,8 +234,8 @@ template <class M, class IO> struct Backward {
   }
 
   Laid open_block(int64_t b, int64_t h, int64_t block, int count, Desk& d) const {
-    int64_t first = block * BLOCK, slot = held > 1 ? h % group * blocks + block : 0;
-    const bool open = held > 1 && d.open[slot];
+    int64_t first = block * BLOCK, slot = laid_out > 1 ? h % group * blocks + block : 0;
+    const bool open = laid_out > 1 && d.open[slot];
     number* to = d.laid + slot * block_numbers();
     Laid laid;
     laid.q = lay_out(w.query, at<IO>(w.query, b, h, first), w.head_dim, queries, count, open, to, laid.qb);
@@ -271,7 +271,7 @@ template <class M, class IO> struct Backward {
     for (int p = c0 / PW; p * PW < c1; p++) {
       int from = most(c0, p * PW), to = least(c1r, (p + 1) * PW), vecs = (to - from) / VL;
       int64_t inside = from - p * PW;
-      d.ahead.step();
+      d.prefetch.step();
       product<M, SET>(count, vecs, steps, laid.q + (int64_t)r0 * numbers, numbers, 1,
                       d.kt + (int64_t)p * PW * numbers + inside, PW, scores_of(d, r0) + from, tile);
       product<M, SET>(count, vecs, v_steps, laid.g + (int64_t)r0 * v_numbers, v_numbers, 1,
@@ -291,11 +291,11 @@ template <class M, class IO> struct Backward {
   template <bool DROPS>
   CH_INLINE void weigh_alone(float* s, const float* dp, int r, int c0, int c1r, int row, Desk& d) const {
     const vf scale = all(base2), shift = all(d.largest[row]), share = all(d.share[row]);
-    const KeptRows kept = d.kept;
+    const KeptRows keep = d.keep;
     vf sum = {}, whole = {};
     for (int c = c0; c < c1r; c += VL) {
       const vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
-      sum += DROPS ? e * factor_of(kept, r, c) * load(dp + c) : e * load(dp + c);
+      sum += DROPS ? e * factor_of(keep, r, c) * load(dp + c) : e * load(dp + c);
       whole += e;
       store(s + c, e);
     }
@@ -305,12 +305,12 @@ template <class M, class IO> struct Backward {
   }
 
   // What dropout multiplies weights by: those of row r of the rows at hand, from column c on.
-  CH_INLINE vf factor_of(const KeptRows& kept, int r, int c) const {
-    return where_bits(kept.from(r, c), all(dropout.factor));
+  CH_INLINE vf factor_of(const KeptRows& keep, int r, int c) const {
+    return where_bits(keep.from(r, c), all(dropout.factor));
   }
 
   void draw(int64_t b, int64_t h, int64_t i, int r, int64_t t0, int c0, int c1r, Desk& d) const {
-    d.kept.find(r, draw_of(w, dropout, b, h, i), w.first_key + t0, c0, c1r);
+    d.keep.find(r, draw_of(w, dropout, b, h, i), w.first_key + t0, c0, c1r);
   }
 
   // A row's scores to what multiplies its values, and the gradients of that to those of the scores.
@@ -318,12 +318,12 @@ template <class M, class IO> struct Backward {
   CH_INLINE void differentiate_row(float* s, float* dp, int r, int c0, int c1r, int row, Desk& d) const {
     if (alone) weigh_alone<DROPS>(s, dp, r, c0, c1r, row, d);
     const vf scale = all(base2), shift = all(d.largest[row]), share = all(d.share[row]), delta = all(d.delta[row]);
-    const KeptRows drawn = d.kept;
+    const KeptRows keep_rows = d.keep;
     for (int c = c0; c < c1r; c += VL) {
       const vf e = alone ? load(s + c) : exp2_of<DEGREE>((load(s + c) - shift) * scale) * share;
-      const vf kept = DROPS ? factor_of(drawn, r, c) : (vf){};
-      store(s + c, DROPS ? e * kept : e);
-      store(dp + c, e * ((DROPS ? load(dp + c) * kept : load(dp + c)) - delta));
+      const vf factor = DROPS ? factor_of(keep_rows, r, c) : (vf){};
+      store(s + c, DROPS ? e * factor : e);
+      store(dp + c, e * ((DROPS ? load(dp + c) * factor : load(dp + c)) - delta));
     }
   }
 
@@ -368,7 +368,7 @@ template <class M, class IO> struct Backward {
       vf g = by_entropy * surprise + by_distance * absolute(gap);
       if (c < sink_columns) g += first_of(by_sink, least((int64_t)VL, sink_columns - c));
       if (received != nullptr) g += reach_received(received, t0 + c);
-      vf k = dropout.on ? factor_of(d.kept, r, c) : all(1.0f);
+      vf k = dropout.on ? factor_of(d.keep, r, c) : all(1.0f);
       store(s + c, e * k);
       vf change = e * (load(dp + c) * k + g - delta);
       store(dp + c, tied ? change + (score == peak ? by_max : zero) : change);
@@ -456,14 +456,14 @@ template <class M, class IO> struct Backward {
     const vf scale = all(base2), none = {};
     if (DROPS)
       for (int r = 0; r < count; r++) draw(b, h, first + r0 + r, r, t0, c0, c1r, d);
-    const KeptRows drawn = d.kept;
+    const KeptRows drawn = d.keep;
     // Weights and gradients of scores, of a vector of weights before dropout and the gradients of those behind it.
     auto put = [&](int r, int c, bool both, vf e, vf f, vf grad, vf grad_below, vf delta, vf delta_below) CH_INLINED {
       const vf before = e, before_below = f;
       if (DROPS) {
-        const vf kept = factor_of(drawn, r, c), kept_below = factor_of(drawn, r + 1, c);
-        e *= kept, grad *= kept;
-        f *= kept_below, grad_below *= kept_below;
+        const vf factor = factor_of(drawn, r, c), factor_below = factor_of(drawn, r + 1, c);
+        e *= factor, grad *= factor;
+        f *= factor_below, grad_below *= factor_below;
       }
       put_pair(r0 + r, c, both, e, f, before * (grad - delta), before_below * (grad_below - delta_below), d);
     };
@@ -471,9 +471,9 @@ template <class M, class IO> struct Backward {
       const bool both = r + 1 < count;
       const int below = both ? r0 + r + 1 : r0 + r;
       float *s = d.s + r * tile, *dp = d.dp + r * tile;
-      for (int own = r0 + r; own <= below; own++) {
-        close_row(d, own, t0, c0, c1, d.s + (own - r0) * tile);
-        if (alone) weigh_alone<DROPS>(d.s + (own - r0) * tile, d.dp + (own - r0) * tile, own - r0, c0, c1r, own, d);
+      for (int row = r0 + r; row <= below; row++) {
+        close_row(d, row, t0, c0, c1, d.s + (row - r0) * tile);
+        if (alone) weigh_alone<DROPS>(d.s + (row - r0) * tile, d.dp + (row - r0) * tile, row - r0, c0, c1r, row, d);
       }
       const vf shift = all(d.largest[r0 + r]), share = all(d.share[r0 + r]), delta = all(d.delta[r0 + r]);
       const vf shift_below = all(d.largest[below]), delta_below = all(d.delta[below]);
@@ -511,10 +511,10 @@ template <class M, class IO> struct Backward {
       Span span{INT32_MAX, 0};
       if (!masked) span = Span{0, key_count};
       for (int r = r0; r < least(r0 + MR, count) && masked; r++) {
-        Span own = reach(w, d.row[r], t0, t1);
-        if (own.high <= own.low) continue;
-        span.low = least(span.low, (int)(own.low - t0));
-        span.high = most(span.high, (int)(own.high - t0));
+        Span allowed = reach(w, d.row[r], t0, t1);
+        if (allowed.high <= allowed.low) continue;
+        span.low = least(span.low, (int)(allowed.low - t0));
+        span.high = most(span.high, (int)(allowed.high - t0));
       }
       if (span.high <= span.low) span = Span{0, 0};
       spans[r0 / MR] = span;
@@ -602,8 +602,8 @@ template <class M, class IO> struct Backward {
   }
 
   // What a key head will write, asked for while it is worked on.
-  Ahead ahead_of(int64_t b, int64_t kh) const {
-    Ahead a;
+  Prefetch prefetch_of(int64_t b, int64_t kh) const {
+    Prefetch a;
     a.clear();
     if (chunks > 1) return a;
     a.add<IO>(w.grad_key, b, kh, w.k_len, w.head_dim, true);
@@ -614,7 +614,7 @@ template <class M, class IO> struct Backward {
   }
 
   // And what comes next, a key head of this call or of another.
-  void expect(Ahead& a, const Task& next, int64_t b, int64_t kh) const {
+  void expect(Prefetch& a, const Task& next, int64_t b, int64_t kh) const {
     if (chunks > 1) return;
     a.add<IO>(next.key, b, kh, next.k_len, next.head_dim);
     a.add<IO>(next.value, b, kh, next.k_len, next.value_dim);
@@ -634,7 +634,7 @@ template <class M, class IO> struct Backward {
     for (int64_t g = 0; g < group && diagonals > 0; g++)
       make_diagonals(w, h0 + g, d.diagonal + g * diagonals * length);
     find_spans(b, kh, d);
-    memset(d.open, 0, (size_t)held * sizeof(bool));
+    memset(d.open, 0, (size_t)laid_out * sizeof(bool));
     for (int64_t t = chunk * chunk_tiles; t < least((chunk + 1) * chunk_tiles, tiles); t++) {
       int64_t t0 = t * tile;
       int key_count = (int)least((int64_t)tile, w.k_len - t0);
@@ -722,25 +722,25 @@ template <class M, class IO> struct Backward {
     }
     const int64_t first = segments.large * w.kv_heads, units = segments.count * w.kv_heads - first;
     attend(w, threads, units, [&](int64_t unit) {
-      const int64_t own = first + unit, kh = own % w.kv_heads, next = own + threads;
-      const Task part = segments.part(w, own / w.kv_heads, 1);
+      const int64_t head = first + unit, kh = head % w.kv_heads, next = head + threads;
+      const Task part = segments.part(w, head / w.kv_heads, 1);
       const Backward one(part);
       if (part.k_len == 0) return one.clear_queries(0, kh);
-      Ahead ahead = one.ahead_of(0, kh);
+      Prefetch prefetch = one.prefetch_of(0, kh);
       if (next < segments.count * w.kv_heads)
-        one.expect(ahead, segments.part(w, next / w.kv_heads, 1), 0, next % w.kv_heads);
-      one.do_head(0, kh, 0, Sums{nullptr, nullptr}, ahead, fault);
+        one.expect(prefetch, segments.part(w, next / w.kv_heads, 1), 0, next % w.kv_heads);
+      one.do_head(0, kh, 0, Sums{nullptr, nullptr}, prefetch, fault);
     });
     clearhead::trim_scratch();
     return fault.get();
   }
 
-  void do_head(int64_t b, int64_t kh, int64_t chunk, const Sums& sums, const Ahead& ahead, Fault& fault) const {
+  void do_head(int64_t b, int64_t kh, int64_t chunk, const Sums& sums, const Prefetch& prefetch, Fault& fault) const {
     Desk d, need;
     char* work = (char*)scratch(clearhead::SLOT_WORK, (size_t)desk_bytes(need, nullptr));
     if (work == nullptr) return fault.set(CH_NO_MEMORY);
     desk_bytes(d, work);
-    d.ahead = ahead;
+    d.prefetch = prefetch;
     do_chunk(b, kh, chunk, sums, d);
   }
 
@@ -772,10 +772,10 @@ template <class M, class IO> struct Backward {
       int64_t b0 = head / outer_h, h0 = head % outer_h;
       for (int64_t b = b0; b < (share_batch ? w.batch : b0 + 1); b++)
         for (int64_t kh = h0; kh < (share_heads ? w.kv_heads : h0 + 1); kh++) {
-          Ahead ahead = ahead_of(b, kh);
+          Prefetch prefetch = prefetch_of(b, kh);
           const int64_t next = unit + threads;
-          if (!share_batch && !share_heads && next < w.units) expect(ahead, w, next / w.kv_heads, next % w.kv_heads);
-          do_head(b, kh, chunk, sums, ahead, fault);
+          if (!share_batch && !share_heads && next < w.units) expect(prefetch, w, next / w.kv_heads, next % w.kv_heads);
+          do_head(b, kh, chunk, sums, prefetch, fault);
         }
     });
     if (fault.get() == CH_OK && chunks > 1) add_chunks(threads, sums);

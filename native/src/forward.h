@@ -1,10 +1,10 @@
 // Forward: blocks of rows walk over tiles of keys with a running maximum and sum (Milakov and Gimelshein 2018;
 // FlashAttention, Dao et al. 2022, algorithm 1), 6 rows at a time from first product to second, so that scores
 // never leave the first cache. The grouped heads of a key head are rows like any other and share its keys.
-#pragma once
+#pragma only_tile
 
-#include "ahead.h"
-#include "dots.h"
+#include "prefetch.h"
+#include "gemv.h"
 #include "segments.h"
 #include "statistics.h"
 
@@ -51,8 +51,8 @@ template <class M, class IO> struct Forward {
   static constexpr bool ARRANGED = M::PAIR == 1 && Widened<IO>::AT_ONCE == 2;
 
   // What comes next, a key head of this call or of another: asked for while one of this call is worked on.
-  Ahead ahead_of(const Task& next, int64_t b, int64_t kh) const {
-    Ahead a;
+  Prefetch prefetch_of(const Task& next, int64_t b, int64_t kh) const {
+    Prefetch a;
     a.clear();
     if (blocks * tiles == 0) return a;
     if (direct) {
@@ -87,11 +87,11 @@ template <class M, class IO> struct Forward {
     float* diagonals;
     number* staged;
     float* line;
-    KeptRows kept;  // [MR]
-    Ahead ahead;
+    KeptRows keep;  // [MR]
+    Prefetch prefetch;
     Gather gather;
     Columns* columns;
-    bool once;  // the block at hand meets one tile: nothing was summed before
+    bool only_tile;  // the block at hand meets one tile: nothing was summed before
   };
 
   // Scores and then weights of up to MR rows over the columns of a tile, `ld` apart.
@@ -200,8 +200,8 @@ template <class M, class IO> struct Forward {
     d.diagonals = c.template take<float>(diagonal_floats);
     d.staged = c.template take<number>((int64_t)VL * numbers);
     d.line = c.template take<float>(out);
-    d.kept.groups = KeptRows::groups_of(tile);
-    d.kept.bits = c.template take<KeptBits>(dropout.on ? MR * d.kept.groups : 0);
+    d.keep.groups = KeptRows::groups_of(tile);
+    d.keep.bits = c.template take<KeptBits>(dropout.on ? MR * d.keep.groups : 0);
     d.gather.carve(c, observed);
     return c.next - base;
   }
@@ -236,9 +236,9 @@ template <class M, class IO> struct Forward {
       else if (observed.s != nullptr) d.row[r] = d.row[0];
       d.m[r] = -INF;
       store(d.l + r * VL, (vf){});
-      if (const Row& own = d.row[masked ? r : 0]; own.high > own.low) {
-        span.low = least(span.low, (int)own.low);
-        span.high = most(span.high, (int)own.high);
+      if (const Row& allowed = d.row[masked ? r : 0]; allowed.high > allowed.low) {
+        span.low = least(span.low, (int)allowed.low);
+        span.high = most(span.high, (int)allowed.high);
       }
     }
     if (observed.s != nullptr) d.gather.begin(observed, count);
@@ -251,9 +251,9 @@ template <class M, class IO> struct Forward {
     const int64_t t0 = t * tile, t1 = least(t0 + tile, w.k_len);
     for (int64_t done = 0; done < count;) {
       const int64_t h = kh * group + (first + done) / w.q_len, i = (first + done) % w.q_len;
-      const int64_t own = least(count - done, w.q_len - i);
-      if (blocks_meet(w, b, h, i, own, t0, t1)) return true;
-      done += own;
+      const int64_t rows_here = least(count - done, w.q_len - i);
+      if (blocks_meet(w, b, h, i, rows_here, t0, t1)) return true;
+      done += rows_here;
     }
     return false;
   }
@@ -295,13 +295,13 @@ template <class M, class IO> struct Forward {
   // Scores to weights for one row of a sheet; those that dropout takes are counted and then 0.
   template <bool DROPS>
   CH_INLINE void weigh(float* s, uint16_t* half, int r, int c0, int c1, float largest, float factor, float* total,
-                       bool narrow, const KeptRows& kept) const {
+                       bool narrow, const KeptRows& keep) const {
     vf shift = all(largest == -INF ? 0.0f : largest), scale = all(base2);
     vf sum = load(total) * all(factor);
     for (int c = c0; c < c1; c += VL) {
       vf e = exp2_of<DEGREE>((load(s + c) - shift) * scale);
       sum += e;
-      if (DROPS) e = where_bits(kept.from(r, c), e);
+      if (DROPS) e = where_bits(keep.from(r, c), e);
       if (M::PAIR == 1 || !narrow)
         store(s + c, e);
       else
@@ -317,7 +317,7 @@ template <class M, class IO> struct Forward {
     uint16_t* half = d.half + r * tile;
     d.gather.look_at_scores(observed, r0 + r, s, c0, c1, t0, rise.peak[r], rise.before[r], largest);
     if (!observed.sums) {
-      weigh<false>(s, half, r, c0, c1, largest, rise.factor[r], d.l + (r0 + r) * VL, false, d.kept);
+      weigh<false>(s, half, r, c0, c1, largest, rise.factor[r], d.l + (r0 + r) * VL, false, d.keep);
     } else {
       float far = (float)(w.query_offset + d.place[r0 + r].i - t0 - c0);
       int64_t sink_columns = observed.s->sink != nullptr ? observed.s->sink_keys - t0 : 0;
@@ -327,7 +327,7 @@ template <class M, class IO> struct Forward {
     if (M::PAIR == 2 && narrow)
       for (int c = c0; c < c1; c += VL) {
         const vf e = load(s + c);
-        put_vector<BFloat16>(half + c, dropout.on ? where_bits(d.kept.from(r, c), e) : e);
+        put_vector<BFloat16>(half + c, dropout.on ? where_bits(d.keep.from(r, c), e) : e);
       }
   }
 
@@ -351,7 +351,7 @@ template <class M, class IO> struct Forward {
     }
     for (int p = c0 / PW; p * PW < c1; p++) {
       int from = most(c0, p * PW), to = least((int)round_up(c1, VL), (p + 1) * PW);
-      d.ahead.step();
+      d.prefetch.step();
       product<M, SET>(count, (to - from) / VL, steps, a, numbers, 1,
                       here.k + (int64_t)p * PW * numbers + (from - p * PW), PW, sheet.at + from, sheet.ld);
     }
@@ -362,13 +362,13 @@ template <class M, class IO> struct Forward {
     float* o = d.o + (int64_t)r0 * out;
     if (here.direct) return multiply_values_directly(b, kh, t0, count, c0, c1, sheet, factor, o);
     const number* weights = (M::PAIR == 1 ? (const number*)sheet.at : (const number*)d.half) + c0 / M::PAIR;
-    int64_t apart = M::PAIR == 1 ? sheet.ld : tile / M::PAIR;
+    int64_t weights_stride = M::PAIR == 1 ? sheet.ld : tile / M::PAIR;
     for (int p = 0; p < values.count; p++) {
       const number* value = here.v + p * values.size + (int64_t)(c0 / M::PAIR) * values.ld;
       const int vecs = values.vectors(p, out);
       const int64_t along = row_steps<M>(c1 - c0);
-      if (d.once) product<M, SET>(count, vecs, along, weights, apart, 1, value, values.ld, o + p * values.ld, out);
-      else product<M, SCALE_ADD>(count, vecs, along, weights, apart, 1, value, values.ld, o + p * values.ld, out, factor);
+      if (d.only_tile) product<M, SET>(count, vecs, along, weights, weights_stride, 1, value, values.ld, o + p * values.ld, out);
+      else product<M, SCALE_ADD>(count, vecs, along, weights, weights_stride, 1, value, values.ld, o + p * values.ld, out, factor);
     }
   }
 
@@ -377,11 +377,11 @@ template <class M, class IO> struct Forward {
                                 const float* factor, float* o) const {
     constexpr int STEP = NV == 4 ? 8 : 16;
     const float ones[MR] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
-    const int64_t size = (int64_t)sizeof(element), bytes = w.value_dim * size, ahead = rows_ahead(bytes, STEP);
+    const int64_t size = (int64_t)sizeof(element), bytes = w.value_dim * size, rows_prefetched = rows_ahead(bytes, STEP);
     for (int c = c0; c < c1; c += STEP) {
       const element* value = at<IO>(w.value, b, kh, t0 + c);
-      const int64_t behind = least((int64_t)STEP, c1 - c - ahead);
-      if (far) ask_for_rows(value + ahead * w.value.row, behind, w.value.row * size, bytes, far);
+      const int64_t remaining = least((int64_t)STEP, c1 - c - rows_prefetched);
+      if (far) ask_for_rows(value + rows_prefetched * w.value.row, remaining, w.value.row * size, bytes, far);
       for (int p = 0; p < values.count; p++)
         product_direct(count, values.vectors(p, out), least(STEP, c1 - c), Sheet{sheet.at + c, sheet.ld},
                        value + p * values.ld, o + p * values.ld, c == c0 ? factor : ones);
@@ -408,16 +408,16 @@ template <class M, class IO> struct Forward {
     Span span{INT32_MAX, 0};
     if (!masked) span = Span{(int)t0, (int)t1};
     for (int r = 0; r < count && masked; r++) {
-      Span own = reach(w, d.row[r0 + r], t0, t1);
-      if (own.high <= own.low) continue;
-      span.low = least(span.low, own.low);
-      span.high = most(span.high, own.high);
+      Span allowed = reach(w, d.row[r0 + r], t0, t1);
+      if (allowed.high <= allowed.low) continue;
+      span.low = least(span.low, allowed.low);
+      span.high = most(span.high, allowed.high);
     }
     if (span.high <= span.low) {
-      if (d.once) memset(d.o + (int64_t)r0 * out, 0, (size_t)count * out * sizeof(float));
+      if (d.only_tile) memset(d.o + (int64_t)r0 * out, 0, (size_t)count * out * sizeof(float));
       return;
     }
-    if (here.direct) d.ahead.step();
+    if (here.direct) d.prefetch.step();
     int c0 = (span.low - (int)t0) / VL * VL, c1 = span.high - (int)t0, c1r = (int)round_up(c1, VL);
     Sheet sheet = observed.strip ? Sheet{d.gather.strip + r0 * observed.ld + t0, observed.ld} : Sheet{d.scores, tile};
     multiply_keys(b, kh, t0, r0, count, c0, c1, here, sheet, d);
@@ -437,8 +437,8 @@ template <class M, class IO> struct Forward {
       uint16_t* half = d.half + r * tile;
       if (dropout.on) draw(b, r0, r, t0, c0, c1r, d);
       if (observed.s != nullptr) weigh_observed(r0, r, sheet, c0, c1r, t0, rise, narrow, d);
-      else if (dropout.on) weigh<true>(s, half, r, c0, c1r, largest, rise.factor[r], total, narrow, d.kept);
-      else weigh<false>(s, half, r, c0, c1r, largest, rise.factor[r], total, narrow, d.kept);
+      else if (dropout.on) weigh<true>(s, half, r, c0, c1r, largest, rise.factor[r], total, narrow, d.keep);
+      else weigh<false>(s, half, r, c0, c1r, largest, rise.factor[r], total, narrow, d.keep);
     }
     if (observed.strip) keep_strip(r0, count, t, c0, c1r, d);
     if (gives == Gives::STATISTICS) return;
@@ -456,7 +456,7 @@ template <class M, class IO> struct Forward {
   // Which weights of a row of the sheet dropout keeps.
   void draw(int64_t b, int r0, int r, int64_t t0, int c0, int c1r, Desk& d) const {
     auto [h, i] = d.place[r0 + r];
-    d.kept.find(r, draw_of(w, dropout, b, h, i), w.first_key + t0, c0, c1r);
+    d.keep.find(r, draw_of(w, dropout, b, h, i), w.first_key + t0, c0, c1r);
   }
 
   // Weights that statistics have looked at, as dropout leaves them; the strip keeps them as they were.
@@ -464,7 +464,7 @@ template <class M, class IO> struct Forward {
     const Sheet to = observed.strip ? Sheet{d.gather.dropped, tile} : sheet;
     for (int r = 0; r < count; r++)
       for (int c = c0; c < c1r; c += VL)
-        store(to.at + r * to.ld + c, where_bits(d.kept.from(r, c), load(sheet.at + r * sheet.ld + c)));
+        store(to.at + r * to.ld + c, where_bits(d.keep.from(r, c), load(sheet.at + r * sheet.ld + c)));
     return to;
   }
 
@@ -537,10 +537,10 @@ template <class M, class IO> struct Forward {
     } else {
       to = from;
     }
-    d.once = to - from == 1 && partial == nullptr && !direct;
-    if (!d.once) memset(d.o, 0, (size_t)count * out * sizeof(float));
+    d.only_tile = to - from == 1 && partial == nullptr && !direct;
+    if (!d.only_tile) memset(d.o, 0, (size_t)count * out * sizeof(float));
     for (int64_t t = from; t < to; t++) {
-      if (!d.once && !meets(b, kh, first, count, t)) continue;
+      if (!d.only_tile && !meets(b, kh, first, count, t)) continue;
       int64_t place = packed ? t : 0;
       number* k = keys.k + place * k_numbers;
       number* v = keys.v + place * v_numbers;
@@ -577,7 +577,7 @@ template <class M, class IO> struct Forward {
       return false;
     }
     desk_bytes(d, base);
-    d.ahead.clear();
+    d.prefetch.clear();
     d.columns = nullptr;
     if (diagonal_floats > 0)
       for (int64_t g = 0; g < group; g++)
@@ -591,10 +591,10 @@ template <class M, class IO> struct Forward {
   }
 
   // The same for one span of rows, whose sums over queries go into `room`.
-  Columns do_span(int64_t b, int64_t kh, int64_t span, char* room, Keys keys, bool packed, Desk& d) const {
+  Columns do_span(int64_t b, int64_t kh, int64_t span, char* buffer, Keys keys, bool packed, Desk& d) const {
     Columns columns;
     int64_t from = span * observed.span_blocks, to = least(from + observed.span_blocks, blocks);
-    observed.begin_span(from * observed.rows, columns, room);
+    observed.begin_span(from * observed.rows, columns, buffer);
     d.columns = &columns;
     do_blocks(b, kh, from, to, keys, packed, d);
     observed.close_tile_row(columns);
@@ -602,7 +602,7 @@ template <class M, class IO> struct Forward {
   }
 
   // A thread does all rows of a key head, and packs its keys: once, or a tile at a time where there is only one block.
-  void do_head(int64_t b, int64_t kh, const Ahead* ahead, Fault& fault) const {
+  void do_head(int64_t b, int64_t kh, const Prefetch* prefetch, Fault& fault) const {
     Desk d;
     Keys keys, sizes;
     if (!open_desk(d, kh, fault)) return;
@@ -611,16 +611,16 @@ template <class M, class IO> struct Forward {
     char* base = (char*)scratch(clearhead::SLOT_KEYS, (size_t)keys_bytes(sizes, nullptr, 1, count));
     if (base == nullptr) return fault.set(CH_NO_MEMORY);
     keys_bytes(keys, base, 1, count);
-    if (ahead != nullptr) d.ahead = *ahead;
+    if (prefetch != nullptr) d.prefetch = *prefetch;
     if (packed)
       for (int64_t t = 0; t < tiles; t++)
         pack_tile(b, kh, t, keys.k + t * k_numbers, keys.v + t * v_numbers, keys.bad + t, d);
     if (!observed.columns) return do_blocks(b, kh, 0, blocks, keys, packed, d);
-    char* room = columns_room(1);
-    if (room == nullptr) return fault.set(CH_NO_MEMORY);
+    char* buffer = columns_buffer(1);
+    if (buffer == nullptr) return fault.set(CH_NO_MEMORY);
     observed.begin_head(b, kh);
     for (int64_t span = 0; span < observed.spans; span++)
-      observed.add_span(b, kh, span, do_span(b, kh, span, room, keys, packed, d));
+      observed.add_span(b, kh, span, do_span(b, kh, span, buffer, keys, packed, d));
     observed.end_head(b, kh);
   }
 
@@ -628,9 +628,9 @@ template <class M, class IO> struct Forward {
     const int64_t units = w.batch * w.kv_heads;
     attend(w, threads, units, [&](int64_t unit) {
       const int64_t next = unit + threads;
-      Ahead ahead;
-      if (next < units) ahead = ahead_of(w, next / w.kv_heads, next % w.kv_heads);
-      do_head(unit / w.kv_heads, unit % w.kv_heads, next < units ? &ahead : nullptr, fault);
+      Prefetch prefetch;
+      if (next < units) prefetch = prefetch_of(w, next / w.kv_heads, next % w.kv_heads);
+      do_head(unit / w.kv_heads, unit % w.kv_heads, next < units ? &prefetch : nullptr, fault);
     });
   }
 
@@ -646,19 +646,19 @@ template <class M, class IO> struct Forward {
     }
     const int64_t first = segments.large * w.kv_heads, units = segments.count * w.kv_heads - first;
     attend(w, threads, units, [&](int64_t unit) {
-      const int64_t own = first + unit, next = own + threads;
-      const Task part = segments.part(w, own / w.kv_heads, 1);
+      const int64_t head = first + unit, next = head + threads;
+      const Task part = segments.part(w, head / w.kv_heads, 1);
       const Forward one(part, gives);
-      Ahead ahead;
+      Prefetch prefetch;
       const bool more = next < segments.count * w.kv_heads;
-      if (more) ahead = one.ahead_of(segments.part(w, next / w.kv_heads, 1), 0, next % w.kv_heads);
-      one.do_head(0, own % w.kv_heads, more ? &ahead : nullptr, fault);
+      if (more) prefetch = one.prefetch_of(segments.part(w, next / w.kv_heads, 1), 0, next % w.kv_heads);
+      one.do_head(0, head % w.kv_heads, more ? &prefetch : nullptr, fault);
     });
     clearhead::trim_scratch();
     return fault.get();
   }
 
-  char* columns_room(int64_t count) const {
+  char* columns_buffer(int64_t count) const {
     Columns sizes;
     return (char*)scratch(clearhead::SLOT_COLUMNS, (size_t)(count * observed.columns_bytes(sizes, nullptr)));
   }
@@ -698,13 +698,13 @@ template <class M, class IO> struct Forward {
     int64_t heads = w.batch * w.kv_heads;
     Columns sizes;
     int64_t bytes = observed.columns_bytes(sizes, nullptr);
-    char* room = columns_room(heads * observed.spans);
-    if (room == nullptr) return fault.set(CH_NO_MEMORY);
+    char* buffer = columns_buffer(heads * observed.spans);
+    if (buffer == nullptr) return fault.set(CH_NO_MEMORY);
     attend(w, threads, heads * observed.spans, [&](int64_t unit) {
       int64_t head = unit % heads, span = observed.spans - 1 - unit / heads;
       Desk d;
       if (!open_desk(d, head % w.kv_heads, fault)) return;
-      do_span(head / w.kv_heads, head % w.kv_heads, span, room + (head * observed.spans + span) * bytes,
+      do_span(head / w.kv_heads, head % w.kv_heads, span, buffer + (head * observed.spans + span) * bytes,
               keys_of(keys, head), true, d);
     });
     if (fault.get() != CH_OK) return;
@@ -713,7 +713,7 @@ template <class M, class IO> struct Forward {
       observed.begin_head(b, kh);
       for (int64_t span = 0; span < observed.spans; span++) {
         Columns columns;
-        observed.columns_bytes(columns, room + (head * observed.spans + span) * bytes);
+        observed.columns_bytes(columns, buffer + (head * observed.spans + span) * bytes);
         columns.first = observed.side > 0 ? observed.tile_row(span * observed.span_blocks * observed.rows) : 0;
         observed.add_span(b, kh, span, columns);
       }
@@ -760,8 +760,8 @@ template <class M, class IO> struct Forward {
     Segments segments(w, false);
     if (segments.no_memory) return CH_NO_MEMORY;
     // What is read directly is so in one block; a strip may make more of them, which are packed.
-    const bool apart = splits > 1 || (direct && (observed.ties || blocks > 1)) || segments.count > 0;
-    if (gives == Gives::ALL && observed.s != nullptr && apart) {
+    const bool split = splits > 1 || (direct && (observed.ties || blocks > 1)) || segments.count > 0;
+    if (gives == Gives::ALL && observed.s != nullptr && split) {
       int code = Forward(w, Gives::OUTPUT).run();
       return code != CH_OK ? code : Forward(w, Gives::STATISTICS).run();
     }

@@ -18,17 +18,17 @@
 namespace CH_NS {
 
 // Forward and Backward say what one chunk adds to the state, in which order states are handed on, and what follows.
-template <class Way> int hand_out(const Way& way, bool apart, int threads, int64_t units, int64_t chunks) {
+template <class Way> int distribute(const Way& way, bool by_chunk, int threads, int64_t units, int64_t chunks) {
   Fault fault;
   auto each = [&](int64_t count, auto&& body) {
     parallel(threads, count, [&](int64_t task) {
       Tiles t;
       if (fault.get() != CH_OK) return;
-      if (!way.room(&t)) return fault.set(CH_NO_MEMORY);
+      if (!way.allocate(&t)) return fault.set(CH_NO_MEMORY);
       body(t, task);
     });
   };
-  if (!apart) {
+  if (!by_chunk) {
     each(units, [&](Tiles& t, int64_t unit) { way.head(t, unit); });
     return fault.get();
   }
@@ -48,8 +48,8 @@ class Running : protected Chunk {
     for (int64_t f = 0; f < w.features; f++) {
       const vf keep = all(decays ? t.keep[f] : 1.0f);
       for (int64_t c = 0; c < D; c += VL) {
-        float* held = t.held + f * D + c;
-        store(held, load(held) * keep + load(t.own + f * D + c));
+        float* running = t.running + f * D + c;
+        store(running, load(running) * keep + load(t.chunk_sums + f * D + c));
       }
     }
     if (sums) add_row(t.sums, t.own_sums, 1.0f, F);
@@ -57,8 +57,8 @@ class Running : protected Chunk {
 
   // A chunk's own part lies where the state is to lie.
   void trade(Tiles& t, float* place, float* sums) const {
-    memcpy(t.own, place, (size_t)state * sizeof(float));
-    memcpy(place, t.held, (size_t)state * sizeof(float));
+    memcpy(t.chunk_sums, place, (size_t)state * sizeof(float));
+    memcpy(place, t.running, (size_t)state * sizeof(float));
     if (sums != nullptr) {
       memcpy(t.own_sums, sums, (size_t)F * sizeof(float));
       memcpy(sums, t.sums, (size_t)F * sizeof(float));
@@ -69,10 +69,10 @@ class Running : protected Chunk {
 
   // The state [features, value_dim] of a unit, padded; zeros where there is none.
   void begin(const Tiles& t, int64_t unit, const float* matrix, const float* normalizer) const {
-    clear(t.held, F * D);
+    clear(t.running, F * D);
     clear(t.sums, F);
     for (int64_t f = 0; matrix != nullptr && f < w.features; f++)
-      memcpy(t.held + f * D, matrix + (unit * w.features + f) * w.value_dim, (size_t)w.value_dim * sizeof(float));
+      memcpy(t.running + f * D, matrix + (unit * w.features + f) * w.value_dim, (size_t)w.value_dim * sizeof(float));
     if (normalizer != nullptr)
       memcpy(t.sums, normalizer + unit * w.features, (size_t)w.features * sizeof(float));
   }
@@ -80,7 +80,7 @@ class Running : protected Chunk {
   void finish(const Tiles& t, int64_t unit, float* matrix, float* normalizer) const {
     float* to = matrix + unit * w.features * w.value_dim;
     for (int64_t f = 0; f < w.features; f++)
-      memcpy(to + f * w.value_dim, t.held + f * D, (size_t)w.value_dim * sizeof(float));
+      memcpy(to + f * w.value_dim, t.running + f * D, (size_t)w.value_dim * sizeof(float));
     if (normalizer != nullptr)
       memcpy(normalizer + unit * w.features, t.sums, (size_t)w.features * sizeof(float));
   }
@@ -90,21 +90,21 @@ class LinearForward : Running {
  public:
   explicit LinearForward(const ch_linear& work) : Running(work) {}
 
-  int run() { return hand_out(*this, apart(), threads, units, chunks); }
+  int run() { return distribute(*this, by_chunk(), threads, units, chunks); }
 
-  bool room(Tiles* t) const { return tiles(false, t); }
+  bool allocate(Tiles* t) const { return tiles(false, t); }
 
   void head(Tiles& t, int64_t unit) const {
     begin(t, unit, w.state, w.normalizer);
     for (int64_t c = 0; c < chunks; c++) {
       place(t, unit, c);
-      if (w.states != nullptr) memcpy(state_at(w.states, unit, c), t.held, (size_t)state * sizeof(float));
+      if (w.states != nullptr) memcpy(state_at(w.states, unit, c), t.running, (size_t)state * sizeof(float));
       if (w.sums != nullptr) memcpy(sums_at(w.sums, unit, c), t.sums, (size_t)F * sizeof(float));
       load_keys(t, true);
-      if (delta) turn_keys(t), correct(t, t.held);
-      outputs(t, t.held, t.sums);
-      if (decays) own<SET>(t, t.own, t.own_sums), add_own(t, normalized);
-      else own<ADD>(t, t.held, t.sums);
+      if (delta) transpose_keys(t), correct(t, t.running);
+      outputs(t, t.running, t.sums);
+      if (decays) chunk_sums<SET>(t, t.chunk_sums, t.own_sums), add_own(t, normalized);
+      else chunk_sums<ADD>(t, t.running, t.sums);
     }
     finish(t, unit, w.last_state, w.last_normalizer);
   }
@@ -112,7 +112,7 @@ class LinearForward : Running {
   void part(Tiles& t, int64_t unit, int64_t c) const {
     place(t, unit, c);
     load_keys(t, true);
-    own<SET>(t, state_at(w.states, unit, c), sums_at(w.sums, unit, c));
+    chunk_sums<SET>(t, state_at(w.states, unit, c), sums_at(w.sums, unit, c));
   }
 
   void sums(Tiles& t, int64_t unit) const {
@@ -132,8 +132,8 @@ class LinearForward : Running {
 
  private:
   // What a chunk adds to the state, and to the sum of features.
-  template <Into INTO> void own(const Tiles& t, float* matrix, float* sums) const {
-    times<INTO>(w.features, D, t.rows, turned(t.kf, F), t.values, t.values_row, matrix, D);
+  template <Into INTO> void chunk_sums(const Tiles& t, float* matrix, float* sums) const {
+    times<INTO>(w.features, D, t.rows, transposed(t.kf, F), t.values, t.values_row, matrix, D);
     for (int64_t c = 0; normalized && c < F; c += VL) {
       vf sum = (vf){};
       for (int64_t i = 0; i < t.rows; i++) sum += load(t.k + i * F + c);
@@ -142,7 +142,7 @@ class LinearForward : Running {
   }
 
   void outputs(Tiles& t, const float* before, const float* sums) const {
-    if (!delta) turn_keys(t);
+    if (!delta) transpose_keys(t);
     for (int64_t g = 0; g < group; g++) {
       load_queries(t, g);
       times<SET>(t.rows, D, w.features, plain(t.qf, F), before, D, t.o, D);
@@ -176,15 +176,15 @@ class LinearBackward : Running {
  public:
   explicit LinearBackward(const ch_linear& work) : Running(work) {}
 
-  int run() { return hand_out(*this, apart() && w.later != nullptr, threads, units, chunks); }
+  int run() { return distribute(*this, by_chunk() && w.later != nullptr, threads, units, chunks); }
 
-  bool room(Tiles* t) const { return tiles(true, t); }
+  bool allocate(Tiles* t) const { return tiles(true, t); }
 
   void head(Tiles& t, int64_t unit) const {
     begin(t, unit, w.grad_last_state, w.grad_last_normalizer);
     for (int64_t c = chunks; c-- > 0;) {
       place(t, unit, c);
-      chunk(t, unit, c, t.held, t.sums, true);
+      chunk(t, unit, c, t.running, t.sums, true);
       add_own(t, normalized);
     }
     finish(t, unit, w.grad_state, w.grad_normalizer);
@@ -193,12 +193,12 @@ class LinearBackward : Running {
   void part(Tiles& t, int64_t unit, int64_t c) const {
     place(t, unit, c);
     if (decays) load_fades(t);
-    t.own = state_at(w.later, unit, c);
+    t.chunk_sums = state_at(w.later, unit, c);
     if (normalized) t.own_sums = sums_at(w.later_sums, unit, c);
     for (int64_t g = 0; g < group; g++) {
       load_queries(t, g);
       load_upstream(t, g);
-      own(t, g);
+      chunk_sums(t, g);
     }
   }
 
@@ -232,11 +232,11 @@ class LinearBackward : Running {
     }
   }
 
-  void own(Tiles& t, int64_t g) const {
+  void chunk_sums(Tiles& t, int64_t g) const {
     if (g == 0) {
-      times<SET>(w.features, D, t.rows, turned(t.qf, F), t.u, D, t.own, D);
+      times<SET>(w.features, D, t.rows, transposed(t.qf, F), t.u, D, t.chunk_sums, D);
     } else {
-      times<ADD>(w.features, D, t.rows, turned(t.qf, F), t.u, D, t.own, D);
+      times<ADD>(w.features, D, t.rows, transposed(t.qf, F), t.u, D, t.chunk_sums, D);
     }
     if (!normalized) return;
     if (g == 0) clear(t.own_sums, F);
@@ -247,7 +247,7 @@ class LinearBackward : Running {
   void chunk(Tiles& t, int64_t unit, int64_t c, const float* later, const float* later_sums, bool with_own) const {
     const float* before = state_at(w.states, unit, c);
     load_keys(t);
-    turn_keys(t);
+    transpose_keys(t);
     if (delta) correct(t, before);
     transpose(t.v, D, wide(t), D, t.vt, C);
     turn_state(before, t.st);
@@ -259,7 +259,7 @@ class LinearBackward : Running {
       load_upstream(t, g);
       t.height = calm == MR && finite_rows(t.q, t.rows, F, F) && finite_rows(t.u, t.rows, D, D) ? MR : 1;
       one_head(t, sums_at(w.sums, unit, c));
-      if (with_own) own(t, g);
+      if (with_own) chunk_sums(t, g);
       put_gradients(t, w.grad_query, t.head * group + g, t.q, t.dq, (float)w.scale);
     }
     if (delta) through_correction(t);
@@ -299,7 +299,7 @@ class LinearBackward : Running {
     for (int64_t i = 0; normalized && i < t.rows; i++) add_row(t.dq + i * F, sums, t.lower[i], F);
     scores_back(t, t.q, t.d, t.dq, t.dk);
     scores(t, t.q, t.p, false);
-    times<ADD, FROM_ON>(t.rows, D, t.rows, turned(t.p, C), t.u, D, t.dv, D, t.height);
+    times<ADD, FROM_ON>(t.rows, D, t.rows, transposed(t.p, C), t.u, D, t.dv, D, t.height);
     for (int64_t i = 0; decays && i < t.rows * F; i += VL)
       store(t.h + i, load(t.h + i) + load(t.q + i) * load(t.dq + i));
   }
@@ -316,7 +316,7 @@ class LinearBackward : Running {
     scores_back(t, t.k, t.d, t.read, t.dk);
     read_keys(t, t.q);
     for (int64_t i = 0; i < t.rows * F; i += VL) store(t.q + i, -load(t.q + i));
-    times<ADD>(w.features, D, t.rows, turned(t.q, F), t.dv, D, t.own, D);
+    times<ADD>(w.features, D, t.rows, transposed(t.q, F), t.dv, D, t.chunk_sums, D);
   }
 
   void keys_and_gates(Tiles& t) const {

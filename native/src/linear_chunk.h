@@ -22,7 +22,7 @@ struct Matrix {
 };
 
 CH_INLINE Matrix plain(const float* data, int64_t ld) { return Matrix{data, ld, 1}; }
-CH_INLINE Matrix turned(const float* data, int64_t ld) { return Matrix{data, 1, ld}; }
+CH_INLINE Matrix transposed(const float* data, int64_t ld) { return Matrix{data, 1, ld}; }
 
 // C [rows x columns] from A [rows x steps] and B [steps x columns]; columns are a multiple of VL. `height` rows share
 // what a part leaves out, so zeros are multiplied between them: 1 where a number may not be finite.
@@ -165,8 +165,8 @@ struct Tiles {
   int64_t values_row;
   float *q, *u, *o;                  // features of one head's queries, its output's gradient, its output
   float *p, *d;                      // products within the chunk, and their gradients
-  float *held, *sums;                // state and sum of features, running
-  float *own, *own_sums;             // what this chunk adds to them
+  float *running, *sums;                // state and sum of features, running
+  float *chunk_sums, *own_sums;             // what this chunk adds to them
   TwiceAt gates, gates_t;            // G as [token][feature], and its transpose
   float *decay;                      // e^(G_i - G_j), where it does not
   float *fade_q, *fade_k, *keep;     // e^G, e^(Gend - G) as [token][feature], e^Gend as [feature]
@@ -204,7 +204,7 @@ class Chunk {
 
   // Chunks go to threads one by one where heads would not keep them busy and somebody kept room for their states;
   // the delta rule's chunks depend on the state before.
-  bool apart() const {
+  bool by_chunk() const {
     return threads > 1 && !delta && chunks > 1 && w.states != nullptr && units < 2 * threads && units % threads != 0;
   }
 
@@ -215,7 +215,7 @@ class Chunk {
     const int64_t tall = C + VL, keys = tall * F, values = tall * D, square = tall * C, matrix = F * D;
     auto some = [&](int64_t count) { return take.take<float>(count); };
     t.k = some(keys), t.v = some(values), t.kt = some(F * C), t.q = some(keys), t.o = some(values);
-    t.p = some(square), t.held = some(matrix), t.sums = some(F), t.own = some(matrix), t.own_sums = some(F);
+    t.p = some(square), t.running = some(matrix), t.sums = some(F), t.chunk_sums = some(matrix), t.own_sums = some(F);
     t.kf = t.k, t.qf = t.q;
     if (decays) {
       t.gates = {some(keys), some(keys)}, t.gates_t = {some(F * C), some(F * C)};
@@ -280,11 +280,11 @@ class Chunk {
     for (int64_t i = 0; i < t.rows; i++, row += from.row, to += F) {
       if (whole < F) get_row<Float32>(row + whole, (int)(w.features - whole), to + whole, (int)(F - whole));
       for (int64_t c = 0; c < F; c += VL) {
-        vf found = feature_of<MAP>(load((c < whole ? row : to) + c)) * all(scale);
+        vf features = feature_of<MAP>(load((c < whole ? row : to) + c)) * all(scale);
         // Beyond the last channel there is no feature.
-        if (c + VL > w.features) found = first_of(found, most(w.features - c, (int64_t)0));
-        store(to + c, found);
-        zero += found * (vf){};
+        if (c + VL > w.features) features = first_of(features, most(w.features - c, (int64_t)0));
+        store(to + c, features);
+        zero += features * (vf){};
       }
     }
     clear(to, (wide(t) - t.rows) * F);  // whole blocks are transposed
@@ -312,7 +312,7 @@ class Chunk {
     if (decays) load_decays(t);
   }
 
-  void turn_keys(const Tiles& t) const { transpose(t.k, F, wide(t), F, t.kt, C); }
+  void transpose_keys(const Tiles& t) const { transpose(t.k, F, wide(t), F, t.kt, C); }
 
   void load_queries(Tiles& t, int64_t g) const {
     get_features(t, w.query, t.head * group + g, (float)w.scale, t.q);
@@ -360,9 +360,9 @@ class Chunk {
     for (int64_t i = 0; i < t.rows; i++) {
       const Twice here = t.gates[i * F];
       for (int64_t j = 0; j <= i; j += VL) {
-        const vf apart = here - t.gates_t[j];
+        const vf distance = here - t.gates_t[j];
         // Above the diagonal the difference is positive, and nobody reads it.
-        store(t.decay + i * C + j, exp_below(apart < (vf){} ? apart : (vf){}));
+        store(t.decay + i * C + j, exp_below(distance < (vf){} ? distance : (vf){}));
       }
     }
   }
@@ -438,7 +438,7 @@ class Chunk {
   void scores_back(Tiles& t, const float* rows, const float* d, float* d_rows, float* d_keys) const {
     if (channels) return back_by_channel(t, rows, d, d_rows, d_keys);
     times<ADD, UP_TO>(t.rows, F, t.rows, plain(d, C), t.k, F, d_rows, F, t.height);
-    times<ADD, FROM_ON>(t.rows, F, t.rows, turned(d, C), rows, F, d_keys, F, t.height);
+    times<ADD, FROM_ON>(t.rows, F, t.rows, transposed(d, C), rows, F, d_keys, F, t.height);
   }
 
   void back_by_channel(Tiles& t, const float* rows, const float* d, float* d_rows, float* d_keys) const {
@@ -473,7 +473,7 @@ class Chunk {
         store(d_rows + at, load(d_rows + at) + load(t.met + i * F + c) * fade);
       }
     }
-    times<SET>(b, F, count, turned(d + b * C, C), t.left + b * F, F, t.met, F);
+    times<SET>(b, F, count, transposed(d + b * C, C), t.left + b * F, F, t.met, F);
     for (int64_t j = 0; j < b; j++) {
       for (int64_t c = 0; c < F; c += VL) {
         const int64_t at = j * F + c;
@@ -523,7 +523,7 @@ class Chunk {
     for (int64_t b = (t.rows - 1) / MR * MR; b >= 0; b -= MR) {
       const int64_t end = least(b + MR, t.rows);
       if (end < t.rows)
-        times<SET>(end - b, D, t.rows - end, turned(t.a + end * C + b, C), x + end * D, D, t.o, D);
+        times<SET>(end - b, D, t.rows - end, transposed(t.a + end * C + b, C), x + end * D, D, t.o, D);
       for (int64_t i = end - 1; i >= b; i--) {
         vf moved = (vf){};
         for (int64_t c = 0; c < D; c += VL) {

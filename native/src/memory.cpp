@@ -20,20 +20,20 @@ constexpr size_t HUGE_PAGE = size_t(1) << 21;
 constexpr size_t PAGE = size_t(1) << 16;
 constexpr int MOST_BLOCKS = 512;
 // Bytes that are held as they are. Telling the system costs ten microseconds a block and stops the other threads.
-constexpr size_t HELD = size_t(1) << 28;
+constexpr size_t MOST_RESIDENT = size_t(1) << 28;
 
 struct Block {
   void* data;
   size_t bytes;
-  bool held;
+  bool resident;
 };
 
 // The oldest first.
 pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-Block kept[MOST_BLOCKS];
-int num_kept = 0;
-size_t kept_bytes = 0;
-size_t held_bytes = 0;
+Block cached[MOST_BLOCKS];
+int num_cached = 0;
+size_t cached_bytes = 0;
+size_t resident_bytes = 0;
 size_t most_bytes = 0;
 pthread_once_t once = PTHREAD_ONCE_INIT;
 
@@ -56,43 +56,43 @@ size_t rounded(size_t bytes) {
 
 // A mapping that starts on a large page's border.
 void* map(size_t bytes) {
-  const size_t room = bytes + HUGE_PAGE;
-  if (room < bytes) return nullptr;
-  void* found = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (found == MAP_FAILED) return nullptr;
-  char* first = static_cast<char*>(found);
+  const size_t mapped_bytes = bytes + HUGE_PAGE;
+  if (mapped_bytes < bytes) return nullptr;
+  void* mapped = mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  char* first = static_cast<char*>(mapped);
   char* data = first + (HUGE_PAGE - reinterpret_cast<uintptr_t>(first) % HUGE_PAGE) % HUGE_PAGE;
   if (data > first) munmap(first, static_cast<size_t>(data - first));
-  if (first + room > data + bytes) munmap(data + bytes, static_cast<size_t>(first + room - (data + bytes)));
+  if (first + mapped_bytes > data + bytes) munmap(data + bytes, static_cast<size_t>(first + mapped_bytes - (data + bytes)));
   expect_writes(data, bytes);
   return data;
 }
 
 // Takes a block out of the row, whose order stays.
 Block removed(int place) {
-  const Block found = kept[place];
-  for (--num_kept; place < num_kept; ++place) kept[place] = kept[place + 1];
-  kept_bytes -= found.bytes;
-  if (found.held) held_bytes -= found.bytes;
-  return found;
+  const Block removed_block = cached[place];
+  for (--num_cached; place < num_cached; ++place) cached[place] = cached[place + 1];
+  cached_bytes -= removed_block.bytes;
+  if (removed_block.resident) resident_bytes -= removed_block.bytes;
+  return removed_block;
 }
 
 // Tells the system that it may have the oldest, beyond what is held.
 void offer_oldest() {
-  for (int place = 0; place < num_kept && held_bytes > HELD; ++place) {
-    Block& block = kept[place];
-    if (!block.held) continue;
+  for (int place = 0; place < num_cached && resident_bytes > MOST_RESIDENT; ++place) {
+    Block& block = cached[place];
+    if (!block.resident) continue;
 #if defined(MADV_FREE)
     // Advice only: where it is not taken, nothing else changes.
     madvise(block.data, block.bytes, MADV_FREE);
 #endif
-    block.held = false;
-    held_bytes -= block.bytes;
+    block.resident = false;
+    resident_bytes -= block.bytes;
   }
 }
 
 void shrink(size_t bytes, int blocks) {
-  while (num_kept > 0 && (kept_bytes > bytes || num_kept > blocks)) {
+  while (num_cached > 0 && (cached_bytes > bytes || num_cached > blocks)) {
     const Block oldest = removed(0);
     munmap(oldest.data, oldest.bytes);
   }
@@ -103,14 +103,14 @@ void shrink(size_t bytes, int blocks) {
 void* take_memory(size_t bytes) {
   if (bytes > SIZE_MAX / 4) return nullptr;
   const size_t wanted = rounded(bytes);
-  void* found = nullptr;
+  void* reused = nullptr;
   pthread_once(&once, start);
   hold();
   // The youngest may still be in the processor's cache.
-  for (int place = num_kept - 1; place >= 0 && found == nullptr; --place)
-    if (kept[place].bytes == wanted) found = removed(place).data;
+  for (int place = num_cached - 1; place >= 0 && reused == nullptr; --place)
+    if (cached[place].bytes == wanted) reused = removed(place).data;
   leave();
-  return found != nullptr ? found : map(wanted);
+  return reused != nullptr ? reused : map(wanted);
 }
 
 void give_memory(void* data, size_t bytes) {
@@ -119,8 +119,8 @@ void give_memory(void* data, size_t bytes) {
   const bool fits = whole <= most_bytes;
   if (fits) {
     shrink(most_bytes - whole, MOST_BLOCKS - 1);
-    kept[num_kept++] = Block{data, whole, true};
-    kept_bytes += whole, held_bytes += whole;
+    cached[num_cached++] = Block{data, whole, true};
+    cached_bytes += whole, resident_bytes += whole;
     offer_oldest();
   }
   leave();
@@ -129,17 +129,17 @@ void give_memory(void* data, size_t bytes) {
 
 size_t kept_memory() {
   hold();
-  const size_t found = kept_bytes;
+  const size_t released = cached_bytes;
   leave();
-  return found;
+  return released;
 }
 
 size_t memory_limit() {
   pthread_once(&once, start);
   hold();
-  const size_t found = most_bytes;
+  const size_t before = most_bytes;
   leave();
-  return found;
+  return before;
 }
 
 size_t keep_at_most(size_t bytes) {

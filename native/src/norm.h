@@ -79,9 +79,9 @@ template <class IO> class Norm {
     for (int c = 0; c < columns; c += PLACES) {
       const int of = c / PLACES;
       const Draw draw = draw_of(w.seed, w.dropped, row, of);
-      kept_places(draw, (uint32_t)of, columns - c, [&](int at, Lanes kept, Lanes next) CH_INLINED {
+      kept_places(draw, (uint32_t)of, columns - c, [&](int at, Lanes keep, Lanes next) CH_INLINED {
         float* to = line + c + at;
-        store(to, only(kept, load(to) * factor));
+        store(to, only(keep, load(to) * factor));
         store(to + VL, only(next, load(to + VL) * factor));
       });
     }
@@ -170,9 +170,9 @@ template <class IO> class NormBackward : Norm<IO> {
     parallel(Base::threads(), parts, [&](int64_t u) {
       float* lines = Base::line_of(clearhead::SLOT_WORK, 2);
       if (lines == nullptr) return fault.set(CH_NO_MEMORY);
-      float* own = sums == nullptr ? nullptr : sums + 2 * u * padded;
-      if (own != nullptr) memset(own, 0, (size_t)(2 * padded) * sizeof(float));
-      for (int64_t row = u * rows; row < least(w.rows, (u + 1) * rows); row++) one_row(row, weight, lines, own);
+      float* line_sums = sums == nullptr ? nullptr : sums + 2 * u * padded;
+      if (line_sums != nullptr) memset(line_sums, 0, (size_t)(2 * padded) * sizeof(float));
+      for (int64_t row = u * rows; row < least(w.rows, (u + 1) * rows); row++) one_row(row, weight, lines, line_sums);
     });
     if (sums != nullptr && fault.get() == CH_OK) {
       add_up(sums, parts, w.grad_weight);

@@ -260,9 +260,9 @@ void pack_panels(const typename IO::type* from, int64_t stride, int count, int d
     const int real = least(VL, count - row);
     for (int c = 0; c < done; c += VL) {
       const uint32_t* words = (const uint32_t*)(block + (int64_t)c * M::PAIR);
-      uint32_t* turned = (uint32_t*)panel + (int64_t)c * PW;
-      if (real == VL) transpose_block(words, stride / M::PAIR, turned, PW);
-      else transpose_block(words, stride / M::PAIR, turned, PW, real);
+      uint32_t* transposed = (uint32_t*)panel + (int64_t)c * PW;
+      if (real == VL) transpose_block(words, stride / M::PAIR, transposed, PW);
+      else transpose_block(words, stride / M::PAIR, transposed, PW, real);
     }
     for (int r = 0; r < real && rest > 0; r++)
       get_numbers<M, IO>(block + r * stride + lying, dim - lying, staged + r * rest, rest);

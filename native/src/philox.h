@@ -43,14 +43,14 @@ CH_INLINE void philox(vw c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t see
     key0 += FIRST_STEP;
     key1 += SECOND_STEP;
   };
-  const uint64_t alike = (uint64_t)c2 * SECOND;
+  const uint64_t product = (uint64_t)c2 * SECOND;
   vw first = wide_product(c0, FIRST);
   const vw varied = first >> 32 ^ (c3 ^ key1);
-  const uint64_t next_alike = (uint64_t)((uint32_t)(alike >> 32) ^ c1 ^ key0) * FIRST;
+  const uint64_t next_product = (uint64_t)((uint32_t)(product >> 32) ^ c1 ^ key0) * FIRST;
   next_key();
   vw second = wide_product(varied, SECOND);
-  vw w0 = second >> 32 ^ ((uint32_t)alike ^ key0), w1 = second;
-  vw w2 = first ^ ((uint32_t)(next_alike >> 32) ^ key1), w3 = (uint32_t)next_alike + (vw){};
+  vw w0 = second >> 32 ^ ((uint32_t)product ^ key0), w1 = second;
+  vw w2 = first ^ ((uint32_t)(next_product >> 32) ^ key1), w3 = (uint32_t)next_product + (vw){};
 #pragma GCC unroll 8
   for (int round = 2; round < ROUNDS - 1; round++) {
     next_key();
@@ -67,24 +67,24 @@ CH_INLINE void philox(vw c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t see
 }
 
 // Which of the quarters of numbers, one after the other, are at least `dropped`: two vectors of them.
-CH_INLINE void quarters_from(vw numbers, int32_t dropped, Lanes& kept, Lanes& next) {
+CH_INLINE void quarters_from(vw numbers, int32_t dropped, Lanes& keep, Lanes& next) {
 #if defined(CH_AVX512)
   const __mmask32 both = _mm512_cmpge_epu16_mask((__m512i)numbers, _mm512_set1_epi16((short)dropped));
-  kept = (Lanes)both, next = (Lanes)(both >> 16);
+  keep = (Lanes)both, next = (Lanes)(both >> 16);
 #elif defined(CH_AVX2)
   const __m256i quarters = (__m256i)numbers, least_kept = _mm256_set1_epi16((short)dropped);
   const __m256i both = _mm256_cmpeq_epi16(_mm256_max_epu16(quarters, least_kept), quarters);
-  kept = (vi)_mm256_cvtepi16_epi32(_mm256_castsi256_si128(both));
+  keep = (vi)_mm256_cvtepi16_epi32(_mm256_castsi256_si128(both));
   next = (vi)_mm256_cvtepi16_epi32(_mm256_extracti128_si256(both, 1));
 #elif defined(CH_NEON)
   const int16x8_t both = (int16x8_t)vcgeq_u16((uint16x8_t)numbers, vdupq_n_u16((uint16_t)dropped));
-  kept = (vi)vmovl_s16(vget_low_s16(both));
+  keep = (vi)vmovl_s16(vget_low_s16(both));
   next = (vi)vmovl_high_s16(both);
 #else
   uint16_t quarters[2 * VL];
   memcpy(quarters, &numbers, sizeof(quarters));
   for (int i = 0; i < VL; i++) {
-    kept[i] = -(int32_t)(quarters[i] >= dropped);
+    keep[i] = -(int32_t)(quarters[i] >= dropped);
     next[i] = -(int32_t)(quarters[VL + i] >= dropped);
   }
 #endif
@@ -130,9 +130,9 @@ template <class Take> CH_INLINE void kept_places(const Draw& d, uint32_t group, 
     philox(lanes + (uint64_t)(group * PER_GROUP + (uint32_t)part), d.row, d.head, d.batch, d.seed, numbers);
 #pragma GCC unroll 2
     for (int p = 0; p < 2; p++) {
-      Lanes kept, next;
-      quarters_from(numbers[p], d.dropped, kept, next);
-      take(part / 8 * 64 + 32 * p + part % 8 * 4, kept, next);
+      Lanes keep, next;
+      quarters_from(numbers[p], d.dropped, keep, next);
+      take(part / 8 * 64 + 32 * p + part % 8 * 4, keep, next);
     }
   }
 }
@@ -151,9 +151,9 @@ struct KeptBits {
   Both bits[PLACES / (2 * VL)];
 
   CH_INLINE void find(const Draw& d, uint32_t group, int64_t columns = PLACES) {
-    kept_places(d, group, columns, [&](int place, Lanes kept, Lanes next) CH_INLINED {
+    kept_places(d, group, columns, [&](int place, Lanes keep, Lanes next) CH_INLINED {
       // Written one by one: compilers would gather them in a vector first, number by number.
-      *(volatile Both*)(bits + place / (2 * VL)) = (Both)(bits_of(kept) | bits_of(next) << VL);
+      *(volatile Both*)(bits + place / (2 * VL)) = (Both)(bits_of(keep) | bits_of(next) << VL);
     });
   }
 

@@ -10,7 +10,7 @@
 #pragma once
 
 #include "activation.h"
-#include "dots.h"
+#include "gemv.h"
 
 namespace CH_NS {
 
@@ -25,7 +25,7 @@ template <class M, class IO> class Projection {
   static constexpr int64_t STEPS = 4096, TURNED_STEPS = 2048;
   // Numbers of steps that are asked for ahead where left lies turned, whose steps lie far apart: where a row is a power
   // of two long their lines share a few places of the innermost cache, which more would drive out before they are read.
-  static constexpr int64_t AHEAD = 8;
+  static constexpr int64_t PREFETCH_STEPS = 8;
   // Rows of a block, and numbers of right that are packed at a time: 16 MiB, a share of the last cache.
   static constexpr int64_t BLOCK = 12 * MR, PACKED = int64_t(1) << 22;
   // Rows up to which right is packed by the thread that multiplies by it: measured on AVX2, a quarter to three times as
@@ -102,8 +102,8 @@ template <class M, class IO> class Projection {
   static int64_t block_of(int64_t rows, int threads) {
     int64_t best = MR, least_rows = INT64_MAX;
     for (int64_t block = BLOCK; block >= (threads > 1 ? BLOCK / 2 : BLOCK); block -= MR) {
-      const int64_t own = ((rows + block - 1) / block + threads - 1) / threads * block;
-      if (own < least_rows) best = block, least_rows = own;
+      const int64_t rows_a_thread = ((rows + block - 1) / block + threads - 1) / threads * block;
+      if (rows_a_thread < least_rows) best = block, least_rows = rows_a_thread;
     }
     // No more than there are.
     return least(best, most((int64_t)MR, round_up((rows + threads - 1) / threads, MR)));
@@ -138,9 +138,9 @@ template <class M, class IO> class Projection {
   }
 
   // Room for as many panels of right as are packed at a time.
-  bool keep_packed(int64_t room) {
-    at_once = least(wide, most((int64_t)1, PACKED / (room * PW + 1)));
-    packed = (number*)scratch(clearhead::SLOT_SHARED, (size_t)(at_once * room * PW) * sizeof(number) + 64);
+  bool keep_packed(int64_t panel_steps) {
+    at_once = least(wide, most((int64_t)1, PACKED / (panel_steps * PW + 1)));
+    packed = (number*)scratch(clearhead::SLOT_SHARED, (size_t)(at_once * panel_steps * PW) * sizeof(number) + 64);
     return packed != nullptr;
   }
 
@@ -173,14 +173,14 @@ template <class M, class IO> class Projection {
     group.count = 0;
     group.steps = 0;
     for (; term < w.num_terms; term++, from = 0) {
-      const ch_term& own = w.terms[term];
-      const int64_t room = (most_steps - group.steps) * M::PAIR;
-      const int64_t count = least(room, own.steps - from);
+      const ch_term& term_here = w.terms[term];
+      const int64_t remaining = (most_steps - group.steps) * M::PAIR;
+      const int64_t count = least(remaining, term_here.steps - from);
       if (count > 0) {
-        group.pieces[group.count++] = Piece{&own, from, count, group.steps};
+        group.pieces[group.count++] = Piece{&term_here, from, count, group.steps};
         group.steps += round_up(row_steps<M>(count), VL);
       }
-      if (from + count < own.steps) break;
+      if (from + count < term_here.steps) break;
     }
     group.last = term == w.num_terms;
   }
@@ -224,21 +224,21 @@ template <class M, class IO> class Projection {
       const int64_t laid = direct ? 0 : w.rows * left_row(group);
       float* tile = (float*)scratch(clearhead::SLOT_COLUMNS, (size_t)(block * PW + laid) * sizeof(float));
       const int64_t panel = dotted ? 0 : group.steps * PW;
-      number* own = (number*)scratch(clearhead::SLOT_KEYS, (size_t)panel * sizeof(number) + 64);
-      if (tile == nullptr || own == nullptr) return fault.set(CH_NO_MEMORY);
+      number* panel_tile = (number*)scratch(clearhead::SLOT_KEYS, (size_t)panel * sizeof(number) + 64);
+      if (tile == nullptr || panel_tile == nullptr) return fault.set(CH_NO_MEMORY);
       number* left = (number*)(tile + block * PW);
       if (!direct) lay_out(group, 0, w.rows, left, false);
       if constexpr (M::PAIR == 1 && Widened<IO>::AT_ONCE == 2)
         for (int64_t row = 0; row < w.rows && dotted; row++)
           Widened<IO>::arrange(left + row * left_row(group), (int)(w.terms[0].steps / VL));
-      Kept kept;
+      DropoutMask mask;
       for (int64_t p = part * per_part; p < least(wide, (part + 1) * per_part); p++) {
-        if (!dotted && !pack_panel(group, p, own)) return fault.set(CH_NO_MEMORY);
+        if (!dotted && !pack_panel(group, p, panel_tile)) return fault.set(CH_NO_MEMORY);
         for (int64_t row = 0; row < w.rows; row += block) {
           const int64_t rows = least(block, w.rows - row);
-          if (group.last && drops()) kept.find(w, row, rows, p * PW);
-          if (dotted) dotted_tile(group, left + row * left_row(group), row, rows, p * PW, tile, kept);
-          else tile_of(group, own, left + row * left_row(group), row, rows, p * PW, tile, kept);
+          if (group.last && drops()) mask.find(w, row, rows, p * PW);
+          if (dotted) dotted_tile(group, left + row * left_row(group), row, rows, p * PW, tile, mask);
+          else tile_of(group, panel_tile, left + row * left_row(group), row, rows, p * PW, tile, mask);
         }
       }
     });
@@ -267,15 +267,15 @@ template <class M, class IO> class Projection {
             floats[r * term.steps + s] = get_one<IO>((const type*)term.left + r * term.left_row + s);
       const type* right = (const type*)term.right + first;
       across_rows<ACROSS_ROWS>(left, left_row, right, (int)count, sums);
-      Kept kept;
+      DropoutMask mask;
       for (int64_t column = first; column < first + count; column += PW) {
         const int columns = (int)least((int64_t)PW, first + count - column);
         for (int64_t r = 0; r < w.rows; r++)
           memcpy(tile + r * PW, sums + r * STRIPE + column - first, (size_t)round_up(columns, VL) * sizeof(float));
         float bias[PW] = {};
         if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
-        if (drops()) kept.find(w, 0, w.rows, column);
-        finish(group, Way{0, column, columns, w.bias != nullptr ? bias : nullptr, kept}, 0, w.rows, tile);
+        if (drops()) mask.find(w, 0, w.rows, column);
+        finish(group, Way{0, column, columns, w.bias != nullptr ? bias : nullptr, mask}, 0, w.rows, tile);
       }
     });
     return fault.get() == CH_OK;
@@ -301,11 +301,11 @@ template <class M, class IO> class Projection {
       if (tile == nullptr) return fault.set(CH_NO_MEMORY);
       number* left = (number*)(tile + block * PW);
       if (!direct) lay_out(group, row, rows, left, panel == 0 && first == 0);
-      Kept kept;
+      DropoutMask mask;
       for (int64_t p = first; p < end; p++) {
         const int64_t column = (panel + p) * PW;
-        if (group.last && drops()) kept.find(w, row, rows, column);
-        tile_of(group, packed + p * group.steps * PW, left, row, rows, column, tile, kept);
+        if (group.last && drops()) mask.find(w, row, rows, column);
+        tile_of(group, packed + p * group.steps * PW, left, row, rows, column, tile, mask);
       }
     });
     return fault.get() == CH_OK;
@@ -315,17 +315,17 @@ template <class M, class IO> class Projection {
   CH_INLINE bool drops() const { return w.dropped > 0 && w.gate == nullptr; }
 
   // What dropout keeps of a block of rows, of as many columns as it is drawn for at a time.
-  struct Kept {
+  struct DropoutMask {
     int64_t group = -1, first = -1;
-    KeptBits kept[BLOCK];
+    KeptBits rows_kept[BLOCK];
 
     void find(const ch_projection& w, int64_t row, int64_t rows, int64_t column) {
       if (column / PLACES == group && row == first) return;
       group = column / PLACES, first = row;
-      for (int64_t r = 0; r < rows; r++) kept[r].find(draw_of(w.seed, w.dropped, row + r, group), (uint32_t)group);
+      for (int64_t r = 0; r < rows; r++) rows_kept[r].find(draw_of(w.seed, w.dropped, row + r, group), (uint32_t)group);
     }
     CH_INLINE vf of(int64_t r, int64_t column, vf number) const {
-      return where_bits(kept[r].from((int)(column % PLACES)), number);
+      return where_bits(rows_kept[r].from((int)(column % PLACES)), number);
     }
   };
 
@@ -338,12 +338,12 @@ template <class M, class IO> class Projection {
   // A block of rows times a panel, summed a stretch of steps at a time; after the last stretch, rows leave at once,
   // while they are in the innermost cache.
   void tile_of(const Group& group, const number* right, const number* laid, int64_t row, int64_t rows, int64_t column,
-               float* tile, const Kept& kept) const {
+               float* tile, const DropoutMask& mask) const {
     const int columns = (int)least((int64_t)PW, w.columns - column), vecs = vectors(column);
     float bias[PW] = {};
     const bool biased = group.last && w.bias != nullptr;
     if (biased) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
-    const Way way = {row, column, columns, biased ? bias : nullptr, kept};
+    const Way way = {row, column, columns, biased ? bias : nullptr, mask};
     // What takes few steps and no look at its neighbours leaves from the registers.
     const bool simple = w.activation <= CH_RELU && w.slope == nullptr && w.dropped == 0 && w.gate == nullptr;
     const bool plain = group.first && group.last && simple && columns % VL == 0;
@@ -382,7 +382,7 @@ template <class M, class IO> class Projection {
 
   // The same of right's rows where they lie.
   void dotted_tile(const Group& group, const number* laid, int64_t row, int64_t rows, int64_t column, float* tile,
-                   const Kept& kept) const {
+                   const DropoutMask& mask) const {
     const int columns = (int)least((int64_t)PW, w.columns - column);
     float bias[PW] = {};
     if (w.bias != nullptr) get_row<IO>((const type*)w.bias + column, columns, bias, PW);
@@ -391,12 +391,12 @@ template <class M, class IO> class Projection {
     const int vectors = (int)(row_steps<M>(term.steps) / VL);
     const type* right = (const type*)term.right + column * term.right_row;
     const number* left = direct ? (const number*)((const type*)term.left + row * term.left_row) : laid;
-    const int64_t apart = direct ? term.left_row / M::PAIR : left_row(group);
+    const int64_t left_stride = direct ? term.left_row / M::PAIR : left_row(group);
     if constexpr (M::PAIR == 2 || __is_same(IO, Float32))
-      dots<M>((int)rows, left, apart, (const number*)right, term.right_row / M::PAIR, columns, vectors, tile, PW, false);
+      dots<M>((int)rows, left, left_stride, (const number*)right, term.right_row / M::PAIR, columns, vectors, tile, PW, false);
     else
-      dots<Widened<IO>>((int)rows, left, apart, right, term.right_row, columns, vectors, tile, PW, false);
-    finish(group, Way{row, column, columns, w.bias != nullptr ? bias : nullptr, kept}, 0, rows, tile);
+      dots<Widened<IO>>((int)rows, left, left_stride, right, term.right_row, columns, vectors, tile, PW, false);
+    finish(group, Way{row, column, columns, w.bias != nullptr ? bias : nullptr, mask}, 0, rows, tile);
   }
 
   // Where the sums of a few rows go: with bias and relu, rounded, to the output. `before` are those of earlier steps.
@@ -447,7 +447,7 @@ template <class M, class IO> class Projection {
     int64_t row, column;
     int columns;
     const float* bias;
-    const Kept& kept;
+    const DropoutMask& mask;
   };
 
   // Asks for the lines that rows of the tile will be written to, and held against.
@@ -482,15 +482,15 @@ template <class M, class IO> class Projection {
     vf number = activation_of(w.activation, sum, slope);
     if (w.dropped == 0) return number;
     const vf factor = all(dropout_factor(w.dropped));
-    slope = way.kept.of(r, way.column + c, slope * factor);
-    return way.kept.of(r, way.column + c, number * factor);
+    slope = way.mask.of(r, way.column + c, slope * factor);
+    return way.mask.of(r, way.column + c, number * factor);
   }
 
   // The way out of rows of a tile: to the sums, or with all of them, and what becomes of them, rounded to the output.
   void finish(const Group& group, const Way& way, int64_t from, int64_t to, const float* tile) const {
     for (int64_t r = from; r < to; r++) {
       const int64_t row = way.row + r;
-      const float* own = tile + r * PW;
+      const float* tile_row = tile + r * PW;
       float* sum = sums + row * sums_row + way.column;
       type* output = (type*)w.output + row * w.output_row + way.column;
       type* slope = w.slope == nullptr ? nullptr : (type*)w.slope + row * w.slope_row + way.column;
@@ -498,7 +498,7 @@ template <class M, class IO> class Projection {
       const type* slope_gate =
           w.slope_gate == nullptr ? nullptr : (const type*)w.slope_gate + row * w.slope_gate_row + way.column;
       for (int c = 0; c < way.columns; c += VL) {
-        vf number = load(own + c), grows;
+        vf number = load(tile_row + c), grows;
         if (!group.first) number += load(sum + c);
         if (!group.last) {
           store(sum + c, number);
@@ -507,12 +507,12 @@ template <class M, class IO> class Projection {
         if (way.bias != nullptr) number += load(way.bias + c);
         const int columns = way.columns - c;
         const bool whole = columns >= VL;
-        float edge[VL];
+        float padded[VL];
         const auto read = [&](const type* from) CH_INLINED {
           if (from == nullptr) return (vf){};
           if (whole) return get_vector<IO>(from + c);
-          get_row<IO>(from + c, columns, edge, VL);
-          return load(edge);
+          get_row<IO>(from + c, columns, padded, VL);
+          return load(padded);
         };
         if (gate == nullptr) number = activated(way, r, c, number, grows);
         else number = through_gate(number, read(gate), read(slope_gate), grows);
@@ -521,11 +521,11 @@ template <class M, class IO> class Projection {
           if (slope != nullptr) put_vector<IO>(slope + c, grows);
           continue;
         }
-        store(edge, number);
-        put_row<IO>(output + c, columns, edge, 1.0f);
+        store(padded, number);
+        put_row<IO>(output + c, columns, padded, 1.0f);
         if (slope == nullptr) continue;
-        store(edge, grows);
-        put_row<IO>(slope + c, columns, edge, 1.0f);
+        store(padded, grows);
+        put_row<IO>(slope + c, columns, padded, 1.0f);
       }
     }
   }
@@ -558,11 +558,11 @@ template <class M, class IO> class Projection {
     for (int64_t s = 0; s < row_steps<M>(count); s += VL) {
       for (int64_t r = 0; r < VL; r++) {
         const int64_t step = (s + r) * M::PAIR;
-        number* own = staged + r * wide;
-        ask_for(from, stride, step + AHEAD * M::PAIR, count, rows);
-        if (step >= count) memset(own, 0, (size_t)wide * sizeof(number));
-        else if constexpr (M::PAIR == 1) get_row<IO>(from + step * stride, rows, own, wide);
-        else pair_row(from + step * stride, step + 1 < count ? from + (step + 1) * stride : nullptr, rows, own, wide);
+        number* staged_row = staged + r * wide;
+        ask_for(from, stride, step + PREFETCH_STEPS * M::PAIR, count, rows);
+        if (step >= count) memset(staged_row, 0, (size_t)wide * sizeof(number));
+        else if constexpr (M::PAIR == 1) get_row<IO>(from + step * stride, rows, staged_row, wide);
+        else pair_row(from + step * stride, step + 1 < count ? from + (step + 1) * stride : nullptr, rows, staged_row, wide);
       }
       for (int c = 0; c < wide; c += VL) {
         vf sum = load(counted + c);

@@ -7,9 +7,9 @@ namespace {
 int64_t number_size(const ch_projection& work) { return work.dtype == CH_FLOAT32 ? 4 : 2; }
 
 // What lies as `rows` rows of `columns`, or turned.
-int check_matrix(const ch_projection& work, const void* data, int64_t rows, int64_t columns, int64_t row, bool turned,
+int check_matrix(const ch_projection& work, const void* data, int64_t rows, int64_t columns, int64_t row, bool transposed,
                  Access access) {
-  const int64_t lying = turned ? columns : rows, last = turned ? rows : columns;
+  const int64_t lying = transposed ? columns : rows, last = transposed ? rows : columns;
   return check_memory(data, {{{lying, row}, {1, 0}, {1, 0}}, last}, number_size(work), access);
 }
 

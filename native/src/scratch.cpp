@@ -18,16 +18,16 @@ struct Buffers {
 };
 
 constexpr size_t HUGE_PAGE = size_t(1) << 21;
-constexpr size_t KEPT = size_t(3) << 24;
+constexpr size_t MOST_KEPT_BYTES = size_t(3) << 24;
 
 pthread_key_t key;
 bool has_key = false;
 pthread_once_t once = PTHREAD_ONCE_INIT;
 
 void release(void* pointer) {
-  Buffers* own = static_cast<Buffers*>(pointer);
-  for (Buffer& buffer : own->of) free(buffer.data);
-  free(own);
+  Buffers* mine = static_cast<Buffers*>(pointer);
+  for (Buffer& buffer : mine->of) free(buffer.data);
+  free(mine);
 }
 
 // A key with a destructor and not thread_local: that one would bring the C++ runtime along.
@@ -37,15 +37,15 @@ Buffers* buffers() {
   pthread_once(&once, make_key);
   // All keys are others': theirs must not be taken.
   if (!has_key) return nullptr;
-  Buffers* own = static_cast<Buffers*>(pthread_getspecific(key));
-  if (own == nullptr) {
-    own = static_cast<Buffers*>(calloc(1, sizeof(Buffers)));
-    if (own != nullptr && pthread_setspecific(key, own) != 0) {
-      free(own);
-      own = nullptr;
+  Buffers* mine = static_cast<Buffers*>(pthread_getspecific(key));
+  if (mine == nullptr) {
+    mine = static_cast<Buffers*>(calloc(1, sizeof(Buffers)));
+    if (mine != nullptr && pthread_setspecific(key, mine) != 0) {
+      free(mine);
+      mine = nullptr;
     }
   }
-  return own;
+  return mine;
 }
 
 }  // namespace
@@ -62,9 +62,9 @@ void expect_writes(void* data, size_t bytes) {
 }
 
 void* scratch(Slot slot, size_t bytes) {
-  Buffers* own = buffers();
-  if (own == nullptr) return nullptr;
-  Buffer& buffer = own->of[slot];
+  Buffers* mine = buffers();
+  if (mine == nullptr) return nullptr;
+  Buffer& buffer = mine->of[slot];
   // Who wants no bytes, a row that sees no key, gets some all the same: null says that there is no memory.
   if (buffer.data == nullptr || buffer.bytes < bytes) {
     free(buffer.data);
@@ -81,10 +81,10 @@ void* scratch(Slot slot, size_t bytes) {
 }
 
 void trim_scratch() {
-  Buffers* own = buffers();
-  if (own == nullptr) return;
-  for (Buffer& buffer : own->of) {
-    if (buffer.bytes > KEPT) {
+  Buffers* mine = buffers();
+  if (mine == nullptr) return;
+  for (Buffer& buffer : mine->of) {
+    if (buffer.bytes > MOST_KEPT_BYTES) {
       free(buffer.data);
       buffer = Buffer{nullptr, 0};
     }

@@ -31,8 +31,8 @@ class Segments {
   // one alone.
   Segments(const Task& w, bool disjoint) {
     if (!may(w, disjoint)) return;
-    const int64_t room = w.batch + w.batch * w.q_len / LEAST;
-    list = (Segment*)scratch(clearhead::SLOT_SEGMENTS, (size_t)room * sizeof(Segment));
+    const int64_t capacity = w.batch + w.batch * w.q_len / LEAST;
+    list = (Segment*)scratch(clearhead::SLOT_SEGMENTS, (size_t)capacity * sizeof(Segment));
     if (list == nullptr) {
       no_memory = true;
       return;
@@ -47,7 +47,7 @@ class Segments {
           open->queries++;
           continue;
         }
-        if (count == room || (disjoint && keys > 0 && key < last)) {
+        if (count == capacity || (disjoint && keys > 0 && key < last)) {
           count = 0;
           return;
         }
@@ -91,39 +91,39 @@ class Segments {
 
   // A segment as a call.
   Task part(const Task& w, int64_t s, int threads) const {
-    const Segment& own = list[s];
-    const int64_t size = w.dtype == CH_FLOAT32 ? 4 : 2, row = own.b * w.heads * w.rows_apart + own.query;
+    const Segment& segment = list[s];
+    const int64_t size = w.dtype == CH_FLOAT32 ? 4 : 2, row = segment.b * w.heads * w.rows_apart + segment.query;
     Task t = w;
     auto move = [&](ch_tensor& tensor, int64_t rows) {
-      if (tensor.data != nullptr) tensor.data = (char*)tensor.data + (own.b * tensor.batch + rows * tensor.row) * size;
+      if (tensor.data != nullptr) tensor.data = (char*)tensor.data + (segment.b * tensor.batch + rows * tensor.row) * size;
     };
     auto skip = [&](auto*& rows, int64_t each) {
       if (rows != nullptr) rows += row * each;
     };
-    move(t.query, own.query);
-    move(t.output, own.query);
-    move(t.grad_output, own.query);
-    move(t.grad_query, own.query);
-    move(t.key, own.key);
-    move(t.value, own.key);
-    move(t.grad_key, own.key);
-    move(t.grad_value, own.key);
+    move(t.query, segment.query);
+    move(t.output, segment.query);
+    move(t.grad_output, segment.query);
+    move(t.grad_query, segment.query);
+    move(t.key, segment.key);
+    move(t.value, segment.key);
+    move(t.grad_key, segment.key);
+    move(t.grad_value, segment.key);
     skip(t.output32, w.value_dim);
     skip(t.lse, 1);
     skip(t.softmax, 2);
     skip(t.grad_lse, 1);
     skip(t.delta, 1);
     t.batch = 1;
-    t.q_len = own.queries;
-    t.k_len = own.keys;
-    t.query_offset += own.query - own.key;
+    t.q_len = segment.queries;
+    t.k_len = segment.keys;
+    t.query_offset += segment.query - segment.key;
     t.start = t.stop = nullptr;
     t.runs = 0;
     t.threads = threads;
     t.units = count * w.kv_heads;
-    t.first_batch += own.b;
-    t.first_query += own.query;
-    t.first_key += own.key;
+    t.first_batch += segment.b;
+    t.first_query += segment.query;
+    t.first_key += segment.key;
     return t;
   }
 

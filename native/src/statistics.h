@@ -21,21 +21,21 @@ struct Candidate {
 };
 
 // Whether a stands behind b: less, or equal at a higher key.
-CH_INLINE bool behind(Candidate a, Candidate b) { return a.score < b.score || (a.score == b.score && a.key > b.key); }
+CH_INLINE bool ranks_below(Candidate a, Candidate b) { return a.score < b.score || (a.score == b.score && a.key > b.key); }
 
 // The best candidates seen, the last of them on top of a heap.
 struct Best {
   Candidate* heap;
-  int64_t room;
-  int32_t* held;
+  int64_t capacity;
+  int32_t* num_candidates;
 
-  CH_INLINE float bar() const { return *held < room ? -INF : heap[in_order() ? room - 1 : 0].score; }
+  CH_INLINE float bar() const { return *num_candidates < capacity ? -INF : heap[in_order() ? capacity - 1 : 0].score; }
 
   void sink_down(int64_t at, int64_t count) const {
     Candidate moved = heap[at];
     for (int64_t child = 2 * at + 1; child < count; child = 2 * at + 1) {
-      if (child + 1 < count && behind(heap[child + 1], heap[child])) child++;
-      if (!behind(heap[child], moved)) break;
+      if (child + 1 < count && ranks_below(heap[child + 1], heap[child])) child++;
+      if (!ranks_below(heap[child], moved)) break;
       heap[at] = heap[child];
       at = child;
     }
@@ -43,12 +43,12 @@ struct Best {
   }
 
   void take(Candidate one) const {
-    if (*held == room) {
+    if (*num_candidates == capacity) {
       heap[0] = one;
-      return sink_down(0, room);
+      return sink_down(0, capacity);
     }
-    int64_t at = (*held)++;
-    for (; at > 0 && behind(one, heap[(at - 1) / 2]); at = (at - 1) / 2) heap[at] = heap[(at - 1) / 2];
+    int64_t at = (*num_candidates)++;
+    for (; at > 0 && ranks_below(one, heap[(at - 1) / 2]); at = (at - 1) / 2) heap[at] = heap[(at - 1) / 2];
     heap[at] = one;
   }
 
@@ -71,7 +71,7 @@ struct Best {
   // A few candidates fit vectors, scores and keys, and are kept in order: one more opens a gap at its place, and what
   // falls off the end was not wanted.
 #if defined(CH_AVX512)
-  CH_INLINE bool in_order() const { return room <= 2 * VL; }
+  CH_INLINE bool in_order() const { return capacity <= 2 * VL; }
 
   // Candidates in falling order, `HALVES` vectors of them.
   template <int HALVES> struct Ordered {
@@ -81,7 +81,7 @@ struct Best {
     CH_INLINE void put(float score, int32_t key) {
       __m512 one = _mm512_set1_ps(score);
       __m512i its = _mm512_set1_epi32(key);
-      uint32_t ahead = _mm512_cmp_ps_mask(scores[HALVES - 1], one, _CMP_GE_OQ);
+      uint32_t reached = _mm512_cmp_ps_mask(scores[HALVES - 1], one, _CMP_GE_OQ);
       if constexpr (HALVES == 2) {
         uint32_t first = _mm512_cmp_ps_mask(scores[0], one, _CMP_GE_OQ);
         if (first != 0xffff) {
@@ -92,32 +92,32 @@ struct Best {
           return open(0, first, one, its);
         }
       }
-      open(HALVES - 1, ahead, one, its);
+      open(HALVES - 1, reached, one, its);
     }
 
-    CH_INLINE void open(int half, uint32_t ahead, __m512 one, __m512i its) {
-      __mmask16 others = (__mmask16)~(ahead + 1);
+    CH_INLINE void open(int half, uint32_t reached, __m512 one, __m512i its) {
+      __mmask16 others = (__mmask16)~(reached + 1);
       scores[half] = _mm512_mask_expand_ps(one, others, scores[half]);
       keys[half] = _mm512_mask_expand_epi32(its, others, keys[half]);
     }
   };
 
   void scan_few(const float* scores, int count, int64_t first) const {
-    return room <= VL ? scan_ordered<1>(scores, count, first) : scan_ordered<2>(scores, count, first);
+    return capacity <= VL ? scan_ordered<1>(scores, count, first) : scan_ordered<2>(scores, count, first);
   }
 
   template <int HALVES> void scan_ordered(const float* scores, int count, int64_t first) const {
-    float held_scores[HALVES * VL];
-    int32_t held_keys[HALVES * VL];
-    for (int x = 0; x < HALVES * VL; x++) held_scores[x] = x < *held ? heap[x].score : -INF;
-    for (int x = 0; x < HALVES * VL; x++) held_keys[x] = x < *held ? heap[x].key : 0;
+    float heap_scores[HALVES * VL];
+    int32_t heap_keys[HALVES * VL];
+    for (int x = 0; x < HALVES * VL; x++) heap_scores[x] = x < *num_candidates ? heap[x].score : -INF;
+    for (int x = 0; x < HALVES * VL; x++) heap_keys[x] = x < *num_candidates ? heap[x].key : 0;
     Ordered<HALVES> best;
     for (int half = 0; half < HALVES; half++) {
-      best.scores[half] = _mm512_loadu_ps(held_scores + half * VL);
-      best.keys[half] = _mm512_loadu_si512(held_keys + half * VL);
+      best.scores[half] = _mm512_loadu_ps(heap_scores + half * VL);
+      best.keys[half] = _mm512_loadu_si512(heap_keys + half * VL);
     }
-    __m512i last = _mm512_set1_epi32((int)(room - 1) % VL);
-    int half = (int)(room - 1) / VL;
+    __m512i last = _mm512_set1_epi32((int)(capacity - 1) % VL);
+    int half = (int)(capacity - 1) / VL;
     __m512 bar = _mm512_permutexvar_ps(last, best.scores[half]);
     for (int c = 0; c < count; c += VL) {
       uint32_t bits = above(load(scores + c), (vf)bar);
@@ -129,13 +129,13 @@ struct Best {
       bar = _mm512_permutexvar_ps(last, best.scores[half]);
     }
     for (int part = 0; part < HALVES; part++) {
-      _mm512_storeu_ps(held_scores + part * VL, best.scores[part]);
-      _mm512_storeu_si512(held_keys + part * VL, best.keys[part]);
+      _mm512_storeu_ps(heap_scores + part * VL, best.scores[part]);
+      _mm512_storeu_si512(heap_keys + part * VL, best.keys[part]);
     }
-    int32_t found = 0;
-    while (found < room && held_scores[found] > -INF) found++;
-    *held = found;
-    for (int x = 0; x < found; x++) heap[x] = Candidate{held_scores[x], held_keys[x]};
+    int32_t filled = 0;
+    while (filled < capacity && heap_scores[filled] > -INF) filled++;
+    *num_candidates = filled;
+    for (int x = 0; x < filled; x++) heap[x] = Candidate{heap_scores[x], heap_keys[x]};
   }
 #else
   CH_INLINE bool in_order() const { return false; }
@@ -145,7 +145,7 @@ struct Best {
   // Best first.
   void sort() const {
     if (in_order()) return;
-    for (int64_t count = *held - 1; count > 0; count--) {
+    for (int64_t count = *num_candidates - 1; count > 0; count--) {
       Candidate last = heap[0];
       heap[0] = heap[count];
       heap[count] = last;
@@ -293,7 +293,7 @@ struct Gather {
   float *entropy, *distance, *mass;  // [rows][VL]
   float* ties;                       // [rows]
   Candidate* best;                   // [rows][top_k]
-  int32_t* held;                     // [rows]
+  int32_t* num_candidates;                     // [rows]
   uint8_t* used;                     // [top_k]
   float* strip;                      // [rows][ld]
   float* mark;                       // [rows][tiles]: the largest score that a tile's weights are relative to
@@ -310,7 +310,7 @@ struct Gather {
     mass = c.take<float>(of.sums ? rows * VL : 0);
     ties = c.take<float>(rows);
     best = c.take<Candidate>(rows * top);
-    held = c.take<int32_t>(rows);
+    num_candidates = c.take<int32_t>(rows);
     used = c.take<uint8_t>(top);
     strip = c.take<float>(of.strip ? rows * of.ld : 0);
     mark = c.take<float>(of.strip ? rows * of.tiles : 0);
@@ -326,7 +326,7 @@ struct Gather {
       memset(entropy, 0, bytes), memset(distance, 0, bytes), memset(mass, 0, bytes);
     }
     memset(ties, 0, (size_t)count * sizeof(float));
-    memset(held, 0, (size_t)count * sizeof(int32_t));
+    memset(num_candidates, 0, (size_t)count * sizeof(int32_t));
     if (of.strip) memset(extent, 0, (size_t)((count + MR - 1) / MR * of.tiles) * sizeof(Span));
   }
 
@@ -334,8 +334,8 @@ struct Gather {
   void look_at_scores(const Statistics& of, int r, const float* scores, int c0, int c1r, int64_t t0, float peak,
                       float before, float largest) const {
     if (of.s->top_k > 0) {
-      Best own{best + r * of.s->top_k, of.s->top_k, held + r};
-      if (peak > own.bar()) own.scan(scores + c0, c1r - c0, t0 + c0);
+      Best row_heap{best + r * of.s->top_k, of.s->top_k, num_candidates + r};
+      if (peak > row_heap.bar()) row_heap.scan(scores + c0, c1r - c0, t0 + c0);
     }
     if (!of.ties || !(peak == largest) || peak == -INF) return;
     int count = 0;
@@ -350,19 +350,19 @@ struct Gather {
                        int64_t sink_columns, float* total, const Put& put) const {
     vf shift = all(largest == -INF ? 0.0f : largest), scale = all(base2), lowest = all(-1e4f);
     vf old = load(total), shrink = all(factor), sum = old * shrink;
-    vf turned = factor == 0.0f ? (vf){} : (load(entropy + r * VL) + all(step) * old) * shrink;
+    vf new_entropy = factor == 0.0f ? (vf){} : (load(entropy + r * VL) + all(step) * old) * shrink;
     vf way = load(distance + r * VL) * shrink, gap = all(far) - counting(), next = all((float)VL);
     for (int c = c0; c < c1; c += VL) {
       vf x = (load(s + c) - shift) * scale;
       vf e = exp2_of<DEGREE>(x);
       sum += e;
-      turned += e * vmax(x, lowest);
+      new_entropy += e * vmax(x, lowest);
       way += e * absolute(gap);
       gap -= next;
       put(c, e);
     }
     store(total, sum);
-    store(entropy + r * VL, turned);
+    store(entropy + r * VL, new_entropy);
     store(distance + r * VL, way);
     vf held_mass = load(mass + r * VL) * shrink;
     for (int64_t c = c0; c < least((int64_t)c1, sink_columns); c += VL)
@@ -374,74 +374,74 @@ struct Gather {
   void end_row(const Statistics& of, int64_t place, int r, const Row& row, float largest, float top, float total,
                float base2) const {
     const ch_statistics& s = *of.s;
-    Share own = share[r];
+    Share row_share = share[r];
     if (s.max_score != nullptr) s.max_score[place] = total != total ? total : top;
     if (s.ties != nullptr) {
       // No score equals NaN.
       s.ties[2 * place] = largest == -INF ? __builtin_nanf("") : largest;
       s.ties[2 * place + 1] = ties[r];
     }
-    bool none = own.factor == 0.0f;
+    bool none = row_share.factor == 0.0f;
     if (s.entropy != nullptr) {
-      float sum = LN2 * sum_of(load(entropy + r * VL)) + total * own.log, found = none ? 0.0f : -own.factor * sum;
-      s.entropy[place] = found < 0.0f ? 0.0f : found;
+      float sum = LN2 * sum_of(load(entropy + r * VL)) + total * row_share.log, entropy_value = none ? 0.0f : -row_share.factor * sum;
+      s.entropy[place] = entropy_value < 0.0f ? 0.0f : entropy_value;
     }
-    if (s.distance != nullptr) s.distance[place] = none ? 0.0f : own.factor * sum_of(load(distance + r * VL));
+    if (s.distance != nullptr) s.distance[place] = none ? 0.0f : row_share.factor * sum_of(load(distance + r * VL));
     // A row that is NaN elsewhere has no mass on keys that it may not attend to.
     float held_mass = s.sink != nullptr && !none ? sum_of(load(mass + r * VL)) : 0.0f;
-    if (s.sink != nullptr) s.sink[place] = held_mass == 0.0f ? 0.0f : own.factor * held_mass;
+    if (s.sink != nullptr) s.sink[place] = held_mass == 0.0f ? 0.0f : row_share.factor * held_mass;
     if (s.top_k > 0) end_best(of, place, r, row, largest, base2);
   }
 
   void end_best(const Statistics& of, int64_t place, int r, const Row& row, float largest, float base2) const {
-    int64_t k = of.s->top_k, found = 0;
+    int64_t k = of.s->top_k, filled = 0;
     float* weights = of.s->top_weights + place * k;
     int64_t* indices = of.s->top_indices + place * k;
     float factor = share[r].factor;
     memset(used, 0, (size_t)k);
     if (factor != factor) {
-      for (int64_t key = row.low; key < row.high && found < k; key++) {
+      for (int64_t key = row.low; key < row.high && filled < k; key++) {
         if (!may_attend(of.w, row, key)) continue;
-        weights[found] = factor;
-        indices[found++] = key;
+        weights[filled] = factor;
+        indices[filled++] = key;
         if (key < k) used[key] = 1;
       }
     } else {
-      Best own{best + r * k, k, held + r};
-      own.sort();
-      for (; found < *own.held; found++) {
-        Candidate one = own.heap[found];
+      Best row_heap{best + r * k, k, num_candidates + r};
+      row_heap.sort();
+      for (; filled < *row_heap.num_candidates; filled++) {
+        Candidate one = row_heap.heap[filled];
         float weight = exp2_of<5>(all((one.score - largest) * base2))[0] * factor;
         if (!(weight > 0.0f)) break;
-        weights[found] = weight;
-        indices[found] = one.key;
+        weights[filled] = weight;
+        indices[filled] = one.key;
         if (one.key < k) used[one.key] = 1;
       }
     }
     // At most `found` of the first k keys are taken, so the rest is found among them.
-    for (int64_t key = 0; found < k; key++) {
+    for (int64_t key = 0; filled < k; key++) {
       if (used[key]) continue;
-      weights[found] = 0.0f;
-      indices[found++] = key;
+      weights[filled] = 0.0f;
+      indices[filled++] = key;
     }
   }
 
   // The strip's weights become final by one factor for each row and tile.
   void end_strip(const Statistics& of, int count, const Row* row, const float* largest, float base2) const {
     for (int r = 0; r < count; r++) {
-      float own = share[r].factor;
+      float row_factor = share[r].factor;
       const Span* extents = extent + r / MR * of.tiles;
       for (int64_t t = 0; t < of.tiles; t++) {
         Span span = extents[t];
         if (span.high <= span.low) continue;
         float& f = factor[r * of.tiles + t];
         float then = mark[r * of.tiles + t];
-        f = own == 0.0f ? 0.0f : then == largest[r] ? own : exp2_of<5>(all((then - largest[r]) * base2))[0] * own;
-        if (own == own) continue;
+        f = row_factor == 0.0f ? 0.0f : then == largest[r] ? row_factor : exp2_of<5>(all((then - largest[r]) * base2))[0] * row_factor;
+        if (row_factor == row_factor) continue;
         // A row that is NaN gives it to the keys it may attend to, and to no others.
         f = 1.0f;
         for (int c = span.low; c < span.high; c++)
-          strip[r * of.ld + t * of.tile + c] = may_attend(of.w, row[r], t * of.tile + c) ? own : 0.0f;
+          strip[r * of.ld + t * of.tile + c] = may_attend(of.w, row[r], t * of.tile + c) ? row_factor : 0.0f;
       }
     }
   }
@@ -450,8 +450,8 @@ struct Gather {
   void add_lines(const Statistics& of, int64_t b, int64_t h, int64_t i, int r0, int r1, Columns& columns) const {
     const ch_statistics& s = *of.s;
     const Span* extents = extent + r0 / MR * of.tiles;
-    float* own = columns.lines + h % of.group * of.lines * of.ld;
-    for (int64_t line = 0; line < of.lines; line++, own += of.ld) {
+    float* head_line = columns.lines + h % of.group * of.lines * of.ld;
+    for (int64_t line = 0; line < of.lines; line++, head_line += of.ld) {
       const float* by = line < s.num_weights ? s.row_weights + b * s.weight_batch + h * s.weight_head + line * of.w.q_len
                                              : nullptr;
       for (int64_t t = 0; t < of.tiles; t++) {
@@ -461,7 +461,7 @@ struct Gather {
         for (int r = 0; r < r1 - r0; r++)
           f[r] = all(factor[(r0 + r) * of.tiles + t] * (by != nullptr ? by[i + r] : 1.0f));
         const float* from = strip + r0 * of.ld + t * of.tile;
-        float* to = own + t * of.tile;
+        float* to = head_line + t * of.tile;
         for (int c = span.low; c < span.high; c += VL) {
           vf sum = load(to + c);
           for (int r = 0; r < r1 - r0; r++) sum += load(from + r * of.ld + c) * f[r];

@@ -132,7 +132,7 @@ struct Carver {
 // A thread saw what the caller has to hear of.
 struct Fault {
   int code = CH_OK;
-  void set(int seen) { __atomic_store_n(&code, seen, __ATOMIC_RELAXED); }
+  void set(int code_now) { __atomic_store_n(&code, code_now, __ATOMIC_RELAXED); }
   int get() const { return __atomic_load_n(&code, __ATOMIC_RELAXED); }
 };
 

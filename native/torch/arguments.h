@@ -42,9 +42,9 @@ class Arguments {
     return list<Tensor>([](StableIValue value) {
       StableIValue* inner = as<StableIValue*>(value);
       if (inner == nullptr) return Tensor();
-      const StableIValue held = *inner;
+      const StableIValue inner_value = *inner;
       delete inner;
-      return Tensor(as<AtenTensorHandle>(held));
+      return Tensor(as<AtenTensorHandle>(inner_value));
     });
   }
   // Lists that are no optional ones; the dispatcher looks for the device in such lists alone.

@@ -129,8 +129,8 @@ void describe_rules(const char* function, ch_attention& work, const Rules& rules
   for (size_t place = 0; place < rules.kinds.size(); ++place) {
     const int64_t kind = rules.kinds[place];
     ch_rule& rule = work.rules[place];
-    const bool known = kind >= CH_RULE_SLOPE && kind <= CH_RULE_SOFTCAP;
-    if (!known || (kind == CH_RULE_SOFTCAP ? value >= rules.values.size() : table >= rules.tables.size()))
+    const bool is_known = kind >= CH_RULE_SLOPE && kind <= CH_RULE_SOFTCAP;
+    if (!is_known || (kind == CH_RULE_SOFTCAP ? value >= rules.values.size() : table >= rules.tables.size()))
       fail(function, "rule_kinds", "be known, with a value or a table for each", words(kind), "See enum ch_rule_kind.");
     if (kind == CH_RULE_SOFTCAP) {
       rule.kind = CH_RULE_SOFTCAP, rule.value = static_cast<float>(rules.values[value++]);

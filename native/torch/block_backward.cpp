@@ -69,15 +69,15 @@ class Gradients {
     return &result;
   }
   std::vector<Tensor> take() {
-    std::vector<Tensor> found;
+    std::vector<Tensor> gradients;
     for (size_t place = 0; place < results_.size(); ++place)
       if (needs_[place]) {
         if (!results_[place])
           fail("block", "needs", "be 0 for what the block does not learn", "1 for tensor " + std::to_string(place),
                "Use clearhead.ops.block.");
-        found.push_back(std::move(results_[place]));
+        gradients.push_back(std::move(results_[place]));
       }
-    return found;
+    return gradients;
   }
 
  private:
@@ -369,7 +369,7 @@ void block_backward(StableIValue* stack, uint64_t, uint64_t) {
   Tensor grad = arguments.tensor();
   BlockCall call;
   call.tokens = arguments.required_tensors(), call.tensors = arguments.required_tensors();
-  const std::vector<Tensor> kept = arguments.required_tensors();
+  const std::vector<Tensor> saved_tensors = arguments.required_tensors();
   const std::vector<int64_t> integers = arguments.required_integers();
   const std::vector<double> numbers = arguments.required_numbers();
   const std::vector<int64_t> needs = arguments.required_integers();
@@ -379,7 +379,7 @@ void block_backward(StableIValue* stack, uint64_t, uint64_t) {
     fail("block", "grad", "have the output's shape and dtype", grad.shape(), "Pass the gradient as it arrived.");
   grad = std::move(grad).as_contiguous();
   Gradients gradients(call, needs);
-  Saved saved(kept);
+  Saved saved(saved_tensors);
   const bool finite = Backward(call, call.blocks[0], saved, gradients).run(matrix_of(grad));
   Results results(stack);
   results.tensors(gradients.take());

@@ -59,8 +59,8 @@ void rotate_heads(const BlockCall& call, const AttentionSpec& spec, const std::v
     turn.source = heads[place];
     if (spec.rotary == Rotary::by_position) {
       // Behind those that a cache holds new keys stand where their tokens do as queries.
-      const bool behind = spec.cache == Cache::grows;
-      turn.first = place == 0 || behind ? (behind ? spec.cached : spec.options.query_offset) : 0;
+      const bool follows_cache = spec.cache == Cache::grows;
+      turn.first = place == 0 || follows_cache ? (follows_cache ? spec.cached : spec.options.query_offset) : 0;
     } else if (table.size(0) != turn.rows) {
       // Angles of each token of the batch: its rows are one sequence.
       turn.source.batch = 0, turn.rows *= turn.batch, turn.batch = 1;

@@ -106,7 +106,7 @@ void check_cache(const BlockCall& call, const AttentionSpec& spec) {
            "Use ch.KVCache.");
     const int64_t more = spec.cache == Cache::grows ? call.length : 0;
     if (spec.cached < 0 || spec.cached > part->size(2) - more)
-      fail(name, "a cache", "have room for " + words(spec.cached) + " and " + words(more) + " more tokens", part->shape(),
+      fail(name, "a cache", "have capacity for " + words(spec.cached) + " and " + words(more) + " more tokens", part->shape(),
            "Use ch.KVCache.");
   }
 }

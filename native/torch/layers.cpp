@@ -230,7 +230,7 @@ void cache_append(StableIValue* stack, uint64_t, uint64_t) {
     fail("cache_append", "new", "be [batch, kv_heads, new, head_dim] as the cache is, " + cache.shape(), fresh.shape(),
          "Use one cache per layer and per batch.");
   if (first < 0 || first > cache.size(2) - fresh.size(2))
-    fail("cache_append", "first", "leave room for " + words(fresh.size(2)) + " tokens in " + words(cache.size(2)), words(first),
+    fail("cache_append", "first", "leave capacity for " + words(fresh.size(2)) + " tokens in " + words(cache.size(2)), words(first),
          "Make a larger cache.");
   if (fresh.elements() > 0)
     append_rows(fresh.dtype(), fresh.size(0), fresh.size(1), fresh.size(2), fresh.size(3), first, view_of(fresh), view_of(cache));

@@ -103,7 +103,7 @@ BAD: list[tuple[str, int, Any, str]] = [
     ("cache_append", 1, HEADS[:, :2], r"new must be \[batch, kv_heads, new, head_dim\] as the cache is"),
     ("cache_append", 1, HEADS[..., :7], r"new must be \[batch, kv_heads, new, head_dim\] as the cache is"),
     ("cache_append", 1, HEADS.double(), "new must be float32, bfloat16 or float16"),
-    *[("cache_append", 2, first, "first must leave room for 5 tokens") for first in (3, -1, 2**63 - 1, -(2**63))],
+    *[("cache_append", 2, first, "first must leave capacity for 5 tokens") for first in (3, -1, 2**63 - 1, -(2**63))],
 ]
 
 

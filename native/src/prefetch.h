@@ -6,7 +6,7 @@
 
 namespace CH_NS {
 
-struct Ahead {
+struct Prefetch {
   struct Stretch {
     const char* next;
     int64_t stride, left, bytes;
@@ -33,18 +33,18 @@ struct Ahead {
 
   CH_INLINE void step() {
     for (int64_t n = rows_each; n > 0 && at < count;) {
-      Stretch& own = stretches[at];
-      if (own.left <= 0) {
+      Stretch& stretch = stretches[at];
+      if (stretch.left <= 0) {
         at++;
         continue;
       }
-      if (own.written) {
-        for (int64_t c = 0; c < own.bytes; c += 64) __builtin_prefetch(own.next + c, 1, 2);
+      if (stretch.written) {
+        for (int64_t c = 0; c < stretch.bytes; c += 64) __builtin_prefetch(stretch.next + c, 1, 2);
       } else {
-        for (int64_t c = 0; c < own.bytes; c += 64) __builtin_prefetch(own.next + c, 0, 2);
+        for (int64_t c = 0; c < stretch.bytes; c += 64) __builtin_prefetch(stretch.next + c, 0, 2);
       }
-      own.next += own.stride;
-      own.left--;
+      stretch.next += stretch.stride;
+      stretch.left--;
       n--;
     }
   }

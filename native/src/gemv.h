@@ -9,7 +9,7 @@ namespace CH_NS {
 // Memory answers late, and a strided cache hides from the processor what comes next. What is asked for in the order in
 // which it lies, and into the second cache, lets the processor itself go on: with four rows in turn, or into the first
 // cache, whose misses are few at a time, a core reads half as much (measured: 9 and 17 GB/s, rows of 512 bytes).
-constexpr int64_t AHEAD = 12 << 10;  // bytes ahead of those in use
+constexpr int64_t PREFETCH_BYTES = 12 << 10;  // bytes ahead of those in use
 // The same where rows lie end to end and their lines are asked for one by one as others are read: a third further on
 // nothing is gained (measured, one row by weights of 0.2 to 67 MB in memory: 1.1 to 2.0 times as fast as four rows in turn,
 // the least where rows are long).
@@ -17,13 +17,13 @@ constexpr int64_t STREAM_AHEAD = 24 << 10;
 
 // Rows ahead, of so many bytes, a multiple of `at_once`.
 CH_INLINE int64_t rows_ahead(int64_t bytes, int64_t at_once) {
-  return most(at_once, AHEAD / most(bytes, (int64_t)1) / at_once * at_once);
+  return most(at_once, PREFETCH_BYTES / most(bytes, (int64_t)1) / at_once * at_once);
 }
 
 // Asks for `rows` rows of `bytes`, `apart` bytes from one to the next: into the second cache what is `far`, in memory.
-CH_INLINE void ask_for_rows(const void* from, int64_t rows, int64_t apart, int64_t bytes, bool far) {
+CH_INLINE void ask_for_rows(const void* from, int64_t rows, int64_t stride, int64_t bytes, bool far) {
   for (int64_t r = 0; r < rows; r++) {
-    const char* row = (const char*)from + r * apart;
+    const char* row = (const char*)from + r * stride;
     if (far)
       for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
     else
@@ -147,7 +147,7 @@ template <class M>
 void dots(int rows, const typename M::number* a, int64_t a_row, const typename M::right* key, int64_t key_row,
           int count, int vectors, float* scores, int64_t ld, bool far) {
   const int64_t size = (int64_t)sizeof(typename M::right), bytes = vectors * VL * size;
-  const int64_t ahead = rows_ahead(bytes, 4);
+  const int64_t rows_prefetched = rows_ahead(bytes, 4);
   int c = 0;
   for (; c + 4 <= count; c += 4) {
     const typename M::right* four = key + c * key_row;
@@ -155,8 +155,8 @@ void dots(int rows, const typename M::number* a, int64_t a_row, const typename M
     if (key_row * size == bytes) {
       dot_rows<M, true>(first, a, a_row, four, key_row, vectors, scores + c, ld, (const char*)four + STREAM_AHEAD);
     } else {
-      const int64_t behind = least((int64_t)4, count - c - ahead);
-      ask_for_rows(four + ahead * key_row, behind, key_row * size, bytes, far);
+      const int64_t remaining = least((int64_t)4, count - c - rows_prefetched);
+      ask_for_rows(four + rows_prefetched * key_row, remaining, key_row * size, bytes, far);
       dot_rows<M, false>(first, a, a_row, four, key_row, vectors, scores + c, ld, nullptr);
     }
     for (int r = TOGETHER; r < rows; r += TOGETHER)
@@ -202,9 +202,9 @@ CH_INLINE void add_steps(Steps steps, bool more, const float* a, int64_t a_row, 
       if (c < whole) {
         number = get_vector<IO>(from);
       } else {
-        float edge[VL];
-        get_row<IO>(from, count - c, edge, VL);
-        number = load(edge);
+        float padded[VL];
+        get_row<IO>(from, count - c, padded, VL);
+        number = load(padded);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) sum[r] += all(a[r * a_row + s]) * number;
