@@ -87,7 +87,7 @@ def native_names(text: str) -> Iterator[tuple[int, str]]:
     """
     code = STRING.sub('""', COMMENT.sub(lambda match: "\n" * match[0].count("\n"), text))
     for match in re.finditer(r"\b[A-Za-z_]+\b", code):
-        if match[0].strip("_").lower() in NAMES and not code[: match.start()].endswith(("std::", "#")):
+        if match[0].strip("_").lower() in NAMES and not code[: match.start()].endswith(("std::", "#pragma ")):
             yield code.count("\n", 0, match.start()) + 1, match[0]
 
 

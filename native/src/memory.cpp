@@ -35,7 +35,7 @@ int num_cached = 0;
 size_t cached_bytes = 0;
 size_t resident_bytes = 0;
 size_t most_bytes = 0;
-pthread_once_t once = PTHREAD_ONCE_INIT;
+pthread_once_t started = PTHREAD_ONCE_INIT;
 
 void hold() { pthread_mutex_lock(&lock); }
 void leave() { pthread_mutex_unlock(&lock); }
@@ -104,7 +104,7 @@ void* take_memory(size_t bytes) {
   if (bytes > SIZE_MAX / 4) return nullptr;
   const size_t wanted = rounded(bytes);
   void* reused = nullptr;
-  pthread_once(&once, start);
+  pthread_once(&started, start);
   hold();
   // The youngest may still be in the processor's cache.
   for (int place = num_cached - 1; place >= 0 && reused == nullptr; --place)
@@ -135,7 +135,7 @@ size_t kept_memory() {
 }
 
 size_t memory_limit() {
-  pthread_once(&once, start);
+  pthread_once(&started, start);
   hold();
   const size_t before = most_bytes;
   leave();
@@ -143,7 +143,7 @@ size_t memory_limit() {
 }
 
 size_t keep_at_most(size_t bytes) {
-  pthread_once(&once, start);
+  pthread_once(&started, start);
   hold();
   const size_t before = most_bytes;
   most_bytes = bytes;

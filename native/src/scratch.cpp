@@ -22,7 +22,7 @@ constexpr size_t MOST_KEPT_BYTES = size_t(3) << 24;
 
 pthread_key_t key;
 bool has_key = false;
-pthread_once_t once = PTHREAD_ONCE_INIT;
+pthread_once_t started = PTHREAD_ONCE_INIT;
 
 void release(void* pointer) {
   Buffers* mine = static_cast<Buffers*>(pointer);
@@ -34,7 +34,7 @@ void release(void* pointer) {
 void make_key() { has_key = pthread_key_create(&key, release) == 0; }
 
 Buffers* buffers() {
-  pthread_once(&once, make_key);
+  pthread_once(&started, make_key);
   // All keys are others': theirs must not be taken.
   if (!has_key) return nullptr;
   Buffers* mine = static_cast<Buffers*>(pthread_getspecific(key));

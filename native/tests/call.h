@@ -19,14 +19,14 @@ class Call {
     query = put(random, c.query, c.heads, c.q_len, c.dim, tight);
     key = put(random, c.key, c.kv_heads, c.k_len, c.dim, tight);
     value = put(random, c.value, c.kv_heads, c.k_len, c.value_dim, tight);
-    output = room(random, c.heads, c.q_len, c.value_dim, tight);
+    output = buffer(random, c.heads, c.q_len, c.value_dim, tight);
     output32 = floats(random, c.heads, c.q_len, c.value_dim);
     lse = floats(random, c.heads, c.q_len, 1);
     softmax = floats(random, c.heads, c.q_len, 2);
     delta = floats(random, c.heads, c.q_len, 1);
-    grad_query = room(random, c.heads, c.q_len, c.dim, tight);
-    grad_key = room(random, c.kv_heads, c.k_len, c.dim, tight);
-    grad_value = room(random, c.kv_heads, c.k_len, c.value_dim, tight);
+    grad_query = buffer(random, c.heads, c.q_len, c.dim, tight);
+    grad_key = buffer(random, c.kv_heads, c.k_len, c.dim, tight);
+    grad_value = buffer(random, c.kv_heads, c.k_len, c.value_dim, tight);
     if (!c.grad_output.empty() || c.q_len == 0)
       grad_output = put(random, c.grad_output, c.heads, c.q_len, c.value_dim, tight);
     if (!c.grad_lse.empty()) {
@@ -51,9 +51,9 @@ class Call {
   int backward() {
     delta.clear(), grad_query.clear(), grad_key.clear(), grad_value.clear();
     for (Guarded& grad : rule_grads) grad.clear(true);
-    ch_attention own = work;
-    if (forgets_output) own.output.data = own.output32 = nullptr;
-    return ch_backward(&own);
+    ch_attention work_copy = work;
+    if (forgets_output) work_copy.output.data = work_copy.output32 = nullptr;
+    return ch_backward(&work_copy);
   }
 
   void compare_forward(const Expected& right, const std::string& name) {
@@ -106,7 +106,7 @@ class Call {
   const Case& c;
 
  private:
-  Guarded room(Random& random, int64_t heads, int64_t rows, int64_t last, bool tight) const {
+  Guarded buffer(Random& random, int64_t heads, int64_t rows, int64_t last, bool tight) const {
     return Guarded::make(random, c.dtype, size_of(c.dtype), c.batch, heads, rows, last, tight);
   }
   Guarded floats(Random& random, int64_t heads, int64_t rows, int64_t last) const {
@@ -120,7 +120,7 @@ class Call {
           for (int64_t x = 0; x < to.last; ++x) encode(to.dtype, from[at++], to.at(b, h, r, x));
   }
   Guarded put(Random& random, const Numbers& from, int64_t heads, int64_t rows, int64_t last, bool tight) const {
-    Guarded made = room(random, heads, rows, last, tight);
+    Guarded made = buffer(random, heads, rows, last, tight);
     fill(made, from);
     return made;
   }
@@ -172,8 +172,8 @@ class Call {
       // The same strides serve both.
       stop = std::move(start);
       start = Guarded();
-      Random again(7);
-      stop = put_plain(again, c.stop, size);
+      Random second(7);
+      stop = put_plain(second, c.stop, size);
       Random once_more(7);
       start = put_plain(once_more, c.start, size);
       work.start = static_cast<const int32_t*>(start.data()), work.stop = static_cast<const int32_t*>(stop.data());

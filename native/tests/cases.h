@@ -26,8 +26,8 @@ inline void draw_shape(Random& random, Case& c) {
                                                33, 47, 48, 63, 64, 65, 95, 96, 97, 127, 128, 129, 150, 191, 193, 200};
   c.dtype = static_cast<int>(random.pick(std::vector<int64_t>{CH_FLOAT32, CH_FLOAT32, CH_BFLOAT16, CH_BFLOAT16,
                                                               CH_FLOAT16}));
-  c.batch = random.between(1, 2);
-  c.kv_heads = random.between(1, 3);
+  c.batch = random.uniform(1, 2);
+  c.kv_heads = random.uniform(1, 3);
   c.heads = c.kv_heads * random.pick(std::vector<int64_t>{1, 1, 2, 3});
   c.dim = random.pick(dims);
   c.value_dim = random.one_in(2) ? c.dim : random.pick(dims);
@@ -35,10 +35,10 @@ inline void draw_shape(Random& random, Case& c) {
   switch (random.below(12)) {
     case 0: c.q_len = 0; break;
     case 1: c.k_len = 0; break;
-    case 2: c.q_len = random.between(1, 16), c.k_len = random.between(500, 1500), c.batch = 1; break;  // decode
-    case 3: c.q_len = random.between(200, 300), c.k_len = random.between(250, 700), c.heads = c.kv_heads = 1; break;
+    case 2: c.q_len = random.uniform(1, 16), c.k_len = random.uniform(500, 1500), c.batch = 1; break;  // decode
+    case 3: c.q_len = random.uniform(200, 300), c.k_len = random.uniform(250, 700), c.heads = c.kv_heads = 1; break;
     case 4: c.batch = 5, c.kv_heads = 4, c.heads = 4; break;  // more heads than threads
-    case 5: c.q_len = c.k_len = random.between(520, 700), c.heads = c.kv_heads = 1, c.dim = c.value_dim = 8; break;
+    case 5: c.q_len = c.k_len = random.uniform(520, 700), c.heads = c.kv_heads = 1, c.dim = c.value_dim = 8; break;
     default: break;
   }
   // The reference is slow.
@@ -54,15 +54,15 @@ inline void draw_shape(Random& random, Case& c) {
 }
 
 inline void draw_runs(Random& random, Case& c) {
-  c.runs = static_cast<int>(random.between(1, CH_MAX_RUNS));
+  c.runs = static_cast<int>(random.uniform(1, CH_MAX_RUNS));
   for (int64_t row = 0; row < c.batch * c.heads * c.q_len; ++row) {
-    int64_t at = random.between(-3, c.k_len / 2 + 1);
+    int64_t at = random.uniform(-3, c.k_len / 2 + 1);
     for (int run = 0; run < c.runs; ++run) {
       // Empty ones and ones beyond the keys too: the kernels clamp.
       c.start.push_back(static_cast<int32_t>(at));
-      at += random.one_in(4) ? 0 : random.between(0, c.k_len / 2 + 4);
+      at += random.one_in(4) ? 0 : random.uniform(0, c.k_len / 2 + 4);
       c.stop.push_back(static_cast<int32_t>(at));
-      at += random.between(0, 9);
+      at += random.uniform(0, 9);
     }
   }
 }
@@ -70,14 +70,14 @@ inline void draw_runs(Random& random, Case& c) {
 // Neighbouring queries that see one run of keys each: end to end, with gaps, and now and then over each other.
 inline void draw_segments(Random& random, Case& c) {
   c.runs = 1, c.same_runs = true;
-  const bool apart = !random.one_in(5);
+  const bool disjoint = !random.one_in(5);
   for (int64_t b = 0; b < c.batch; ++b) {
     std::vector<int32_t> start, stop;
     int64_t at = 0;
     while (static_cast<int64_t>(start.size()) < c.q_len) {
-      const int64_t queries = random.one_in(4) ? c.q_len : random.between(1, 40);
-      at = apart ? at + (random.one_in(3) ? random.between(0, 5) : 0) : random.between(-3, c.k_len);
-      const int64_t end = at + (random.one_in(6) ? 0 : random.between(1, 1 + c.k_len / (random.one_in(2) ? 1 : 4)));
+      const int64_t queries = random.one_in(4) ? c.q_len : random.uniform(1, 40);
+      at = disjoint ? at + (random.one_in(3) ? random.uniform(0, 5) : 0) : random.uniform(-3, c.k_len);
+      const int64_t end = at + (random.one_in(6) ? 0 : random.uniform(1, 1 + c.k_len / (random.one_in(2) ? 1 : 4)));
       for (int64_t i = 0; i < queries && static_cast<int64_t>(start.size()) < c.q_len; ++i) {
         start.push_back(static_cast<int32_t>(at));
         stop.push_back(static_cast<int32_t>(end));
@@ -105,7 +105,7 @@ inline void draw_mask(Random& random, Case& c) {
     const int64_t full[4] = {c.batch, c.heads, c.q_len, c.k_len};
     int64_t size = 1;
     for (int axis = 0; axis < 4; ++axis) size *= c.allowed_size[axis] = random.one_in(3) ? 1 : full[axis];
-    const int64_t rarity = random.between(2, 6);
+    const int64_t rarity = random.uniform(2, 6);
     for (int64_t i = 0; i < size; ++i) c.allowed.push_back(random.one_in(rarity) ? 0 : 1);
   }
   if (random.one_in(4) && c.k_len > 0 && c.q_len > 0) {
@@ -120,7 +120,7 @@ inline void draw_mask(Random& random, Case& c) {
 
 inline RuleCase draw_rule(Random& random, const Case& c) {
   RuleCase rule;
-  rule.kind = static_cast<int>(random.between(CH_RULE_SLOPE, CH_RULE_SOFTCAP));
+  rule.kind = static_cast<int>(random.uniform(CH_RULE_SLOPE, CH_RULE_SOFTCAP));
   const bool shared = random.one_in(3);
   rule.size[1] = shared ? 1 : c.heads;
   if (rule.kind == CH_RULE_RELATIVE) {
@@ -138,7 +138,7 @@ inline RuleCase draw_rule(Random& random, const Case& c) {
 }
 
 inline void draw_rules(Random& random, Case& c) {
-  const int64_t count = random.one_in(2) ? 0 : random.between(1, 3);
+  const int64_t count = random.one_in(2) ? 0 : random.uniform(1, 3);
   for (int64_t i = 0, caps = 0; i < count; ++i) {
     c.rules.push_back(draw_rule(random, c));
     caps += c.rules.back().kind == CH_RULE_SOFTCAP;

@@ -23,7 +23,7 @@ class Random {
     return state;
   }
   int64_t below(int64_t n) { return static_cast<int64_t>((next() >> 16) % static_cast<uint64_t>(n)); }
-  int64_t between(int64_t low, int64_t high) { return low + below(high - low + 1); }
+  int64_t uniform(int64_t low, int64_t high) { return low + below(high - low + 1); }
   bool one_in(int64_t n) { return below(n) == 0; }
   double uniform() { return static_cast<double>(next() >> 11) / 9007199254740992.0; }
   template <class T> T pick(const std::vector<T>& from) {

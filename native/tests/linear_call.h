@@ -11,24 +11,24 @@ class LinearCall {
     const bool tight = random.one_in(3);
     const int64_t T = c.length, F = c.features, D = c.value_dim, C = c.chunks();
     const int64_t f = padded(F), d = padded(D);
-    query = room(random, c.heads, T, F, tight), key = room(random, c.kv_heads, T, F, tight);
-    value = room(random, c.kv_heads, T, D, tight), grad_output = room(random, c.heads, T, D, tight);
-    output = room(random, c.heads, T, D, tight), grad_query = room(random, c.heads, T, F, tight);
-    grad_key = room(random, c.kv_heads, T, F, tight), grad_value = room(random, c.kv_heads, T, D, tight);
-    last_state = room(random, c.kv_heads, F, D), grad_state = room(random, c.kv_heads, F, D);
-    states = room(random, c.kv_heads, C, F * d), later = room(random, c.kv_heads, C, F * d);
+    query = buffer(random, c.heads, T, F, tight), key = buffer(random, c.kv_heads, T, F, tight);
+    value = buffer(random, c.kv_heads, T, D, tight), grad_output = buffer(random, c.heads, T, D, tight);
+    output = buffer(random, c.heads, T, D, tight), grad_query = buffer(random, c.heads, T, F, tight);
+    grad_key = buffer(random, c.kv_heads, T, F, tight), grad_value = buffer(random, c.kv_heads, T, D, tight);
+    last_state = buffer(random, c.kv_heads, F, D), grad_state = buffer(random, c.kv_heads, F, D);
+    states = buffer(random, c.kv_heads, C, F * d), later = buffer(random, c.kv_heads, C, F * d);
     if (c.normalized) {
-      shares = room(random, c.heads, T, 1);
-      last_normalizer = room(random, c.kv_heads, 1, F), grad_normalizer = room(random, c.kv_heads, 1, F);
-      sums = room(random, c.kv_heads, C, f), later_sums = room(random, c.kv_heads, C, f);
+      shares = buffer(random, c.heads, T, 1);
+      last_normalizer = buffer(random, c.kv_heads, 1, F), grad_normalizer = buffer(random, c.kv_heads, 1, F);
+      sums = buffer(random, c.kv_heads, C, f), later_sums = buffer(random, c.kv_heads, C, f);
     }
     for (Guarded* one : {&log_decay, &grad_decay})
-      if (c.gates > 0) *one = room(random, c.kv_heads, T, c.gates);
-    if (c.delta()) rate = room(random, c.kv_heads, T, 1), grad_rate = room(random, c.kv_heads, T, 1);
-    if (!c.state.empty()) state = room(random, c.kv_heads, F, D);
-    if (!c.normalizer.empty()) normalizer = room(random, c.kv_heads, 1, F);
-    if (!c.grad_last_state.empty()) grad_last_state = room(random, c.kv_heads, F, D);
-    if (!c.grad_last_normalizer.empty()) grad_last_normalizer = room(random, c.kv_heads, 1, F);
+      if (c.gates > 0) *one = buffer(random, c.kv_heads, T, c.gates);
+    if (c.delta()) rate = buffer(random, c.kv_heads, T, 1), grad_rate = buffer(random, c.kv_heads, T, 1);
+    if (!c.state.empty()) state = buffer(random, c.kv_heads, F, D);
+    if (!c.normalizer.empty()) normalizer = buffer(random, c.kv_heads, 1, F);
+    if (!c.grad_last_state.empty()) grad_last_state = buffer(random, c.kv_heads, F, D);
+    if (!c.grad_last_normalizer.empty()) grad_last_normalizer = buffer(random, c.kv_heads, 1, F);
     put(query, c.query), put(key, c.key), put(value, c.value), put(grad_output, c.grad_output);
     put(log_decay, c.log_decay), put(rate, c.rate), put(state, c.state), put(normalizer, c.normalizer);
     put(grad_last_state, c.grad_last_state), put(grad_last_normalizer, c.grad_last_normalizer);
@@ -37,23 +37,23 @@ class LinearCall {
   }
 
   // Without `between` no state is kept for backward, and a head's chunks stay with one thread.
-  int forward(int isa, int threads, bool between = true) {
+  int forward(int isa, int threads, bool with_states = true) {
     for (Guarded* one : written_forward()) one->clear();
     ch_linear call = work;
     call.isa = isa, call.threads = threads;
-    if (!between) call.states = call.sums = nullptr;
+    if (!with_states) call.states = call.sums = nullptr;
     return ch_linear_forward(&call);
   }
 
   // After a forward with `between`; without it here, there is no room to hand chunks out.
-  int backward(int isa, int threads, bool between = true) {
+  int backward(int isa, int threads, bool with_states = true) {
     for (Guarded* one : written_backward()) one->clear();
-    for (Guarded* one : kept()) one->keep();
+    for (Guarded* one : saved()) one->keep();
     ch_linear call = work;
     call.isa = isa, call.threads = threads;
-    if (!between) call.later = call.later_sums = nullptr;
+    if (!with_states) call.later = call.later_sums = nullptr;
     const int code = ch_linear_backward(&call);
-    for (Guarded* one : kept()) check(one->unchanged(), "backward wrote to what forward left");
+    for (Guarded* one : saved()) check(one->unchanged(), "backward wrote to what forward left");
     return code;
   }
 
@@ -76,7 +76,7 @@ class LinearCall {
   }
 
   // Bit for bit; `between` too where it was kept.
-  std::vector<std::vector<uint8_t>> forward_bits(bool between) { return bits(written_forward(), between); }
+  std::vector<std::vector<uint8_t>> forward_bits(bool with_states) { return bits(written_forward(), with_states); }
   std::vector<std::vector<uint8_t>> backward_bits() { return bits(written_backward(), false); }
 
   // Nothing was written outside what is written, and nothing to what is read.
@@ -106,7 +106,7 @@ class LinearCall {
  private:
   static int64_t padded(int64_t count) { return (count + CH_LINEAR_PAD - 1) / CH_LINEAR_PAD * CH_LINEAR_PAD; }
 
-  Guarded room(Random& random, int64_t heads, int64_t rows, int64_t last, bool tight = true) const {
+  Guarded buffer(Random& random, int64_t heads, int64_t rows, int64_t last, bool tight = true) const {
     return Guarded::make(random, CH_FLOAT32, 4, c.batch, heads, rows, last, tight);
   }
 
@@ -139,17 +139,17 @@ class LinearCall {
   }
 
   static std::vector<Guarded*> laid(const std::vector<Guarded*>& all) {
-    std::vector<Guarded*> found;
+    std::vector<Guarded*> list;
     for (Guarded* one : all) {
-      if (one->data() != nullptr) found.push_back(one);
+      if (one->data() != nullptr) list.push_back(one);
     }
-    return found;
+    return list;
   }
   std::vector<Guarded*> inputs() {
     return laid({&query, &key, &value, &log_decay, &rate, &state, &normalizer, &grad_output, &grad_last_state,
                  &grad_last_normalizer});
   }
-  std::vector<Guarded*> kept() { return laid({&states, &sums, &output, &shares}); }
+  std::vector<Guarded*> saved() { return laid({&states, &sums, &output, &shares}); }
   // What lies between calls comes last.
   std::vector<Guarded*> written_forward() {
     return laid({&output, &last_state, &last_normalizer, &shares, &states, &sums});
@@ -158,13 +158,13 @@ class LinearCall {
     return laid({&grad_query, &grad_key, &grad_value, &grad_state, &grad_normalizer, &grad_decay, &grad_rate, &later,
                  &later_sums});
   }
-  std::vector<std::vector<uint8_t>> bits(const std::vector<Guarded*>& all, bool between) const {
-    std::vector<std::vector<uint8_t>> found;
+  std::vector<std::vector<uint8_t>> bits(const std::vector<Guarded*>& all, bool with_states) const {
+    std::vector<std::vector<uint8_t>> all_bits;
     for (const Guarded* one : all) {
-      const bool lies_between = one == &states || one == &sums || one == &later || one == &later_sums;
-      if (between || !lies_between) found.push_back(one->copy());
+      const bool is_state = one == &states || one == &sums || one == &later || one == &later_sums;
+      if (with_states || !is_state) all_bits.push_back(one->copy());
     }
-    return found;
+    return all_bits;
   }
 };
 

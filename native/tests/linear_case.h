@@ -63,10 +63,10 @@ inline void draw_sizes(Random& random, LinearCase& c, uint64_t number) {
   // One after the other, so that every member meets every size of chunk, and every length several of them.
   const uint64_t pair = number / members().size();
   c.chunk = chunks[pair % chunks.size()];
-  const int64_t lengths[] = {c.chunk, 3 * c.chunk + 5, c.chunk + 1, 1, c.chunk - 1, random.between(1, 4 * c.chunk)};
+  const int64_t lengths[] = {c.chunk, 3 * c.chunk + 5, c.chunk + 1, 1, c.chunk - 1, random.uniform(1, 4 * c.chunk)};
   c.length = std::max(int64_t{1}, lengths[(number + pair / chunks.size()) % 6]);
-  c.batch = random.between(1, 2);
-  c.kv_heads = random.between(1, 3);
+  c.batch = random.uniform(1, 2);
+  c.kv_heads = random.uniform(1, 3);
   c.heads = c.kv_heads * random.pick(groups);
   c.features = random.pick(dims), c.value_dim = random.one_in(3) ? c.features : random.pick(dims);
   // The reference is slow.
@@ -116,7 +116,7 @@ inline LinearCase draw_linear(uint64_t number) {
   LinearCase c;
   draw_sizes(random, c, number);
   c.normalized = member.normalized;
-  c.map = static_cast<int>(random.between(CH_FEATURE_IDENTITY, CH_FEATURE_RELU));
+  c.map = static_cast<int>(random.uniform(CH_FEATURE_IDENTITY, CH_FEATURE_RELU));
   const double width = std::sqrt(static_cast<double>(c.features));
   c.scale = random.pick(std::vector<double>{1.0, 1.0 / width, 1.0 / width, -0.5, 0.0});
   const double size = c.map == CH_FEATURE_IDENTITY ? std::sqrt(3.0) / std::sqrt(width) : 2.0;

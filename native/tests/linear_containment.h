@@ -61,11 +61,11 @@ inline void compare_clean(const Guarded& clean, const Guarded& got, int64_t grou
     for (int64_t i = 0; i < clean.count[2]; ++i)
       for (int64_t x = 0; x < clean.last; ++x) {
         if (h / group == Spoiled::kv_head && reaches(h, i, x)) continue;
-        const double right = clean.get(0, h, i, x), seen = got.get(0, h, i, x);
-        if (seen == right) continue;
+        const double right = clean.get(0, h, i, x), actual = got.get(0, h, i, x);
+        if (actual == right) continue;
         char line[160];
         std::snprintf(line, sizeof(line), " [%lld, %lld, %lld] is %.9g, not %.9g", static_cast<long long>(h),
-                      static_cast<long long>(i), static_cast<long long>(x), seen, right);
+                      static_cast<long long>(i), static_cast<long long>(x), actual, right);
         return fail(name + line);
       }
 }
@@ -108,8 +108,8 @@ inline void one_place(const LinearCase& clean, const Spoiled& by, double bad, in
                       const std::string& name) {
   LinearCase c = clean;
   spoil(c, by.place, bad);
-  Random once(9), again(9);
-  LinearCall right(clean, once), got(c, again);
+  Random first(9), second(9);
+  LinearCall right(clean, first), got(c, second);
   run_both(right, isa, threads, name);
   run_both(got, isa, threads, name);
   const int64_t group = c.group();

@@ -14,7 +14,7 @@ constexpr double spread = 16;
 
 // The sums of decays' gradients run from a chunk's end back to a token, over what queries and keys moved.
 Numbers decay_noise(const LinearCase& c, const LinearResults& exact, const LinearResults& noisy) {
-  Numbers found(exact.grad_decay.size(), 0.0);
+  Numbers sums(exact.grad_decay.size(), 0.0);
   for (int64_t unit = 0; unit < c.units(); ++unit)
     for (int64_t f = 0; f < c.features; ++f) {
       double sum = 0;
@@ -23,17 +23,17 @@ Numbers decay_noise(const LinearCase& c, const LinearResults& exact, const Linea
         const size_t token = static_cast<size_t>(unit * c.length + t), at = token * c.features + f;
         if (t == c.length - 1 || (t + 1) % c.chunk == 0) sum = noisy.ends[end] - exact.ends[end];
         sum += noisy.moved[at] - exact.moved[at];
-        found[token * c.gates + (c.gates > 1 ? f : 0)] += sum;
+        sums[token * c.gates + (c.gates > 1 ? f : 0)] += sum;
       }
     }
-  return found;
+  return sums;
 }
 
 // From squares of how far passes were off, pooled over rows of `last` numbers and their neighbours among `rows`.
 Result bounded(const Numbers& number, const Numbers& squares, int64_t rows, int64_t last) {
-  Result found;
-  found.number = number;
-  found.bound.resize(number.size());
+  Result result;
+  result.number = number;
+  result.bound.resize(number.size());
   const int64_t reach = std::max(int64_t{2}, 3 / last + 1), total = static_cast<int64_t>(number.size()) / last;
   Numbers sums(static_cast<size_t>(total), 0.0);
   for (size_t at = 0; at < number.size(); ++at) sums[at / last] += squares[at];
@@ -45,10 +45,10 @@ Result bounded(const Numbers& number, const Numbers& squares, int64_t rows, int6
       sum += sums[i], count += passes * last;
     for (int64_t x = 0; x < last; ++x) {
       const size_t at = static_cast<size_t>(row * last + x);
-      found.bound[at] = spread * std::sqrt(sum / count) + 4 * 0x1p-24 * std::fabs(number[at]) + 1e-30;
+      result.bound[at] = spread * std::sqrt(sum / count) + 4 * 0x1p-24 * std::fabs(number[at]) + 1e-30;
     }
   }
-  return found;
+  return result;
 }
 
 }  // namespace

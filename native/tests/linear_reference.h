@@ -98,9 +98,9 @@ class Recurrence {
       for (int64_t f = 0; f < F; ++f) fade[f] *= keep[i * F + f];
       for (int64_t g = 0; g < c.group() + c.delta(); ++g) {
         const double* row = g < c.group() ? &q[(g * T + i) * F] : &k[i * F];
-        const double* found = g < c.group() ? &ups[(g * T + i) * D] : &r.grad_value[(unit * T + i) * D];
+        const double* gradient = g < c.group() ? &ups[(g * T + i) * D] : &r.grad_value[(unit * T + i) * D];
         for (int64_t f = 0; f < F; ++f)
-          for (int64_t d = 0; d < D; ++d) ds[f * D + d] = moved(ds[f * D + d], row[f] * fade[f] * found[d] * u);
+          for (int64_t d = 0; d < D; ++d) ds[f * D + d] = moved(ds[f * D + d], row[f] * fade[f] * gradient[d] * u);
       }
     }
   }
@@ -121,24 +121,24 @@ class Recurrence {
   }
 
   // Moves what a row reads of the chunk's tokens.
-  void move_read(int64_t t, int64_t last, const double* row, Numbers& found) {
+  void move_read(int64_t t, int64_t last, const double* row, Numbers& result) {
     Numbers sum(static_cast<size_t>(D), 0.0);
     earlier(t, last, [&](int64_t j, const double* fade) {
       double p = 0;
       for (int64_t f = 0; f < F; ++f) p += row[f] * fade[f] * k[j * F + f];
-      for (int64_t d = 0; d < D; ++d) move_term(found[d], sum[d], p * written[j * D + d]);
+      for (int64_t d = 0; d < D; ++d) move_term(result[d], sum[d], p * written[j * D + d]);
     });
   }
 
   // Moves gradients of a row and of the tokens that it reads, from that of what it found.
-  void move_back(int64_t t, int64_t last, const double* row, const double* found, Numbers& d_row) {
+  void move_back(int64_t t, int64_t last, const double* row, const double* result, Numbers& d_row) {
     Numbers sum(static_cast<size_t>(F), 0.0);
     earlier(t, last, [&](int64_t j, const double* fade) {
       double p = 0, e = 0;
       for (int64_t f = 0; f < F; ++f) p += row[f] * fade[f] * k[j * F + f];
       for (int64_t d = 0; d < D; ++d) {
-        e += found[d] * written[j * D + d];
-        move_term(late_value[j * D + d], value_sums[j * D + d], p * found[d]);
+        e += result[d] * written[j * D + d];
+        move_term(late_value[j * D + d], value_sums[j * D + d], p * result[d]);
       }
       for (int64_t f = 0; f < F; ++f) {
         move_term(late_key[j * F + f], key_sums[j * F + f], e * row[f] * fade[f]);
@@ -150,14 +150,14 @@ class Recurrence {
   void step(int64_t t) {
     const double *from = &states[t * F * D], *key = &k[t * F], *value = &c.value[(unit * T + t) * D];
     double *decayed = &faded[t * F * D], *to = &states[(t + 1) * F * D], *write = &written[t * D];
-    Numbers found(static_cast<size_t>(D), 0.0);
+    Numbers result(static_cast<size_t>(D), 0.0);
     for (int64_t f = 0; f < F; ++f)
       for (int64_t d = 0; d < D; ++d) decayed[f * D + d] = rounded(from[f * D + d] * keep[t * F + f]);
     for (int64_t d = 0; d < D && c.delta(); ++d)
-      for (int64_t f = 0; f < F; ++f) add(found[d], key[f], decayed[f * D + d]);
-    if (c.delta()) move_read(t, t - 1, key, found);
+      for (int64_t f = 0; f < F; ++f) add(result[d], key[f], decayed[f * D + d]);
+    if (c.delta()) move_read(t, t - 1, key, result);
     for (int64_t d = 0; d < D; ++d) {
-      missing[t * D + d] = rounded(value[d] - found[d]);
+      missing[t * D + d] = rounded(value[d] - result[d]);
       write[d] = c.delta() ? rounded(missing[t * D + d] * c.rate[unit * T + t]) : value[d];
     }
     for (int64_t f = 0; f < F; ++f) {
@@ -174,11 +174,11 @@ class Recurrence {
     for (int64_t f = 0; f < F; ++f) add(below, query[f], sums[(t + 1) * F + f]);
     // A row without weight gives 0.
     if (c.normalized) share = r.shares[head_of(g) * T + t] = std::fabs(below) < 1e-37 ? 0 : rounded(1 / below);
-    Numbers found(static_cast<size_t>(D), 0.0);
+    Numbers result(static_cast<size_t>(D), 0.0);
     for (int64_t d = 0; d < D; ++d)
-      for (int64_t f = 0; f < F; ++f) add(found[d], query[f], state[f * D + d]);
-    move_read(t, t, query, found);
-    for (int64_t d = 0; d < D; ++d) r.output[(head_of(g) * T + t) * D + d] = rounded(found[d] * share);
+      for (int64_t f = 0; f < F; ++f) add(result[d], query[f], state[f * D + d]);
+    move_read(t, t, query, result);
+    for (int64_t d = 0; d < D; ++d) r.output[(head_of(g) * T + t) * D + d] = rounded(result[d] * share);
   }
 
   void finish() {
@@ -209,11 +209,11 @@ class Recurrence {
       add(r.grad_rate[token], gone[d], missing[t * D + d]);
       gone[d] = rounded(gone[d] * c.rate[token]);
     }
-    Numbers found(static_cast<size_t>(F), 0.0);
-    if (c.delta()) move_back(t, t - 1, key, gone.data(), found);
+    Numbers result(static_cast<size_t>(F), 0.0);
+    if (c.delta()) move_back(t, t - 1, key, gone.data(), result);
     for (int64_t d = 0; d < D; ++d) r.grad_value[token * D + d] = gone[d];
     for (int64_t f = 0; f < F; ++f) {
-      double wrote = late_key[t * F + f], asked = found[f], decay = 0;
+      double wrote = late_key[t * F + f], asked = result[f], decay = 0;
       for (int64_t d = 0; d < D; ++d) add(wrote, ds[f * D + d], write[d]);
       for (int64_t d = 0; d < D && c.delta(); ++d) {
         add(asked, -decayed[f * D + d], gone[d]);
@@ -241,19 +241,19 @@ class Recurrence {
       up[d] = rounded(grad[d] * share);
       if (c.normalized) add(lower, -up[d], output[d]);
     }
-    Numbers found(static_cast<size_t>(F), 0.0);
+    Numbers result(static_cast<size_t>(F), 0.0);
     for (int64_t f = 0; f < F; ++f) {
-      found[f] = lower * sums[(t + 1) * F + f];
+      result[f] = lower * sums[(t + 1) * F + f];
       for (int64_t d = 0; d < D; ++d) {
-        add(found[f], state[f * D + d], up[d]);
+        add(result[f], state[f * D + d], up[d]);
         add(ds[f * D + d], query[f], up[d]);
       }
       add(dz[f], query[f], lower);
     }
-    move_back(t, t, query, up, found);
+    move_back(t, t, query, up, result);
     for (int64_t f = 0; f < F; ++f) {
-      r.moved[(unit * T + t) * F + f] += query[f] * found[f];
-      r.grad_query[row * F + f] = rounded(found[f] * static_cast<float>(c.scale)) * slope(c.map, c.query[row * F + f]);
+      r.moved[(unit * T + t) * F + f] += query[f] * result[f];
+      r.grad_query[row * F + f] = rounded(result[f] * static_cast<float>(c.scale)) * slope(c.map, c.query[row * F + f]);
     }
   }
 

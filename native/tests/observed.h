@@ -13,8 +13,8 @@ class Observed {
     heatmap = random.pick(std::vector<int64_t>{1, 5, 16, 64, 100});
     q_tiles = (c.q_len + heatmap - 1) / heatmap, k_tiles = (c.k_len + heatmap - 1) / heatmap;
     top_k = std::min(c.k_len, random.pick(std::vector<int64_t>{1, 3, 8, 16, 17, 40}));
-    sink_keys = random.between(0, c.k_len + 2);
-    lines = random.between(0, 3);
+    sink_keys = random.uniform(0, c.k_len + 2);
+    lines = random.uniform(0, 3);
     for (int64_t x = 0; x < c.heads * lines * c.q_len; ++x) weights_of_rows.push_back(static_cast<float>(random.uniform() - 0.5));
     for (int64_t i = 0; i < c.q_len; ++i) slots.push_back(static_cast<int32_t>(c.q_len - 1 - i));
     for (Guarded* row : {&max_score, &entropy, &distance, &sink}) *row = floats(random, c.q_len, 1);
@@ -40,7 +40,7 @@ class Observed {
     check(call.output.copy() == plain, name + ": statistics changed the output");
     call.margins(written(), name + " with statistics");
     if (c.q_len == 0 || c.k_len == 0) return;
-    compare(rows, turned(right.weights), name + " rows");
+    compare(rows, transposed(right.weights), name + " rows");
     for (int64_t b = 0; b < c.batch; ++b)
       for (int64_t h = 0; h < c.heads; ++h) check_head(b, h, name);
   }
@@ -72,7 +72,7 @@ class Observed {
   }
 
   // Rows were asked for in the opposite order.
-  Result turned(const Result& of) const {
+  Result transposed(const Result& of) const {
     Result to = of;
     for (int64_t head = 0; head < c.batch * c.heads; ++head)
       for (int64_t i = 0; i < c.q_len; ++i)
@@ -86,11 +86,11 @@ class Observed {
 
   double weight(int64_t b, int64_t h, int64_t i, int64_t j) const { return rows.get(b, h, c.q_len - 1 - i, j); }
 
-  void near(double seen, double right, double size, const char* what, const std::string& name) const {
+  void near(double actual, double right, double size, const char* what, const std::string& name) const {
     // Sums of up to 2 * max(q_len, k_len) terms, and a logarithm of numbers near 1.
     const double n = static_cast<double>(c.q_len + c.k_len) + 64, exp = c.dtype == CH_FLOAT32 ? 4e-7 : 8e-6;
-    if (!(std::fabs(seen - right) <= (n * 0x1p-23 + 8 * exp) * (size + std::fabs(right)) + 1e-30))
-      fail(name + " " + what + " is " + std::to_string(seen) + ", not " + std::to_string(right));
+    if (!(std::fabs(actual - right) <= (n * 0x1p-23 + 8 * exp) * (size + std::fabs(right)) + 1e-30))
+      fail(name + " " + what + " is " + std::to_string(actual) + ", not " + std::to_string(right));
   }
 
   void check_head(int64_t b, int64_t h, const std::string& name) const {

@@ -32,10 +32,10 @@ struct ProjectionCase {
 
 // What every dtype can hold: eight bits, at several sizes.
 inline double draw_number(Random& random, const ProjectionCase& c) {
-  if (c.whole) return static_cast<double>(random.between(-8, 8));
+  if (c.whole) return static_cast<double>(random.uniform(-8, 8));
   if (c.dtype == CH_FLOAT32) return static_cast<float>(2 * random.uniform() - 1);
-  const int exponent = static_cast<int>(random.between(-10, -7));
-  const double size = std::ldexp(static_cast<double>(random.between(128, 255)), exponent);
+  const int exponent = static_cast<int>(random.uniform(-10, -7));
+  const double size = std::ldexp(static_cast<double>(random.uniform(128, 255)), exponent);
   return random.one_in(2) ? size : -size;
 }
 
@@ -100,14 +100,14 @@ inline Outgoing outgoing(const ProjectionCase& c, size_t row, size_t column, dou
     const Activated slope = c.sloped ? through(c.slope_gate[place]) : Activated{0, 0};
     return {through(c.gate_kind == CH_GATE_SLOPE ? gate : gate <= 0 ? 0 : factor), slope};
   }
-  Outgoing found = {activated(c.activation, sum, error), slope_of(c.activation, sum, error)};
-  if (c.dropped == 0) return found;
-  const bool kept = keeps(c.seed, c.dropped, static_cast<uint32_t>(row), static_cast<uint64_t>(column));
-  for (Activated* one : {&found.output, &found.slope}) {
+  Outgoing outgoing = {activated(c.activation, sum, error), slope_of(c.activation, sum, error)};
+  if (c.dropped == 0) return outgoing;
+  const bool keep = keeps(c.seed, c.dropped, static_cast<uint32_t>(row), static_cast<uint64_t>(column));
+  for (Activated* one : {&outgoing.output, &outgoing.slope}) {
     const double off = one->error == 0 && c.whole ? 0 : factor * one->error + std::ldexp(std::fabs(factor * one->number), -22);
-    *one = kept ? Activated{factor * one->number, off} : Activated{0, 0};
+    *one = keep ? Activated{factor * one->number, off} : Activated{0, 0};
   }
-  return found;
+  return outgoing;
 }
 
 inline ProjectionExpected expected(const ProjectionCase& c) {
@@ -132,14 +132,14 @@ inline ProjectionExpected expected(const ProjectionCase& c) {
       }
     }
     for (size_t x = 0; x < columns; ++x) {
-      const Outgoing found = outgoing(c, r, x, sums[x], sum_error(c, sizes[x], 512));
+      const Outgoing outgoing = outgoing(c, r, x, sums[x], sum_error(c, sizes[x], 512));
       const auto set = [&](Result& to, const Activated& one) {
         const bool exact = c.whole && one.error == 0;
         to.number[r * columns + x] = exact ? nearest(c.dtype, one.number) : one.number;
         to.bound[r * columns + x] = rounded_bound(c, one.number, one.error);
       };
-      set(right.output, found.output);
-      if (c.sloped) set(right.slope, found.slope);
+      set(right.output, outgoing.output);
+      if (c.sloped) set(right.slope, outgoing.slope);
     }
     if (!c.counted) continue;
     right.row_sums.number[r] = c.whole ? nearest(c.dtype, row_sum) : row_sum;
@@ -152,16 +152,16 @@ class ProjectionCall {
  public:
   ProjectionCall(const ProjectionCase& of, Random& random) : c(of) {
     for (size_t t = 0; t < c.steps.size(); ++t) {
-      left.push_back(room(random, c.rows, c.steps[t], c.left_turned));
-      right.push_back(room(random, c.steps[t], c.columns, c.right_turned));
+      left.push_back(buffer(random, c.rows, c.steps[t], c.left_turned));
+      right.push_back(buffer(random, c.steps[t], c.columns, c.right_turned));
       put(left[t], c.left[t], c.left_turned), put(right[t], c.right[t], c.right_turned);
     }
-    if (c.biased) bias = room(random, 1, c.columns, false), put(bias, c.bias, false);
-    if (c.counted) row_sums = room(random, 1, c.rows, false);
-    if (c.gated) gate = room(random, c.rows, c.columns, false), put(gate, c.gate, false);
-    if (c.sloped) slope = room(random, c.rows, c.columns, false);
-    if (c.gated && c.sloped) slope_gate = room(random, c.rows, c.columns, false), put(slope_gate, c.slope_gate, false);
-    output = room(random, c.rows, c.columns, false);
+    if (c.biased) bias = buffer(random, 1, c.columns, false), put(bias, c.bias, false);
+    if (c.counted) row_sums = buffer(random, 1, c.rows, false);
+    if (c.gated) gate = buffer(random, c.rows, c.columns, false), put(gate, c.gate, false);
+    if (c.sloped) slope = buffer(random, c.rows, c.columns, false);
+    if (c.gated && c.sloped) slope_gate = buffer(random, c.rows, c.columns, false), put(slope_gate, c.slope_gate, false);
+    output = buffer(random, c.rows, c.columns, false);
     describe();
     for (Guarded* one : inputs()) one->keep();
   }
@@ -180,10 +180,10 @@ class ProjectionCall {
   }
 
   std::vector<std::vector<uint8_t>> bits() const {
-    std::vector<std::vector<uint8_t>> found = {output.copy()};
-    if (c.counted) found.push_back(row_sums.copy());
-    if (c.sloped) found.push_back(slope.copy());
-    return found;
+    std::vector<std::vector<uint8_t>> all_bits = {output.copy()};
+    if (c.counted) all_bits.push_back(row_sums.copy());
+    if (c.sloped) all_bits.push_back(slope.copy());
+    return all_bits;
   }
 
   // Nothing was written outside what is written, and nothing to what is read.
@@ -209,16 +209,16 @@ class ProjectionCall {
   Guarded bias, gate, slope, slope_gate, output, row_sums;
 
  private:
-  Guarded room(Random& random, int64_t rows, int64_t columns, bool turned) const {
-    if (turned) std::swap(rows, columns);
+  Guarded buffer(Random& random, int64_t rows, int64_t columns, bool transposed) const {
+    if (transposed) std::swap(rows, columns);
     return Guarded::make(random, c.dtype, size_of(c.dtype), 1, 1, rows, columns, random.one_in(3));
   }
 
-  void put(Guarded& to, const Numbers& from, bool turned) const {
-    const int64_t rows = turned ? to.last : to.count[2], columns = turned ? to.count[2] : to.last;
+  void put(Guarded& to, const Numbers& from, bool transposed) const {
+    const int64_t rows = transposed ? to.last : to.count[2], columns = transposed ? to.count[2] : to.last;
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t x = 0; x < columns; ++x)
-        encode(c.dtype, from[static_cast<size_t>(r * columns + x)], turned ? to.at(0, 0, x, r) : to.at(0, 0, r, x));
+        encode(c.dtype, from[static_cast<size_t>(r * columns + x)], transposed ? to.at(0, 0, x, r) : to.at(0, 0, r, x));
   }
 
   void describe() {
@@ -278,15 +278,15 @@ inline ProjectionCase draw_projection(uint64_t number) {
   c.left_turned = form / 3 % 2, c.right_turned = form / 6 % 2;
   const Shape& shape = shapes[number / 24 % (sizeof(shapes) / sizeof(*shapes))];
   c.rows = random.pick(shape.rows), c.columns = random.pick(shape.columns);
-  const int64_t terms = random.between(shape.least_terms, shape.most_terms);
+  const int64_t terms = random.uniform(shape.least_terms, shape.most_terms);
   for (int64_t t = 0; t < terms; ++t) c.steps.push_back(random.pick(shape.steps));
   c.gated = random.one_in(3), c.gate_kind = random.one_in(2) ? CH_GATE_SLOPE : CH_GATE_OUTPUT;
-  if (!c.gated) c.activation = static_cast<int>(random.between(CH_PLAIN, CH_QUICK_GELU));
+  if (!c.gated) c.activation = static_cast<int>(random.uniform(CH_PLAIN, CH_QUICK_GELU));
   c.sloped = random.one_in(2) && (!c.gated || c.gate_kind == CH_GATE_SLOPE);
   const bool may_drop = !c.gated || c.gate_kind == CH_GATE_OUTPUT;
   // Half of it doubles the rest, which rounds nothing.
-  if (may_drop && random.one_in(2)) c.dropped = c.whole ? 32768 : static_cast<int>(random.between(1, 65535));
-  c.seed = static_cast<uint64_t>(random.between(0, INT64_MAX / 2)) * 2 + random.one_in(2);
+  if (may_drop && random.one_in(2)) c.dropped = c.whole ? 32768 : static_cast<int>(random.uniform(1, 65535));
+  c.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2)) * 2 + random.one_in(2);
   c.biased = random.one_in(2), c.counted = c.left_turned && terms == 1 && !random.one_in(4);
   draw_numbers(random, c);
   return c;

@@ -284,11 +284,11 @@ class Reference {
         r.grad_key.number[k_at] += whole * query[x];
         r.grad_key.bound[k_at] += (whole_error + rows * p.u * std::fabs(whole)) * std::fabs(query[x]);
       }
-      const double kept = s.weight * s.factor;
+      const double kept_weight = s.weight * s.factor;
       for (int64_t x = 0; x < c.value_dim; ++x) {
         const size_t at = static_cast<size_t>(key_place * c.value_dim + x);
-        r.grad_value.number[at] += kept * grad[x];
-        r.grad_value.bound[at] += kept * (weight_error + 2 * p.weight + rows * p.u) * std::fabs(grad[x]);
+        r.grad_value.number[at] += kept_weight * grad[x];
+        r.grad_value.bound[at] += kept_weight * (weight_error + 2 * p.weight + rows * p.u) * std::fabs(grad[x]);
       }
       for (size_t rule = 0; rule < c.rules.size(); ++rule) {
         if (c.rules[rule].kind == CH_RULE_DENSE || c.rules[rule].kind == CH_RULE_RELATIVE)

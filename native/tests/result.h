@@ -32,8 +32,8 @@ inline void check(bool holds, const std::string& line) {
   if (!holds) fail(line);
 }
 
-inline void expect(int seen, int wanted, const std::string& name) {
-  if (seen != wanted) fail(name + " gave \"" + ch_message(seen) + "\", not \"" + ch_message(wanted) + "\"");
+inline void expect(int actual, int wanted, const std::string& name) {
+  if (actual != wanted) fail(name + " gave \"" + ch_message(actual) + "\", not \"" + ch_message(wanted) + "\"");
 }
 
 inline void compare(const Guarded& got, const Result& right, const std::string& name) {
@@ -42,8 +42,8 @@ inline void compare(const Guarded& got, const Result& right, const std::string& 
     for (int64_t h = 0; h < got.count[1]; ++h)
       for (int64_t i = 0; i < got.count[2]; ++i)
         for (int64_t x = 0; x < got.last; ++x, ++at) {
-          const double seen = got.get(b, h, i, x), number = right.number[at], bound = right.bound[at];
-          const double error = seen == number ? 0.0 : std::fabs(seen - number);
+          const double actual = got.get(b, h, i, x), number = right.number[at], bound = right.bound[at];
+          const double error = actual == number ? 0.0 : std::fabs(actual - number);
           if (error <= bound) {
             if (bound > 0 && bound > 1e-25) fullest = std::fmax(fullest, error / bound);
             continue;
@@ -51,7 +51,7 @@ inline void compare(const Guarded& got, const Result& right, const std::string& 
           char line[256];
           std::snprintf(line, sizeof(line), "%s [%lld, %lld, %lld, %lld] is %.9g, not %.9g (off by %.2g of %.2g)",
                         name.c_str(), static_cast<long long>(b), static_cast<long long>(h),
-                        static_cast<long long>(i), static_cast<long long>(x), seen, number, error, bound);
+                        static_cast<long long>(i), static_cast<long long>(x), actual, number, error, bound);
           fail(line);
           return;
         }

@@ -13,14 +13,14 @@ struct AppendCall {
 
   // `behind`: rows of the target behind those that are written.
   AppendCall(Random& random, int dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns, int64_t first,
-             int64_t behind) {
+             int64_t spare) {
     source = Guarded::make(random, dtype, size_of(dtype), batch, heads, rows, columns, false);
-    target = Guarded::make(random, dtype, size_of(dtype), batch, heads, first + rows + behind, columns, false);
+    target = Guarded::make(random, dtype, size_of(dtype), batch, heads, first + rows + spare, columns, false);
     for (int64_t b = 0; b < batch; ++b)
       for (int64_t h = 0; h < heads; ++h)
         for (int64_t r = 0; r < rows; ++r)
           for (int64_t x = 0; x < columns; ++x)
-            encode(dtype, static_cast<double>(random.between(-100, 100)) / 4, source.at(b, h, r, x));
+            encode(dtype, static_cast<double>(random.uniform(-100, 100)) / 4, source.at(b, h, r, x));
     work.size = sizeof(work), work.abi = CH_ABI, work.isa = -1, work.threads = 1, work.dtype = dtype;
     work.batch = batch, work.heads = heads, work.rows = rows, work.columns = columns, work.first = first;
     work.source = source.view(), work.target = target.view();

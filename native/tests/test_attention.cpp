@@ -270,7 +270,7 @@ void sinks_of_nan() {
 void looking_at_long_rows() {
   constexpr int64_t batch = 64, rows = 7, keys = 90000, dim = 16;
   Random random(37);
-  std::vector<float> query(batch * rows * dim), key(keys * dim), output(batch * rows * dim), again(batch * rows * dim);
+  std::vector<float> query(batch * rows * dim), key(keys * dim), output(batch * rows * dim), second(batch * rows * dim);
   std::vector<float> received(batch * keys);
   for (std::vector<float>* one : {&query, &key})
     for (float& number : *one) number = static_cast<float>(2 * random.uniform() - 1);
@@ -283,9 +283,9 @@ void looking_at_long_rows() {
   expect_done(ch_forward(&work), "long rows");
   ch_statistics statistics{};
   statistics.received = received.data();
-  work.output.data = again.data(), work.statistics = &statistics;
+  work.output.data = second.data(), work.statistics = &statistics;
   expect_done(ch_forward(&work), "long rows with statistics");
-  check(output == again, "statistics of long rows changed the output");
+  check(output == second, "statistics of long rows changed the output");
 }
 
 // What a long backward needed is not kept by the threads that helped either.

@@ -21,15 +21,15 @@ struct DropoutCall {
       for (int64_t i = 0; i < count; ++i) encode(dtype, draw(random), added.at(0, 0, 0, i));
     }
     work.size = sizeof(work), work.abi = CH_ABI, work.isa = -1, work.threads = 1, work.dtype = dtype;
-    work.dropped = static_cast<int32_t>(random.between(0, 65535));
-    work.seed = static_cast<uint64_t>(random.between(0, INT64_MAX / 2)) * 2 + random.one_in(2);
+    work.dropped = static_cast<int32_t>(random.uniform(0, 65535));
+    work.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2)) * 2 + random.one_in(2);
     work.rows = rows, work.columns = columns, work.input = input.data(), work.added = added.data(), work.output = output.data();
     input.keep();
     if (adds) added.keep();
   }
 
   // Three bits: every dtype has them, and their sums.
-  static double draw(Random& random) { return static_cast<double>(random.between(-8, 8)) / 4; }
+  static double draw(Random& random) { return static_cast<double>(random.uniform(-8, 8)) / 4; }
 };
 
 void compare(const DropoutCall& call, const std::string& name) {
@@ -37,11 +37,11 @@ void compare(const DropoutCall& call, const std::string& name) {
   const double factor = 65536.0 / (65536 - w.dropped);
   const double unit = w.dtype == CH_FLOAT32 ? 0x1p-24 : w.dtype == CH_BFLOAT16 ? 0x1p-8 : 0x1p-11;
   for (int64_t i = 0; i < w.rows * w.columns; ++i) {
-    const bool kept = keeps(w.seed, w.dropped, static_cast<uint32_t>(i / w.columns), static_cast<uint64_t>(i % w.columns));
+    const bool keep = keeps(w.seed, w.dropped, static_cast<uint32_t>(i / w.columns), static_cast<uint64_t>(i % w.columns));
     const double input = call.input.get(0, 0, 0, i), added = w.added == nullptr ? 0 : call.added.get(0, 0, 0, i);
-    const double right = (kept ? input * factor : 0) + added, got = call.output.get(0, 0, 0, i);
+    const double right = (keep ? input * factor : 0) + added, got = call.output.get(0, 0, 0, i);
     // The factor, the product and the sum are rounded in float32, and the result once more to its dtype.
-    const double bound = kept ? 0x1p-22 * (std::fabs(input * factor) + std::fabs(added)) + unit * std::fabs(right) : 0;
+    const double bound = keep ? 0x1p-22 * (std::fabs(input * factor) + std::fabs(added)) + unit * std::fabs(right) : 0;
     // Half has no number above.
     if (w.dtype == CH_FLOAT16 && std::fabs(right) > 65000) continue;
     if (std::fabs(got - right) <= bound) continue;
@@ -89,8 +89,8 @@ void contains() {
     expect(ch_drop(&call.work), CH_OK, "dropout of NaN");
     for (int64_t i = 0; i < 1000; ++i) {
       const double got = call.output.get(0, 0, 0, i);
-      const bool kept = keeps(call.work.seed, 32768, 0, static_cast<uint64_t>(i));
-      check(kept ? !std::isfinite(got) : got == 0, "dropout of what is not finite at " + std::to_string(i));
+      const bool keep = keeps(call.work.seed, 32768, 0, static_cast<uint64_t>(i));
+      check(keep ? !std::isfinite(got) : got == 0, "dropout of what is not finite at " + std::to_string(i));
     }
   }
 }

@@ -95,51 +95,51 @@ ch_statistics wanting(void (*spoil)(ch_statistics&)) {
 }
 
 const std::vector<Bad<ch_attention>>& bad_statistics() {
-  static float room[4096];
+  static float buffer[4096];
   static int32_t slots[64] = {0, -1, -1, -1, -1, -1, -1, -1, -1, -1};
   static ch_statistics s;
 #define CH_BAD(what, code, spoil) \
   {what, code, [](ch_attention& w) { s = wanting([](ch_statistics& t) { spoil; }); w.statistics = &s; }}
   static const std::vector<Bad<ch_attention>> all = {
-      CH_BAD("odd entropy", CH_BAD_POINTER, t.entropy = reinterpret_cast<float*>(reinterpret_cast<char*>(room) + 1)),
+      CH_BAD("odd entropy", CH_BAD_POINTER, t.entropy = reinterpret_cast<float*>(reinterpret_cast<char*>(buffer) + 1)),
       CH_BAD("negative sink", CH_BAD_STATISTIC, t.sink_keys = -1),
       CH_BAD("negative top_k", CH_BAD_STATISTIC, t.top_k = -1),
       CH_BAD("top_k past k_len", CH_BAD_STATISTIC, t.top_k = 21),
       CH_BAD("top_k without room", CH_BAD_POINTER, t.top_k = 1),
-      CH_BAD("top_k without indices", CH_BAD_POINTER, (t.top_k = 1, t.top_weights = room)),
+      CH_BAD("top_k without indices", CH_BAD_POINTER, (t.top_k = 1, t.top_weights = buffer)),
       CH_BAD("negative num_weights", CH_BAD_STATISTIC, t.num_weights = -1),
       CH_BAD("huge num_weights", CH_BAD_STATISTIC, t.num_weights = huge),
       CH_BAD("row weights without a result", CH_BAD_POINTER, t.num_weights = 1),
-      CH_BAD("no row weights", CH_BAD_POINTER, (t.num_weights = 1, t.weighted = room)),
+      CH_BAD("no row weights", CH_BAD_POINTER, (t.num_weights = 1, t.weighted = buffer)),
       CH_BAD("negative weight stride", CH_BAD_STRIDE,
-             (t.num_weights = 1, t.weighted = room, t.row_weights = room, t.weight_head = -1)),
+             (t.num_weights = 1, t.weighted = buffer, t.row_weights = buffer, t.weight_head = -1)),
       CH_BAD("negative heatmap", CH_BAD_STATISTIC, t.heatmap = -2),
       CH_BAD("heatmap without room", CH_BAD_POINTER, t.heatmap = 4),
-      CH_BAD("heatmap without means", CH_BAD_POINTER, (t.heatmap = 4, t.heatmap_max = room)),
+      CH_BAD("heatmap without means", CH_BAD_POINTER, (t.heatmap = 4, t.heatmap_max = buffer)),
       CH_BAD("negative num_rows", CH_BAD_STATISTIC, t.num_rows = -1),
       CH_BAD("rows without room", CH_BAD_POINTER, t.num_rows = 1),
-      CH_BAD("rows without slots", CH_BAD_POINTER, (t.num_rows = 1, t.rows = room)),
+      CH_BAD("rows without slots", CH_BAD_POINTER, (t.num_rows = 1, t.rows = buffer)),
       CH_BAD("a slot past the last", CH_BAD_STATISTIC,
-             (t.num_rows = 1, t.rows = room, slots[3] = 1, t.row_slots = slots)),
+             (t.num_rows = 1, t.rows = buffer, slots[3] = 1, t.row_slots = slots)),
       CH_BAD("a slot below -1", CH_BAD_STATISTIC,
-             (t.num_rows = 1, t.rows = room, slots[3] = -2, t.row_slots = slots)),
+             (t.num_rows = 1, t.rows = buffer, slots[3] = -2, t.row_slots = slots)),
       CH_BAD("one slot for two queries", CH_BAD_STATISTIC,
-             (t.num_rows = 2, t.rows = room, slots[3] = slots[7] = 1, t.row_slots = slots)),
+             (t.num_rows = 2, t.rows = buffer, slots[3] = slots[7] = 1, t.row_slots = slots)),
   };
 #undef CH_BAD
   return all;
 }
 
 const std::vector<Bad<ch_attention>>& bad_statistic_gradients() {
-  static float room[4096];
+  static float buffer[4096];
   static ch_statistics s;
   static const std::vector<Bad<ch_attention>> all = {
       {"odd grad_entropy", CH_BAD_POINTER,
        [](ch_attention& w) {
-         s = {}, s.grad_entropy = reinterpret_cast<float*>(reinterpret_cast<char*>(room) + 2), w.statistics = &s;
+         s = {}, s.grad_entropy = reinterpret_cast<float*>(reinterpret_cast<char*>(buffer) + 2), w.statistics = &s;
        }},
       {"grad_max without ties", CH_BAD_POINTER,
-       [](ch_attention& w) { s = {}, s.grad_max = room, w.statistics = &s; }},
+       [](ch_attention& w) { s = {}, s.grad_max = buffer, w.statistics = &s; }},
       {"negative sink of a gradient", CH_BAD_STATISTIC,
        [](ch_attention& w) { s = {}, s.sink_keys = -5, w.statistics = &s; }},
   };

@@ -26,7 +26,7 @@ void one_case(uint64_t number) {
   Random random(number + 1000003);
   LinearCall call(c, random);
   for (int isa : usable_sets()) {
-    std::vector<std::vector<uint8_t>> forward, between, backward;
+    std::vector<std::vector<uint8_t>> forward, state_bits, backward;
     for (int threads : {1, 2, 5}) {
       const std::string name = describe(number, c) + ", " + ch_isa_name(isa) + ", threads " + std::to_string(threads);
       const int before = failures;
@@ -34,9 +34,9 @@ void one_case(uint64_t number) {
       if (threads == 1) forward = call.forward_bits(false);
       check(call.forward_bits(false) == forward, name + ": other bits without states than with one thread");
       expect_done_first([&] { return call.forward(isa, threads); }, name + " forward");
-      if (threads == 1) call.compare_forward(right, name), between = call.forward_bits(true);
+      if (threads == 1) call.compare_forward(right, name), state_bits = call.forward_bits(true);
       check(call.forward_bits(false) == forward, name + ": other bits with states than without");
-      check(call.forward_bits(true) == between, name + ": other states than with one thread");
+      check(call.forward_bits(true) == state_bits, name + ": other states than with one thread");
       expect_done_first([&] { return call.backward(isa, threads, false); }, name + " backward without room");
       if (threads == 1) call.compare_backward(right, name), backward = call.backward_bits();
       check(call.backward_bits() == backward, name + ": other gradients without room than with one thread");
@@ -97,8 +97,8 @@ void tiny_scales() {
         bool near = true;
         for (size_t place = 0; place < right.size(); ++place) {
           const int64_t at = static_cast<int64_t>(place), i = at / c.features;
-          const double found = call.grad_query.get(0, 0, i, at % c.features), wanted = right[place] * scale;
-          near = near && std::fabs(found - wanted) <= 1e-3 * std::fabs(wanted) + 1e-43;
+          const double result = call.grad_query.get(0, 0, i, at % c.features), wanted = right[place] * scale;
+          near = near && std::fabs(result - wanted) <= 1e-3 * std::fabs(wanted) + 1e-43;
         }
         check(near, "gradients at scale " + std::to_string(scale * 1e40) + "e-40, " + ch_isa_name(isa) + ", map " +
                         std::to_string(map));

@@ -26,14 +26,14 @@ void drop(const Memory& memory) { clearhead::give_memory(memory.data, memory.siz
 
 void form() {
   for (int64_t size : {int64_t{1}, 3 * MIB, 40 * MIB + 5}) {
-    const Memory own = bytes(size);
-    check(own.data != nullptr && reinterpret_cast<uintptr_t>(own.data) % (2 * MIB) == 0, "memory on a large page's border");
-    std::memset(own.data, 7, own.size);
-    drop(own);
+    const Memory block = bytes(size);
+    check(block.data != nullptr && reinterpret_cast<uintptr_t>(block.data) % (2 * MIB) == 0, "memory on a large page's border");
+    std::memset(block.data, 7, block.size);
+    drop(block);
   }
 }
 
-void again() {
+void reuse() {
   ch_keep_memory(64 * MIB);
   Memory one = bytes(6 * MIB), other = bytes(6 * MIB);
   void *first = one.data, *second = other.data;
@@ -66,14 +66,14 @@ void limit() {
   std::vector<Memory> some;
   for (int place = 0; place < 4; ++place) some.push_back(bytes(4 * MIB));
   void* last = some[3].data;
-  for (const Memory& own : some) drop(own);
+  for (const Memory& block : some) drop(block);
   check(ch_kept_memory() == 8 * MIB, "what is above the limit goes, the oldest first");
-  Memory own = bytes(4 * MIB);
-  check(own.data == last, "the youngest is there");
+  Memory block = bytes(4 * MIB);
+  check(block.data == last, "the youngest is there");
   Memory large = bytes(12 * MIB);
   drop(large);
   check(ch_kept_memory() == 4 * MIB, "what is larger than the limit is not kept, and pushes nothing out");
-  drop(own);
+  drop(block);
   ch_keep_memory(int64_t{1} << 40);
   some.clear();
   for (int place = 0; place < 600; ++place) some.push_back(bytes(MIB / 8));
@@ -90,13 +90,13 @@ void threads() {
     some.emplace_back([number] {
       for (int round = 0; round < 50; ++round) {
         const int64_t size = (1 + (number + round) % 3) * MIB;
-        Memory own = bytes(size);
-        unsigned char* data = static_cast<unsigned char*>(own.data);
+        Memory block = bytes(size);
+        unsigned char* data = static_cast<unsigned char*>(block.data);
         std::memset(data, number, static_cast<size_t>(size));
         std::this_thread::yield();
         for (int64_t at = 0; at < size; at += 4096)
           if (data[at] != number) return fail("a tensor that two threads had");
-        drop(own);
+        drop(block);
       }
     });
   for (std::thread& one : some) one.join();
@@ -147,7 +147,7 @@ int main() {
   test::check(ch_keep_memory(0) > 0, "some memory is kept until a limit is set");
   test::without_keys();
   test::form();
-  test::again();
+  test::reuse();
   test::limit();
   test::threads();
   test::forks();

@@ -112,7 +112,7 @@ class NormCall {
   NormCall(const NormCase& of, Random& random, int (*made)(const ch_norm*)) : c(of), made(made) {
     work.size = sizeof(work), work.abi = CH_ABI, work.isa = -1, work.threads = 1;
     work.dtype = c.dtype, work.kind = c.kind, work.dropped = c.dropped;
-    work.seed = static_cast<uint64_t>(random.between(0, INT64_MAX / 2)) * 2 + random.one_in(2);
+    work.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2)) * 2 + random.one_in(2);
     work.rows = c.rows, work.columns = c.columns, work.epsilon = c.epsilon;
   }
 
@@ -151,13 +151,13 @@ class NormCall {
     reads.push_back(&to);
     return to.data();
   }
-  void* room(Random& random, Guarded& to, int dtype, int64_t rows, int64_t columns) {
+  void* buffer(Random& random, Guarded& to, int dtype, int64_t rows, int64_t columns) {
     to = Guarded::make(random, dtype, size_of(dtype), 1, 1, rows, columns, true);
     writes.push_back(&to);
     return to.data();
   }
   static double on_grid(Random& random, double grain, int64_t reach) {
-    return grain * static_cast<double>(random.between(-reach, reach));
+    return grain * static_cast<double>(random.uniform(-reach, reach));
   }
   // Weights and biases; 1 added to one of them is exact in every dtype.
   void* put_channels(Random& random, Guarded& to) {
@@ -191,9 +191,9 @@ struct ForwardCall : NormCall {
     if (c.added) work.added = whole(added, 0);
     if (c.weight) work.weight = put_channels(random, weight);
     if (c.bias) work.bias = put_channels(random, bias);
-    if (c.sum) work.sum = room(random, sum, c.dtype, c.rows, c.columns);
-    if (c.moments) work.moments = static_cast<float*>(room(random, moments, CH_FLOAT32, c.rows, 2));
-    work.output = room(random, output, c.dtype, c.rows, c.columns);
+    if (c.sum) work.sum = buffer(random, sum, c.dtype, c.rows, c.columns);
+    if (c.moments) work.moments = static_cast<float*>(buffer(random, moments, CH_FLOAT32, c.rows, 2));
+    work.output = buffer(random, output, c.dtype, c.rows, c.columns);
   }
 
   // The sum before it is rounded, and how far it may be from that. Where it is exact it is what it is.
@@ -202,13 +202,13 @@ struct ForwardCall : NormCall {
     right.size(c.rows * c.columns);
     for (int64_t r = 0; r < c.rows; ++r)
       for (int64_t x = 0; x < c.columns; ++x) {
-        const bool kept = c.keeps_at(work.seed, r, x);
-        const double part = kept ? input.get(0, 0, r, x) * c.factor() : 0;
+        const bool keep = c.keeps_at(work.seed, r, x);
+        const double part = keep ? input.get(0, 0, r, x) * c.factor() : 0;
         const double number = part + (c.added ? added.get(0, 0, r, x) : 0);
         right.number[c.at(r, x)] = number;
         // The factor, the product and the addition.
         const double error = unit * (2 * std::fabs(part) + std::fabs(number));
-        if (kept && !c.exact()) right.bound[c.at(r, x)] = error + rounding(c.dtype, std::fabs(number) + error);
+        if (keep && !c.exact()) right.bound[c.at(r, x)] = error + rounding(c.dtype, std::fabs(number) + error);
       }
     return right;
   }
@@ -251,7 +251,7 @@ struct BackwardCall : NormCall {
     const auto whole = [&](Guarded& to, double shift, double step) {
       return put(random, to, c.dtype, c.rows, c.columns, [&] { return shift + on_grid(random, step, c.reach); });
     };
-    const auto results = [&](Guarded& to, int64_t rows) { return room(random, to, c.dtype, rows, c.columns); };
+    const auto results = [&](Guarded& to, int64_t rows) { return buffer(random, to, c.dtype, rows, c.columns); };
     work.sum = whole(sum, c.shift, c.grain);
     const Numbers sums = values(sum);
     std::vector<float> given;
@@ -477,10 +477,10 @@ void compare_clean(const Guarded& clean, const Guarded& got, const std::string& 
   bool reached = false, shown = false;
   for (int64_t r = 0; r < clean.count[2]; ++r)
     for (int64_t x = 0; x < clean.last; ++x) {
-      const double right = clean.get(0, 0, r, x), seen = got.get(0, 0, r, x);
-      if (reaches(r, x)) reached = true, shown = shown || !std::isfinite(seen);
-      else if (seen != right)
-        return fail(name + " [" + std::to_string(r) + ", " + std::to_string(x) + "] is " + std::to_string(seen) +
+      const double right = clean.get(0, 0, r, x), actual = got.get(0, 0, r, x);
+      if (reaches(r, x)) reached = true, shown = shown || !std::isfinite(actual);
+      else if (actual != right)
+        return fail(name + " [" + std::to_string(r) + ", " + std::to_string(x) + "] is " + std::to_string(actual) +
                     ", not " + std::to_string(right));
     }
   check(!shows || !reached || shown, name + ": nothing shows what is not finite");
@@ -500,8 +500,8 @@ NormCase with_everything(int dtype, int kind) {
 template <class Call>
 void spoiled_pair(const NormCase& c, const std::string& what, const std::function<void(Call&)>& spoil,
                   const std::function<void(Call& clean, Call& got, const std::string& name)>& compare_them) {
-  Random once(9), again(9);
-  Call clean(c, once), got(c, again);
+  Random first_value(9), second_value(9);
+  Call clean(c, first_value), got(c, second_value);
   spoil(got);
   for (int isa : usable_sets())
     for (int threads : {1, 5}) {
@@ -528,9 +528,9 @@ void containment_forward(const NormCase& c, double bad) {
   spoiled_pair<ForwardCall>(c, std::to_string(bad) + " in what is added",
                             [&](ForwardCall& call) { encode(c.dtype, bad, call.added.at(0, 0, bad_row, bad_column)); },
                             everywhere_else);
-  NormCase kept = c;
-  kept.dropped = 0;
-  spoiled_pair<ForwardCall>(kept, std::to_string(bad) + " in the input",
+  NormCase without_dropout = c;
+  without_dropout.dropped = 0;
+  spoiled_pair<ForwardCall>(without_dropout, std::to_string(bad) + " in the input",
                             [&](ForwardCall& call) { encode(c.dtype, bad, call.input.at(0, 0, bad_row, bad_column)); },
                             everywhere_else);
   spoiled_pair<ForwardCall>(

@@ -84,9 +84,9 @@ int very_few_rows() {
     c.dtype = random.pick(std::vector<int>{CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16});
     c.right_turned = right_turned, c.rows = rows, c.columns = columns, c.steps = {steps};
     c.biased = random.one_in(2), c.whole = random.one_in(4);
-    c.activation = static_cast<int>(random.between(CH_PLAIN, CH_QUICK_GELU)), c.sloped = random.one_in(2);
-    if (random.one_in(2)) c.dropped = c.whole ? 32768 : static_cast<int>(random.between(1, 65535));
-    c.seed = static_cast<uint64_t>(random.between(0, INT64_MAX / 2));
+    c.activation = static_cast<int>(random.uniform(CH_PLAIN, CH_QUICK_GELU)), c.sloped = random.one_in(2);
+    if (random.one_in(2)) c.dropped = c.whole ? 32768 : static_cast<int>(random.uniform(1, 65535));
+    c.seed = static_cast<uint64_t>(random.uniform(0, INT64_MAX / 2));
     draw_numbers(random, c);
     // Of some hundred thousand threads a process has had, the leak checker loses sight of the last.
     one_case(c, number, "very few rows", number % 4 == 0 ? std::vector<int>{1, 2, 64} : std::vector<int>{1, 2});
@@ -151,10 +151,10 @@ void odd_strides() {
     Random random(8);
     draw_numbers(random, c);
     // The first row of what lies there stands for all of them.
-    const auto repeat = [](Numbers& of, int64_t rows, int64_t columns, bool turned) {
+    const auto repeat = [](Numbers& of, int64_t rows, int64_t columns, bool transposed) {
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t x = 0; x < columns; ++x)
-          of[static_cast<size_t>(r * columns + x)] = of[static_cast<size_t>(turned ? r * columns : x)];
+          of[static_cast<size_t>(r * columns + x)] = of[static_cast<size_t>(transposed ? r * columns : x)];
     };
     repeat(c.left[0], 7, 37, c.left_turned), repeat(c.right[0], 37, 19, c.right_turned);
     ProjectionCall call(c, random);
@@ -218,9 +218,9 @@ void compare_clean(const Guarded& clean, const Guarded& got, const std::string& 
                    const std::function<bool(int64_t r, int64_t x)>& reaches) {
   for (int64_t r = 0; r < clean.count[2]; ++r)
     for (int64_t x = 0; x < clean.last; ++x) {
-      const double right = clean.get(0, 0, r, x), seen = got.get(0, 0, r, x);
-      if (reaches(r, x) ? !std::isfinite(seen) : seen == right) continue;
-      return fail(name + " [" + std::to_string(r) + ", " + std::to_string(x) + "] is " + std::to_string(seen) +
+      const double right = clean.get(0, 0, r, x), actual = got.get(0, 0, r, x);
+      if (reaches(r, x) ? !std::isfinite(actual) : actual == right) continue;
+      return fail(name + " [" + std::to_string(r) + ", " + std::to_string(x) + "] is " + std::to_string(actual) +
                   ", not " + (reaches(r, x) ? "NaN or inf" : std::to_string(right)));
     }
 }
@@ -242,8 +242,8 @@ void containment() {
           if (place == in_left) c.left[0][row * steps + step] = bad;
           if (place == in_right) c.right[0][step * columns + column] = bad;
           if (place == in_bias) c.bias[column] = bad;
-          Random once(9), again(9);
-          ProjectionCall right(clean, once), got(c, again);
+          Random first_value(9), second(9);
+          ProjectionCall right(clean, first_value), got(c, second);
           for (int isa : usable_sets())
             for (int threads : {1, 5}) {
               const std::string name =

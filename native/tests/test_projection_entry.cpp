@@ -131,17 +131,17 @@ int projection_entry_tests() {
   expect(ch_project(nullptr), CH_BAD_POINTER, "a product of nothing");
   int count = 0;
   for (int dtype : {CH_FLOAT32, CH_BFLOAT16, CH_FLOAT16})
-    for (bool turned : {false, true}) {
+    for (bool transposed : {false, true}) {
       ProjectionCase c;
       Random random(3);
-      c.dtype = dtype, c.left_turned = c.right_turned = c.counted = turned, c.biased = true;
-      c.rows = 13, c.columns = 9, c.steps.assign(turned ? 1 : 2, 11);
+      c.dtype = dtype, c.left_turned = c.right_turned = c.counted = transposed, c.biased = true;
+      c.rows = 13, c.columns = 9, c.steps.assign(transposed ? 1 : 2, 11);
       draw_numbers(random, c);
       ProjectionCall call(c, random);
       expect(call.run(-1, 1), CH_OK, "the product's description before it is spoiled");
       call.clear();
       count += spoil_all(call, either_way());
-      count += spoil_all(call, turned ? with_row_sums() : with_terms());
+      count += spoil_all(call, transposed ? with_row_sums() : with_terms());
       c.gated = true, c.gate.assign(static_cast<size_t>(c.rows * c.columns), 1.0);
       ProjectionCall gated(c, random);
       count += spoil_all(gated, with_gate());

@@ -16,9 +16,9 @@ struct RotationCall {
 
   // `behind`: positions of the table behind those that are asked for.
   RotationCall(Random& random, int dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns, int64_t first,
-               int64_t behind, bool in_place_)
+               int64_t offset, bool in_place_)
       : in_place(in_place_) {
-    table = Guarded::make(random, CH_FLOAT32, 4, 1, 1, first + rows + behind, columns, true);
+    table = Guarded::make(random, CH_FLOAT32, 4, 1, 1, first + rows + offset, columns, true);
     source = Guarded::make(random, dtype, size_of(dtype), batch, heads, rows, columns, false);
     target = Guarded::make(random, dtype, size_of(dtype), batch, heads, rows, columns, false);
     // Rows that nobody may read stay NaN.
@@ -27,7 +27,7 @@ struct RotationCall {
     fill(random, source, batch, heads, rows, columns);
     work.size = sizeof(work), work.abi = CH_ABI, work.isa = -1, work.threads = 1, work.dtype = dtype;
     work.batch = batch, work.heads = heads, work.rows = rows, work.columns = columns, work.first = first;
-    work.positions = first + rows + behind, work.table = static_cast<const float*>(table.data());
+    work.positions = first + rows + offset, work.table = static_cast<const float*>(table.data());
     work.source = source.view(), work.target = in_place ? source.view() : target.view();
     table.keep();
     if (!in_place) source.keep();
@@ -38,18 +38,18 @@ struct RotationCall {
       for (int64_t h = 0; h < heads; ++h)
         for (int64_t r = 0; r < rows; ++r)
           for (int64_t x = 0; x < columns; ++x)
-            encode(tensor.dtype, static_cast<double>(random.between(-100, 100)) / 4, tensor.at(b, h, r, x));
+            encode(tensor.dtype, static_cast<double>(random.uniform(-100, 100)) / 4, tensor.at(b, h, r, x));
   }
 
   // Every number of the source, in order.
   std::vector<double> numbers() const { return all_of(source); }
   std::vector<double> all_of(const Guarded& tensor) const {
-    std::vector<double> found;
+    std::vector<double> result;
     for (int64_t b = 0; b < work.batch; ++b)
       for (int64_t h = 0; h < work.heads; ++h)
         for (int64_t r = 0; r < work.rows; ++r)
-          for (int64_t x = 0; x < work.columns; ++x) found.push_back(tensor.get(b, h, r, x));
-    return found;
+          for (int64_t x = 0; x < work.columns; ++x) result.push_back(tensor.get(b, h, r, x));
+    return result;
   }
 
   // Holds what was written against the formula in double; `before` is the source as it was.
@@ -74,10 +74,10 @@ struct RotationCall {
     check(in_place || source.unchanged(), name + ": the source was written");
   }
 
-  static void within(double found, double right, double error, double unit, const std::string& name) {
+  static void within(double result, double right, double error, double unit, const std::string& name) {
     const double bound = error + unit * (std::fabs(right) + error) + (unit > 0 ? 0x1p-24 : 0);
-    fullest = std::fmax(fullest, std::fabs(found - right) / bound);
-    check(std::fabs(found - right) <= bound, name + ": " + std::to_string(found) + " for " + std::to_string(right));
+    fullest = std::fmax(fullest, std::fabs(result - right) / bound);
+    check(std::fabs(result - right) <= bound, name + ": " + std::to_string(result) + " for " + std::to_string(right));
   }
 };
 
@@ -102,9 +102,9 @@ int every_size() {
             const std::vector<double> before = call.numbers();
             expect(ch_rotate(&call.work), CH_OK, name);
             call.hold(before, name);
-            const std::vector<double> found = call.all_of(in_place ? call.source : call.target);
-            if (threads == 1) one = found;
-            check(found == one, name + ": other bits than with one thread");
+            const std::vector<double> result = call.all_of(in_place ? call.source : call.target);
+            if (threads == 1) one = result;
+            check(result == one, name + ": other bits than with one thread");
             ++cases;
           }
         }
