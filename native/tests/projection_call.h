@@ -132,14 +132,14 @@ inline ProjectionExpected expected(const ProjectionCase& c) {
       }
     }
     for (size_t x = 0; x < columns; ++x) {
-      const Outgoing outgoing = outgoing(c, r, x, sums[x], sum_error(c, sizes[x], 512));
+      const Outgoing sum_out = outgoing(c, r, x, sums[x], sum_error(c, sizes[x], 512));
       const auto set = [&](Result& to, const Activated& one) {
         const bool exact = c.whole && one.error == 0;
         to.number[r * columns + x] = exact ? nearest(c.dtype, one.number) : one.number;
         to.bound[r * columns + x] = rounded_bound(c, one.number, one.error);
       };
-      set(right.output, outgoing.output);
-      if (c.sloped) set(right.slope, outgoing.slope);
+      set(right.output, sum_out.output);
+      if (c.sloped) set(right.slope, sum_out.slope);
     }
     if (!c.counted) continue;
     right.row_sums.number[r] = c.whole ? nearest(c.dtype, row_sum) : row_sum;
