@@ -7,6 +7,7 @@ import torch
 
 import clearhead as ch
 from clearhead.backends import native
+from clearhead.backends.capability import Capability
 from clearhead.dispatch import BACKENDS, loaded
 from tests.problems import tensors
 
@@ -75,6 +76,11 @@ def test_capability_rows_are_words() -> None:
     for backend in map(loaded, BACKENDS):
         row = backend.capability.row()
         assert all(isinstance(word, str) and word for word in row.values()), backend.name
+
+
+def test_capability_without_rules_says_none() -> None:
+    row = Capability(rules=(), statistics=frozenset()).row()
+    assert (row["score rules"], row["statistics"]) == ("none", "none")
 
 
 def test_refused_sizes_say_their_number() -> None:

@@ -3,9 +3,9 @@
     python tools/screenshots.py                 # docs/images/digits.png and docs/images/text.png
     python tools/screenshots.py --epochs 20     # a shorter training, for a look
 
-The first is the page of ``clearhead demo``. The second is a small language model that has read this repository's own
-README and DESIGN for a few seconds, on a sentence of theirs, by ``clearhead train`` and ``clearhead view``. Seeds are
-fixed; numbers differ between machines by roundings, and the times on the first page are those of this machine.
+The first is the page of ``clearhead demo``. The second is a small language model, trained for a few seconds on this
+repository's README and pages, by ``clearhead train`` and ``clearhead view``. Seeds are fixed; numbers differ between
+machines by roundings, and the times on the first page are those of this machine.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXT = "The page computes its weights from queries and keys, and shows them."
 WIDTH, HEIGHT = 1280, {"digits": 1010, "text": 860}
 MOST_BYTES = 300_000
+_LEARNED = ("README.md", "docs/inside/architecture.md", "docs/inside/kernels.md")
 _COMMAND = ("-c", "import sys; sys.argv[0] = 'clearhead'; from clearhead.cli.app import main; main()")
 
 
@@ -60,7 +61,7 @@ def _digits(folder: Path, epochs: int | None) -> Path:
 
 def _text(folder: Path) -> Path:
     learned, run, page = folder / "own.txt", folder / "run", folder / "text.html"
-    learned.write_text("\n".join((ROOT / name).read_text("utf-8") for name in ("README.md", "DESIGN.md")), "utf-8")
+    learned.write_text("\n".join((ROOT / name).read_text("utf-8") for name in _LEARNED), "utf-8")
     _run(
         "train", "lm", "--data", str(learned), "--out", str(run), "--tokenizer", "bpe", "--vocab-size", "900",
         "--embed-dim", "96", "--num-heads", "6", "--num-layers", "3", "--context", "96", "--steps", "600",

@@ -91,7 +91,9 @@ class Capability:
             "usable": self.requires() or "yes",
             "devices": _listed(self.devices) if self.devices is not None else "any",
             "dtypes": ", ".join(str(dtype)[6:] for dtype in DTYPES if dtype in self.dtypes),
-            "score rules": "all" if ScoreRule in self.rules else ", ".join(rule.__name__ for rule in self.rules),
+            "score rules": (
+                "all" if ScoreRule in self.rules else ", ".join(rule.__name__ for rule in self.rules) or "none"
+            ),
             "dropout": "yes" if self.dropout else "no",
             "gradient": "yes" if self.gradient else "no",
             "statistics": "all" if self.statistics == ALL_STATISTICS else ", ".join(sorted(self.statistics)) or "none",
