@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,7 @@ def take_pictures(lab: Any, folder: Path) -> None:
             page.wait_for_selector(f"#room-{room}[data-ready]")
             _prepare(page, room)
             page.wait_for_timeout(1500)
+            page.evaluate("window.scrollTo(0, 0)")
             page.screenshot(path=folder / f"lab_{room}.png")
             page.close()
         browser.close()
@@ -104,9 +105,12 @@ def _prepare(page: Any, room: str) -> None:
         page.fill("#mdl-text", "two and three is ")
         page.get_by_role("button", name="Look", exact=True).click()
         page.frame_locator("iframe").locator("#main[data-ready]").wait_for(state="attached")
+        page.get_by_role("switch", name="layer 0 head 1", exact=True).click()
+        page.wait_for_selector(".mdl-after")
     else:
+        page.get_by_label("take mask 2 away").click()
         page.get_by_label("kind of mask 1").select_option("Expression")
-        page.fill("#mask-0-formula", "k_pos <= q_pos and q_pos - k_pos < 6")
+        page.fill("#mask-0-formula", "k_pos <= q_pos and (q_pos - k_pos) % 3 == 0")
 
 
 def main() -> None:
@@ -118,9 +122,11 @@ def main() -> None:
     if missing:
         print(f"skipped: needs {', '.join(missing)}: pip install 'clearhead[train,lab]'")
         return
-    with tempfile.TemporaryDirectory() as name, serving(train(Path(name), 20 if chosen.quick else 600)) as lab:
-        if chosen.pictures is not None:
-            take_pictures(lab, chosen.pictures)
+    pictures = None if chosen.pictures is None else chosen.pictures.absolute()
+    steps = 20 if chosen.quick else 600
+    with tempfile.TemporaryDirectory() as name, chdir(name), serving(train(Path(), steps)) as lab:
+        if pictures is not None:
+            take_pictures(lab, pictures)
         elif chosen.quick:
             sheet = first_sheet(lab)
             print(f"the lab serves {sheet['title']!r}: X = {sheet['X']}")
