@@ -41,6 +41,28 @@ def exported(mask: ch.Mask) -> tuple[Classifier, torch.export.ExportedProgram]:
     return model, torch.export.export(model, (torch.randn(2, 10, 32),), dynamic_shapes=({1: length},))
 
 
+class DecodeStep(nn.Module):
+    """One layer's attention of new tokens, whose cache is an input and an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.Linear(32, 96)
+
+    def forward(self, x: Tensor, past_key: Tensor, past_value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = self.projections(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        keys, values = torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)
+        output = ch.attention(query, keys, values, mask=ch.Causal(), query_offset=past_key.shape[2])
+        return output.transpose(1, 2).flatten(2), keys, values
+
+
+def exported_step() -> tuple[DecodeStep, torch.export.ExportedProgram]:
+    """A decoding step and its graph, for 1 to 511 cached tokens."""
+    step, past = DecodeStep().eval(), torch.randn(2, 1, 4, 5, 8)
+    length = torch.export.Dim("past", min=1, max=511)
+    shapes = (None, {2: length}, {2: length})
+    return step, torch.export.export(step, (torch.randn(1, 1, 32), *past), dynamic_shapes=shapes)
+
+
 def operators(program: torch.export.ExportedProgram) -> Counter[str]:
     """How often each operator of clearhead is in a graph."""
     names = (str(node.target) for node in program.graph.nodes if node.op == "call_function")
@@ -68,6 +90,12 @@ def main() -> None:
     print(f"Causal() & Window(8): {dict(operators(program))}")
     difference = (program.module()(x) - model(x)).abs().max().item()
     print(f"  exported program at length 37: largest difference {difference:.1e}")
+
+    step, decoding = exported_step()
+    token, past = torch.randn(1, 1, 32), torch.randn(2, 1, 4, 20, 8)
+    difference = (decoding.module()(token, *past)[0] - step(token, *past)[0]).abs().max().item()
+    print(f"decoding step: {dict(operators(decoding))}")
+    print(f"  exported program with 20 cached tokens: largest difference {difference:.1e}")
 
     _, other = exported(ch.MaskFunction(lambda batch, head, q_pos, k_pos: (q_pos - k_pos) % 2 == 0))
     print(f"MaskFunction: {dict(operators(other))}")

@@ -25,7 +25,7 @@ from typing import Any
 
 from clearhead.train import LanguageOptions, train_text_language_model
 
-ROOMS = ("worked", "model", "variants")
+PARTS = ("worked", "model", "variants")
 SIZE = {"width": 1280, "height": 860}
 
 
@@ -84,23 +84,23 @@ def take_pictures(lab: Any, folder: Path) -> None:
     with sync_playwright() as play:
         options = ["--headless", "--no-sandbox", "--disable-gpu"]
         browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=options)
-        for room in ROOMS:
+        for part in PARTS:
             page = browser.new_page(viewport=SIZE)
-            page.goto(f"{lab.url}#{room}")
-            page.wait_for_selector(f"#room-{room}[data-ready]")
-            _prepare(page, room)
+            page.goto(f"{lab.url}#{part}")
+            page.wait_for_selector("[role=tabpanel][data-ready]:not([hidden])")
+            _prepare(page, part)
             page.wait_for_timeout(1500)
             page.evaluate("window.scrollTo(0, 0)")
-            page.screenshot(path=folder / f"lab_{room}.png")
+            page.screenshot(path=folder / f"lab_{part}.png")
             page.close()
         browser.close()
 
 
-def _prepare(page: Any, room: str) -> None:
+def _prepare(page: Any, part: str) -> None:
     """Make the edit that a picture shows."""
-    if room == "worked":
+    if part == "worked":
         page.locator('[data-cell="X/1/0"]').fill("2")
-    elif room == "model":
+    elif part == "model":
         page.locator("#mdl-model").select_option(label="sums")
         page.fill("#mdl-text", "two and three is ")
         page.get_by_role("button", name="Look", exact=True).click()
