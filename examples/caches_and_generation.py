@@ -27,7 +27,7 @@ def decode_step_by_step() -> float:
 
     cache = ch.KVCache()
     steps = [attention(x[:, t : t + 1], mask=ch.Causal(), cache=cache) for t in range(10)]
-    return (torch.cat(steps, dim=1) - whole).abs().max().item()
+    return float((torch.cat(steps, dim=1) - whole).abs().max())
 
 
 class Attention(nn.Module):
@@ -58,7 +58,7 @@ def take_drafts_back() -> float:
     continued = attention(x[:, 5:], cache)
 
     whole = attention(x, ch.KVCache())
-    return (continued - whole[:, 5:]).abs().max().item()
+    return float((continued - whole[:, 5:]).abs().max())
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def slide_a_window(window: int = 4) -> float:
         keys, values = cache.append(key[:, :, now], value[:, :, now])
         # Every key in the slice is inside the window of the newest token, so no mask is needed.
         steps.append(ch.attention(query[:, :, now], keys[:, :, -window:], values[:, :, -window:]))
-    return (torch.cat(steps, dim=2) - whole).abs().max().item()
+    return float((torch.cat(steps, dim=2) - whole).abs().max())
 
 
 def generate(new_tokens: int) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 from clearhead.train import LanguageOptions, train_text_language_model
 
 PARTS = ("worked", "model", "variants")
-SIZE = {"width": 1280, "height": 860}
+WIDTH, HEIGHT = 1280, 860
 
 
 def write_lesson(path: Path, sentences: int = 800) -> None:
@@ -85,7 +85,7 @@ def take_pictures(lab: Any, folder: Path) -> None:
         options = ["--headless", "--no-sandbox", "--disable-gpu"]
         browser = play.chromium.launch(executable_path=shutil.which("chromium"), args=options)
         for part in PARTS:
-            page = browser.new_page(viewport=SIZE)
+            page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
             page.goto(f"{lab.url}#{part}")
             page.wait_for_selector("[role=tabpanel][data-ready]:not([hidden])")
             _prepare(page, part)
