@@ -163,6 +163,30 @@ def test_a_position_that_changes_is_compiled_twice_at_most() -> None:
     assert counter.frame_count <= 2
 
 
+class DecodeStep(nn.Module):
+    """New tokens after a cache that is an input."""
+
+    def forward(self, query: Tensor, past_key: Tensor, past_value: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)
+        return ch.attention(query, keys, values, mask=ch.Causal(), query_offset=past_key.shape[2])
+
+
+@pytest.mark.parametrize(("most", "operator"), [(512, OPERATOR), (None, "clearhead.attention.default")])
+def test_a_symbolic_position_is_lowered_if_its_bounds_fit(most: int | None, operator: str) -> None:
+    """Without an upper bound the call keeps its Python body: a guard would refuse the export."""
+
+    def inputs(past: int) -> list[Tensor]:
+        return [torch.randn(1, 4, length, 8) for length in (1, past, past, 1, 1)]
+
+    length = torch.export.Dim("past", min=2, max=most)
+    shapes: list[Any] = [{}, {2: length}, {2: length}, {}, {}]
+    program = torch.export.export(DecodeStep(), tuple(inputs(5)), dynamic_shapes=shapes)
+    assert operator in {str(node.target) for node in program.graph.nodes}
+    for past in (2, 9):
+        given = inputs(past)
+        torch.testing.assert_close(program.module()(*given), DecodeStep()(*given), rtol=1e-5, atol=1e-5)
+
+
 class WithBand(nn.Module):
     """A module called with a mask that lowers."""
 

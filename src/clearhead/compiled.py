@@ -76,12 +76,21 @@ def attention(
         return None
     offset = 0 if query_offset is None else query_offset
     factor = query.shape[3] ** -0.5 if scale is None else scale
-    if not (isinstance(offset, int) and -_MOST < offset < _MOST and isinstance(factor, float)):
+    if not (_is_position(offset) and isinstance(factor, float)):
         return None
     if not (factor == 0.0 or _FLOAT32.tiny <= abs(factor) <= _FLOAT32.max):
         return None
     output = _call(query, key, value, factor, *band, offset, scores)
     return output if leading == 2 else output.reshape(output.shape[2 - leading :])
+
+
+def _is_position(offset: object) -> bool:
+    """Whether the kernels take an offset. A symbolic one must have bounds that say so: to ask it would add a guard."""
+    if isinstance(offset, torch.SymInt):
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return statically_known_true(offset > -_MOST) and statically_known_true(offset < _MOST)
+    return isinstance(offset, int) and -_MOST < offset < _MOST
 
 
 @constant_when_compiled
