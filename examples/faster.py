@@ -51,11 +51,11 @@ def compare(model: nn.Module, run: Callable[[], Tensor], real: Tensor) -> None:
     """Swap a model, compare its outputs at the real tokens, time both forms in turns, and restore the model."""
     before = run()
     print(ch.swap(model))
-    after = run()
-    difference = (before - after)[real].abs().max() / before[real].abs().max()
+    output = run()
+    difference = (before - output)[real].abs().max() / before[real].abs().max()
     print(f"largest difference at real tokens  {difference:.1e} of the largest output")
     slow, fast = [], []
-    for _ in range(5):
+    for _ in range(3):
         ch.unswap(model)
         slow.append(milliseconds(run))
         ch.swap(model)

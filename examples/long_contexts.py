@@ -88,9 +88,9 @@ def main() -> None:
     length = 4096 if chosen.quick else chosen.length
     torch.manual_seed(0)
     print(f"{length:,} tokens, {HEADS} heads of {HEAD_DIM}, float32")
-    seen = statistics(length)
+    observed = statistics(length)
     for name in ("entropy", "received", "top_indices", "heatmap_mean", "rows"):
-        print(f"  {name:<13} {list(getattr(seen, name).shape)}")
+        print(f"  {name:<13} {list(getattr(observed, name).shape)}")
     windows(length)
     cached(length)
 

@@ -10,6 +10,7 @@ distance that is clipped: ``score - softplus(slope[head]) * min(|q_pos - k_pos|,
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,8 @@ class LearnedAlibi(nn.Module):
     def forward(self, score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """The new scores of a tile ``[batch, heads, q_len, k_len]``; the index tensors broadcast to it."""
         distance = (q_pos - k_pos).abs().clamp(max=self.reach)
-        return score - softplus(self.slope)[head] * distance
+        changed: Tensor = score - softplus(self.slope)[head] * distance
+        return changed
 
 
 def formula(query: Tensor, key: Tensor, value: Tensor, slope: Tensor, mask: ch.Mask) -> Tensor:
@@ -108,7 +110,7 @@ def train_with_and_without(steps: int) -> None:
 def where_rules_run() -> None:
     """Which rules the CPU kernels run, and which run in tiles of torch operations."""
     x, table = torch.randn(1, HEADS, 256, 16), torch.randn(256)
-    rules = {
+    rules: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]] = {
         "bias of head and distance": LearnedAlibi(HEADS, reach=REACH),
         "bias of the key": lambda score, batch, head, q_pos, k_pos: score + table[k_pos],
         "soft cap": lambda score, batch, head, q_pos, k_pos: 30 * torch.tanh(score / 30),
