@@ -1,6 +1,6 @@
 """What a vision transformer attends to: its weights over the patches of a picture.
 
-    python examples/see_image.py                # trains 160 steps, then writes see_image.html
+    python examples/see_image.py                # trains 300 steps, then writes see_image.html
     python examples/see_image.py --quick        # 8 steps
 
 Needs the extra ``hf`` (``pip install "clearhead[hf]"``). The model is transformers' ViT, built from a config. The
@@ -104,7 +104,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = vit()
     print(ch.swap(model))
-    train(model, 8 if chosen.quick else 160)
+    train(model, 8 if chosen.quick else 300)
     model.eval()
     weight_on_disc(model)
     page(model, chosen.out)

@@ -4,8 +4,8 @@
     python examples/see_text.py --quick         # 10 steps
 
 Needs the extra ``hf`` (``pip install "clearhead[hf]"``). The model is transformers' GPT-2, built from a config. It
-learns to choose between "is" and "are" behind sentences such as "the keys near the door under the box", where the number
-of the first noun decides. ``minilm_heads.py`` looks at a pretrained model in the same way.
+learns to choose between "is" and "are" behind words such as "the keys near the door under the box", where the number of
+the first noun decides. ``minilm_heads.py`` looks at a pretrained model in the same way.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ def formula(query: Tensor, key: Tensor, value: Tensor, slope: Tensor, mask: ch.M
     place = torch.arange(length)
     distance = (place[:, None] - place).abs().clamp(max=REACH)
     scores = scores - softplus(slope)[:, None, None] * distance
-    return scores.masked_fill(~mask.dense(length, length), -torch.inf).softmax(-1) @ value
+    weights: Tensor = scores.masked_fill(~mask.dense(length, length), -torch.inf).softmax(-1)
+    return weights @ value
 
 
 def check_against_formula() -> None:
