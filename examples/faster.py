@@ -48,7 +48,7 @@ def padded_batch(batch: int, length: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def compare(model: nn.Module, run: Callable[[], Tensor], real: Tensor) -> None:
-    """Swap a model, compare its outputs at the real tokens, time both forms in turns, and restore the model."""
+    """Swap a model, compare outputs at the real tokens, time both forms, and restore the model."""
     before = run()
     print(ch.swap(model))
     output = run()
@@ -62,10 +62,8 @@ def compare(model: nn.Module, run: Callable[[], Tensor], real: Tensor) -> None:
         fast.append(milliseconds(run))
     ch.unswap(model)
     assert torch.equal(before, run()), "unswap restores the original computation"
-    ratio = statistics.median(slow) / statistics.median(fast)
-    print(
-        f"median time  {statistics.median(slow):.1f} ms before, {statistics.median(fast):.1f} ms after: {ratio:.2f} x"
-    )
+    old, new = statistics.median(slow), statistics.median(fast)
+    print(f"median time  {old:.1f} ms before, {new:.1f} ms swapped: {old / new:.2f} times as fast")
 
 
 def milliseconds(run: Callable[[], Tensor]) -> float:
@@ -79,7 +77,7 @@ def milliseconds(run: Callable[[], Tensor]) -> float:
 
 
 class GatedAttention(nn.MultiheadAttention):
-    """A subclass that multiplies the output by a learned gate: ``swap`` cannot know what it computes."""
+    """A subclass with a learned gate: ``swap`` cannot know what it computes."""
 
     def __init__(self, embed_dim: int, num_heads: int) -> None:
         super().__init__(embed_dim, num_heads, batch_first=True)
@@ -124,7 +122,8 @@ def quantised(width: int) -> None:
         warnings.simplefilter("ignore")  # torch.ao.quantization announces its move to torchao
         model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
     with torch.no_grad():
-        torch.backends.mha.set_fastpath_enabled(False)  # torch's fast path cannot run quantised layers
+        # torch's fast path cannot run quantised layers.
+        torch.backends.mha.set_fastpath_enabled(False)
         before = model(x)
         torch.backends.mha.set_fastpath_enabled(True)
         print(ch.swap(model))

@@ -25,12 +25,13 @@ HEADS, HEAD_DIM = 4, 64
 
 
 def measured(name: str, call: Callable[[], ch.Observation | Tensor]) -> None:
-    """Print how long ``call`` takes, and by how much it raises the peak of the process's memory."""
+    """Print how long ``call`` takes, and by how much it raises the process's peak memory."""
     extra = peak_extra_bytes(call)
     start = time.perf_counter()
     call()
     seconds = time.perf_counter() - start
-    print(f"{name:<34} {seconds:7.2f} s" + ("" if extra is None else f"  {extra / 2**20:8.0f} MiB"))
+    memory = "" if extra is None else f"  {extra / 2**20:8.0f} MiB"
+    print(f"{name:<34} {seconds:7.2f} s{memory}")
 
 
 def statistics(length: int) -> ch.Observation:
@@ -54,18 +55,18 @@ def statistics(length: int) -> ch.Observation:
 
 
 def windows(length: int) -> None:
-    """A window and a few always-visible first tokens: work grows with the length, not with its square."""
+    """A window and the first few tokens: work grows with the length, not with its square."""
     mask = ch.Causal() & (ch.Window(before=511) | ch.Prefix(4))
     print((ch.Causal() & (ch.Window(before=2) | ch.Prefix(1))).picture(8, 8))
     query, key, value = torch.randn(3, 1, HEADS, length, HEAD_DIM)
-    measured("512 keys before and 4 first ones", lambda: ch.attention(query, key, value, mask=mask))
+    measured("512 keys before and 4 first ones", partial(ch.attention, query, key, value, mask=mask))
     query, key, value = torch.randn(3, 1, HEADS, 2 * length, HEAD_DIM)
-    measured("the same, twice the length", lambda: ch.attention(query, key, value, mask=mask))
+    measured("the same, twice the length", partial(ch.attention, query, key, value, mask=mask))
 
 
 @torch.no_grad()
 def cached(length: int) -> None:
-    """Read a prompt in chunks into a KV cache, then decode a token, with the result of one call over everything."""
+    """Read a prompt in chunks into a KV cache, decode a token, and compare with one call."""
     attention = ch.nn.MultiHeadAttention(256, num_heads=4, num_kv_heads=1, rotary=True).eval()
     tokens, mask = torch.randn(1, length, 256), ch.Causal() & ch.Window(before=511)
     whole = attention(tokens, mask=mask)

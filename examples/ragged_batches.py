@@ -20,7 +20,7 @@ import clearhead as ch
 def packed_by_hand(lengths: list[int]) -> None:
     """One attention module over packed sequences gives each sequence what it gives it alone."""
     attention = ch.nn.MultiHeadAttention(64, num_heads=4)
-    batch = torch.randn(len(lengths), max(lengths), 64)  # padded to the longest, padding on the right
+    batch = torch.randn(len(lengths), max(lengths), 64)  # padding on the right
     packed, documents = ch.pack(batch, lengths)
     print(f"padded {list(batch.shape)}, packed {list(packed.shape)}")
     print(ch.Documents([2, 3, 1]) & ch.Causal())
@@ -29,29 +29,30 @@ def packed_by_hand(lengths: list[int]) -> None:
         alone = attention(batch[row : row + 1, :length], mask=ch.Causal())
         torch.testing.assert_close(output[row : row + 1, :length], alone, atol=1e-5, rtol=1e-5)
     padding = output[-1, lengths[-1] :].abs().max()
-    print(f"unpacked {list(output.shape)}: each sequence as it is alone, {padding:.1f} at the padding")
+    print(f"unpacked {list(output.shape)}: each sequence as alone, {padding:.1f} at the padding")
 
 
 def positions(lengths: list[int]) -> Tensor:
-    """Each token's position within its own sequence, int ``[1, total]``, for an embedding of packed tokens."""
+    """Each packed token's position within its own sequence, int ``[1, total]``."""
     packed, _ = ch.pack(torch.arange(max(lengths)).expand(len(lengths), -1), lengths)
     return packed
 
 
 def packed_or_padded(lengths: list[int]) -> None:
-    """``ch.Padding`` keeps the batch padded; the real tokens get the same outputs, at the cost of the padding."""
+    """``ch.Padding`` keeps the batch padded; the real tokens get the same outputs."""
     query = torch.randn(len(lengths), 4, max(lengths), 64)
     padded = ch.attention(query, query, query, mask=ch.Padding(lengths))
     tokens, documents = ch.pack(query.transpose(1, 2), lengths)  # pack takes [batch, len, ...]
     heads = tokens.transpose(1, 2)
-    packed = ch.unpack(ch.attention(heads, heads, heads, mask=documents).transpose(1, 2), lengths).transpose(1, 2)
+    output = ch.attention(heads, heads, heads, mask=documents)
+    packed = ch.unpack(output.transpose(1, 2), lengths).transpose(1, 2)
     real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     difference = (padded - packed).transpose(1, 2)[real].abs().max()
     print(f"largest difference at real tokens: {difference:.1e}")
     full = milliseconds(lambda: ch.attention(query, query, query, mask=ch.Padding(lengths)))
     short = milliseconds(lambda: ch.attention(heads, heads, heads, mask=documents))
     share = sum(lengths) / (len(lengths) * max(lengths))
-    print(f"attention: {full:.1f} ms padded, {short:.1f} ms packed; {share:.0%} of the tokens are real")
+    print(f"attention: {full:.1f} ms padded, {short:.1f} ms packed; {share:.0%} of it is real")
 
 
 def milliseconds(run: Callable[[], object]) -> float:
@@ -65,8 +66,15 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 def classify(lengths: list[int], steps: int) -> None:
-    """Modules of ``ch.nn`` take ``lengths``, pack once before their blocks and unpack once after them."""
-    model = ch.nn.SequenceClassifier(vocab_size=50, embed_dim=64, num_heads=4, num_layers=2, num_classes=2, dropout=0.0)
+    """Modules of ``ch.nn`` take ``lengths``, pack before their blocks and unpack after them."""
+    model = ch.nn.SequenceClassifier(
+        vocab_size=50,
+        embed_dim=64,
+        num_heads=4,
+        num_layers=2,
+        num_classes=2,
+        dropout=0.0,
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     counts, longest = torch.tensor(lengths), max(lengths)
     for step in range(steps + 1):
@@ -86,10 +94,11 @@ def classify(lengths: list[int], steps: int) -> None:
 
 
 def torchs_encoder(lengths: list[int]) -> None:
-    """A swapped ``nn.TransformerEncoder`` removes padding by its own mask (``True`` forbids, as torch has it)."""
+    """A swapped ``nn.TransformerEncoder`` removes padding by torch's mask: ``True`` forbids."""
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-    x, real = torch.randn(len(lengths), max(lengths), 64), torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    x = torch.randn(len(lengths), max(lengths), 64)
+    real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     ch.swap(model)
     with torch.no_grad():
         output = model(x, src_key_padding_mask=~real)

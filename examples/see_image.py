@@ -65,18 +65,20 @@ def train(model: Any, steps: int) -> None:
 
 @torch.no_grad()
 def weight_on_disc(model: Any) -> None:
-    """The weight of the class token on the patches that the coloured disc touches, by layer and head."""
+    """The class token's weight on the patches that the coloured disc touches, by head."""
     image, _, centre = pictures(16)
-    with ch.observe(model, ch.Want(rows=[0])) as observed:  # row 0 is the class token, as a query
+    with ch.observe(model, ch.Want(rows=[0])) as observed:  # query 0 is the class token
         model(pixel_values=image)
     patch = torch.arange(GRID[0]) * PATCH
     low, high = centre - RADIUS, centre + RADIUS
-    touched = (patch <= high[..., None]) & (patch + PATCH - 1 >= low[..., None])  # [picture, axis, patch]
+    # [picture, axis, patch]
+    touched = (patch <= high[..., None]) & (patch + PATCH - 1 >= low[..., None])
     disc = touched[:, 0, :, None] & touched[:, 1, None, :]
     print(f"share of patches that the disc touches: {disc.float().mean():.2f}")
     for layer, record in observed.items():
         assert record.rows is not None
-        over = record.rows[:, :, 0, 1:].unflatten(-1, GRID)  # [picture, head, row, column], without the class token
+        # Without the class token as a key: [picture, head, row, column].
+        over = record.rows[:, :, 0, 1:].unflatten(-1, GRID)
         mean = (over * disc[:, None]).sum(dim=(-1, -2)).mean(dim=0)
         print(f"  {layer}: " + " ".join(f"{weight:.2f}" for weight in mean.tolist()))
 
@@ -87,9 +89,16 @@ def page(model: Any, path: Path) -> None:
     image, _, _ = pictures(1)
     with ch.trace(model) as traced:
         model(pixel_values=image)
-    tokens = ["[CLS]", *(f"{row},{column}" for row in range(GRID[0]) for column in range(GRID[1]))]
+    places = [f"{row},{column}" for row in range(GRID[0]) for column in range(GRID[1])]
     shown = image[0].permute(1, 2, 0)  # [height, width, 3]
-    made = ch.view(traced, tokens=tokens, image=shown, grid=GRID, grid_first=1, title="Which colour has the disc?")
+    made = ch.view(
+        traced,
+        tokens=["[CLS]", *places],
+        image=shown,
+        grid=GRID,
+        grid_first=1,
+        title="Which colour has the disc?",
+    )
     print(f"{made.save(path)} holds {made!r}")
 
 

@@ -80,11 +80,14 @@ def train(model: Any, extractor: Any, steps: int) -> None:
 def alignment(model: Any, extractor: Any) -> None:
     """How much of the cross-attention of each predicted note lies on that note's frames."""
     features, inputs, labels, spans = batch(16, extractor)
-    with ch.observe(model, ch.Want(rows=range(NOTES)), layers="*decoder*encoder_attn") as observed:
-        right = (model(input_features=features, decoder_input_ids=inputs).logits.argmax(-1) == labels).float().mean()
+    want = ch.Want(rows=range(NOTES))
+    with ch.observe(model, want, layers="*decoder*encoder_attn") as observed:
+        logits = model(input_features=features, decoder_input_ids=inputs).logits
+    right = (logits.argmax(-1) == labels).float().mean()
     frame = (torch.arange(FRAMES) + 0.5) * RATE / 50
     sounding = (frame >= spans[..., :1]) & (frame < spans[..., 1:])  # [tune, note, frame]
-    print(f"notes named correctly: {right:.2f}; a note has {sounding.float().mean():.2f} of the frames")
+    share = sounding.float().mean()
+    print(f"notes named correctly: {right:.2f}; a note has {share:.2f} of the frames")
     for layer, record in observed.items():
         assert record.rows is not None
         mean = (record.rows * sounding[:, None]).sum(-1).mean(dim=(0, 2))
@@ -95,12 +98,13 @@ def alignment(model: Any, extractor: Any) -> None:
 def encoder(model: Any, extractor: Any) -> None:
     """How far the encoder's heads look, in seconds."""
     features, inputs, _, _ = batch(4, extractor)
-    with ch.observe(model, ch.Want(distance=True, entropy=True), layers="*encoder.layers*self_attn") as observed:
+    want = ch.Want(distance=True)
+    with ch.observe(model, want, layers="*encoder.layers*self_attn") as observed:
         model(input_features=features, decoder_input_ids=inputs)
     for layer, record in observed.items():
         assert record.distance is not None
         seconds = record.distance.mean(dim=(0, 2)) / 50
-        print(f"  {layer}: mean distance " + " ".join(f"{each:.2f} s" for each in seconds.tolist()))
+        print(f"  {layer}: {[f'{each:.2f} s' for each in seconds.tolist()]}")
 
 
 @torch.no_grad()
@@ -109,9 +113,11 @@ def page(model: Any, extractor: Any, path: Path) -> None:
     features, inputs, labels, _ = batch(1, extractor)
     with ch.trace(model, layers="*encoder_attn") as traced:
         model(input_features=features, decoder_input_ids=inputs)
-    written = [*(NAMES[each] for each in labels[0, :-1].tolist()), "end"]  # a query predicts the next token
+    # A query predicts the next token: it is named by that.
+    written = [*(NAMES[each] for each in labels[0, :-1].tolist()), "end"]
     times = [f"{frame / 50:.2f} s" for frame in range(FRAMES)]
-    made = ch.view(traced, tokens=written, key_tokens=times, title="Which sound does each note come from?")
+    title = "Which sound does each note come from?"
+    made = ch.view(traced, tokens=written, key_tokens=times, title=title)
     print(f"{made.save(path)} holds {made!r}")
 
 

@@ -68,14 +68,15 @@ def train(model: Any, steps: int) -> None:
 def statistics(model: Any, ids: Tensor) -> None:
     """Statistics of every head, while the model runs; its output keeps its bits."""
     alone = model(input_ids=ids).logits
-    with ch.observe(model, ch.Want(entropy=True, received=True, rows=[LENGTH - 1])) as observed:
+    want = ch.Want(entropy=True, received=True, rows=[LENGTH - 1])
+    with ch.observe(model, want) as observed:
         watched = model(input_ids=ids).logits
     print(f"the output changes under observation: {not torch.equal(alone, watched)}")
     print(observed)
     for layer, record in observed.items():
         assert record.rows is not None
         weight = record.rows[:, :, 0, SUBJECT].mean(dim=0)
-        print(f"weight of the last word on the first noun, {layer}: {[f'{x:.2f}' for x in weight.tolist()]}")
+        print(f"last word to first noun, {layer}: {[f'{x:.2f}' for x in weight.tolist()]}")
 
 
 @torch.no_grad()
@@ -87,7 +88,8 @@ def edits(model: Any, ids: Tensor, verb: Tensor) -> None:
         for head in range(4):
             with ch.trace(model, record=False) as traced:
                 traced.switch_off(heads=head, layers=layer)
-                losses.append(cross_entropy(model(input_ids=ids).logits[:, -1], verb) - whole)
+                logits = model(input_ids=ids).logits[:, -1]
+            losses.append(cross_entropy(logits, verb) - whole)
         print(f"loss added without a head, layer {layer}: {[f'{x:+.3f}' for x in losses]}")
 
 
@@ -99,6 +101,18 @@ def points(model: Any, ids: Tensor) -> None:
     print(traced)
     weights = traced[1].weights  # computed when it is read
     print(f"weights {list(weights.shape)}, each row sums to {weights.sum(-1).mean():.4f}")
+
+
+@torch.no_grad()
+def one_token(model: Any, words: list[str]) -> None:
+    """One query of one head, step by step, and how far each step is from float64."""
+    ids = torch.tensor([[WORDS.index(word) for word in words]])
+    with ch.trace(model, layers=0) as traced:
+        model(input_ids=ids)
+    points = traced[0]
+    head = int(points.weights[0, :, -1, SUBJECT].argmax())
+    tensors = (points.query, points.key, points.value)
+    print(ch.explain(*tensors, mask=ch.Causal(), token="lamp", head=head, tokens=words))
 
 
 @torch.no_grad()
@@ -126,7 +140,9 @@ def main() -> None:
     statistics(model, ids)
     edits(model, ids, verb)
     points(model, ids)
-    page(model, ["the", "keys", "near", "the", "box", "under", "the", "lamp"], chosen.out)
+    words = ["the", "keys", "near", "the", "box", "under", "the", "lamp"]
+    one_token(model, words)
+    page(model, words, chosen.out)
 
 
 if __name__ == "__main__":

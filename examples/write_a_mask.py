@@ -20,7 +20,7 @@ def algebra() -> None:
     print(ch.Causal() & ch.Window(before=2))  # the last three keys
     print((ch.Causal() | ch.Prefix(3)).picture(6, 6))  # a prefix language model
     print((ch.Documents([3, 5]) & ch.Causal()).picture())  # two packed documents, each causal
-    print((ch.Window(3, 3) & ~ch.Window(0, 0)).picture(6, 6))  # neighbours, but not the token itself
+    print((ch.Window(3, 3) & ~ch.Window(0, 0)).picture(6, 6))  # not the token itself
 
 
 def sentences(sentence: Tensor) -> ch.Mask:
@@ -54,7 +54,7 @@ def by_head(before: Tensor) -> ch.Mask:
 
 
 def has_intervals(mask: ch.Mask, length: int) -> bool:
-    """Whether a mask tells the keys of a query as a few intervals; the kernels visit those keys alone."""
+    """Whether a mask tells the keys of a query as a few intervals."""
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     return mask.intervals(zero, zero, torch.arange(length).view(1, 1, -1, 1), length) is not None
 
@@ -101,16 +101,19 @@ def empty_rows() -> None:
     output = ch.attention(query, key, key, mask=mask)
     output.square().sum().backward()
     assert query.grad is not None
-    print(f"largest output of each query    {[f'{x:.2f}' for x in output.abs().amax(-1).flatten().tolist()]}")
-    print(f"largest gradient of each query  {[f'{x:.2f}' for x in query.grad.abs().amax(-1).flatten().tolist()]}")
+    for name, tensor in (("output", output), ("gradient", query.grad)):
+        largest = tensor.abs().amax(dim=-1).flatten().tolist()
+        print(f"largest {name} of each query {[f'{x:.2f}' for x in largest]}")
 
 
 def check(mask: ch.Mask, length: int) -> None:
     """The kernels agree with the formula over the mask's table."""
     query, key, value = torch.randn(3, 1, 4, length, 16, dtype=torch.float64)
-    weights = (query @ key.mT / 4).masked_fill(~mask.dense(length, length, num_heads=4), -torch.inf).softmax(-1)
+    forbidden = ~mask.dense(length, length, num_heads=4)
+    weights = (query @ key.mT / 4).masked_fill(forbidden, -torch.inf).softmax(-1)
     output = ch.attention(query.float(), key.float(), value.float(), mask=mask)
-    print(f"largest difference to the formula in float64: {(output - weights @ value).abs().max():.1e}")
+    difference = (output - weights @ value).abs().max()
+    print(f"largest difference to the formula in float64: {difference:.1e}")
 
 
 def main() -> None:

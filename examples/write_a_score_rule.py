@@ -30,8 +30,15 @@ class LearnedAlibi(nn.Module):
         self.slope = nn.Parameter(torch.linspace(-2.0, 1.0, num_heads))
         self.reach = reach
 
-    def forward(self, score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """The new scores of a tile ``[batch, heads, q_len, k_len]``; the index tensors broadcast to it."""
+    def forward(
+        self,
+        score: Tensor,  # a tile [batch, heads, q_len, k_len] of scaled scores
+        batch: Tensor,  # index tensors that broadcast to it
+        head: Tensor,
+        q_pos: Tensor,
+        k_pos: Tensor,
+    ) -> Tensor:
+        """The new scores of the tile."""
         distance = (q_pos - k_pos).abs().clamp(max=self.reach)
         changed: Tensor = score - softplus(self.slope)[head] * distance
         return changed
@@ -59,7 +66,8 @@ def check_against_formula() -> None:
     gradients = torch.autograd.grad((ours * weight).sum(), inputs)
     expected = torch.autograd.grad((theirs * weight).sum(), doubled)
     print(f"output      {relative(ours, theirs):.1e}")
-    for name, gradient, other in zip(("query", "key", "value", "slope"), gradients, expected, strict=True):
+    names = ("query", "key", "value", "slope")
+    for name, gradient, other in zip(names, gradients, expected, strict=True):
         print(f"d {name:<9} {relative(gradient, other):.1e}")
 
 
@@ -97,12 +105,13 @@ def train(model: Reader, steps: int) -> None:
 
 
 def train_with_and_without(steps: int) -> None:
-    """Only the rule tells this model about distances, so without it the loss stays near that of a guess, ln 16."""
+    """Only the rule tells this model about distances: without it the loss stays high."""
     rule = LearnedAlibi(HEADS, reach=REACH)
     print("training with the rule")
-    before, model = softplus(rule.slope).tolist(), Reader(16, [ch.ScoreFunction(rule)])
+    start, model = softplus(rule.slope).tolist(), Reader(16, [ch.ScoreFunction(rule)])
     train(model, steps)
-    print("  slopes " + ", ".join(f"{a:.2f} to {b:.2f}" for a, b in zip(before, softplus(rule.slope), strict=True)))
+    slopes = zip(start, softplus(rule.slope).tolist(), strict=True)
+    print(f"  slopes {[f'{a:.2f} to {b:.2f}' for a, b in slopes]}")
     print(f"  in the state dict as {[name for name in model.state_dict() if 'scores' in name]}")
     print("training without it")
     train(Reader(16, []), steps)
