@@ -39,6 +39,7 @@ def run(path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_example_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -50,6 +51,12 @@ def test_example_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     if skipped := SKIPPED.search(done.stdout):
         pytest.skip(skipped[1])
     assert re.search(LINES.get(path.name, ""), done.stdout), done.stdout
+
+
+def test_failing_example_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "fails.py"
+    path.write_text("raise SystemExit('fails: a reason')")
+    assert run(path).returncode == 1
 
 
 def test_every_checked_example_exists() -> None:
