@@ -4,7 +4,7 @@
     python examples/see_text.py --quick         # 10 steps
 
 Needs the extra ``hf`` (``pip install "clearhead[hf]"``). The model is transformers' GPT-2, built from a config. It
-learns to choose between "is" and "are" behind words such as "the keys near the door under the box", where the number of
+learns to choose between "is" and "are" after words such as "the keys near the door under the box", where the number of
 the first noun decides. ``minilm_heads.py`` looks at a pretrained model in the same way.
 """
 
@@ -52,7 +52,7 @@ def gpt2() -> Any:
 
 
 def train(model: Any, steps: int) -> None:
-    """Learn the verb behind the last word."""
+    """Learn the verb after the last word."""
     optimizer, draw = torch.optim.AdamW(model.parameters(), lr=2e-3), random.Random(0)
     for step in range(steps + 1):
         ids, verb = batch(32, draw)
