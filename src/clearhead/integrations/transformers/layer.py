@@ -46,7 +46,7 @@ _AXES: Final = 3
 
 
 @dataclass(frozen=True)
-class _Call:
+class _LayerCall:
     """What a fused call reads, besides weights.
 
     Attributes:
@@ -91,7 +91,7 @@ def _is_causal(core: Any, interface: bool) -> bool:
     return is_causal_alone(core) if interface else bool(first_of((core,), ("is_causal", "is_decoder")))
 
 
-def _call_of(core: Any, projections: Projections, given: Arguments, interface: bool) -> _Call | None:
+def _call_of(core: Any, projections: Projections, given: Arguments, interface: bool) -> _LayerCall | None:
     """What attention to the layer's own tokens reads; None if the original code is to compute it."""
     x, head_dim, rotary = given.tokens, projections.last[0].shape[1] // projections.num_heads, None
     if projections.rotary is not None:
@@ -110,7 +110,7 @@ def _call_of(core: Any, projections: Projections, given: Arguments, interface: b
     view = None if cache is None else cache.view(x, projections.num_kv_heads, head_dim)
     if view is None and cache is not None:
         return None
-    return _Call((x,), (mask,), causal, (view,), cache, rotary)
+    return _LayerCall((x,), (mask,), causal, (view,), cache, rotary)
 
 
 def _mask_of(given: Any, causal: bool, length: int, before: int) -> tuple[bool, Mask | None]:
@@ -134,7 +134,7 @@ def _mask_of_tensor(given: Any, before: int) -> tuple[bool, Mask | None]:
         return False, None
 
 
-def _with_memory(call: _Call, core: Any, given: Arguments) -> _Call | None:
+def _with_memory(call: _LayerCall, core: Any, given: Arguments) -> _LayerCall | None:
     """The same with attention to a memory; None if the original code is to read it, and to fill the cache."""
     states, mask, view, batch = given.memory, given.memory_mask, None, len(call.tokens[0])
     if states is None or not is_plain(states) or len(states) != batch:
@@ -228,7 +228,7 @@ def layer_output(
     return _fused(stack, call, unpadded)
 
 
-def _fused(stack: Stack, call: _Call, unpadded: tuple[Packed, Mask] | None) -> Tensor | None:
+def _fused(stack: Stack, call: _LayerCall, unpadded: tuple[Packed, Mask] | None) -> Tensor | None:
     tokens, masks, rotary = call.tokens, call.masks, call.rotary
     if unpadded is not None:
         packed, mask = unpadded
@@ -258,7 +258,7 @@ def _unpadded(layer: Any, given: Arguments) -> tuple[Packed, Mask] | None:
 
 
 def _observed_layer(
-    stack: Stack, cores: Sequence[Any], given: Arguments, call: _Call, unpadded: tuple[Packed, Mask] | None
+    stack: Stack, cores: Sequence[Any], given: Arguments, call: _LayerCall, unpadded: tuple[Packed, Mask] | None
 ) -> Tensor | None:
     (parts,) = stack.layers
     sublayers: list[Callable[[Tensor], Tensor]] = [
@@ -272,7 +272,7 @@ def _observed_layer(
     return unpadded[0].unpack(unpadded[0].pack(output))
 
 
-def _observed_attention(core: Any, projections: Projections, given: Arguments, call: _Call, x: Tensor) -> Tensor:
+def _observed_attention(core: Any, projections: Projections, given: Arguments, call: _LayerCall, x: Tensor) -> Tensor:
     """Attention to a layer's own tokens ``x``, as an observer sees it."""
     counts = (projections.num_heads, projections.num_kv_heads, projections.num_kv_heads)
     projected = [project(x, *layer, path=NATIVE) for layer in projections.sources]
