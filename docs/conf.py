@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "clearhead"
 author = "The clearhead developers"
 version = release = installed_version("clearhead")
+project_copyright = f"{author}, Apache-2.0"
 
 extensions = [
     "myst_nb",
@@ -18,14 +22,23 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx-mathjax-offline",
+    "directives",
 ]
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 
 html_theme = "furo"
-html_title = "clearhead"
+html_title = f"clearhead {release}"
 html_static_path = ["_static"]
+html_css_files = ["clearhead.css"]
+html_favicon = "_static/logo.svg"
+html_logo = "_static/logo.svg"
 html_copy_source = False
 html_show_sphinx = False
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#8a3b12", "color-brand-content": "#1f5fa8"},
+    "dark_css_variables": {"color-brand-primary": "#f0a878", "color-brand-content": "#7fb8f5"},
+    "navigation_with_keys": True,
+}
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
@@ -41,8 +54,14 @@ nb_merge_streams = True
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+# Annotations as they are written, not as Python resolves them: `Tensor`, not `torch.Tensor` of jaxtyping's classes.
+autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
+# A signature wider than this has a line for each parameter.
+python_maximum_signature_line_length = 88
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
+copybutton_exclude = ".linenos, .gp, .go"
