@@ -15,7 +15,7 @@ from sphinx.util.docutils import SphinxDirective
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import generated  # noqa: E402  (the folder of this file is no package)
+import generated
 
 __all__ = ["setup"]
 
@@ -40,9 +40,9 @@ def document_called_package(
     app: Sphinx, what: str, name: str, thing: object, settings: object, lines: list[str]
 ) -> None:
     """Give ``clearhead.observe`` and ``clearhead.verify`` the docstring of the function that a call of them runs."""
-    call: Any = getattr(type(thing), "__call__", None)
-    if what == "function" and isinstance(thing, ModuleType) and call is not None:
-        lines[:] = cleandoc(call.__doc__ or "").split("\n")
+    if what == "function" and isinstance(thing, ModuleType):
+        called: Any = vars(type(thing))["__call__"]
+        lines[:] = cleandoc(called.__func__.__doc__).split("\n")
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
