@@ -30,6 +30,7 @@ html_theme = "furo"
 html_title = f"clearhead {release}"
 html_static_path = ["_static"]
 html_css_files = ["clearhead.css"]
+html_js_files = ["local.js"]
 html_favicon = "_static/logo.svg"
 html_logo = "_static/logo.svg"
 html_copy_source = False
@@ -47,6 +48,8 @@ myst_heading_anchors = 3
 
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(Path(__file__).parent / "_build" / "notebooks")
+# A page that writes files leaves them in a folder that is deleted.
+nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_execution_show_tb = True
