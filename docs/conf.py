@@ -6,7 +6,9 @@ import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+# The extension of the site, and the list of internal names beside the API snapshot, which it reads.
+DOCS = Path(__file__).parent
+sys.path[:0] = [str(DOCS / "_ext"), str(DOCS.parent)]
 
 project = "clearhead"
 author = "The clearhead developers"
@@ -47,7 +49,7 @@ myst_enable_extensions = ["amsmath", "attrs_inline", "colon_fence", "deflist", "
 myst_heading_anchors = 3
 
 nb_execution_mode = "cache"
-nb_execution_cache_path = str(Path(__file__).parent / "_build" / "notebooks")
+nb_execution_cache_path = str(DOCS / "_build" / "notebooks")
 # A page that writes files leaves them in a folder that is deleted.
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
@@ -63,6 +65,8 @@ autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 # A signature wider than this has a line for each parameter.
 python_maximum_signature_line_length = 88
+# "forward()", not "MultiHeadAttention.forward()", in the contents of a page.
+toc_object_entries_show_parents = "hide"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "

@@ -1,21 +1,17 @@
-"""Sphinx directives for what the site generates from the library, and docstrings of packages that can be called."""
+"""Sphinx directives for what the site generates from the library, and which docstrings it shows."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from inspect import cleandoc
-from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+import generated
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import generated
+from tests.api.snapshot import INTERNAL
 
 __all__ = ["setup"]
 
@@ -45,12 +41,20 @@ def document_called_package(
         lines[:] = cleandoc(called.__func__.__doc__).split("\n")
 
 
+def skip_internal(app: Sphinx, what: str, name: str, thing: Any, skip: bool, settings: object) -> bool | None:
+    """Leave out the methods by which clearhead's modules call each other; None keeps autodoc's own decision."""
+    qualified = f".{getattr(thing, '__qualname__', name)}"
+    internal = name == "extra_repr" or any(each.endswith(qualified) for each in INTERNAL)
+    return True if what == "class" and internal else None
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the directives and the handler."""
     app.add_directive("backend-table", _directive(generated.backends))
     app.add_directive("processor-table", _directive(generated.processors))
     app.add_directive("option-table", _directive(generated.options, arguments=1))
     app.add_directive("command-line", _directive(generated.command_line))
+    app.connect("autodoc-skip-member", skip_internal)
     # Before napoleon, which reads the Google sections of the lines.
     app.connect("autodoc-process-docstring", document_called_package, priority=100)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -126,6 +126,7 @@ def test_public_names_and_their_methods_are_in_the_inventory(site: Path) -> None
             missing += [each for each in (home, *_methods(home, value)) if each not in names and each not in INTERNAL]
     # The package itself is called, and documented, under the name of its function.
     assert sorted({*missing} - {"clearhead.observe.observe", "clearhead.verify.verify"}) == []
+    assert sorted(names & INTERNAL) == []
 
 
 def _is_value(path: str) -> bool:
