@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import typer
 
-from clearhead.choices import TABLE, Row
+from clearhead.choices import TABLE
 from clearhead.cli.app import app
 from clearhead.dispatch import BACKENDS, loaded
 
@@ -107,7 +107,7 @@ def _default(parameter: Any) -> str:
     return f"`{','.join(map(str, value)) if isinstance(value, (list, tuple)) else value}`"
 
 
-def _processor(row: Row) -> list[str]:
+def _processor(row: Any) -> list[str]:
     sizes = row.sdpa_from
     attention = "native" if sizes is None else f"sdpa from {sizes.full} keys, causal from {sizes.causal}; else native"
     dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes)
