@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from inspect import cleandoc
 from types import ModuleType
@@ -48,12 +49,34 @@ def skip_internal(app: Sphinx, what: str, name: str, thing: Any, skip: bool, set
     return True if what == "class" and internal else None
 
 
+def correct_source_links(app: Sphinx, pagename: str, template: str, context: dict[str, Any], doctree: object) -> None:
+    """Lead a page of source code back to each name as it is documented.
+
+    viewcode assumes one documented module for each file; ``clearhead.trace`` and ``clearhead.observe.Trace`` share one.
+    """
+    if not pagename.startswith("_modules/clearhead"):
+        return
+    documented: dict[str, list[str]] = {}
+    for name, entry in app.env.domains.python_domain.objects.items():
+        documented.setdefault(entry.docname, []).append(name)
+
+    def corrected(match: re.Match[str]) -> str:
+        names = documented.get(match["page"], [])
+        parts = match["name"].split(".")
+        tails = (".".join(parts[start:]) for start in range(len(parts)))
+        fitting = (name for tail in tails for name in names if name == tail or name.endswith(f".{tail}"))
+        return f"{match['up']}{match['page']}.html#{next(fitting, match['name'])}"
+
+    context["body"] = re.sub(r"(?P<up>(?:\.\./)+)(?P<page>[\w/]+)\.html#(?P<name>[\w.]+)", corrected, context["body"])
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the directives and the handler."""
     app.add_directive("backend-table", _directive(generated.backends))
     app.add_directive("processor-table", _directive(generated.processors))
     app.add_directive("option-table", _directive(generated.options, arguments=1))
     app.add_directive("command-line", _directive(generated.command_line))
+    app.connect("html-page-context", correct_source_links)
     app.connect("autodoc-skip-member", skip_internal)
     # Before napoleon, which reads the Google sections of the lines.
     app.connect("autodoc-process-docstring", document_called_package, priority=100)
