@@ -69,6 +69,8 @@ python_maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+# "A ``Report``: its ``str`` is a table." is one sentence, not a type and a description.
+napoleon_use_rtype = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 copybutton_exclude = ".linenos, .gp, .go"
