@@ -28,6 +28,19 @@ class _Generated(SphinxDirective):
         return self.parse_text_to_nodes(type(self).write(*self.arguments), allow_section_headings=True)
 
 
+class _RepositoryPage(SphinxDirective):
+    """Shows a Markdown file of the repository as part of the page."""
+
+    required_arguments = 1
+    option_spec: ClassVar[dict[str, Callable[[str], Any]]] = {"start-line": int}
+
+    def run(self) -> list[nodes.Node]:
+        source, page = self.arguments[0], f"{self.env.docname}.md"
+        self.env.note_dependency(str(generated.ROOT / source))
+        lines = generated.repository_page(source, page).split("\n")[self.options.get("start-line", 0) :]
+        return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
+
+
 def _directive(write: Callable[..., str], arguments: int = 0) -> type[_Generated]:
     members = {"write": staticmethod(write), "required_arguments": arguments}
     return type(f"Generated_{write.__name__}", (_Generated,), members)
@@ -76,6 +89,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("processor-table", _directive(generated.processors))
     app.add_directive("option-table", _directive(generated.options, arguments=1))
     app.add_directive("command-line", _directive(generated.command_line))
+    app.add_directive("repository-page", _RepositoryPage)
     app.connect("html-page-context", correct_source_links)
     app.connect("autodoc-skip-member", skip_internal)
     # Before napoleon, which reads the Google sections of the lines.

@@ -5,9 +5,12 @@ Each function returns Markdown. ``docs/_ext/directives.py`` puts the result into
 
 from __future__ import annotations
 
+import posixpath
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +20,22 @@ from clearhead.choices import TABLE
 from clearhead.cli.app import app
 from clearhead.dispatch import BACKENDS, loaded
 
-__all__ = ["backends", "command_line", "options", "processors"]
+__all__ = ["backends", "command_line", "options", "processors", "repository_page"]
+
+ROOT = Path(__file__).parents[2]
+#: Files of the repository that are pages of the site.
+PAGES = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/CONFORMANCE.md": "evidence/conformance.md",
+    "benchmarks/README.md": "evidence/benchmarks.md",
+    "benchmarks/RESULTS.md": "evidence/results.md",
+    **{
+        f"benchmarks/results/{path.name}": f"evidence/results/{path.name}"
+        for path in ROOT.glob("benchmarks/results/*.md")
+    },
+}
+_LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 #: Facts of ``Capability.row()`` that depend on the machine, not on the backend.
 _LOCAL = frozenset({"usable"})
@@ -55,6 +73,30 @@ def options(path: str) -> str:
 def command_line() -> str:
     """A section for each command, its help, its usage and a table of its parameters."""
     return "\n".join(_command("clearhead", typer.main.get_command(app)))
+
+
+def repository_page(source: str, page: str) -> str:
+    """A Markdown file of the repository, its links rewritten for a page of the site.
+
+    A link to a file that is no page becomes the path of the file.
+
+    Args:
+        source: path of the file within the repository.
+        page: path of the page within ``docs``.
+    """
+
+    def rewritten(match: re.Match[str]) -> str:
+        text, (address, _, anchor) = match[1], match[2].partition("#")
+        if not address or "://" in address or address.startswith("mailto:"):
+            return match[0]
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), address))
+        target = PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
+        if target is None or not target.endswith((".md", ".png", ".svg")):
+            return text if text.startswith("`") else f"{text} (`{path}`)"
+        relative = posixpath.relpath(target, posixpath.dirname(page) or ".")
+        return f"[{text}]({relative}{'#' + anchor if anchor else ''})"
+
+    return _LINK.sub(rewritten, (ROOT / source).read_text("utf-8"))
 
 
 def _command(path: str, command: Any) -> Iterable[str]:
