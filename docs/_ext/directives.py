@@ -32,13 +32,16 @@ class _RepositoryPage(SphinxDirective):
     """Shows a Markdown file of the repository as part of the page."""
 
     required_arguments = 1
-    option_spec: ClassVar[dict[str, Callable[[str], Any]]] = {"start-line": int}
+    option_spec: ClassVar[dict[str, Callable[[str], Any]]] = {"heading": str}
 
     def run(self) -> list[nodes.Node]:
         source, page = self.arguments[0], f"{self.env.docname}.md"
         self.env.note_dependency(str(generated.ROOT / source))
-        lines = generated.repository_page(source, page).split("\n")[self.options.get("start-line", 0) :]
-        return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
+        text = generated.repository_page(source, page)
+        if "heading" in self.options:
+            # In place of the title: MyST puts sections into those of the page, so no text may stand before the first.
+            text = f"## {self.options['heading']}\n{text.partition(chr(10))[2]}"
+        return self.parse_text_to_nodes(text, allow_section_headings=True)
 
 
 def _directive(write: Callable[..., str], arguments: int = 0) -> type[_Generated]:

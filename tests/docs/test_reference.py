@@ -90,6 +90,16 @@ def test_processor_table_has_a_row_for_each_row_of_choices() -> None:
     assert [row.split("|")[1].strip() for row in rows] == [row.processors for row in TABLE]
 
 
+def test_links_of_repository_files_lead_to_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generated = _generated()
+    (tmp_path / "benchmarks").mkdir()
+    links = "[a](results/zen4.md) [b](../CONTRIBUTING.md#tests) [c](../docs/adr/1.md) [d](../native/x.h) [e](https://a.b/c.md)"
+    (tmp_path / "benchmarks" / "README.md").write_text(links, "utf-8")
+    monkeypatch.setattr(generated, "ROOT", tmp_path)
+    shown = "[a](results/zen4.md) [b](../contributing.md#tests) [c](../adr/1.md) d (`native/x.h`) [e](https://a.b/c.md)"
+    assert generated.repository_page("benchmarks/README.md", "evidence/benchmarks.md") == shown
+
+
 def test_option_table_has_a_row_for_each_field() -> None:
     text = _generated().options("clearhead.train.ClassifierOptions")
     assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == list(ClassifierOptions.__dataclass_fields__)
