@@ -35,6 +35,8 @@ PAGES = {
         for path in ROOT.glob("benchmarks/results/*.md")
     },
 }
+#: An option in a sentence, or code, which stays as it is written.
+_OPTION = re.compile(r"`[^`]*`|(?<![\w-])(?P<option>--[a-z][a-z-]*)")
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 #: Facts of ``Capability.row()`` that depend on the machine, not on the backend.
@@ -105,7 +107,7 @@ def _command(path: str, command: Any) -> Iterable[str]:
     yield f"{depth} `{path}`\n"
     yield _help(command.help or "")
     yield f"```text\n{_usage(path, command, children)}\n```\n"
-    rows = [[_spelled(each), _default(each), each.help or ""] for each in command.params if not each.hidden]
+    rows = [[_spelled(each), _default(each), _marked(each.help or "")] for each in command.params if not each.hidden]
     if rows:
         yield _table(["parameter", "default", "meaning"], rows)
     for name, child in children.items():
@@ -114,7 +116,13 @@ def _command(path: str, command: Any) -> Iterable[str]:
 
 def _help(text: str) -> str:
     """Help as Markdown; a line that begins with a bold term stays a line."""
-    return text.strip().replace("\n**", "  \n**") + "\n"
+    lines = (line if line.startswith("    ") else _marked(line) for line in text.strip().split("\n"))
+    return "\n".join(lines).replace("\n**", "\\\n**") + "\n"
+
+
+def _marked(text: str) -> str:
+    """A sentence whose options are code; as text two hyphens would become a dash."""
+    return _OPTION.sub(lambda match: f"`{match['option']}`" if match["option"] else match[0], text)
 
 
 def _usage(path: str, command: Any, children: dict[str, Any]) -> str:

@@ -111,6 +111,9 @@ def test_command_line_has_every_command_and_option_of_the_snapshot() -> None:
     snapshot = (ROOT / "tests" / "api" / "snapshot.txt").read_text("utf-8")
     commands = re.findall(r"^\$ (clearhead[\w ]*)$", snapshot, re.MULTILINE)
     options = re.findall(r"^\$ (clearhead[a-z ]*?) (--[\w-]+)[^:]*:", snapshot, re.MULTILINE)
+    assert (
+        re.search(r"(?<!`)(?<!\S)--[a-z]", re.sub(r"^ {4}.*$|^```text\n.*?^```$", "", text, flags=re.M | re.S)) is None
+    )
     assert len(commands) > 10
     assert len(options) > 50
     assert set(commands) <= set(sections)
