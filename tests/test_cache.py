@@ -170,9 +170,9 @@ def test_reset_and_repr() -> None:
         ),
         ([1.0], torch.zeros(2, 3, 1, 5), r"key must have axes .*; got list\."),
         (torch.zeros(2, 3, 1, 4), None, r"value must have axes .*; got NoneType\."),
-        (torch.zeros(1, 3, 1, 4), torch.zeros(1, 3, 1, 5), r"key must match what is held, \[2, 3, new, 4\]"),
-        (torch.zeros(2, 3, 1, 4), torch.zeros(2, 3, 1, 6), r"value must match what is held, \[2, 3, new, 5\]"),
-        (torch.zeros(2, 3, 1, 4).double(), torch.zeros(2, 3, 1, 5), r"key must match what is held.*float64"),
+        (torch.zeros(1, 3, 1, 4), torch.zeros(1, 3, 1, 5), r"key must match the cached tokens, \[2, 3, new, 4\]"),
+        (torch.zeros(2, 3, 1, 4), torch.zeros(2, 3, 1, 6), r"value must match the cached tokens, \[2, 3, new, 5\]"),
+        (torch.zeros(2, 3, 1, 4).double(), torch.zeros(2, 3, 1, 5), r"key must match the cached tokens.*float64"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_leaves_the_cache_alone(key: Tensor, value: Tensor, text: str) -> None:

@@ -176,12 +176,12 @@ class TestAttention:
         monkeypatch.setenv("CLEARHEAD_ISA", "baseline")
         with processor("GenuineIntel", ["amx_bf16"]):
             assert row_for(BF16).sdpa_from is not None
-        before = choices.name(choices.Named())
+        before = choices.set_overrides(choices.Overrides())
         try:
             assert row_for(BF16).sdpa_from is None
             assert row_for(BF16).basis == "CLEARHEAD_ISA=baseline"
         finally:
-            choices.name(before)
+            choices.set_overrides(before)
 
     def test_a_module_agrees_with_itself(self) -> None:
         torch.manual_seed(0)
@@ -217,16 +217,16 @@ def test_a_named_path_stands_above_the_variable(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_contexts_nest_and_end_with_an_error() -> None:
-    before = choices.named()
+    before = choices.overrides()
 
     def fail() -> None:
         with processor("AuthenticAMD", ["avx2"]) as fake, named(gemm="torch"):
-            assert (choices.processor(), choices.named().gemm) == (fake, "torch")
+            assert (choices.processor(), choices.overrides().gemm) == (fake, "torch")
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert choices.named() is before
+    assert choices.overrides() is before
 
 
 @pytest.mark.parametrize(

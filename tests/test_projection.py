@@ -17,7 +17,7 @@ from clearhead import choices as sizes
 from clearhead.cli.app import app
 from clearhead.errors import UnsupportedError
 from clearhead.nn.linear import Linear
-from clearhead.projection import KINDS, choice, paths, products, project
+from clearhead.projection import KINDS, choice, linear, paths, project
 from tests.budget import within_budget
 from tests.processes import told
 
@@ -56,8 +56,8 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of product for which a path was chosen, in order; empty where ``F.linear`` itself ran."""
     kinds: list[str] = []
-    chosen = products.path_of
-    monkeypatch.setattr(products, "path_of", lambda kind, *sizes: kinds.append(kind) or chosen(kind, *sizes))
+    chosen = linear.path_of
+    monkeypatch.setattr(linear, "path_of", lambda kind, *sizes: kinds.append(kind) or chosen(kind, *sizes))
     return kinds
 
 
@@ -167,7 +167,7 @@ def test_same_inputs_same_bits(path: str) -> None:
 @pytest.mark.parametrize(("rows", "expected"), [(64, True), (63, False), (320, True), (255, True)], ids=str)
 def test_small_products_stay_with_linear(monkeypatch: pytest.MonkeyPatch, rows: int, expected: bool) -> None:
     monkeypatch.undo()
-    assert products.has_choice(torch.zeros(rows, 256), torch.zeros(256, 256), None) == expected
+    assert linear.has_choice(torch.zeros(rows, 256), torch.zeros(256, 256), None) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -178,7 +178,7 @@ def test_odd_numbers_of_rows_stay_with_torch_where_a_path_prepares_every_shape(
     monkeypatch: pytest.MonkeyPatch, path: str, kind: str, rows: int, returns: bool
 ) -> None:
     monkeypatch.setattr(sizes, "SMALL_UNPREPARED", 2**24)
-    assert products.path_of(kind, torch.zeros(rows, 256), 2**16).name == (
+    assert linear.path_of(kind, torch.zeros(rows, 256), 2**16).name == (
         path if returns or path != "onednn" else "torch"
     )
 
@@ -351,13 +351,13 @@ def test_few_tokens_through_a_large_weight(dtype: torch.dtype, forced: str, monk
     monkeypatch.setenv("CLEARHEAD_PROJECTION", forced)
     monkeypatch.setattr(sizes, "SMALL", 2**22)
     taken: list[str] = []
-    own = products.path_of
+    own = linear.path_of
 
     def path_of(kind: str, x: Tensor, numbers: int) -> paths.Path:
         taken.append(own(kind, x, numbers).name)
         return paths.PATHS[taken[-1]]
 
-    monkeypatch.setattr(products, "path_of", path_of)
+    monkeypatch.setattr(linear, "path_of", path_of)
     kernels = forced in ("", "native") and ABSENT["native"] is None
     weights, biases = _numbers(1024, 1024, seed=1).to(dtype), _numbers(1024, seed=2).to(dtype)
     cases = ((1, 1024, False), (3, 128, False), (1, 1024, True), (17, 64, False), (1, 16, False), (24, 15, False))

@@ -18,7 +18,7 @@ from clearhead import choices as sizes
 from clearhead.nn.feedforward import FeedForward
 from clearhead.ops.dropout import LEVELS
 from clearhead.problem import draw_seed
-from clearhead.projection import choice, paths, products, project_activate_project
+from clearhead.projection import choice, linear, paths, project_activate_project
 from clearhead.testing import processor
 from tests.agreement import needs_native
 from tests.budget import within_budget
@@ -470,5 +470,5 @@ def test_a_small_weight_is_part_of_a_step(small: str, monkeypatch: pytest.Monkey
     width, out = (8, 256) if small == "expand" else (256, 8)
     parts = _parts((4096,), width, 256, out)
     with processor("GenuineIntel", ["avx2"]):
-        assert products.path_of("forward", parts[0], 8 * 256) is paths.TORCH  # type: ignore[arg-type]
+        assert linear.path_of("forward", parts[0], 8 * 256) is paths.TORCH  # type: ignore[arg-type]
         assert project_activate_project(*parts) is not None  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.arguments import dense, seen
+from clearhead.arguments import dense, repr_of
 from clearhead.ops import library as native_library
 
 WIDTH = 16
@@ -89,7 +89,7 @@ def test_what_is_said_of_a_jagged_one_is_so() -> None:
 
 def test_a_dense_one_passes() -> None:
     dense("f", "x", PLAIN)
-    assert seen(PLAIN) == f"float32 of shape (2, 5, {WIDTH})"
+    assert repr_of(PLAIN) == f"float32 of shape (2, 5, {WIDTH})"
 
 
 def freed(tensor: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from clearhead.arguments import number, seen, tensor_of, whole
+from clearhead.arguments import number, repr_of, tensor_of, whole
 from clearhead.closure import Bound, closed_over
 from clearhead.errors import ShapeError, UnsupportedError
-from clearhead.masks.function import call_user_function, function_name, tile_seen
+from clearhead.masks.function import call_user_function, function_name, tile_text
 from clearhead.record import Record
 from clearhead.shapes import Float, Int
 
@@ -60,13 +60,13 @@ class ScoreRule(Record, ABC):
         """Raise ``ShapeError`` unless the rule fits a call of these sizes."""
 
 
-def _check_heads(function: str, rule: ScoreRule, own: int, heads: int) -> None:
-    if own not in (1, heads):
+def _check_heads(function: str, rule: ScoreRule, entries: int, heads: int) -> None:
+    if entries not in (1, heads):
         raise ShapeError.about(
             function,
             "scores",
             must=f"have one entry per query head ({heads})",
-            got=f"{own} in {rule!r}",
+            got=f"{entries} in {rule!r}",
             then="Make the rule for this call's number of heads.",
         )
 
@@ -188,7 +188,7 @@ class DenseBias(ScoreRule):
                 "DenseBias",
                 "bias",
                 must="be floating point with 2 to 4 axes",
-                got=seen(bias if tensor is None else tensor),
+                got=repr_of(bias if tensor is None else tensor),
                 then="Pass booleans as a mask: ch.Dense.",
             )
         self.bias = tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)
@@ -205,8 +205,8 @@ class DenseBias(ScoreRule):
         return score + self.bias[index[0], index[1], index[2], index[3]].to(score.dtype)
 
     def check(self, function: str, batch: int, heads: int, q_len: int, k_len: int) -> None:
-        for own, call in zip(self.bias.shape, (batch, heads, q_len, k_len), strict=True):
-            if own not in (1, call):
+        for size, call in zip(self.bias.shape, (batch, heads, q_len, k_len), strict=True):
+            if size not in (1, call):
                 raise ShapeError.about(
                     function,
                     "scores",
@@ -269,8 +269,8 @@ class ScoreFunction(Bound, ScoreRule):
 
     def __init__(self, fn: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
         if not callable(fn):
-            raise ShapeError.about("ScoreFunction", "fn", must="be callable", got=seen(fn), then="Pass a function.")
-        self.hold(fn)
+            raise ShapeError.about("ScoreFunction", "fn", must="be callable", got=repr_of(fn), then="Pass a function.")
+        self.set_function(fn)
 
     def apply(self, score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         with self.as_called():
@@ -281,7 +281,7 @@ class ScoreFunction(Bound, ScoreRule):
                 "fn",
                 must=f"return {str(score.dtype)[6:]} of the tile's shape {tuple(score.shape)}",
                 got=f"{str(result.dtype)[6:]} of shape {tuple(result.shape)} from {function_name(self.fn)} "
-                f"on {tile_seen(batch, head, q_pos, k_pos)}",
+                f"on {tile_text(batch, head, q_pos, k_pos)}",
                 then="Work element by element on the score it is given, and look tensors up by the indices, as in "
                 "table[head, q_pos - k_pos].",
             )
@@ -296,8 +296,8 @@ class ScoreFunction(Bound, ScoreRule):
 
 def differentiated(
     rules: Sequence[ScoreRule],
-    after: Tensor,
-    before: Tensor,
+    scores_out: Tensor,
+    scores_in: Tensor,
     parameters: Sequence[Tensor],
     grad: Tensor,
     indices: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -308,7 +308,7 @@ def differentiated(
         UnsupportedError: a user's function among the rules has no derivative; names it and the tile.
     """
     try:
-        return _stopped_at(after, [before, *parameters], grad)
+        return _stopped_at(scores_out, [scores_in, *parameters], grad)
     except Exception as failure:
         names = [function_name(rule.fn) for rule in rules if isinstance(rule, ScoreFunction)]
         if not names:
@@ -317,51 +317,53 @@ def differentiated(
             "ScoreFunction",
             "fn",
             must="have a derivative",
-            got=f"{type(failure).__name__}: {failure} from {' or '.join(names)} on {tile_seen(*indices)}",
+            got=f"{type(failure).__name__}: {failure} from {' or '.join(names)} on {tile_text(*indices)}",
             then="Use differentiable tensor operations, out of place.",
         ) from failure
 
 
-def _stopped_at(after: Tensor, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+def _stopped_at(output: Tensor, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of inputs, each as if the others were constants: autograd itself carries on from one that was computed
     from another, once for the whole call."""
     computed = [place for place, tensor in enumerate(inputs) if tensor.grad_fn is not None]
     if not computed:
         # What a module computed once and keeps lies behind every tile.
-        return torch.autograd.grad(after, inputs, grad, allow_unused=True, retain_graph=True)
+        return torch.autograd.grad(output, inputs, grad, allow_unused=True, retain_graph=True)
     arrived: dict[int, Tensor] = {}
 
     def stopping(place: int) -> Callable[[Tensor], Tensor]:
-        def stop(own: Tensor) -> Tensor:
-            arrived[place] = own
-            return torch.zeros_like(own)
+        def stop(gradient: Tensor) -> Tensor:
+            arrived[place] = gradient
+            return torch.zeros_like(gradient)
 
         return stop
 
     hooks = [inputs[place].register_hook(stopping(place)) for place in computed]
     try:
         # Graphs behind the inputs are walked with zeros, and are needed again.
-        found: list[Tensor | None] = [*torch.autograd.grad(after, inputs, grad, allow_unused=True, retain_graph=True)]
+        grads: list[Tensor | None] = [*torch.autograd.grad(output, inputs, grad, allow_unused=True, retain_graph=True)]
     finally:
         for hook in hooks:
             hook.remove()
     for place in computed:
-        found[place] = arrived.get(place)
-    return tuple(found)
+        grads[place] = arrived.get(place)
+    return tuple(grads)
 
 
-def check_reached(rules: Sequence[ScoreRule], after: Tensor, before: Tensor, parameters: Sequence[Tensor]) -> None:
+def check_reached(
+    rules: Sequence[ScoreRule], scores_out: Tensor, scores_in: Tensor, parameters: Sequence[Tensor]
+) -> None:
     """Raise ``UnsupportedError`` where a user's function depends on a learned tensor that ``parameters`` lacks."""
     names = [function_name(rule.fn) for rule in rules if isinstance(rule, ScoreFunction)]
-    if not names or not after.requires_grad:
+    if not names or not scores_out.requires_grad:
         return
-    seen = {get_gradient_edge(tensor).node for tensor in (before, *parameters)}
-    waiting = [get_gradient_edge(after).node]
+    visited = {get_gradient_edge(tensor).node for tensor in (scores_in, *parameters)}
+    waiting = [get_gradient_edge(scores_out).node]
     while waiting:
         node = waiting.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             raise UnsupportedError.about(
@@ -383,7 +385,7 @@ def _float_tensor(function: str, argument: str, value: object, *, axes: int) -> 
             function,
             argument,
             must=f"be floating point with {axes} ax{'is' if axes == 1 else 'es'}",
-            got=seen(value if tensor is None else tensor),
+            got=repr_of(value if tensor is None else tensor),
             then="See its documentation for the shape.",
         )
     return tensor

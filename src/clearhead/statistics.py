@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from clearhead.arguments import seen, tensor_of, whole_number
+from clearhead.arguments import repr_of, tensor_of, whole_number
 from clearhead.errors import ShapeError
 from clearhead.record import Record
 from clearhead.shapes import Float, Int
@@ -65,8 +65,8 @@ class Want(Record):
         # As Python's own numbers, which can be written as a text and read back.
         for name in ("top_k", "heatmap", "sink"):
             value = getattr(self, name)
-            if type(value) is not int and (found := whole_number(value)) is not None:
-                object.__setattr__(self, name, found)
+            if type(value) is not int and (integer := whole_number(value)) is not None:
+                object.__setattr__(self, name, integer)
         if isinstance(self.rows, (list, tuple, range)):
             object.__setattr__(self, "rows", _plain(self.rows))
 
@@ -112,14 +112,16 @@ class Want(Record):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ShapeError.about(
-                    function, f"want.{name}", must="be True or False", got=seen(value), then="True asks for it."
+                    function, f"want.{name}", must="be True or False", got=repr_of(value), then="True asks for it."
                 )
         for name, high in (("top_k", k_len), ("sink", k_len), ("heatmap", None)):
             value = getattr(self, name)
             number = isinstance(value, int) and not isinstance(value, bool)
             if not number or value < 0 or (high is not None and value > high):
                 rule = "be 0 or more, a whole number" if high is None else f"be a whole number from 0 to k_len {high}"
-                raise ShapeError.about(function, f"want.{name}", must=rule, got=seen(value), then="0 asks for nothing.")
+                raise ShapeError.about(
+                    function, f"want.{name}", must=rule, got=repr_of(value), then="0 asks for nothing."
+                )
 
 
 #: Statistics that are answered by two fields.
@@ -128,8 +130,8 @@ _ANSWERS: Final = {"top_k": ("top_indices", "top_weights"), "heatmap": ("heatmap
 
 def _plain(given: Sequence[int]) -> Sequence[int]:
     """Whole numbers as a list of Python's own; anything else as it is."""
-    found = [whole_number(one) for one in given]
-    return given if None in found else found  # type: ignore[return-value]
+    integers = [whole_number(one) for one in given]
+    return given if None in integers else integers  # type: ignore[return-value]
 
 
 def _as_rows(given: Sequence[int] | Tensor) -> Tensor:
@@ -141,7 +143,7 @@ def _check_rows(function: str, given: Sequence[int] | Tensor, q_len: int) -> Non
     rows = given if isinstance(given, Tensor) else tensor_of(given, device="cpu")
     whole = rows is not None and (rows.numel() == 0 or not (rows.is_floating_point() or rows.dtype == torch.bool))
     if rows is None or not whole or rows.is_complex() or rows.ndim != 1 or rows.is_meta:
-        got = seen(given if rows is None else rows) + (" on meta" if rows is not None and rows.is_meta else "")
+        got = repr_of(given if rows is None else rows) + (" on meta" if rows is not None and rows.is_meta else "")
         raise ShapeError.about(function, "want.rows", must=must, got=got, then="Pass a list of whole numbers.")
     rows = rows.to(torch.int64)
     if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= q_len):
@@ -208,6 +210,6 @@ class Observation:
         return Observation(**squeezed)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
-        known = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        shown = ", ".join(f"{name}={list(value.shape)}" for name, value in known if value is not None)
+        values = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        shown = ", ".join(f"{name}={list(value.shape)}" for name, value in values if value is not None)
         return f"Observation({shown})"

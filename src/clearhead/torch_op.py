@@ -47,12 +47,14 @@ class Operator:
         self, name: str, compute: Compute, like: Like, *, fixed: Callable[[Any], Sequence[int]] = lambda asked: ()
     ) -> None:
         self._name, self._compute, self._like, self._fixed = name, compute, like, fixed
-        ahead = torch.library.custom_op(f"clearhead::{name}", self._forward, mutates_args=())
-        back = torch.library.custom_op(f"clearhead::{name}_backward", self._backward, mutates_args=())
-        ahead.register_fake(self._forward_like)
-        back.register_fake(self._backward_like)
-        ahead.register_autograd(self._pull, setup_context=self._keep)
-        self._own, self._own_backward = (getattr(torch.ops.clearhead, one) for one in (name, f"{name}_backward"))
+        forward = torch.library.custom_op(f"clearhead::{name}", self._forward, mutates_args=())
+        backward = torch.library.custom_op(f"clearhead::{name}_backward", self._backward, mutates_args=())
+        forward.register_fake(self._forward_like)
+        backward.register_fake(self._backward_like)
+        forward.register_autograd(self._pull, setup_context=self._keep)
+        self._operator, self._backward_operator = (
+            getattr(torch.ops.clearhead, one) for one in (name, f"{name}_backward")
+        )
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, asked: Any = None, mask: Mask | None = None,
@@ -76,7 +78,7 @@ class Operator:
             seeds.append(
                 torch.randint(2**62, ()) if seed is None else torch.tensor(seed - 2**64 if seed >= 2**63 else seed)
             )
-        results: list[Tensor] = self._own(
+        results: list[Tensor] = self._operator(
             query, key, value, tensors, "".join(kinds), mask_text, f"({rule_texts})", asked_text, seeds,
             scale, dropout, query_offset, backend,
         )  # fmt: skip
@@ -128,12 +130,12 @@ class Operator:
             ends = [one for one, arrived in zip(results, given, strict=True) if arrived == "1"]
             pulled = torch.autograd.grad(ends, [*wanted, *others], grads, allow_unused=True)
         _check_all_compiled(self._name, pulled[len(wanted) :])
-        found = {id(tensor): own for tensor, own in zip(wanted, pulled, strict=False) if own is not None}
+        grad_of = {id(tensor): grad for tensor, grad in zip(wanted, pulled, strict=False) if grad is not None}
         # What is there twice has all of its gradient the first time.
-        own_grads = (found.pop(id(tensor), None) for tensor in every)
+        first_grads = (grad_of.pop(id(tensor), None) for tensor in every)
         return [
-            torch.zeros_like(tensor) if own is None else own.contiguous()
-            for tensor, own in zip(every, own_grads, strict=True)
+            torch.zeros_like(tensor) if grad is None else grad.contiguous()
+            for tensor, grad in zip(every, first_grads, strict=True)
         ]
 
     def _backward_like(
@@ -155,16 +157,16 @@ class Operator:
         tensors, seeds = others[: ctx.counts[0]], others[ctx.counts[0] :]
         given = "".join("0" if grad is None else "1" for grad in grads)
         arrived = [grad for grad in grads if grad is not None]
-        found = self._own_backward(arrived, given, query, key, value, tensors, *ctx.texts, seeds, *ctx.rest)
-        extra = [None if kind == _FIXED else own for own, kind in zip(found[3:], ctx.texts[0], strict=True)]
-        return (*found[:3], extra, None, None, None, None, [None] * ctx.counts[1], None, None, None, None)
+        pulled = self._backward_operator(arrived, given, query, key, value, tensors, *ctx.texts, seeds, *ctx.rest)
+        extra = [None if kind == _FIXED else grad for grad, kind in zip(pulled[3:], ctx.texts[0], strict=True)]
+        return (*pulled[:3], extra, None, None, None, None, [None] * ctx.counts[1], None, None, None, None)
 
 
 def _reached(name: str, functions: Iterable[ScoreFunction], tensors: Sequence[Tensor], kinds: str) -> list[Tensor]:
     """The learned tensors that users' functions read, which have to be those that were compiled."""
-    found = [tensor for rule in functions if find_learned(rule) for tensor in rule.learned]
+    learned = [tensor for rule in functions if find_learned(rule) for tensor in rule.learned]
     compiled = [tensor for tensor, kind in zip(tensors, kinds, strict=True) if kind == _CLOSED_OVER]
-    if [*map(_lies, found)] != [*map(_lies, compiled)]:
+    if [*map(_lies, learned)] != [*map(_lies, compiled)]:
         raise UnsupportedError.about(
             name,
             "scores",
@@ -172,7 +174,7 @@ def _reached(name: str, functions: Iterable[ScoreFunction], tensors: Sequence[Te
             got="others",
             then="Write to them in place, or make a new ch.ScoreFunction.",
         )
-    return found
+    return learned
 
 
 def _check_all_compiled(name: str, grads: Sequence[Tensor | None]) -> None:
@@ -206,11 +208,11 @@ def output_like(query: Tensor, key: Tensor, value: Tensor, asked: object) -> lis
 
 def _observe(problem: Problem, want: Want, backend: str) -> list[Tensor]:
     want.check("observe_attention", (problem.batch, problem.num_heads, problem.q_len, problem.k_len))
-    seen = run("observe_attention", problem, want, backend)
-    return [seen.output, *(getattr(seen, name) for name in want.shapes(problem.q_len, problem.k_len))]
+    observation = run("observe_attention", problem, want, backend)
+    return [observation.output, *(getattr(observation, name) for name in want.shapes(problem.q_len, problem.k_len))]
 
 
-def _seen_like(query: Tensor, key: Tensor, value: Tensor, want: Want) -> list[Tensor]:
+def _observe_like(query: Tensor, key: Tensor, value: Tensor, want: Want) -> list[Tensor]:
     work = torch.float64 if query.dtype == torch.float64 else torch.float32
     shapes = want.shapes(query.shape[-2], key.shape[-2])
     return [
@@ -227,7 +229,7 @@ def _without_gradient(want: Want) -> list[int]:
 
 
 _ATTENTION: Final = Operator("attention", _attention, output_like)
-_OBSERVE: Final = Operator("observe_attention", _observe, _seen_like, fixed=_without_gradient)
+_OBSERVE: Final = Operator("observe_attention", _observe, _observe_like, fixed=_without_gradient)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -238,5 +240,5 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tens
 
 def observe_attention(query: Tensor, key: Tensor, value: Tensor, *, want: Want, **options: Any) -> Observation:
     """``observe_attention``'s arguments, as one operator."""
-    output, *found = _OBSERVE(query, key, value, asked=want, **options)
-    return Observation(output=output, **dict(zip(want.shapes(0, 0), found, strict=True)))
+    output, *statistics = _OBSERVE(query, key, value, asked=want, **options)
+    return Observation(output=output, **dict(zip(want.shapes(0, 0), statistics, strict=True)))

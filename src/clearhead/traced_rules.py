@@ -55,16 +55,16 @@ def traced_rules(rule: ScoreFunction, extent: Extent, like: Tensor) -> tuple[Sco
     result = trace(rule.fn, [(like.new_zeros(1, 1, 1, 1), SCORE), *zip(place, INDICES, strict=True)])
     if result is None or result.facts.score != "score" or result.dtype != like.dtype:
         return None
-    found: list[ScoreRule] = [] if result.facts.cap is None else [SoftCap(result.facts.cap)]
+    rules: list[ScoreRule] = [] if result.facts.cap is None else [SoftCap(result.facts.cap)]
     if result.facts.added:
         bias = _bias(result, extent, like)
         if bias is None:
             return None
-        found.append(bias)
-    return tuple(found) if _holds(rule, found, extent, like) else None
+        rules.append(bias)
+    return tuple(rules) if _holds(rule, rules, extent, like) else None
 
 
-def _holds(rule: ScoreFunction, found: Sequence[ScoreRule], extent: Extent, like: Tensor) -> bool:
+def _holds(rule: ScoreFunction, rules: Sequence[ScoreRule], extent: Extent, like: Tensor) -> bool:
     """Whether rules give the function's very scores at some places: a constant it made of a stand-in is not seen."""
     q_pos = few(extent.q_len) + extent.query_offset
     places = _indices(like, few(extent.batch), torch.arange(extent.heads), q_pos, few(extent.k_len))
@@ -75,7 +75,7 @@ def _holds(rule: ScoreFunction, found: Sequence[ScoreRule], extent: Extent, like
             right = rule.apply(score, *places)
         except ClearheadError:
             return False
-        for one in found:
+        for one in rules:
             score = one.apply(score, *places)
     # Functions may count positions in float32, and subtract them then.
     near = 1e-6 * (extent.query_offset + extent.q_len + extent.k_len) + 1e-5
@@ -96,11 +96,11 @@ def _bias(result: StandIn, extent: Extent, like: Tensor) -> ScoreRule | None:
         # Queries far from all keys: the table would be of what lies between.
         if reach > 2 * (extent.q_len + extent.k_len):
             return None
-        found = _added(result, like, zero, head, torch.arange(low, high + 1), zero)
-        return None if found is None else RelativeBias(F.pad(found[0, :, :, 0], (low + reach, reach - high)))
+        bias = _added(result, like, zero, head, torch.arange(low, high + 1), zero)
+        return None if bias is None else RelativeBias(F.pad(bias[0, :, :, 0], (low + reach, reach - high)))
     if QUERY not in facts.axes:
-        found = _added(result, like, batch, head, zero, torch.arange(extent.k_len))
-        return None if found is None else DenseBias(found)
+        bias = _added(result, like, batch, head, zero, torch.arange(extent.k_len))
+        return None if bias is None else DenseBias(bias)
     return None
 
 
@@ -108,14 +108,15 @@ def _added(result: StandIn, like: Tensor, *places: Tensor) -> Tensor | None:
     """What a function adds to scores of 0 at some batch entries, heads, queries and keys; None where it fails there."""
     sizes = [len(place) for place in places]
     try:
-        found = worked_out(result, [like.new_zeros(sizes), *_indices(like, *places)])
+        added = worked_out(result, [like.new_zeros(sizes), *_indices(like, *places)])
     except (RuntimeError, IndexError, TypeError, ValueError):
         return None
-    return found if list(found.shape) == sizes else None
+    return added if list(added.shape) == sizes else None
 
 
 def _indices(like: Tensor, *places: Tensor) -> list[Tensor]:
     """Batch entries, heads, queries and keys as tensors that broadcast."""
     return [
-        place.to(like.device).view([-1 if axis == own else 1 for axis in range(4)]) for own, place in enumerate(places)
+        place.to(like.device).view([-1 if axis == position else 1 for axis in range(4)])
+        for position, place in enumerate(places)
     ]

@@ -74,7 +74,7 @@ _CONSTANT: Final = Facts()
 SCORE: Final = Facts(score="score")
 #: The facts of a batch entry, a head, a query's position and a key's.
 INDICES: Final = tuple(Facts(frozenset({axis}), 1.0 if axis in (QUERY, KEY) else 0.0) for axis in range(4))
-_Way: TypeAlias = Callable[..., Facts]
+_FactsRule: TypeAlias = Callable[..., Facts]
 
 
 class StandIn(Tensor):
@@ -110,12 +110,12 @@ class StandIn(Tensor):
             return func(*args, **options)
         look = _look_of((*args, *options.values()))
         try:
-            way = _WAYS.get(func)
-            if way is None or options.get("inplace") or "out" in options:
+            rule = _FACTS_RULES.get(func)
+            if rule is None or options.get("inplace") or "out" in options:
                 raise _Unknown(getattr(func, "__name__", func))
             if torch.is_grad_enabled() != look.recording:
                 raise _Unknown("a gradient of its own")
-            made, facts = func(*args, **options), way(*args, **options)
+            made, facts = func(*args, **options), rule(*args, **options)
             # Other dtypes do not count positions exactly: what is made with them does not move evenly.
             facts = facts if made.dtype in _EXACT or facts.shift == 0.0 else replace(facts, shift=None)
             return cls.of(made, facts, look, made_by=(func, args, options))
@@ -137,7 +137,7 @@ def trace(fn: Callable[..., Any], arguments: Sequence[tuple[Tensor, Facts]]) -> 
     """What a function makes of numbers of one place each; None where that cannot be told."""
     look = _Look(torch.is_grad_enabled())
     # Five axes: what code that torch does not show us makes of stand-ins is known by them from a user's own numbers.
-    given = (StandIn.of(value[None], facts, look, argument=own) for own, (value, facts) in enumerate(arguments))
+    given = (StandIn.of(value[None], facts, look, argument=index) for index, (value, facts) in enumerate(arguments))
     try:
         result = fn(*given)
     except (Exception, _Unknown):  # what is wrong with a function, a tile will tell
@@ -154,7 +154,7 @@ def few(size: int) -> Tensor:
 
 def worked_out(result: StandIn, arguments: Sequence[Tensor]) -> Tensor:
     """What a function that was traced makes of other arguments; differentiable in what it closes over."""
-    known: dict[int, Tensor] = {}
+    computed: dict[int, Tensor] = {}
 
     def value(part: Any) -> Any:
         if isinstance(part, tuple):
@@ -163,15 +163,15 @@ def worked_out(result: StandIn, arguments: Sequence[Tensor]) -> Tensor:
             return part
         if part.argument is not None:
             return arguments[part.argument]
-        if id(part) not in known:
+        if id(part) not in computed:
             assert part.made_by is not None
             func, args, options = part.made_by
-            own = {name: value(one) for name, one in options.items()}
-            known[id(part)] = func(*(value(one) for one in args), **own)
-        return known[id(part)]
+            keywords = {name: value(one) for name, one in options.items()}
+            computed[id(part)] = func(*(value(one) for one in args), **keywords)
+        return computed[id(part)]
 
-    found: Tensor = value(result)
-    return found
+    output: Tensor = value(result)
+    return output
 
 
 def facts_of(value: object) -> Facts:
@@ -193,16 +193,16 @@ def _joined(operands: Sequence[Facts]) -> frozenset[int]:
 
 
 def _scoreless(values: Sequence[object]) -> list[Facts]:
-    found = [facts_of(value) for value in values]
-    if any(facts.score for facts in found):
+    operands = [facts_of(value) for value in values]
+    if any(facts.score for facts in operands):
         raise _Unknown("a score that is not only added to")
-    return found
+    return operands
 
 
 def _any_function(*values: object, **options: object) -> Facts:
     """Element by element: where nothing moves with the positions, the result does not either."""
-    found = _scoreless([*values, *options.values()])
-    return Facts(_joined(found), 0.0 if all(facts.shift == 0.0 for facts in found) else None)
+    operands = _scoreless([*values, *options.values()])
+    return Facts(_joined(operands), 0.0 if all(facts.shift == 0.0 for facts in operands) else None)
 
 
 def _comparison(left: object, right: object) -> Facts:
@@ -217,10 +217,10 @@ def _sum(left: object, right: object, *, sign: float = 1.0) -> Facts:
         raise _Unknown("two scores, or a score that is subtracted")
     if {one.score, other.score} - {"", "score"}:
         raise _Unknown("a score that is not capped yet")
-    known = one.shift is not None and other.shift is not None
-    shift = one.shift + sign * other.shift if known else None  # type: ignore[operator]
+    shifts_known = one.shift is not None and other.shift is not None
+    shift = one.shift + sign * other.shift if shifts_known else None  # type: ignore[operator]
     # A number that is rounded with each position it is added to: sums of these do not move evenly.
-    still = [value for value, own in ((left, one), (right, other)) if own.shift == 0.0 and not own.score]
+    still = [value for value, facts in ((left, one), (right, other)) if facts.shift == 0.0 and not facts.score]
     if shift != 0.0 and not all(map(_is_exact, still)):
         shift = None
     score = one if one.score else other
@@ -250,14 +250,14 @@ def _scales_exactly(moving: object, factor: float) -> bool:
 
 def _product(left: object, right: object) -> Facts:
     for moving, factor in ((left, right), (right, left)):
-        own = facts_of(moving)
+        facts = facts_of(moving)
         if not isinstance(factor, (int, float)):
             continue
-        if own.score:
-            return _scaled(own, factor)
-        if own.shift is not None:
-            even = own.shift == 0.0 or _scales_exactly(moving, factor)
-            return Facts(own.axes, own.shift * factor if even else None)
+        if facts.score:
+            return _scaled(facts, factor)
+        if facts.shift is not None:
+            even = facts.shift == 0.0 or _scales_exactly(moving, factor)
+            return Facts(facts.axes, facts.shift * factor if even else None)
     return _any_function(left, right)
 
 
@@ -275,8 +275,8 @@ def _quotient(left: object, right: object) -> Facts:
 
 
 def _tanh(value: object) -> Facts:
-    own = facts_of(value)
-    return replace(own, score="tanh(score / cap)") if own.score == "score / cap" else _any_function(value)
+    facts = facts_of(value)
+    return replace(facts, score="tanh(score / cap)") if facts.score == "score / cap" else _any_function(value)
 
 
 def _negated(value: object) -> Facts:
@@ -296,7 +296,7 @@ def _converted(value: StandIn, *targets: object, **options: object) -> Facts:
     return facts if exact or facts.shift == 0.0 else Facts(facts.axes, None)
 
 
-def _to(dtype: torch.dtype) -> _Way:
+def _to(dtype: torch.dtype) -> _FactsRule:
     return lambda value: _converted(value, dtype)
 
 
@@ -345,8 +345,8 @@ _ELEMENTWISE: Final = """
 """
 
 
-def _table() -> dict[Callable[..., Any], _Way]:
-    ways: dict[str, _Way] = {
+def _table() -> dict[Callable[..., Any], _FactsRule]:
+    rules: dict[str, _FactsRule] = {
         "add __add__ __radd__": _sum,
         "sub subtract __sub__": _difference,
         "rsub __rsub__": _reversed_difference,
@@ -365,9 +365,9 @@ def _table() -> dict[Callable[..., Any], _Way]:
         "tanh": _tanh,
         _ELEMENTWISE: _any_function,
     }
-    return {func: way for names, way in ways.items() for func in named(names)}
+    return {func: rule for names, rule in rules.items() for func in named(names)}
 
 
-_WAYS: Final = _table()
+_FACTS_RULES: Final = _table()
 #: What may be asked of a stand-in: a tile's answer would be the same.
 _READ: Final = frozenset({Tensor.dtype.__get__, Tensor.device.__get__})  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.backends.dropout import bits, kept, philox
+from clearhead.backends.dropout import bits, keep_mask, philox
 from clearhead.masks.base import index_tensors
 from tests.problems import tensors
 
@@ -56,7 +56,7 @@ def test_probabilities_near_none_and_all(probability: float) -> None:
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
 def test_share_of_kept_weights(probability: float) -> None:
-    mask = kept(3, probability, *index_tensors(2, 3, 200, 201, 0, torch.device("cpu"))).double()
+    mask = keep_mask(3, probability, *index_tensors(2, 3, 200, 201, 0, torch.device("cpu"))).double()
     deviation = (probability * (1 - probability) / mask.numel()) ** 0.5
     assert abs(mask.mean().item() - (1 - probability)) < 5 * deviation
     # Heads, batches and neighbours are independent.
@@ -74,7 +74,7 @@ def test_share_of_kept_weights(probability: float) -> None:
 def test_a_tile_is_a_piece_of_the_whole() -> None:
     whole = index_tensors(2, 2, 10, 30, 0, torch.device("cpu"))
     tile = (whole[0], whole[1], whole[2][:, :, 3:7], whole[3][..., 5:26])
-    assert torch.equal(kept(9, 0.5, *tile), kept(9, 0.5, *whole)[:, :, 3:7, 5:26])
+    assert torch.equal(keep_mask(9, 0.5, *tile), keep_mask(9, 0.5, *whole)[:, :, 3:7, 5:26])
 
 
 @pytest.mark.parametrize(

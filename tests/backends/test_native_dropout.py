@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.backends.dropout import kept
+from clearhead.backends.dropout import keep_mask
 from clearhead.masks.base import index_tensors
 from tests.agreement import compare, draw, needs_native, results
 from tests.problems import MASKS, RULES, tensors
@@ -70,7 +70,7 @@ class TestDropout:
         sizes = {"batch": 2, "heads": 3, "q_len": 200, "k_len": 250, "query_offset": 0, **place}
         assert torch.equal(
             kept_by_the_kernels(0.3, seed, dtype=dtype, **sizes),
-            kept(seed, 0.3, *index_tensors(*sizes.values(), torch.device("cpu"))),
+            keep_mask(seed, 0.3, *index_tensors(*sizes.values(), torch.device("cpu"))),
         )
 
     @pytest.mark.parametrize("p", [1e-12, 2.0**-32, 0.999, 1.0 - 2.0**-32, 1.0 - 2.0**-53])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.backends.dropout import kept
+from clearhead.backends.dropout import keep_mask
 from clearhead.masks.base import index_tensors
 from clearhead.ops.library import isa_names, library
 from tests.agreement import compare, needs_native
@@ -113,7 +113,7 @@ class TestInstructionSets:
         query, value = torch.zeros(2, 3, 7, 8, dtype=dtype), torch.eye(71, dtype=dtype).expand(2, 3, 71, 71)
         key = torch.zeros(2, 3, 71, 8, dtype=dtype)
         output = ch.attention(query, key, value, dropout=0.5, seed=2**40 + 3, query_offset=9, backend="native")
-        right = kept(2**40 + 3, 0.5, *index_tensors(2, 3, 7, 71, 9, torch.device("cpu")))
+        right = keep_mask(2**40 + 3, 0.5, *index_tensors(2, 3, 7, 71, 9, torch.device("cpu")))
         assert torch.equal(output != 0, right)
 
 

@@ -80,7 +80,7 @@ def test_a_field_that_is_set_later_is_another_mask() -> None:
     padding.right.length = 4  # type: ignore[attr-defined]
     other = parts_of(padding, (1, 1, 6, 6), 0)
     assert other is not first
-    assert other.edges[1].max() == 4
+    assert other.interval_bounds[1].max() == 4
 
 
 def test_a_large_mask_is_printed_from_its_corner() -> None:

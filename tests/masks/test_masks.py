@@ -98,7 +98,7 @@ def test_intervals_are_the_predicate(mask: ch.Mask) -> None:
     rows = mask.intervals(batch, head, q_pos, N)
     if rows is None:
         return
-    assert rows.runs <= MAX_INTERVALS
+    assert rows.count <= MAX_INTERVALS
     inside = (k_pos[..., None] >= rows.start[..., None, :]) & (k_pos[..., None] < rows.stop[..., None, :])
     assert torch.equal(inside.any(-1).expand(2, 1, N, N), _full(mask))
     assert int(inside.sum(-1).max()) <= 1  # runs are disjoint
@@ -142,7 +142,7 @@ def test_written_and_read_back(mask: ch.Mask) -> None:
 def test_runs_per_row(mask: ch.Mask, runs: int | None) -> None:
     batch, head, q_pos, _ = index_tensors(2, 1, N, N, 0, CPU)
     rows = mask.intervals(batch, head, q_pos, N)
-    assert (None if rows is None else rows.runs) == runs
+    assert (None if rows is None else rows.count) == runs
 
 
 def test_tile_map_of_a_long_causal_mask_is_small() -> None:
@@ -216,8 +216,8 @@ class TestPartsOf:
 
     def test_the_same_call_again_is_not_worked_out_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[object] = []
-        own = parts.take_apart
-        monkeypatch.setattr(parts, "take_apart", lambda *call: asked.append(call) or own(*call))
+        own = parts.compute_parts
+        monkeypatch.setattr(parts, "compute_parts", lambda *call: asked.append(call) or own(*call))
         mask = ch.Documents(lengths=[3, 4])
         first = parts.parts_of(mask, (1, 2, 7, 7), 0)
         assert parts.parts_of(mask, (1, 2, 7, 7), 0) is first
@@ -237,8 +237,8 @@ class TestPartsOf:
         before = parts.parts_of(mask, (2, 1, 5, 5), 0)
         lengths[0] = 4
         after = parts.parts_of(mask, (2, 1, 5, 5), 0)
-        assert before.edges[1].flatten().tolist() != after.edges[1].flatten().tolist()
-        for tensors in (after.edges, parts.take_apart(mask, (2, 1, 5, 5), 0).edges):
+        assert before.interval_bounds[1].flatten().tolist() != after.interval_bounds[1].flatten().tolist()
+        for tensors in (after.interval_bounds, parts.compute_parts(mask, (2, 1, 5, 5), 0).interval_bounds):
             assert [edge.flatten().unique().tolist() for edge in tensors] == [[0], [4, 5]]
 
     def test_parts_of_a_deleted_mask_are_freed(self) -> None:
@@ -250,8 +250,8 @@ class TestPartsOf:
         assert cached() is None
 
     def test_edges_are_within_the_keys(self) -> None:
-        found = parts.take_apart(ch.Padding(torch.tensor([9, 2])) & ch.Documents(lengths=[4, 3]), (2, 1, 7, 7), 0)
-        start, stop = found.edges
+        found = parts.compute_parts(ch.Padding(torch.tensor([9, 2])) & ch.Documents(lengths=[4, 3]), (2, 1, 7, 7), 0)
+        start, stop = found.interval_bounds
         assert start.dtype is stop.dtype is torch.int32
         assert start.is_contiguous()
         assert int(start.min()) >= 0

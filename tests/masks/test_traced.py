@@ -87,7 +87,7 @@ def test_a_predicate_is_runs_of_keys(name: str, offset: int) -> None:
     fn, most = RUNS[name]
     found = _found(fn, LENGTH - offset, LENGTH, offset)
     assert found is not None
-    assert found.runs <= most
+    assert found.count <= most
     index = index_tensors(BATCH, HEADS, LENGTH - offset, LENGTH, offset, None)
     right = fn(*index).expand(BATCH, HEADS, LENGTH - offset, LENGTH)
     assert torch.equal(_places(found, LENGTH).expand_as(right), right)
@@ -117,8 +117,8 @@ def test_combinations_with_other_masks_are_runs_too() -> None:
     inputs = [torch.randn(BATCH, HEADS, LENGTH, 8) for _ in range(3)]
     parts = Problem.of("attention", *inputs, mask=mask).mask_parts
     assert parts.rest == ()
-    assert parts.after == 0
-    assert parts.runs is not None
+    assert parts.keys_after == 0
+    assert parts.intervals is not None
 
 
 def test_a_length_that_no_table_could_hold_is_no_matter() -> None:

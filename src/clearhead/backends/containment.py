@@ -28,9 +28,9 @@ __all__ = [
     "all_finite",
     "clean_rows",
     "contained",
-    "has_numbers",
+    "is_readable",
+    "matmul",
     "only_finite",
-    "product",
     "without_autocast",
 ]
 
@@ -38,7 +38,7 @@ __all__ = [
 _STRIP: Final = 128
 
 
-def has_numbers(tensor: Tensor) -> bool:
+def is_readable(tensor: Tensor) -> bool:
     """Whether the tensor's numbers may be looked at: not those of meta and fake tensors, nor those of vmap."""
     if is_hollow(tensor):
         return False
@@ -84,7 +84,7 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def product(
+def matmul(
     left: Float[Tensor, "*batch rows x"],
     right: Float[Tensor, "*batch x columns"],
     allowed: Bool[Tensor, "*batch rows x"] | None = None,
@@ -97,21 +97,21 @@ def product(
     # A function of our own is no part of a trace, and torch would forget what its tangents depend on.
     if traces() or differentiates_forward():
         return _multiplied(left, right, allowed)
-    found: Tensor = _Product.apply(left, right, allowed)  # type: ignore[no-untyped-call]
-    return found
+    output: Tensor = _Matmul.apply(left, right, allowed)  # type: ignore[no-untyped-call]
+    return output
 
 
 def _multiplied(left: Tensor, right: Tensor, allowed: Tensor | None) -> Tensor:
     if allowed is None:
         return left @ right
     bad = ~torch.isfinite(right)
-    if has_numbers(right) and not bool(bad.any()):
+    if is_readable(right) and not bool(bad.any()):
         return left @ right
     touched = allowed.to(right.dtype) @ bad.to(right.dtype) > 0
     return (left @ right.masked_fill(bad, 0.0)).masked_fill(touched, torch.nan)
 
 
-class _Product(torch.autograd.Function):
+class _Matmul(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
@@ -128,8 +128,8 @@ class _Product(torch.autograd.Function):
         of_left, of_right, _ = ctx.needs_input_grad
         with without_autocast(grad.device.type):
             return (
-                product(grad, right.mT) if of_left else None,
-                product(left.mT, grad, None if allowed is None else allowed.mT) if of_right else None,
+                matmul(grad, right.mT) if of_left else None,
+                matmul(left.mT, grad, None if allowed is None else allowed.mT) if of_right else None,
                 None,
             )
 
@@ -202,20 +202,22 @@ def contained(
 
 def _attending(problem: Problem) -> Bool[Tensor, "batch heads q_len"]:
     """Rows that may attend to anything: the others are empty, and their gradients 0 whatever arrives."""
-    found = torch.zeros(problem.batch, problem.num_heads, problem.q_len, dtype=torch.bool, device=problem.query.device)
+    attending = torch.zeros(
+        problem.batch, problem.num_heads, problem.q_len, dtype=torch.bool, device=problem.query.device
+    )
     for rows, allowed in _strips(problem):
-        found[:, :, rows] = allowed.any(dim=-1)
-    return found
+        attending[:, :, rows] = allowed.any(dim=-1)
+    return attending
 
 
 def _reached(
-    problem: Problem, marks: Bool[Tensor, "batch heads q_len marks"]
+    problem: Problem, flags: Bool[Tensor, "batch heads q_len marks"]
 ) -> Bool[Tensor, "batch kv_heads k_len marks"]:
     """The marks of the rows that may attend to each key."""
-    found = torch.zeros(problem.batch, problem.num_heads, problem.k_len, marks.shape[3], device=marks.device)
+    counts = torch.zeros(problem.batch, problem.num_heads, problem.k_len, flags.shape[3], device=flags.device)
     for rows, allowed in _strips(problem):
-        found += allowed.mT.to(found.dtype) @ marks[:, :, rows].to(found.dtype)
-    grouped: Tensor = (found > 0.0).unflatten(1, (problem.num_kv_heads, -1)).any(dim=2)
+        counts += allowed.mT.to(counts.dtype) @ flags[:, :, rows].to(counts.dtype)
+    grouped: Tensor = (counts > 0.0).unflatten(1, (problem.num_kv_heads, -1)).any(dim=2)
     return grouped
 
 
@@ -234,12 +236,12 @@ def _allowed(problem: Problem, rows: slice, indices: tuple[Tensor, Tensor, Tenso
     if problem.mask is None:
         return allowed
     parts = problem.mask_parts
-    if parts.before is not None:
-        allowed &= q_pos - k_pos <= parts.before
-    if parts.after is not None:
-        allowed &= k_pos - q_pos <= parts.after
-    if parts.runs is not None:
-        start, stop = (_rows_of(edge, rows)[..., None, :] for edge in parts.edges)
+    if parts.keys_before is not None:
+        allowed &= q_pos - k_pos <= parts.keys_before
+    if parts.keys_after is not None:
+        allowed &= k_pos - q_pos <= parts.keys_after
+    if parts.intervals is not None:
+        start, stop = (_rows_of(bound, rows)[..., None, :] for bound in parts.interval_bounds)
         allowed = allowed & ((k_pos[..., None] >= start) & (k_pos[..., None] < stop)).any(dim=-1)
     if parts.dense is not None:
         allowed = allowed & _rows_of(parts.dense.allowed, rows)

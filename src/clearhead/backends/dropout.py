@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clearhead.shapes import Bool, Float, Int
 
-__all__ = ["LEVELS", "bits", "keep_scale", "kept", "philox"]
+__all__ = ["LEVELS", "bits", "keep_mask", "keep_scale", "philox"]
 
 #: Dropout drops a whole number of so many.
 LEVELS: Final = 2**16
@@ -65,11 +65,11 @@ def bits(
     words = philox((counter & _WORD, one, two, three), seed)
     # The quarters of one pair's numbers, the lowest first, then those of the other's.
     quarters = torch.stack([words[at] >> by & LEVELS - 1 for at in (1, 0, 3, 2) for by in (0, 16)], -1)
-    found: Tensor = quarters.unflatten(-1, (2, 4)).movedim(-2, -3).flatten(-4)
-    return found
+    columns: Tensor = quarters.unflatten(-1, (2, 4)).movedim(-2, -3).flatten(-4)
+    return columns
 
 
-def kept(
+def keep_mask(
     seed: int,
     probability: float,
     batch: Int[Tensor, "b 1 1 1"],
@@ -90,4 +90,4 @@ def keep_scale(
     seed: int, probability: float, indices: tuple[Tensor, Tensor, Tensor, Tensor], dtype: torch.dtype
 ) -> Float[Tensor, "batch heads q_len k_len"]:
     """The factor on each weight: ``1 / (1 - probability)`` where it is kept, 0 where it is dropped."""
-    return kept(seed, probability, *indices).to(dtype) / (1.0 - probability)
+    return keep_mask(seed, probability, *indices).to(dtype) / (1.0 - probability)

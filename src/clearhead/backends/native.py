@@ -99,7 +99,7 @@ def _table_entries(problem: Problem) -> int:
     # One place tells whether batch entries and heads differ; a user's function does not say it otherwise.
     batch, head, q_pos, k_pos = problem.indices()
     sizes = [part.allows(batch, head, q_pos[:, :, :1], k_pos[..., :1]).shape[:2] for part in rest]
-    batches, heads = (max(own) for own in zip(*sizes, strict=True))
+    batches, heads = (max(axis) for axis in zip(*sizes, strict=True))
     return int(batches * heads * places)
 
 
@@ -177,7 +177,7 @@ class _Native(torch.autograd.Function):
         done = attend(problem, want, for_backward=True)
         names.extend(done.statistics)
         # What is saved below goes when backward is done; the problem stays as long as the output does.
-        ctx.problem, ctx.names, ctx.want = problem.without_numbers(), names, replace(want, lse=True)
+        ctx.problem, ctx.names, ctx.want = problem.without_elements(), names, replace(want, lse=True)
         ctx.set_materialize_grads(False)
         fixed = (tensor for name, tensor in done.statistics.items() if name not in DIFFERENTIABLE)
         ctx.mark_non_differentiable(*fixed)
@@ -189,7 +189,7 @@ class _Native(torch.autograd.Function):
             done.softmax,
             done.written,
             *(done.statistics.get(name) for name in _SAVED),
-            *_read_again(problem),
+            *_read_in_backward(problem),
         )
         return done.output, done.lse, *done.statistics.values()
 
@@ -206,21 +206,21 @@ class _Native(torch.autograd.Function):
             named = {"output": grad_output, "lse": grad_lse, **given}
             arrived = {name: grad for name, grad in named.items() if grad is not None}
             return None, None, None, *recorded_attention(problem, ctx.want, arrived, ctx.needs_input_grad[3:])
-        found = dict(zip(_SAVED, small[: len(_SAVED)], strict=True))
+        row_statistics = dict(zip(_SAVED, small[: len(_SAVED)], strict=True))
         if grad_output is None:
             grad_output = query.new_zeros((*softmax.shape[:3], problem.value_dim))
-        arrived_grads = Arrived(grad_output, grad_lse, given, found, ctx.want.sink)
+        arrived_grads = Arrived(grad_output, grad_lse, given, row_statistics, ctx.want.sink)
         return None, None, None, *gradients(problem, rows, arrived_grads)
 
 
-def _read_again(problem: Problem) -> list[Tensor]:
+def _read_in_backward(problem: Problem) -> list[Tensor]:
     """Tensors of rules and mask that backward reads where they lie; autograd tells if one was written into."""
-    found = [tensor for rule in problem.scores for tensor in rule.tensors()]
+    tensors = [tensor for rule in problem.scores for tensor in rule.tensors()]
     if problem.mask is not None:
         parts = problem.mask_parts
-        found += [] if parts.dense is None else [parts.dense.allowed]
-        found += [] if parts.blocks is None else [parts.blocks.table]
-    return [tensor for tensor in found if not tensor.is_inference()]
+        tensors += [] if parts.dense is None else [parts.dense.allowed]
+        tensors += [] if parts.blocks is None else [parts.blocks.table]
+    return [tensor for tensor in tensors if not tensor.is_inference()]
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class Arrived:
     output: Tensor
     lse: Tensor | None = None
     statistics: dict[str, Tensor] = field(default_factory=dict)
-    found: dict[str, Tensor] = field(default_factory=dict)
+    row_statistics: dict[str, Tensor] = field(default_factory=dict)
     sink_keys: int = 0
 
     def finite(self) -> Arrived:
@@ -241,8 +241,9 @@ class Arrived:
             lse=None if self.lse is None else only_finite(self.lse),
             statistics={name: only_finite(grad) for name, grad in self.statistics.items()},
             # The largest score of an empty row is -inf, which backward knows it by.
-            found={
-                name: own if own is None or name == "ties" else only_finite(own) for name, own in self.found.items()
+            row_statistics={
+                name: values if values is None or name == "ties" else only_finite(values)
+                for name, values in self.row_statistics.items()
             },
         )
 
@@ -253,9 +254,9 @@ def gradients(problem: Problem, rows: Saved, arrived: Arrived) -> list[Tensor]:
     grads = _backward(problem, rows, arrived.output, pulls)
     if grads is None:
         # Rare, so what was not kept for it is computed again.
-        again = _forward(problem, Want(lse=True))
-        assert again.lse is not None
-        clean = contained(problem, again.output, again.lse, arrived.output, pulls.bad_rows)
+        recomputed = _forward(problem, Want(lse=True))
+        assert recomputed.lse is not None
+        clean = contained(problem, recomputed.output, recomputed.lse, arrived.output, pulls.bad_rows)
         # A row with an infinite largest score and no share has no weights.
         gone = rows.softmax.new_tensor([torch.inf, 0.0])
         softmax = torch.where(clean.unweighted[..., None], gone, rows.softmax)
@@ -264,7 +265,10 @@ def gradients(problem: Problem, rows: Saved, arrived: Arrived) -> list[Tensor]:
         grads = _backward(clean.problem, finite, arrived.output, _Pulls.of(problem, rows, arrived).finite())
         assert grads is not None
         _spoil(clean, grads)
-    return [*grads.tensors, *(_parameter_gradient(problem, own, grads, rows.lse) for own in problem.rule_parameters)]
+    return [
+        *grads.tensors,
+        *(_parameter_gradient(problem, parameter, grads, rows.lse) for parameter in problem.rule_parameters),
+    ]
 
 
 def _spoil(clean: Contained, grads: Gradients) -> None:
@@ -301,11 +305,11 @@ class _Pulls:
     def of(cls, problem: Problem, rows: Saved, arrived: Arrived) -> _Pulls:
         if not arrived.statistics:
             return cls(arrived.lse)
-        found, received = arrived.found, arrived.statistics.get("received")
+        row_statistics, received = arrived.row_statistics, arrived.statistics.get("received")
         if received is not None:
-            found = {**found, "received_mean": _received_mean(problem, received)}
+            row_statistics = {**row_statistics, "received_mean": _received_mean(problem, received)}
         assert rows.lse is not None
-        by_key = StatisticGradients(problem, arrived.statistics, found, rows.lse, arrived.sink_keys)
+        by_key = StatisticGradients(problem, arrived.statistics, row_statistics, rows.lse, arrived.sink_keys)
         return cls(-by_key.row_sums if arrived.lse is None else arrived.lse - by_key.row_sums, by_key, received)
 
     @property
@@ -351,9 +355,9 @@ def run(problem: Problem, want: Want) -> Observation:
     output, lse, *others = _Native.apply(  # type: ignore[no-untyped-call]
         problem, want, names, problem.query, problem.key, problem.value, *problem.rule_parameters
     )
-    found = dict(zip(names, others, strict=True))
-    found.pop("ties", None)
-    return Observation(output=output, lse=lse if want.lse else None, **found)
+    statistics = dict(zip(names, others, strict=True))
+    statistics.pop("ties", None)
+    return Observation(output=output, lse=lse if want.lse else None, **statistics)
 
 
 BACKEND = Backend(

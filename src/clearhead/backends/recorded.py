@@ -55,11 +55,13 @@ def recorded_gradients(
         wanted = [part for part, needed in zip(copies, needs, strict=True) if part is not None and needed]
         outputs = compute(copies)
         pairs = [
-            (own, grad) for own, grad in zip(outputs, grads, strict=True) if grad is not None and own.requires_grad
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if grad is not None and output.requires_grad
         ]
-        found = iter(
+        computed = iter(
             torch.autograd.grad(
-                [own for own, _ in pairs],
+                [output for output, _ in pairs],
                 wanted,
                 [grad for _, grad in pairs],
                 create_graph=create_graph,
@@ -69,13 +71,16 @@ def recorded_gradients(
             if pairs
             else [None] * len(wanted)
         )
-    return [next(found) if part is not None and needed else None for part, needed in zip(inputs, needs, strict=True)]
+    return [next(computed) if part is not None and needed else None for part, needed in zip(inputs, needs, strict=True)]
 
 
 def with_learned(problem: Problem, copies: Sequence[Tensor | None]) -> Problem:
     """The problem with other tensors in place of ``problem.rule_parameters``."""
-    by_identity = {id(own): copy for own, copy in zip(problem.rule_parameters, copies, strict=True) if copy is not None}
-    return problem.with_scores(tuple(rule.mapped(lambda own: by_identity.get(id(own), own)) for rule in problem.scores))
+    pairs = zip(problem.rule_parameters, copies, strict=True)
+    by_identity = {id(parameter): copy for parameter, copy in pairs if copy is not None}
+    return problem.with_scores(
+        tuple(rule.mapped(lambda tensor: by_identity.get(id(tensor), tensor)) for rule in problem.scores)
+    )
 
 
 def recorded_attention(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from clearhead.backends.capability import Backend, Capability
-from clearhead.backends.containment import clean_rows, product
+from clearhead.backends.containment import clean_rows, matmul
 from clearhead.backends.dropout import keep_scale
 from clearhead.problem import Problem
 from clearhead.statistics import Observation, Want
@@ -49,7 +49,7 @@ def steps(problem: Problem) -> Steps:
         allowed = problem.mask.allows(*indices)
     allowed = allowed.expand(shape)
 
-    raw = product(query, key.transpose(-2, -1))
+    raw = matmul(query, key.transpose(-2, -1))
     raw = raw.masked_fill(query_bad[..., :, None] | key_bad[..., None, :], torch.nan)
     scaled = raw * problem.scale
     # Rules never see what a masked key holds: a rule's derivative at NaN would not stay behind the mask.
@@ -66,7 +66,7 @@ def steps(problem: Problem) -> Steps:
     dropped = weights
     if problem.dropout > 0.0:
         dropped = weights * keep_scale(problem.seed, problem.dropout, indices, dtype)
-    output = product(dropped, value, allowed)
+    output = matmul(dropped, value, allowed)
     return Steps(
         raw=raw,
         scaled=scaled,
@@ -101,31 +101,31 @@ def run(problem: Problem, want: Want) -> Observation:
     """Output and statistics from the materialised steps."""
     done = steps(problem)
     weights = done.weights
-    found: dict[str, Tensor] = {}
+    statistics: dict[str, Tensor] = {}
     asked = want.names
     if "lse" in asked:
-        found["lse"] = done.lse
+        statistics["lse"] = done.lse
     if "max_score" in asked:
-        found["max_score"] = _largest(done.masked)
+        statistics["max_score"] = _largest(done.masked)
     if "entropy" in asked:
-        found["entropy"] = _entropy(done)
+        statistics["entropy"] = _entropy(done)
     if "top_k" in asked:
-        found["top_indices"], found["top_weights"] = _top(weights.detach(), want.top_k)
+        statistics["top_indices"], statistics["top_weights"] = _top(weights.detach(), want.top_k)
     if "received" in asked:
-        found["received"] = weights.sum(dim=-2)
+        statistics["received"] = weights.sum(dim=-2)
     if want.row_weights is not None:
         mixing = want.row_weights.to(weights)
-        found["row_weights"] = product(mixing.expand(*weights.shape[:2], *mixing.shape[2:]), weights)
+        statistics["row_weights"] = matmul(mixing.expand(*weights.shape[:2], *mixing.shape[2:]), weights)
     if "heatmap" in asked:
-        found["heatmap_max"], found["heatmap_mean"] = _pooled(weights.detach(), want.heatmap)
+        statistics["heatmap_max"], statistics["heatmap_mean"] = _pooled(weights.detach(), want.heatmap)
     if "sink" in asked:
-        found["sink"] = weights[..., : want.sink].sum(dim=-1)
+        statistics["sink"] = weights[..., : want.sink].sum(dim=-1)
     if "distance" in asked:
         _, _, q_pos, k_pos = problem.indices()
-        found["distance"] = (weights * (q_pos - k_pos).abs()).sum(dim=-1)
+        statistics["distance"] = (weights * (q_pos - k_pos).abs()).sum(dim=-1)
     if want.rows is not None:
-        found["rows"] = weights[:, :, want.rows_on(weights.device)]
-    return Observation(output=done.output, **found)
+        statistics["rows"] = weights[:, :, want.rows_on(weights.device)]
+    return Observation(output=done.output, **statistics)
 
 
 def _largest(masked: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def _pooled(weights: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """Largest and mean weight of each square tile; a cut tile counts the places it has, forbidden ones too."""
     # A tile larger than the whole is the whole.
     sides = [min(side, max(1, length)) for length in weights.shape[-2:]]
-    cells = [-(-length // own) for length, own in zip(weights.shape[-2:], sides, strict=True)]
+    cells = [-(-length // tile) for length, tile in zip(weights.shape[-2:], sides, strict=True)]
     padding = (0, cells[1] * sides[1] - weights.shape[-1], 0, cells[0] * sides[0] - weights.shape[-2])
 
     def tiles(places: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from clearhead.backends.capability import Backend, Capability
-from clearhead.backends.containment import Contained, all_finite, has_numbers, product
+from clearhead.backends.containment import Contained, all_finite, is_readable, matmul
 from clearhead.backends.documents import Group, documents_in, groups, rest_of
 from clearhead.masks import Causal, Mask
 from clearhead.masks.base import carried_sizes, does_as
@@ -37,7 +37,7 @@ def _also(problem: Problem) -> list[str]:
     if differentiates_forward():
         return ["is not differentiated forward"]
     unasked = _sees_all(problem) or (_plain_causal(problem) and is_hollow(problem.key))
-    if not unasked and not (has_numbers(problem.key) and has_numbers(problem.value)):
+    if not unasked and not (is_readable(problem.key) and is_readable(problem.value)):
         return ["spreads NaN from masked keys, and has no numbers to look at"]
     entries = _mask_entries(problem)
     if entries > _MAX_MASK_ENTRIES:
@@ -97,7 +97,7 @@ def run(problem: Problem, want: Want) -> Observation:
     """Output through ``scaled_dot_product_attention``."""
     if not _contains_arrivals(problem):
         return Observation(output=_run(problem))
-    arrival = _Arrival(problem.without_numbers())
+    arrival = _Arrival(problem.without_elements())
     output = _run(problem.with_tensors(*arrival.watched(problem)))
     output.register_hook(arrival.arrive)
     return Observation(output=output)
@@ -108,7 +108,7 @@ def _contains_arrivals(problem: Problem) -> bool:
     masked = problem.mask is not None and not _sees_all(problem)
     # A trace records no hooks.
     plain = problem.query.device.type == "cpu" and not (traces() or transforms())
-    return masked and plain and problem.needs_gradient and not problem.rule_parameters and has_numbers(problem.query)
+    return masked and plain and problem.needs_gradient and not problem.rule_parameters and is_readable(problem.query)
 
 
 class _Arrival:
@@ -116,31 +116,32 @@ class _Arrival:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.found: list[Tensor] | None = None
+        self.spoiled_grads: list[Tensor] | None = None
 
     def watched(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value; their gradients pass by here."""
-        seen = [tensor.view_as(tensor) for tensor in (problem.query, problem.key, problem.value)]
-        for place, tensor in enumerate(seen):
+        views = [tensor.view_as(tensor) for tensor in (problem.query, problem.key, problem.value)]
+        for place, tensor in enumerate(views):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self.leave, place))
-        return seen[0], seen[1], seen[2]
+        return views[0], views[1], views[2]
 
     def arrive(self, grad: Tensor | None) -> Tensor | None:
         """The output's gradient with 0 for what is not finite; None where none was asked for."""
-        self.found = None
-        if grad is None or not has_numbers(grad) or all_finite(grad):
+        self.spoiled_grads = None
+        if grad is None or not is_readable(grad) or all_finite(grad):
             return None
         clean = Contained.of_arrived(self.problem, grad)
         nothing = [
-            grad.new_zeros(()).expand(own.shape) for own in (self.problem.query, self.problem.key, self.problem.value)
+            grad.new_zeros(()).expand(tensor.shape)
+            for tensor in (self.problem.query, self.problem.key, self.problem.value)
         ]
-        self.found = clean.spoil(nothing)
+        self.spoiled_grads = clean.spoil(nothing)
         return grad.masked_fill(clean.channels, 0.0)
 
     def leave(self, place: int, grad: Tensor | None) -> Tensor | None:
         """A gradient with NaN where the row reaches."""
-        return None if self.found is None or grad is None else grad + self.found[place]
+        return None if self.spoiled_grads is None or grad is None else grad + self.spoiled_grads[place]
 
 
 def _run(problem: Problem) -> Tensor:
@@ -232,7 +233,7 @@ def _is_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ne
     # Its backward is far off where scores are huge: what need not be fused is not.
     if not contiguous or (mask is not None and mask.requires_grad) or (uneven and needs_gradient):
         return False
-    return key.shape[-2] >= _FEW_KEYS or (has_numbers(query) and has_numbers(key) and all_finite(query, key))
+    return key.shape[-2] >= _FEW_KEYS or (is_readable(query) and is_readable(key) and all_finite(query, key))
 
 
 def _equally_wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,13 +246,13 @@ def _equally_wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
 
 def _unfused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     """The formula, where torch would do the same by products that backward rounds within autocast."""
-    key, value = (own.repeat_interleave(query.shape[1] // own.shape[1], dim=1) for own in (key, value))
-    scores = product(query * scale, key.mT)
+    key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
+    scores = matmul(query * scale, key.mT)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    return product(scores.softmax(dim=-1), value)
+    return matmul(scores.softmax(dim=-1), value)
 
 
 def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds: _Bounds) -> Tensor:

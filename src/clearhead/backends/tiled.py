@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from clearhead.backends.backward_reads import BackwardReads, backward_reads
 from clearhead.backends.capability import Backend, Capability
-from clearhead.backends.containment import all_finite, has_numbers, only_finite, without_autocast
+from clearhead.backends.containment import all_finite, is_readable, only_finite, without_autocast
 from clearhead.backends.dropout import keep_scale
 from clearhead.backends.recorded import is_recorded, recorded_attention
 from clearhead.backends.tiled_statistics import Base, Pulls, Sweep, result_names, weigh
@@ -33,7 +34,6 @@ from clearhead.backends.tiles import (
     stacked,
     strips,
 )
-from clearhead.backends.tiles_again import ReadAgain, read_again
 from clearhead.problem import Problem
 from clearhead.scores import check_reached, differentiated
 from clearhead.shapes import Float
@@ -104,7 +104,9 @@ class _Tiled(torch.autograd.Function):
     """Output, log-sum-exp, largest scores and statistics; rule parameters ride along so that autograd knows them."""
 
     @staticmethod
-    def forward(ctx: Any, problem: Problem, want: Want, read: ReadAgain, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, problem: Problem, want: Want, read: BackwardReads, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         query = problem.query
         rows = (problem.batch, problem.num_heads, problem.q_len)
         # Backward needs the unrounded output: delta is a difference of two large sums in it.
@@ -119,32 +121,32 @@ class _Tiled(torch.autograd.Function):
             sweep = Sweep(problem, want)
             for layout in layouts(problem):
                 for queries, tiles in strips(problem, layout):
-                    *pieces, own = _forward_strip(problem, layout, queries, tiles)
-                    pieces += [own.largest, own.total]
+                    *pieces, strip_base = _forward_strip(problem, layout, queries, tiles)
+                    pieces += [strip_base.largest, strip_base.total]
                     for into, piece in zip((output, lse, max_score, base.largest, base.total), pieces, strict=True):
                         layout.put(into, queries, piece)
-                    if sweep.found:
-                        sweep.strip(layout, queries, tiles, own)
-            found = sweep.finished()
-        ctx.problem, ctx.want, ctx.found = problem, want, tuple(found)
+                    if sweep.results:
+                        sweep.strip(layout, queries, tiles, strip_base)
+            statistics = sweep.finished()
+        ctx.problem, ctx.want, ctx.statistics = problem, want, tuple(statistics)
         # What backward reads again where it lies is saved, so that autograd tells if it was written into.
         ctx.save_for_backward(*tensors[:4], output, base.largest, base.total, max_score, *read.tensors)
-        ctx.reached = [any(own is tensor for tensor in read.learned) for own in tensors[4:]]
+        ctx.reached = [any(parameter is tensor for tensor in read.learned) for parameter in tensors[4:]]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(found[name] for name in UNDIFFERENTIABLE if name in found))
-        return output.to(query.dtype), lse, max_score, *found.values()
+        ctx.mark_non_differentiable(*(statistics[name] for name in UNDIFFERENTIABLE if name in statistics))
+        return output.to(query.dtype), lse, max_score, *statistics.values()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, mixing, output, largest, total, max_score, *_ = ctx.saved_tensors
         problem = ctx.problem.with_tensors(query, key, value)
         if is_recorded(*grads):
-            names = ("output", "lse", "max_score", *ctx.found)
+            names = ("output", "lse", "max_score", *ctx.statistics)
             given = {name: grad for name, grad in zip(names, grads, strict=True) if grad is not None}
             want = replace(ctx.want, lse=True, max_score=True)
             return None, None, None, *recorded_attention(problem, want, given, ctx.needs_input_grad[3:])
         with without_autocast(query.device.type):
-            asked = {name: grad for name, grad in zip(ctx.found, grads[3:], strict=True) if grad is not None}
+            asked = {name: grad for name, grad in zip(ctx.statistics, grads[3:], strict=True) if grad is not None}
             gather = ctx.needs_input_grad[6] and "row_weights" in asked
             pulls = Pulls.of(problem, ctx.want, (max_score, grads[2]), asked, mixing, gather=gather)
             results = _gradients(problem, (output, Base(largest, total)), (grads[0], grads[1]), pulls, ctx.reached)
@@ -175,44 +177,48 @@ def _gradients(
     if grads[1] is not None:
         delta = delta - grads[1]
     inputs = (problem.query, problem.key, problem.value)
-    found = [torch.zeros_like(tensor, dtype=problem.work_dtype) for tensor in inputs]
+    totals = [torch.zeros_like(tensor, dtype=problem.work_dtype) for tensor in inputs]
     learned = _Learned.of(problem, reached)
     everything = slice(None)
     for layout in layouts(problem):
-        rows = _Rows(
+        rows = _BackwardRows(
             layout.take(grad_output),
             layout.take(delta),
             Base(layout.take(base.largest, padding=torch.inf), layout.take(base.total, padding=1.0)),
             bad=None if bad is None else layout.take(bad),
         )
-        own, own_pulls = (layout.gathered(found[1]), layout.gathered(found[2])), pulls.within(layout)
+        layout_grads, layout_pulls = (layout.gathered(totals[1]), layout.gathered(totals[2])), pulls.within(layout)
         for queries, tiles in strips(problem, layout):
             strip = rows.cut(queries)
-            if own_pulls.any:
-                extra, share = own_pulls.walk(problem, layout, queries, tiles, strip.base)
+            if layout_pulls.any:
+                extra, share = layout_pulls.walk(problem, layout, queries, tiles, strip.base)
                 strip = replace(strip, delta=strip.delta + extra, share=share)
                 layout.add(delta, queries, extra)
-            layout.put(found[0], queries, _Strip(problem, layout, queries, strip, own_pulls, *own, learned).walk(tiles))
+            layout.put(
+                totals[0],
+                queries,
+                _BackwardStrip(problem, layout, queries, strip, layout_pulls, *layout_grads, learned).walk(tiles),
+            )
         if layout.group is not None:
-            for into, grad in zip(found[1:], own, strict=True):
+            for into, grad in zip(totals[1:], layout_grads, strict=True):
                 layout.put(into, everything, grad)
     _sink_gradient(problem, learned, delta, base)
-    pairs = zip([*found, *learned.grads], [*inputs, *learned.parameters], strict=True)
+    pairs = zip([*totals, *learned.grads], [*inputs, *learned.parameters], strict=True)
     return [None if grad is None else grad.to(tensor.dtype) for grad, tensor in pairs]
 
 
 def _row_products(one: Float[Tensor, "*rows q_len dim"], other: Float[Tensor, "*rows q_len dim"]) -> Tensor:
     """``(one * other).sum(-1)`` in parts, which takes no third tensor of that size."""
     step = max(1, _PRODUCTS // max(1, one[..., :1, :].numel()))
-    found = one.new_empty(one.shape[:-1])
+    sums = one.new_empty(one.shape[:-1])
     for start in range(0, one.shape[-2], step):
         part = slice(start, start + step)
-        torch.sum(one[..., part, :] * other[..., part, :], dim=-1, out=found[..., part])
-    return found
+        torch.sum(one[..., part, :] * other[..., part, :], dim=-1, out=sums[..., part])
+    return sums
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _BackwardRows:
     """What backward needs of each row; ``share`` is what each of its largest scores gets of their gradient.
 
     ``bad`` says which numbers of ``grad_output`` arrived not finite and are 0 in it; the row's ``delta`` is not finite.
@@ -224,8 +230,8 @@ class _Rows:
     share: Tensor | None = None
     bad: Tensor | None = None
 
-    def cut(self, queries: slice) -> _Rows:
-        return _Rows(
+    def cut(self, queries: slice) -> _BackwardRows:
+        return _BackwardRows(
             self.grad_output[:, :, queries],
             self.delta[:, :, queries],
             self.base.cut(queries),
@@ -234,13 +240,13 @@ class _Rows:
 
 
 @dataclass(frozen=True)
-class _Strip:
+class _BackwardStrip:
     """One strip of queries in backward, and where the gradients that it has a part in are summed."""
 
     problem: Problem
     layout: Layout
     queries: slice
-    rows: _Rows
+    rows: _BackwardRows
     pulls: Pulls
     grad_key: Tensor
     grad_value: Tensor
@@ -254,7 +260,7 @@ class _Strip:
         flat_query, flat_grad = stacked(query, kv_heads), stacked(grad_query, kv_heads)
         # Zero weight times NaN is NaN: rows that are not finite must not reach keys that they may not attend to.
         of_rows = [self.rows.delta] if self.rows.share is None else [self.rows.delta, self.rows.share]
-        spoiled = not all(bool(torch.isfinite(own).all()) for own in of_rows)
+        spoiled = not all(bool(torch.isfinite(values).all()) for values in of_rows)
         for tile in tiles:
             grad = stacked(self._tile(tile, spoiled), kv_heads)
             flat_grad.baddbmm_(grad, self.layout.key[:, :, tile.keys].flatten(0, 1), alpha=self.problem.scale)
@@ -264,26 +270,28 @@ class _Strip:
     def _tile(self, tile: Tile, spoiled: bool) -> Tensor:
         """The gradient of a tile's scaled scores; that of its values is added."""
         problem, layout, rows, pulls = self.problem, self.layout, self.rows, self.pulls
-        before = raw_scores(problem, layout, self.queries, tile)
-        after = before
+        scores_in = raw_scores(problem, layout, self.queries, tile)
+        scores_out = scores_in
         if problem.elementwise:
             with torch.enable_grad():
-                after = ruled(problem, before.requires_grad_(), tile)
-        seen = weigh(after.detach(), tile, rows.base, spoiled)
+                scores_out = ruled(problem, scores_in.requires_grad_(), tile)
+        weighed = weigh(scores_out.detach(), tile, rows.base, spoiled)
         upstream = stacked(rows.grad_output, problem.num_kv_heads)
-        grad = torch.bmm(upstream, layout.value[:, :, tile.keys].flatten(0, 1).mT).view(seen.weights.shape)
-        dropped = seen.weights
+        grad = torch.bmm(upstream, layout.value[:, :, tile.keys].flatten(0, 1).mT).view(weighed.weights.shape)
+        dropped = weighed.weights
         if problem.dropout > 0.0:
             keep = keep_scale(problem.seed, problem.dropout, tile.indices, dropped.dtype)
             dropped, grad = dropped * keep, grad.mul_(keep)
         add_product(self.grad_value[:, :, tile.keys], stacked(dropped, problem.num_kv_heads).mT, upstream)
         self._spoil_values(tile)
         if pulls.any:
-            grad += pulls.on_weights(layout, self.queries, tile, seen)
-        grad = pulls.on_scores(grad.sub_(rows.delta[..., None]).mul_(seen.weights), self.queries, seen, rows.share)
+            grad += pulls.on_weights(layout, self.queries, tile, weighed)
+        grad = pulls.on_scores(
+            grad.sub_(rows.delta[..., None]).mul_(weighed.weights), self.queries, weighed, rows.share
+        )
         if spoiled:
             grad = masked(grad, tile, 0.0)
-        return self.learned.pulled(problem, before, after, grad, tile) if problem.elementwise else grad
+        return self.learned.pulled(problem, scores_in, scores_out, grad, tile) if problem.elementwise else grad
 
     def _spoil_values(self, tile: Tile) -> None:
         """Write NaN where a row's gradient is not finite to that channel of the values that the row may attend to."""
@@ -312,27 +320,31 @@ class _Learned:
         """No gradients so far, of those that were reached 0."""
         parameters, dtype = problem.rule_parameters if reached else [], problem.work_dtype
         pairs = zip(parameters, reached, strict=True)
-        return cls(parameters, [torch.zeros_like(own, dtype=dtype) if known else None for own, known in pairs], dtype)
+        return cls(
+            parameters,
+            [torch.zeros_like(parameter, dtype=dtype) if is_reached else None for parameter, is_reached in pairs],
+            dtype,
+        )
 
-    def add(self, place: int, own: Tensor) -> None:
+    def add(self, place: int, grad: Tensor) -> None:
         """Add to one parameter's gradient."""
         total = self.grads[place]
         if total is None:
             total = self.grads[place] = torch.zeros_like(self.parameters[place], dtype=self.dtype)
-        total += own
+        total += grad
 
-    def pulled(self, problem: Problem, before: Tensor, after: Tensor, grad: Tensor, tile: Tile) -> Tensor:
+    def pulled(self, problem: Problem, scores_in: Tensor, scores_out: Tensor, grad: Tensor, tile: Tile) -> Tensor:
         """The gradient of the scores before the rules; the parameters' own are added."""
-        if not after.requires_grad:
+        if not scores_out.requires_grad:
             return torch.zeros_like(grad)
         if not self.complete:
-            check_reached(problem.elementwise, after, before, self.parameters)
+            check_reached(problem.elementwise, scores_out, scores_in, self.parameters)
             self.complete.append(True)
-        found = differentiated(problem.elementwise, after, before, self.parameters, grad, tile.indices)
-        for place, own in enumerate(found[1:]):
-            if own is not None:
-                self.add(place, own)
-        return torch.zeros_like(grad) if found[0] is None else masked(found[0], tile, 0.0)
+        grads = differentiated(problem.elementwise, scores_out, scores_in, self.parameters, grad, tile.indices)
+        for place, parameter_grad in enumerate(grads[1:]):
+            if parameter_grad is not None:
+                self.add(place, parameter_grad)
+        return torch.zeros_like(grad) if grads[0] is None else masked(grads[0], tile, 0.0)
 
 
 def _sink_gradient(problem: Problem, learned: _Learned, delta: Tensor, base: Base) -> None:
@@ -351,9 +363,9 @@ def run(problem: Problem, want: Want) -> Observation:
     """Output and statistics."""
     if problem.value_dim == 0:
         wider = problem.with_tensors(problem.query, problem.key, F.pad(problem.value, (0, 1)))
-        seen = run(wider, want)
-        return replace(seen, output=seen.output[..., :0])
-    read = read_again(problem) if torch.is_grad_enabled() else ReadAgain([], [])
+        observation = run(wider, want)
+        return replace(observation, output=observation.output[..., :0])
+    read = backward_reads(problem) if torch.is_grad_enabled() else BackwardReads([], [])
     output, lse, max_score, *others = _Tiled.apply(  # type: ignore[no-untyped-call]
         problem, want, read, problem.query, problem.key, problem.value, want.row_weights, *problem.rule_parameters
     )
@@ -369,7 +381,7 @@ def run(problem: Problem, want: Want) -> Observation:
 def _also(problem: Problem) -> list[str]:
     if transforms() or differentiates_forward():
         return ["is not seen by torch.func and by what differentiates forward"]
-    return [] if has_numbers(problem.query) else ["reads numbers, of which meta and fake tensors have none"]
+    return [] if is_readable(problem.query) else ["reads numbers, of which meta and fake tensors have none"]
 
 
 BACKEND = Backend(

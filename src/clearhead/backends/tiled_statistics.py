@@ -17,12 +17,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from clearhead.backends.tiles import Block, Layout, Tile, exponential, masked, raw_scores, ruled
+from clearhead.backends.tiles import Layout, Tile, TileRange, exponential, masked, raw_scores, ruled
 from clearhead.problem import Problem
 from clearhead.shapes import Float, Int
 from clearhead.statistics import Want
 
-__all__ = ["Base", "Pulls", "Seen", "Sweep", "result_names", "weigh"]
+__all__ = ["Base", "Pulls", "Sweep", "WeighedTile", "result_names", "weigh"]
 
 #: What the first walk finds.
 _FIRST: Final = ("lse", "max_score")
@@ -60,7 +60,7 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Seen:
+class WeighedTile:
     """A tile's scores as the softmax takes them, what they are measured by, and the weights."""
 
     scores: Tensor
@@ -74,18 +74,18 @@ class Seen:
         return logs.masked_fill_(self.weights == 0.0, 0.0)
 
 
-def weigh(scores: Tensor, tile: Tile, base: Base, spoiled: bool) -> Seen:
+def weigh(scores: Tensor, tile: Tile, base: Base, spoiled: bool) -> WeighedTile:
     """A tile's weights; ``spoiled`` says that a row may be NaN, which is none of a forbidden key's business."""
     scores = masked(scores, tile)
     weights = exponential(scores - base.largest[..., None]).div_(base.total[..., None])
-    return Seen(scores, base, masked(weights, tile, 0.0) if spoiled else weights)
+    return WeighedTile(scores, base, masked(weights, tile, 0.0) if spoiled else weights)
 
 
 class Sweep:
     """The second walk: call ``strip`` for every strip of queries, then ``finished``.
 
     Attributes:
-        found: results by their name in the observation, at the call's places; ``top_*`` too.
+        results: results by their name in the observation, at the call's places; ``top_*`` too.
     """
 
     def __init__(self, problem: Problem, want: Want) -> None:
@@ -94,65 +94,69 @@ class Sweep:
         self.rows = want.rows_on(problem.query.device)
         # A tile larger than the whole is the whole.
         self.side = min(want.heatmap, max(1, q_len, k_len))
-        self.found = {
+        self.results = {
             name: problem.query.new_zeros(
                 (batch, heads, *shape), dtype=torch.int64 if name == "top_indices" else problem.work_dtype
             )
             for name, shape in want.shapes(q_len, k_len).items()
             if name not in _FIRST
         }
-        if "top_indices" in self.found:
+        if "top_indices" in self.results:
             # Rows outside every document are in no layout; all their weights are 0.
-            self.found["top_indices"] += torch.arange(want.top_k, device=problem.query.device)
+            self.results["top_indices"] += torch.arange(want.top_k, device=problem.query.device)
 
     def strip(self, layout: Layout, queries: slice, tiles: list[Tile], base: Base) -> None:
         """Take in one strip of queries, whose tiles are all there are."""
         if layout.valid is not None:
             base = base.without(~layout.valid[:, None, queries])
         spoiled = base.spoiled
-        sums = {name: torch.zeros_like(base.total) for name in _ROW_SUMS if name in self.found}
+        sums = {name: torch.zeros_like(base.total) for name in _ROW_SUMS if name in self.results}
         top = Top.none(base.total)
         for tile in tiles:
             scores = ruled(self.problem, raw_scores(self.problem, layout, queries, tile), tile)
-            seen = weigh(scores, tile, base, spoiled)
+            weighed = weigh(scores, tile, base, spoiled)
             for name, total in sums.items():
-                total += _ROW_SUMS[name](seen, tile, self.want)
+                total += _ROW_SUMS[name](weighed, tile, self.want)
             if self.want.top_k:
-                top = top.merged(seen.weights, tile.indices[3], self.want.top_k)
-            self._columns(layout, queries, tile, seen.weights)
+                top = top.merged(weighed.weights, tile.indices[3], self.want.top_k)
+            self._columns(layout, queries, tile, weighed.weights)
             if self.want.heatmap or self.rows.numel():
-                for block in layout.blocks(queries, tile.keys):
-                    self._block(block, seen.weights[block.own, :, block.rows, block.columns])
+                for tile_range in layout.tile_ranges(queries, tile.keys):
+                    self._add_range(
+                        tile_range, weighed.weights[tile_range.tile_batch, :, tile_range.rows, tile_range.columns]
+                    )
         for name, total in sums.items():
-            layout.put(self.found[name], queries, total)
+            layout.put(self.results[name], queries, total)
         if self.want.top_k:
             top = top.filled(self.want.top_k)
-            layout.put(self.found["top_indices"], queries, top.indices)
-            layout.put(self.found["top_weights"], queries, top.weights)
+            layout.put(self.results["top_indices"], queries, top.indices)
+            layout.put(self.results["top_weights"], queries, top.weights)
 
     def _columns(self, layout: Layout, queries: slice, tile: Tile, weights: Tensor) -> None:
-        if "received" in self.found:
-            layout.add(self.found["received"], tile.keys, weights.sum(dim=2))
+        if "received" in self.results:
+            layout.add(self.results["received"], tile.keys, weights.sum(dim=2))
         if self.want.row_weights is not None:
             mixing = layout.take(_mixing(self.problem, self.want.row_weights))[:, :, queries].to(weights)
-            layout.add(self.found["row_weights"].mT, tile.keys, weights.mT @ mixing)
+            layout.add(self.results["row_weights"].mT, tile.keys, weights.mT @ mixing)
 
-    def _block(self, block: Block, weights: Tensor) -> None:
+    def _add_range(self, tile_range: TileRange, weights: Tensor) -> None:
         q_len, k_len = weights.shape[2:]
-        inside, places = _inside(self.rows, block)
+        inside, places = _inside(self.rows, tile_range)
         if inside.numel():
-            self.found["rows"][block.batch, :, inside, block.k_start : block.k_start + k_len] = weights[:, :, places]
+            self.results["rows"][tile_range.batch, :, inside, tile_range.k_start : tile_range.k_start + k_len] = (
+                weights[:, :, places]
+            )
         side = self.side
         if side:
             cells = (
-                block.batch,
+                tile_range.batch,
                 slice(None),
-                slice(block.q_start // side, (block.q_start + q_len - 1) // side + 1),
-                slice(block.k_start // side, (block.k_start + k_len - 1) // side + 1),
+                slice(tile_range.q_start // side, (tile_range.q_start + q_len - 1) // side + 1),
+                slice(tile_range.k_start // side, (tile_range.k_start + k_len - 1) // side + 1),
             )
-            highest, sums = self.found["heatmap_max"], self.found["heatmap_mean"]
-            highest[cells] = torch.maximum(highest[cells], _pooled(weights, block, side, torch.amax))
-            sums[cells] += _pooled(weights, block, side, torch.sum)
+            highest, sums = self.results["heatmap_max"], self.results["heatmap_mean"]
+            highest[cells] = torch.maximum(highest[cells], _pooled(weights, tile_range, side, torch.amax))
+            sums[cells] += _pooled(weights, tile_range, side, torch.sum)
 
     def finished(self) -> dict[str, Tensor]:
         """The results, when every strip was taken in."""
@@ -161,47 +165,47 @@ class Sweep:
                 torch.arange(length, device=self.rows.device).div(self.side, rounding_mode="floor").bincount()
                 for length in (self.problem.q_len, self.problem.k_len)
             ]
-            self.found["heatmap_mean"] /= counts[0][:, None] * counts[1]
-        return self.found
+            self.results["heatmap_mean"] /= counts[0][:, None] * counts[1]
+        return self.results
 
 
-def _inside(rows: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """Which of the rows asked for lie in a block, and at which of its queries."""
-    inside = ((rows >= block.q_start) & (rows < block.q_start + block.rows.stop)).nonzero()[:, 0]
-    return inside, rows[inside] - block.q_start
+def _inside(rows: Tensor, tile_range: TileRange) -> tuple[Tensor, Tensor]:
+    """Which of the rows asked for are in a tile range, and at which of its queries."""
+    inside = ((rows >= tile_range.q_start) & (rows < tile_range.q_start + tile_range.rows.stop)).nonzero()[:, 0]
+    return inside, rows[inside] - tile_range.q_start
 
 
 def _mixing(problem: Problem, row_weights: Tensor) -> Float[Tensor, "batch heads q_len n"]:
     return row_weights.mT.expand(problem.batch, problem.num_heads, -1, -1)
 
 
-def _entropy(seen: Seen, tile: Tile, want: Want) -> Tensor:
-    return -(seen.weights * seen.finite_logs).sum(dim=-1)
+def _entropy(weighed: WeighedTile, tile: Tile, want: Want) -> Tensor:
+    return -(weighed.weights * weighed.finite_logs).sum(dim=-1)
 
 
-def _sink(seen: Seen, tile: Tile, want: Want) -> Tensor:
-    return seen.weights.masked_fill(tile.indices[3] >= want.sink, 0.0).sum(dim=-1)
+def _sink(weighed: WeighedTile, tile: Tile, want: Want) -> Tensor:
+    return weighed.weights.masked_fill(tile.indices[3] >= want.sink, 0.0).sum(dim=-1)
 
 
-def _distance(seen: Seen, tile: Tile, want: Want) -> Tensor:
-    return (seen.weights * _apart(tile)).sum(dim=-1)
+def _distance(weighed: WeighedTile, tile: Tile, want: Want) -> Tensor:
+    return (weighed.weights * _distances(tile)).sum(dim=-1)
 
 
-def _apart(tile: Tile) -> Tensor:
+def _distances(tile: Tile) -> Tensor:
     return (tile.indices[2] - tile.indices[3]).abs()
 
 
-_ROW_SUMS: Final[dict[str, Callable[[Seen, Tile, Want], Tensor]]] = {
+_ROW_SUMS: Final[dict[str, Callable[[WeighedTile, Tile, Want], Tensor]]] = {
     "entropy": _entropy,
     "sink": _sink,
     "distance": _distance,
 }
 
 
-def _pooled(weights: Tensor, block: Block, side: int, reduce: Callable[..., Tensor]) -> Tensor:
-    """A block's weights reduced within the cells of the call that it touches."""
-    along_keys = _pooled_along(weights, block.k_start, side, reduce)
-    return _pooled_along(along_keys.mT, block.q_start, side, reduce).mT
+def _pooled(weights: Tensor, tile_range: TileRange, side: int, reduce: Callable[..., Tensor]) -> Tensor:
+    """The weights of a tile range reduced within the cells of the call that it touches."""
+    along_keys = _pooled_along(weights, tile_range.k_start, side, reduce)
+    return _pooled_along(along_keys.mT, tile_range.q_start, side, reduce).mT
 
 
 def _pooled_along(values: Tensor, start: int, side: int, reduce: Callable[..., Tensor]) -> Tensor:
@@ -332,29 +336,33 @@ class Pulls:
     def within(self, layout: Layout) -> Pulls:
         """The part of a layout."""
         pulled = {name: getattr(self, name) for name in _PULLED}
-        taken: dict[str, Any] = {name: None if own is None else layout.take(own) for name, own in pulled.items()}
-        return replace(self, **taken)
+        parts: dict[str, Any] = {
+            name: None if tensor is None else layout.take(tensor) for name, tensor in pulled.items()
+        }
+        return replace(self, **parts)
 
-    def on_weights(self, layout: Layout, queries: slice, tile: Tile, seen: Seen) -> Tensor:
+    def on_weights(self, layout: Layout, queries: slice, tile: Tile, weighed: WeighedTile) -> Tensor:
         """The gradient with respect to a tile's weights; 0 at those that cannot be other than 0."""
-        grad = torch.zeros_like(seen.weights)
+        grad = torch.zeros_like(weighed.weights)
         if self.entropy is not None:
-            slope = (seen.finite_logs + 1.0).masked_fill(seen.weights == 0.0, 0.0)
+            slope = (weighed.finite_logs + 1.0).masked_fill(weighed.weights == 0.0, 0.0)
             grad -= self.entropy[:, :, queries, None] * slope
         if self.sink is not None:
             grad += self.sink[:, :, queries, None] * (tile.indices[3] < self.want.sink)
         if self.distance is not None:
-            grad += self.distance[:, :, queries, None] * _apart(tile)
+            grad += self.distance[:, :, queries, None] * _distances(tile)
         if self.received is not None:
             grad += self.received[:, :, None, tile.keys]
         if self.mixing is not None and self.mixed is not None:
             grad += self.mixing[:, :, queries] @ self.mixed[:, :, tile.keys].mT
         if self.rows is not None and self.want.rows is not None:
             asked = self.want.rows_on(grad.device)
-            for block in layout.blocks(queries, tile.keys):
-                inside, places = _inside(asked, block)
-                own = self.rows[block.batch, :, :, block.k_start : block.k_start + block.columns.stop]
-                grad[block.own, :, :, block.columns].index_add_(2, places, own[:, :, inside])
+            for tile_range in layout.tile_ranges(queries, tile.keys):
+                inside, places = _inside(asked, tile_range)
+                rows = self.rows[
+                    tile_range.batch, :, :, tile_range.k_start : tile_range.k_start + tile_range.columns.stop
+                ]
+                grad[tile_range.tile_batch, :, :, tile_range.columns].index_add_(2, places, rows[:, :, inside])
         return masked(grad, tile, 0.0)
 
     def walk(
@@ -367,22 +375,22 @@ class Pulls:
         spoiled = base.spoiled
         total, count = torch.zeros_like(base.total), torch.zeros_like(base.total)
         for tile in tiles:
-            seen = weigh(ruled(problem, raw_scores(problem, layout, queries, tile), tile), tile, base, spoiled)
-            total += (seen.weights * self.on_weights(layout, queries, tile, seen)).sum(dim=-1)
+            weighed = weigh(ruled(problem, raw_scores(problem, layout, queries, tile), tile), tile, base, spoiled)
+            total += (weighed.weights * self.on_weights(layout, queries, tile, weighed)).sum(dim=-1)
             if self.highest is not None:
-                count += (seen.scores == self.highest[:, :, queries, None]).sum(dim=-1)
+                count += (weighed.scores == self.highest[:, :, queries, None]).sum(dim=-1)
             if self.grad_mixing is not None and self.mixed is not None:
-                layout.add(self.grad_mixing, queries, seen.weights @ self.mixed[:, :, tile.keys])
+                layout.add(self.grad_mixing, queries, weighed.weights @ self.mixed[:, :, tile.keys])
         if self.highest is None or self.largest is None:
             return total, None
         unreached = self.highest[:, :, queries] == -torch.inf
         return total, self.largest[:, :, queries].masked_fill(unreached, 0.0) / count.clamp(min=1.0)
 
-    def on_scores(self, grad_scores: Tensor, queries: slice, seen: Seen, share: Tensor | None) -> Tensor:
+    def on_scores(self, grad_scores: Tensor, queries: slice, weighed: WeighedTile, share: Tensor | None) -> Tensor:
         """With what the largest scores get on top, ties alike."""
         if share is None or self.highest is None:
             return grad_scores
-        return grad_scores + share[..., None] * (seen.scores == self.highest[:, :, queries, None])
+        return grad_scores + share[..., None] * (weighed.scores == self.highest[:, :, queries, None])
 
 
 #: Fields of ``Pulls`` that a layout takes its part of.

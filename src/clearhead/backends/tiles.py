@@ -25,9 +25,9 @@ from clearhead.scores import ScoreFunction
 from clearhead.shapes import Float
 
 __all__ = [
-    "Block",
     "Layout",
     "Tile",
+    "TileRange",
     "add_product",
     "exponential",
     "finite",
@@ -51,18 +51,18 @@ _Indices = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Block:
+class TileRange:
     """A part of a tile that is a rectangle of the call's scores.
 
     Attributes:
         batch: batch entries of the call.
-        own: batch entries of the tile.
+        tile_batch: batch entries of the tile.
         rows: queries of the tile, of which the first is query ``q_start`` of the call.
         columns: keys of the tile, of which the first is key ``k_start`` of the call.
     """
 
     batch: slice
-    own: slice
+    tile_batch: slice
     rows: slice
     columns: slice
     q_start: int
@@ -100,9 +100,9 @@ class Layout:
         """The layout's part of a tensor of the call, ``[batch, heads, len]`` or ``[batch, heads, len, dim]``."""
         if self.group is None:
             return tensor[self.part]
-        taken = self.group.take(tensor if tensor.ndim == 4 else tensor[..., None])
-        taken = taken.masked_fill(~self.group.valid[:, None, :, None], padding)
-        return taken if tensor.ndim == 4 else taken[..., 0]
+        piece = self.group.take(tensor if tensor.ndim == 4 else tensor[..., None])
+        piece = piece.masked_fill(~self.group.valid[:, None, :, None], padding)
+        return piece if tensor.ndim == 4 else piece[..., 0]
 
     def put(self, into: Tensor, places: slice, piece: Tensor) -> None:
         """Write the results for some of the layout's tokens to their places in a tensor of the call."""
@@ -127,16 +127,16 @@ class Layout:
             return into[self.part]
         return into.new_zeros(self.part.stop - self.part.start, into.shape[1], self.key.shape[2], into.shape[3])
 
-    def blocks(self, queries: slice, keys: slice) -> Iterator[Block]:
+    def tile_ranges(self, queries: slice, keys: slice) -> Iterator[TileRange]:
         """The rectangles of the call's scores that a tile consists of, padding left out."""
         rows, columns = slice(0, queries.stop - queries.start), slice(0, keys.stop - keys.start)
         if self.group is None:
-            yield Block(self.part, slice(None), rows, columns, queries.start, keys.start)
+            yield TileRange(self.part, slice(None), rows, columns, queries.start, keys.start)
             return
         for number, (first, length) in enumerate(self._documents):
             q_stop, k_stop = (min(length, part.stop) - part.start for part in (queries, keys))
             if q_stop > 0 and k_stop > 0:
-                yield Block(
+                yield TileRange(
                     slice(0, 1),
                     slice(number, number + 1),
                     slice(0, q_stop),
@@ -164,8 +164,8 @@ def layouts(problem: Problem) -> Iterator[Layout]:
     batch, head, _, _ = problem.indices()
     for group in groups(documents):
         indices = (batch, head, group.slots[:, None, :, None], group.slots[:, None, None, :])
-        taken = tuple(group.take(tensor).contiguous() for tensor in tensors)
-        yield from _batches(problem, _layout(problem, taken, indices, group))
+        gathered = tuple(group.take(tensor).contiguous() for tensor in tensors)
+        yield from _batches(problem, _layout(problem, gathered, indices, group))
 
 
 def _layout(problem: Problem, tensors: tuple[Tensor, ...], indices: _Indices, group: Group | None) -> Layout:
@@ -216,14 +216,14 @@ def _serves_parts(problem: Problem) -> bool:
 def functions_of(problem: Problem) -> list[ScoreFunction | MaskFunction]:
     """The user's functions among a problem's rules and in its mask."""
     waiting: list[object] = [*problem.scores, problem.mask]
-    found: list[ScoreFunction | MaskFunction] = []
+    functions: list[ScoreFunction | MaskFunction] = []
     while waiting:
         part = waiting.pop(0)
         if isinstance(part, (ScoreFunction, MaskFunction)):
-            found.append(part)
+            functions.append(part)
         elif isinstance(part, Mask):
             waiting += [getattr(part, name) for name in part.fields]
-    return found
+    return functions
 
 
 def first_place(problem: Problem) -> tuple[Tensor, Tensor, _Indices]:
@@ -266,18 +266,18 @@ def _kinds(problem: Problem, layout: Layout, rows: list[slice], q_tile: int, k_t
     # A mask that is read place by place is read a strip at a time: its large tensors then lie in the same place.
     parts = [slice(None)] if by_runs else rows
     for part in parts:
-        found = tile_map(problem.mask, (batch, head, q_pos[:, :, part], k_pos), q_tile, k_tile, whole=whole)
+        kinds = tile_map(problem.mask, (batch, head, q_pos[:, :, part], k_pos), q_tile, k_tile, whole=whole)
         # One visit serves all batches and heads: empty where all are, full where all are.
-        low, high = found.amin(dim=(0, 1)), found.amax(dim=(0, 1))
+        low, high = kinds.amin(dim=(0, 1)), kinds.amax(dim=(0, 1))
         yield from torch.where(low == FULL, FULL, (high != EMPTY).to(torch.int8)).tolist()
 
 
 def _tile_sides(layout: Layout) -> tuple[int, int]:
     """Narrow the tile where many heads would make it large."""
     size, heads = layout.query.shape[:2]
-    room = max(32 * 64, _TILE_SCORES // max(1, size * heads))
+    limit = max(32 * 64, _TILE_SCORES // max(1, size * heads))
     q_tile, k_tile = _Q_TILE, _K_TILE
-    while q_tile * k_tile > room:
+    while q_tile * k_tile > limit:
         if k_tile > 2 * q_tile:
             k_tile //= 2
         else:

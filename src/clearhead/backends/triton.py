@@ -66,11 +66,11 @@ class _Strides(NamedTuple):
 class _Mask(NamedTuple):
     """A band, runs of keys, a table of places, a table of blocks; None where there is no such part."""
 
-    before: int | None = None
-    after: int | None = None
+    keys_before: int | None = None
+    keys_after: int | None = None
     start: Tensor | None = None
     stop: Tensor | None = None
-    run_strides: tuple[int, ...] | None = None
+    interval_strides: tuple[int, ...] | None = None
     table: Tensor | None = None
     table_strides: tuple[int, ...] | None = None
     blocks: Tensor | None = None
@@ -149,7 +149,7 @@ class _Rows:
     share: Float[Tensor, "batch heads q_len"]
 
 
-class _Call:
+class _KernelCall:
     """A problem written down for the kernels."""
 
     def __init__(self, problem: Problem) -> None:
@@ -180,11 +180,13 @@ class _Call:
 
     def _mask(self) -> _Mask:
         parts, device = self.problem.mask_parts, self.query.device
-        before, after = (reach and min(reach, 2 * _MAX_POSITION) for reach in (parts.before, parts.after))
-        mask = _Mask(before=before, after=after)
-        if parts.runs is not None:
-            start, stop = (edge.to(device) for edge in parts.edges)
-            mask = mask._replace(start=start, stop=stop, run_strides=_strides(start)[:3])
+        keys_before, keys_after = (
+            reach and min(reach, 2 * _MAX_POSITION) for reach in (parts.keys_before, parts.keys_after)
+        )
+        mask = _Mask(keys_before=keys_before, keys_after=keys_after)
+        if parts.intervals is not None:
+            start, stop = (bound.to(device) for bound in parts.interval_bounds)
+            mask = mask._replace(start=start, stop=stop, interval_strides=_strides(start)[:3])
         allowed = parts.table(self.problem.indices()) if parts.rest or parts.dense is not None else None
         if allowed is not None:
             mask = mask._replace(table=allowed.view(torch.uint8), table_strides=_strides(allowed))
@@ -219,7 +221,7 @@ class _Call:
         width = _width(self.problem.head_dim)
         return {
             "KINDS": self.kinds,
-            "RUNS": 0 if self.mask.start is None else self.mask.start.shape[3],
+            "INTERVALS": 0 if self.mask.start is None else self.mask.start.shape[3],
             "WIDTH": width,
             "PAD": width != self.problem.head_dim,
             "PRECISION": "ieee" if self.query.dtype == torch.float32 else None,
@@ -247,7 +249,7 @@ def _written(rule: ScoreRule) -> tuple[int, _Rule]:
     return _SOFTCAP, _Rule(None, None, rule.cap)
 
 
-def _dirty(call: _Call) -> tuple[Tensor, int]:
+def _dirty(call: _KernelCall) -> tuple[Tensor, int]:
     """For each chunk of keys of a key head, whether it holds a number that is not finite; and chunks per head."""
     problem = call.problem
     chunks = max(1, _blocks(problem.k_len, _CHUNK))
@@ -260,7 +262,7 @@ def _dirty(call: _Call) -> tuple[Tensor, int]:
     return dirty, chunks
 
 
-def _tile(call: _Call) -> tuple[int, int]:
+def _tile(call: _KernelCall) -> tuple[int, int]:
     """Queries and keys of a pass's tile: what 8 warps keep in registers, by what the compiler reports for Hopper."""
     wide = max(_width(call.problem.head_dim), _width(call.problem.value_dim))
     if call.query.dtype == torch.float32:
@@ -274,10 +276,10 @@ _RIDING: Final[tuple[str, ...]] = ("lse", "max_score", "entropy", "sink", "dista
 _SWEPT: Final = frozenset({"top_k", "received", "row_weights", "heatmap", "rows"})
 
 
-def _pass(call: _Call, want: Want) -> tuple[dict[str, Tensor], _Rows | None]:
+def _pass(call: _KernelCall, want: Want) -> tuple[dict[str, Tensor], _Rows | None]:
     """Output into ``call.output``; statistics that ride along; and what sweeps need, where there will be any."""
     problem, asked = call.problem, want.names
-    found = {name: call.result(problem.q_len) for name in _RIDING if name in asked}
+    statistics = {name: call.result(problem.q_len) for name in _RIDING if name in asked}
     rows = _Rows(call.result(problem.q_len), call.result(problem.q_len)) if asked & _SWEPT else None
     flags, chunks = _dirty(call)
     sinks = None if problem.sink is None else problem.sink.logits.detach().to(torch.float32).contiguous()
@@ -286,22 +288,22 @@ def _pass(call: _Call, want: Want) -> tuple[dict[str, Tensor], _Rows | None]:
     for dirty in (False, True):
         call.launch(
             "forward", call.pairs * _blocks(problem.q_len, block_rows),
-            call.query, call.key, call.value, call.output, *(found.get(name) for name in _RIDING),
+            call.query, call.key, call.value, call.output, *(statistics.get(name) for name in _RIDING),
             None if rows is None else rows.base, None if rows is None else rows.share, flags,
             sinks, 0 if sinks is None or sinks.shape[0] == 1 else 1,
             call.strides, call.sizes, call.mask, call.rules, want.sink if "sink" in asked else None, chunks,
             ROWS=block_rows, BLOCK=block, VALUE_WIDTH=value_width, PAD_VALUE=value_width != problem.value_dim,
             DIRTY=dirty, **call.constants | {"warps": 8},
         )  # fmt: skip
-    return found, rows
+    return statistics, rows
 
 
-def _side(call: _Call) -> int:
+def _side(call: _KernelCall) -> int:
     """Queries and keys of a block of the sweep over columns; the same whatever is wanted, so sums keep their bits."""
     return 32 if call.query.dtype == torch.float32 and _width(call.problem.head_dim) > 64 else 64
 
 
-def _columns(call: _Call, want: Want, rows: _Rows) -> dict[str, Tensor]:
+def _columns(call: _KernelCall, want: Want, rows: _Rows) -> dict[str, Tensor]:
     """What keys receive, weighted sums over queries, and pooled tiles: a sweep with keys outside, or two.
 
     Sums are added in the same blocks whatever else is wanted, so tiles that are not made of these have their own.
@@ -316,10 +318,10 @@ def _columns(call: _Call, want: Want, rows: _Rows) -> dict[str, Tensor]:
             _sweep_columns(call, rows, sums, None)
         if heat is not None:
             _sweep_columns(call, rows, None, heat)
-    found = {} if sums is None else {"received": sums.received, "row_weights": sums.summed}
+    statistics = {} if sums is None else {"received": sums.received, "row_weights": sums.summed}
     if heat is not None:
-        found["heatmap_max"], found["heatmap_mean"] = _pooled(call, heat, side)
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+        statistics["heatmap_max"], statistics["heatmap_mean"] = _pooled(call, heat, side)
+    return {name: tensor for name, tensor in statistics.items() if tensor is not None}
 
 
 class _Sums(NamedTuple):
@@ -348,7 +350,7 @@ class _Heat(NamedTuple):
         return self.block == side and self.step % side == 0
 
 
-def _sums(call: _Call, want: Want) -> _Sums:
+def _sums(call: _KernelCall, want: Want) -> _Sums:
     k_len = call.problem.k_len
     received = call.result(k_len) if want.received else None
     if want.row_weights is None:
@@ -357,7 +359,7 @@ def _sums(call: _Call, want: Want) -> _Sums:
     return _Sums(received, call.result(factors.shape[2], k_len), factors)
 
 
-def _heat(call: _Call, side: int) -> _Heat:
+def _heat(call: _KernelCall, side: int) -> _Heat:
     most = _side(call)
     within = side <= most and side & (side - 1) == 0
     block = most if within else min(most, _width(side))
@@ -370,7 +372,7 @@ def _heat(call: _Call, side: int) -> _Heat:
     )
 
 
-def _sweep_columns(call: _Call, rows: _Rows, sums: _Sums | None, heat: _Heat | None) -> None:
+def _sweep_columns(call: _KernelCall, rows: _Rows, sums: _Sums | None, heat: _Heat | None) -> None:
     received, summed, factors = sums or (None, None, None)
     alone = _side(call)
     block, side, step, parts = (alone, alone, alone, 1) if heat is None else heat[2:]
@@ -386,7 +388,7 @@ def _sweep_columns(call: _Call, rows: _Rows, sums: _Sums | None, heat: _Heat | N
     )  # fmt: skip
 
 
-def _pooled(call: _Call, heat: _Heat, side: int) -> tuple[Tensor, Tensor]:
+def _pooled(call: _KernelCall, heat: _Heat, side: int) -> tuple[Tensor, Tensor]:
     """Largest and mean weight of each tile, from those of its parts; a cut tile counts the places it has."""
     lengths = (call.problem.q_len, call.problem.k_len)
     q_tiles, k_tiles = (_blocks(length, side) for length in lengths)
@@ -401,7 +403,7 @@ def _pooled(call: _Call, heat: _Heat, side: int) -> tuple[Tensor, Tensor]:
     return largest.amax(dim=(-3, -1)), total.sum(dim=(-3, -1)) / (down[:, None] * across)
 
 
-def _some_rows(call: _Call, index: Tensor, rows: _Rows) -> Tensor:
+def _some_rows(call: _KernelCall, index: Tensor, rows: _Rows) -> Tensor:
     """The whole weights of the queries in ``index``."""
     count, k_len = index.shape[0], call.problem.k_len
     weights = call.result(count, k_len)
@@ -414,7 +416,7 @@ def _some_rows(call: _Call, index: Tensor, rows: _Rows) -> Tensor:
     return weights
 
 
-def _top(call: _Call, count: int, rows: _Rows) -> tuple[Tensor, Tensor]:
+def _top(call: _KernelCall, count: int, rows: _Rows) -> tuple[Tensor, Tensor]:
     """Indices and weights of the ``count`` largest weights of each row; ties to the lower index."""
     q_len, k_len = call.problem.q_len, call.problem.k_len
     indices, weights = call.result(q_len, count, dtype=torch.int64), call.result(q_len, count)
@@ -438,18 +440,18 @@ def _top(call: _Call, count: int, rows: _Rows) -> tuple[Tensor, Tensor]:
 
 def _run(problem: Problem, want: Want) -> Observation:
     """Output and statistics, on whatever device the kernels run: CUDA, or the CPU under triton's interpreter."""
-    call = _Call(problem)
+    call = _KernelCall(problem)
     asked = want.names
-    found, rows = _pass(call, want)
+    statistics, rows = _pass(call, want)
     if rows is not None:
         if asked & {"received", "row_weights", "heatmap"}:
-            found |= _columns(call, want, rows)
+            statistics |= _columns(call, want, rows)
         if want.rows is not None:
             index = as_index(want.rows).to(call.query.device).contiguous()
-            found["rows"] = _some_rows(call, index, rows)
+            statistics["rows"] = _some_rows(call, index, rows)
         if "top_k" in asked:
-            found["top_indices"], found["top_weights"] = _top(call, want.top_k, rows)
-    return Observation(output=call.output, **found)
+            statistics["top_indices"], statistics["top_weights"] = _top(call, want.top_k, rows)
+    return Observation(output=call.output, **statistics)
 
 
 BACKEND = Backend(

@@ -156,14 +156,14 @@ def retention(
     name = "retention"
     check_tensors(name, query, key, value)
     heads = key.shape[-3] if key.ndim > 2 else 1
-    found = check_decay(name, _decays(heads) if decay is None else decay, heads)
+    decays = check_decay(name, _decays(heads) if decay is None else decay, heads)
     member = Member(
         function=name,
         feature_map=as_feature_map(name, feature_map, query.shape[-1]),
         normalized=False,
         scale=_scale(name, scale, query),
-        log_decay=_logarithms(found, key)[:, None, None].expand(heads, key.shape[-2], 1),
-        faint=learns_faint_decays(found),
+        log_decay=_logarithms(decays, key)[:, None, None].expand(heads, key.shape[-2], 1),
+        faint=learns_faint_decays(decays),
     )
     return run(member, query, key, value, True, state, mask, form, chunk_size)
 

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from clearhead.arguments import FARTHEST, dense, one_of, seen, tensor_of, whole_number
+from clearhead.arguments import FARTHEST, dense, one_of, repr_of, tensor_of, whole_number
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.linear.recurrence import transformed
 from clearhead.linear.state import LinearState
@@ -16,7 +16,7 @@ from clearhead.ops.library import in_memory
 from clearhead.torch_private import has_dispatch_mode
 
 __all__ = [
-    "check_chunk", "check_decay", "check_features", "check_form", "check_gate", "check_gate_numbers", "check_lengths",
+    "check_chunk", "check_decay", "check_features", "check_form", "check_gate", "check_gate_values", "check_lengths",
     "check_rate", "check_state", "check_tensors", "learns_faint_decays",
 ]  # fmt: skip
 
@@ -35,7 +35,7 @@ def check_tensors(function: str, query: object, key: object, value: object) -> N
                 function,
                 name,
                 must="have axes [batch, heads, len, head_dim], the first two or one of them left out",
-                got=_seen(part),
+                got=_shape_text(part),
                 then="Split the embedding into heads first.",
             )
         if part.dtype not in _DTYPES:
@@ -60,7 +60,7 @@ def check_tensors(function: str, query: object, key: object, value: object) -> N
                 name,
                 must=f"have {'query' if part is key else 'key'}'s batch and heads, as in "
                 f"{tuple((query if part is key else key).shape)}",
-                got=_seen(part),
+                got=_shape_text(part),
                 then="Split both alike.",
             )
     heads, kv_heads = (part.shape[-3] if part.ndim > 2 else 1 for part in (query, key))
@@ -70,21 +70,29 @@ def check_tensors(function: str, query: object, key: object, value: object) -> N
             function,
             "key",
             must=f"have a number of heads that divides query's {heads}",
-            got=_seen(key),
+            got=_shape_text(key),
             then="Grouped heads: each head of keys serves as many heads of queries.",
         )
     for name, part in (("query", query), ("value", value)):
         if part.shape[-1] == 0:
             raise ShapeError.about(
-                function, name, must="have at least one channel", got=_seen(part), then="Check how heads were split."
+                function,
+                name,
+                must="have at least one channel",
+                got=_shape_text(part),
+                then="Check how heads were split.",
             )
     if key.shape[-1] != query.shape[-1]:
         raise ShapeError.about(
-            function, "key", must=f"have query's {query.shape[-1]} channels", got=_seen(key), then="Project key."
+            function, "key", must=f"have query's {query.shape[-1]} channels", got=_shape_text(key), then="Project key."
         )
     if value.shape[-2] != key.shape[-2]:
         raise ShapeError.about(
-            function, "value", must=f"have key's length {key.shape[-2]}", got=_seen(value), then="One value per key."
+            function,
+            "value",
+            must=f"have key's length {key.shape[-2]}",
+            got=_shape_text(value),
+            then="One value per key.",
         )
 
 
@@ -95,16 +103,16 @@ def check_form(function: str, form: object, forms: Sequence[str]) -> str:
 
 def check_chunk(function: str, chunk_size: object) -> int:
     """A chunk that can be halved until one token is left."""
-    found = whole_number(chunk_size)
-    if found is None or not 1 <= found <= FARTHEST or found & (found - 1):
+    size = whole_number(chunk_size)
+    if size is None or not 1 <= size <= FARTHEST or size & (size - 1):
         raise ShapeError.about(
             function,
             "chunk_size",
             must="be a power of two up to 2**48",
-            got=seen(chunk_size),
+            got=repr_of(chunk_size),
             then="Usual: 64 or 128.",
         )
-    return found
+    return size
 
 
 def check_lengths(function: str, query: Tensor, key: Tensor) -> None:
@@ -114,7 +122,7 @@ def check_lengths(function: str, query: Tensor, key: Tensor) -> None:
             function,
             "query",
             must=f"have as many tokens as key, {key.shape[-2]}, where their order counts",
-            got=_seen(query),
+            got=_shape_text(query),
             then="Earlier tokens belong in state=.",
         )
 
@@ -122,31 +130,31 @@ def check_lengths(function: str, query: Tensor, key: Tensor) -> None:
 def check_decay(function: str, decay: object, heads: int) -> Tensor:
     """One decay per head, in a floating dtype of at least float32; numbers that are no tensor as float64."""
     # A tensor made of Python's numbers would hold them in float32.
-    found = decay if isinstance(decay, Tensor) else tensor_of(decay, torch.float64)
-    if found is None or found.shape != (heads,) or found.is_complex() or not _decays(found):
+    decays = decay if isinstance(decay, Tensor) else tensor_of(decay, torch.float64)
+    if decays is None or decays.shape != (heads,) or decays.is_complex() or not _are_decays(decays):
         raise ShapeError.about(
             function,
             "decay",
             must=f"be {heads} numbers above 0 and at most 1, one per head",
-            got=_told_decay(decay, found, heads),
+            got=_decay_text(decay, decays, heads),
             then="Usual: 1 - 2^(-5 - head).",
         )
     # Of a tensor's own numbers: not every device has float64.
-    return found.to(torch.promote_types(found.dtype, torch.float32))
+    return decays.to(torch.promote_types(decays.dtype, torch.float32))
 
 
 def learns_faint_decays(decay: Tensor) -> bool:
     """Whether gradients of decays are wanted that are, or may be, too small for the forms' usual way to them."""
     wanted = decay.requires_grad and torch.is_grad_enabled()
-    return wanted and not (_known(decay) and bool((decay >= _FAINT).all()))
+    return wanted and not (_is_readable(decay) and bool((decay >= _FAINT).all()))
 
 
-def _decays(found: Tensor) -> bool:
+def _are_decays(values: Tensor) -> bool:
     """Whether they let a state decay; what numbers a tensor holds is not known while the call is traced."""
-    return not found.is_meta and (not _known(found) or bool(((found > 0) & (found <= 1)).all()))
+    return not values.is_meta and (not _is_readable(values) or bool(((values > 0) & (values <= 1)).all()))
 
 
-def _known(part: Tensor) -> bool:
+def _is_readable(part: Tensor) -> bool:
     """Whether the numbers of a tensor can be looked at: nobody traces, maps over or stands in for it."""
     # In this order: what is traced must not ask a tensor about its memory.
     if torch.compiler.is_compiling() or transformed() or has_dispatch_mode():
@@ -154,12 +162,12 @@ def _known(part: Tensor) -> bool:
     return in_memory(part)
 
 
-def _told_decay(decay: object, found: Tensor | None, heads: int) -> str:
-    if found is None:
-        return seen(decay)
-    if found.shape != (heads,) or found.is_complex():
-        return _seen(found)
-    return "a tensor without numbers" if found.is_meta else seen(found.tolist())
+def _decay_text(decay: object, values: Tensor | None, heads: int) -> str:
+    if values is None:
+        return repr_of(decay)
+    if values.shape != (heads,) or values.is_complex():
+        return _shape_text(values)
+    return "a tensor without numbers" if values.is_meta else repr_of(values.tolist())
 
 
 def check_gate(function: str, log_gate: object, key: Tensor, features: int) -> None:
@@ -169,7 +177,7 @@ def check_gate(function: str, log_gate: object, key: Tensor, features: int) -> N
             function,
             "log_gate",
             must=f"have key's axes {(*key.shape[:-1], 'features | 1')}",
-            got=_seen(log_gate),
+            got=_shape_text(log_gate),
             then="Logarithms of gates; for gates from 0 to 1 use torch.nn.functional.logsigmoid(x).",
         )
     if log_gate.shape[-1] not in (1, features):
@@ -177,13 +185,13 @@ def check_gate(function: str, log_gate: object, key: Tensor, features: int) -> N
             function,
             "log_gate",
             must=f"have {features} features or 1",
-            got=_seen(log_gate),
+            got=_shape_text(log_gate),
             then="One gate for each feature of a key, or one for all.",
         )
     _check_like(function, "log_gate", log_gate, key)
 
 
-def check_gate_numbers(function: str, log_gate: Tensor, present: Callable[[], Tensor]) -> None:
+def check_gate_values(function: str, log_gate: Tensor, present: Callable[[], Tensor]) -> None:
     """Gates from 0 to 1 at the keys that there are; what an absent one holds nobody reads.
 
     Args:
@@ -191,19 +199,19 @@ def check_gate_numbers(function: str, log_gate: Tensor, present: Callable[[], Te
         log_gate: ``[batch, kv_heads, len, gates]``.
         present: which keys there are, ``[batch | 1, len]``; asked only where a number is not a gate's.
     """
-    if log_gate.device.type != "cpu" or not _known(log_gate):
+    if log_gate.device.type != "cpu" or not _is_readable(log_gate):
         return
     fits = (log_gate <= 0) & log_gate.isfinite()
     if bool(fits.all()):
         return
     wrong = ~fits & present()[:, None, :, None]
     if bool(wrong.any()):
-        seen = log_gate[wrong]
+        outside = log_gate[wrong]
         raise ShapeError.about(
             function,
             "log_gate",
             must="be finite and at most 0",
-            got=f"values from {seen.min()} to {seen.max()}",
+            got=f"values from {outside.min()} to {outside.max()}",
             then="Pass logarithms of gates; -100 forgets all.",
         )
 
@@ -217,7 +225,7 @@ def check_features(function: str, state: LinearState, inhabited: Callable[[], Te
         inhabited: which entries of the state's first axis have a key; asked only where a sum is 0.
     """
     sums = state.normalizer
-    if sums is None or sums.device.type != "cpu" or sums.shape[-1] == 0 or not _known(sums):
+    if sums is None or sums.device.type != "cpu" or sums.shape[-1] == 0 or not _is_readable(sums):
         return
     lost = (sums.detach().amax(dim=-1) < torch.finfo(sums.dtype).tiny).any(dim=-1)
     if bool(lost.any()) and bool((lost & inhabited()).any()):
@@ -237,7 +245,7 @@ def check_rate(function: str, rate: object, key: Tensor) -> None:
             function,
             "rate",
             must=f"have key's axes but the last, {tuple(key.shape[:-1])}",
-            got=_seen(rate),
+            got=_shape_text(rate),
             then="One step per token, usually torch.sigmoid(x).",
         )
     _check_like(function, "rate", rate, key)
@@ -271,7 +279,7 @@ def check_state(function: str, state: object, shape: tuple[int, ...], like: Tens
             function,
             "state",
             must=f"be of shape {shape}, {like.dtype} on {like.device}, {kind}",
-            got=f"{_told(state.matrix)} and normalizer {_told(state.normalizer)}",
+            got=f"{_tensor_text(state.matrix)} and normalizer {_tensor_text(state.normalizer)}",
             then="Pass what a call with the same arguments gave back.",
         )
 
@@ -282,9 +290,9 @@ def _fits(part: object, shape: tuple[int, ...], like: Tensor) -> bool:
     return part.dtype == like.dtype and part.device == like.device and part.layout is like.layout
 
 
-def _told(part: object) -> str:
+def _tensor_text(part: object) -> str:
     return f"{tuple(part.shape)} {part.dtype} on {part.device}" if isinstance(part, Tensor) else type(part).__name__
 
 
-def _seen(value: object) -> str:
+def _shape_text(value: object) -> str:
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

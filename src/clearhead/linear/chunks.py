@@ -50,8 +50,8 @@ def plain_chunks(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tens
     query, key = (in_chunks(part, chunk, fill) for part in (call.query, call.key))
     parts = [part.flatten(0, 2).contiguous() for part in (query, key, in_chunks(call.value, chunk))]
     start = [part.flatten(0, 1) for part in (state.matrix, state.normalizer) if part is not None]
-    output, *after = _Chunks.apply(call.feature_map, *parts, *start)  # type: ignore[no-untyped-call]
-    last = [part.unflatten(0, leading) for part in after]
+    output, *ends = _PlainChunks.apply(call.feature_map, *parts, *start)  # type: ignore[no-untyped-call]
+    last = [part.unflatten(0, leading) for part in ends]
     output = output.reshape(*leading, -1, output.shape[-1])[:, :, :length]
     return output, LinearState(matrix=last[0], normalizer=last[1] if len(last) > 1 else None)
 
@@ -78,38 +78,38 @@ class _Groups:
                 yield rows, slice(first * self.count + begin, first * self.count + stop)
 
 
-def _hand_on(own: Tensor, held: Tensor, before: Tensor) -> None:
+def _accumulate(increments: Tensor, state: Tensor, before: Tensor) -> None:
     """Write what is held before each chunk, add each chunk's own, and leave the total in ``held``, in place."""
-    rows = held.shape[0]
-    own, before = own.unflatten(0, (rows, -1)), before.unflatten(0, (rows, -1))
-    if own.ndim < _MATRICES:
-        total = torch.cat([held[:, None], own], dim=1).cumsum(dim=1)
+    rows = state.shape[0]
+    increments, before = increments.unflatten(0, (rows, -1)), before.unflatten(0, (rows, -1))
+    if increments.ndim < _MATRICES:
+        total = torch.cat([state[:, None], increments], dim=1).cumsum(dim=1)
         before.copy_(total[:, :-1])
-        held.copy_(total[:, -1])
+        state.copy_(total[:, -1])
         return
-    before[:, 0] = held
-    for place in range(1, own.shape[1]):
-        torch.add(before[:, place - 1], own[:, place - 1], out=before[:, place])
-    torch.add(before[:, -1], own[:, -1], out=held)
+    before[:, 0] = state
+    for place in range(1, increments.shape[1]):
+        torch.add(before[:, place - 1], increments[:, place - 1], out=before[:, place])
+    torch.add(before[:, -1], increments[:, -1], out=state)
 
 
-def _hand_back(own: Tensor, held: Tensor) -> Tensor:
+def _accumulate_backward(increments: Tensor, state: Tensor) -> Tensor:
     """The same from the end: what is held behind each chunk."""
-    rows = held.shape[0]
-    own = own.unflatten(0, (rows, -1))
-    if own.ndim < _MATRICES:
-        total = torch.cat([own, held[:, None]], dim=1).flip(1).cumsum(dim=1).flip(1)
-        held.copy_(total[:, 0])
+    rows = state.shape[0]
+    increments = increments.unflatten(0, (rows, -1))
+    if increments.ndim < _MATRICES:
+        total = torch.cat([increments, state[:, None]], dim=1).flip(1).cumsum(dim=1).flip(1)
+        state.copy_(total[:, 0])
         return total[:, 1:].flatten(0, 1)
-    behind = torch.empty_like(own)
-    behind[:, -1] = held
-    for place in range(own.shape[1] - 1, 0, -1):
-        torch.add(behind[:, place], own[:, place], out=behind[:, place - 1])
-    torch.add(behind[:, 0], own[:, 0], out=held)
-    return behind.flatten(0, 1)
+    later = torch.empty_like(increments)
+    later[:, -1] = state
+    for place in range(increments.shape[1] - 1, 0, -1):
+        torch.add(later[:, place], increments[:, place], out=later[:, place - 1])
+    torch.add(later[:, 0], increments[:, 0], out=state)
+    return later.flatten(0, 1)
 
 
-class _Chunks(torch.autograd.Function):
+class _PlainChunks(torch.autograd.Function):
     """Queries, keys and values ``[rows * chunks, chunk, dim]`` in, the output and the last state out."""
 
     @staticmethod
@@ -124,24 +124,24 @@ class _Chunks(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         output = torch.empty_like(value)
         states = value.new_empty((value.shape[0], *matrix.shape[1:]))
-        held = matrix.clone()
+        last = matrix.clone()
         sums = None if normalizer is None else normalizer.clone()
         earlier = None if sums is None else value.new_empty((value.shape[0], sums.shape[1]))
         shares = None if sums is None else value.new_empty((*value.shape[:2], 1))
         for rows, group in _Groups(value, matrix.shape[0], matrix.shape[1]):
             queries, keys, values = phi.query(query[group]), phi.key(key[group]), value[group]
-            _hand_on(torch.bmm(keys.mT, values), held[rows], states[group])
+            _accumulate(torch.bmm(keys.mT, values), last[rows], states[group])
             scores = torch.bmm(queries, keys.mT).tril_()
-            found = torch.bmm(queries, states[group], out=output[group]).baddbmm_(scores, values)
+            outputs = torch.bmm(queries, states[group], out=output[group]).baddbmm_(scores, values)
             if sums is not None and earlier is not None and shares is not None:
-                _hand_on(keys.sum(dim=1), sums[rows], earlier[group])
+                _accumulate(keys.sum(dim=1), sums[rows], earlier[group])
                 below = (queries * earlier[group][:, None]).sum(dim=-1, keepdim=True)
                 below += scores.sum(dim=-1, keepdim=True)
                 torch.reciprocal(below, out=shares[group]).masked_fill_(weightless(below), 0.0)
-                found *= shares[group]
+                outputs *= shares[group]
         ctx.phi = phi
         ctx.save_for_backward(query, key, value, matrix, normalizer, output, states, earlier, shares)
-        return (output, held) if sums is None else (output, held, sums)
+        return (output, last) if sums is None else (output, last, sums)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -160,12 +160,12 @@ def _gradients(phi: FeatureMap, saved: tuple[Tensor, ...], grads: tuple[Tensor, 
     query, key, value, matrix, normalizer, output, states, earlier, shares = saved
     assert phi.slope is not None
     upstream = grads[0].contiguous()
-    held = grads[1].clone(memory_format=torch.contiguous_format)
+    state_grad = grads[1].clone(memory_format=torch.contiguous_format)
     sums = None if normalizer is None else grads[2].clone(memory_format=torch.contiguous_format)
-    found = [torch.empty_like(part) for part in (query, key, value)]
+    results = [torch.empty_like(part) for part in (query, key, value)]
     for rows, group in reversed(list(_Groups(value, matrix.shape[0], matrix.shape[1]))):
         queries, keys, values, upper = phi.query(query[group]), phi.key(key[group]), value[group], upstream[group]
-        d_query, d_key, d_value = (part[group] for part in found)
+        d_query, d_key, d_value = (part[group] for part in results)
         lower = None
         if shares is not None:
             upper = upper * shares[group]
@@ -173,16 +173,16 @@ def _gradients(phi: FeatureMap, saved: tuple[Tensor, ...], grads: tuple[Tensor, 
         d_scores = torch.bmm(upper, values.mT)
         d_scores = (d_scores if lower is None else d_scores.add_(lower)).tril_()
         torch.bmm(upper, states[group].mT, out=d_query).baddbmm_(d_scores, keys)
-        later = _hand_back(torch.bmm(queries.mT, upper), held[rows])
+        later = _accumulate_backward(torch.bmm(queries.mT, upper), state_grad[rows])
         scores = torch.bmm(queries, keys.mT).tril_()
         torch.bmm(keys, later, out=d_value).baddbmm_(scores.mT, upper)
         torch.bmm(values, later.mT, out=d_key).baddbmm_(d_scores.mT, queries)
         if lower is not None and sums is not None:
             d_query.addcmul_(lower, earlier[group][:, None])
-            d_key += _hand_back((queries * lower).sum(dim=1), sums[rows])[:, None]
+            d_key += _accumulate_backward((queries * lower).sum(dim=1), sums[rows])[:, None]
         d_query *= phi.slope(queries)
         d_key *= phi.slope(keys)
-    return *found, held, sums
+    return *results, state_grad, sums
 
 
 def _computed(phi: FeatureMap, inputs: list[Tensor | None]) -> list[Tensor]:
@@ -203,6 +203,6 @@ def _computed(phi: FeatureMap, inputs: list[Tensor | None]) -> list[Tensor]:
     return [quotient(output, (queries @ earlier[..., None])[..., 0] + scores.sum(dim=-1)), last, end]
 
 
-def _added(own: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    after = start[:, None] + own.unflatten(0, (start.shape[0], -1)).cumsum(dim=1)
-    return torch.cat([start[:, None], after[:, :-1]], dim=1).flatten(0, 1), after[:, -1]
+def _added(increments: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    states = start[:, None] + increments.unflatten(0, (start.shape[0], -1)).cumsum(dim=1)
+    return torch.cat([start[:, None], states[:, :-1]], dim=1).flatten(0, 1), states[:, -1]

@@ -12,9 +12,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from clearhead.arguments import flag, number, seed_of, seen, whole
+from clearhead.arguments import flag, number, repr_of, seed_of, whole
 from clearhead.errors import ShapeError, UnsupportedError
-from clearhead.linear.products import product
+from clearhead.linear.linalg import matmul
 from clearhead.shapes import Float
 from clearhead.torch_private import constant_when_compiled
 
@@ -84,8 +84,8 @@ def _unit(x: Tensor) -> Tensor:
 
 
 FEATURE_MAPS: Final = {
-    found.name: found
-    for found in (
+    feature_map.name: feature_map
+    for feature_map in (
         FeatureMap(name="elu", query=_elu, key=_elu, nonnegative=True, absent=-math.inf, slope=_elu_slope),
         FeatureMap(name="relu", query=torch.relu, key=torch.relu, nonnegative=True, absent=0.0, slope=_relu_slope),
         FeatureMap(name="identity", query=_identity, key=_identity, nonnegative=False, absent=0.0, slope=_one),
@@ -174,8 +174,10 @@ class PositiveRandomFeatures:
         scaled = x * math.sqrt(self.scale)
         # In this order: a device may not have the weights' float64.
         weights = self.weights.to(scaled.dtype).to(scaled.device)
-        found = product(scaled.reshape(-1, scaled.shape[-1]), weights.mT).reshape(*scaled.shape[:-1], weights.shape[0])
-        return found - scaled.square().sum(dim=-1, keepdim=True) / 2
+        projected = matmul(scaled.reshape(-1, scaled.shape[-1]), weights.mT).reshape(
+            *scaled.shape[:-1], weights.shape[0]
+        )
+        return projected - scaled.square().sum(dim=-1, keepdim=True) / 2
 
     def as_map(self) -> FeatureMap:
         """As a feature map."""
@@ -243,6 +245,6 @@ def as_feature_map(function: str, feature_map: object, head_dim: int) -> Feature
         function,
         "feature_map",
         must=f"be one of {', '.join((*FEATURE_MAPS, PERFORMER))}, or a FeatureMap",
-        got=seen(feature_map),
+        got=repr_of(feature_map),
         then="Pass a name, or FeatureMap(name=, query=, key=, nonnegative=).",
     )

@@ -63,8 +63,8 @@ def takes(call: Recurrence) -> bool:
     if torch.compiler.is_compiling() or not call.key.is_cuda or not installed() or transformed() or call.faint:
         return False
     features = call.feature_map.features(call.key.shape[-1])
-    known = _kind(call) in _KERNELS and not (call.normalized and _kind(call) != (False, "none"))
-    return known and call.given in (torch.bfloat16, torch.float16) and features <= _MOST_CHANNELS
+    has_kernel = _kind(call) in _KERNELS and not (call.normalized and _kind(call) != (False, "none"))
+    return has_kernel and call.given in (torch.bfloat16, torch.float16) and features <= _MOST_CHANNELS
 
 
 def _kind(call: Recurrence) -> tuple[bool, str]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from clearhead.linear import fla, native
 from clearhead.linear.chunks import in_chunks, plain_chunks, takes
-from clearhead.linear.products import product, solved
+from clearhead.linear.linalg import matmul, solve_unitriangular
 from clearhead.linear.recurrence import Recurrence, bounded, least, quotient
 from clearhead.linear.state import LinearState
 
@@ -45,8 +45,8 @@ def _ungrouped(form: Form) -> Form:
         group = call.group
         if group == 1:
             return form(call, state, chunk)
-        output, after = form(call.ungrouped(), state.mapped(lambda part: part.repeat_interleave(group, dim=1)), chunk)
-        return output, after.mapped(lambda part: part[:, ::group])
+        output, last = form(call.ungrouped(), state.mapped(lambda part: part.repeat_interleave(group, dim=1)), chunk)
+        return output, last.mapped(lambda part: part[:, ::group])
 
     return run
 
@@ -97,26 +97,26 @@ def _chunked(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, 
     length = call.key.shape[2]
     query, key, value = (in_chunks(part, chunk) for part in (call.query, call.key, call.value))
     decays = None if call.log_decay is None else _Decays.of(bounded(in_chunks(call.log_decay, chunk)), faint=call.faint)
-    faded_query, faded_key, kept = _faded(query, key, decays)
+    faded_query, faded_key, remaining = _faded(query, key, decays)
     scores = _decayed_products(query, key, decays).tril()
-    transition: Tensor | None = kept
+    transition: Tensor | None = remaining
     if call.rate is not None:
         value, pull = _corrections(key, value, in_chunks(call.rate, chunk), decays)
-        inputs = product(faded_key.mT, value)
-        own = (
-            torch.diag_embed(kept.expand(*inputs.shape[:3], inputs.shape[-2], 1)[..., 0])
-            if kept is not None
+        inputs = matmul(faded_key.mT, value)
+        carried = (
+            torch.diag_embed(remaining.expand(*inputs.shape[:3], inputs.shape[-2], 1)[..., 0])
+            if remaining is not None
             else (torch.eye(inputs.shape[-2], dtype=inputs.dtype, device=inputs.device))
         )
-        before, matrix = _scan(inputs, own - product(faded_key.mT, pull), state.matrix, product)
-        value = value - product(pull, before)
+        before, matrix = _scan(inputs, carried - matmul(faded_key.mT, pull), state.matrix, matmul)
+        value = value - matmul(pull, before)
     else:
-        before, matrix = _scan(product(faded_key.mT, value), transition, state.matrix, torch.mul)
-    output = product(faded_query, before) + product(scores, value)
+        before, matrix = _scan(matmul(faded_key.mT, value), transition, state.matrix, torch.mul)
+    output = matmul(faded_query, before) + matmul(scores, value)
     normalizer = state.normalizer
     if normalizer is not None:
         earlier, last = _scan(faded_key.sum(dim=-2)[..., None], transition, normalizer[..., None], torch.mul)
-        output = quotient(output, product(faded_query, earlier)[..., 0] + scores.sum(dim=-1))
+        output = quotient(output, matmul(faded_query, earlier)[..., 0] + scores.sum(dim=-1))
         normalizer = last[..., 0]
     return output.flatten(2, 3)[:, :, :length], LinearState(matrix=matrix, normalizer=normalizer)
 
@@ -144,20 +144,20 @@ def whole(call: Recurrence, state: LinearState, form: str, chunk: int) -> tuple[
         for place in range(call.key.shape[2]):
             matrix = matrix + call.key[:, :, place, :, None] * call.value[:, :, place, None, :]
     else:
-        matrix = matrix + product(call.key.mT, call.value)
+        matrix = matrix + matmul(call.key.mT, call.value)
     # All pairs of tokens, or the sum over keys once.
     pairs = form == "parallel"
-    output = product(query, state.matrix if pairs else matrix)
+    output = matmul(query, state.matrix if pairs else matrix)
     if pairs:
-        output = output + product(product(query, call.key.mT), call.value)
+        output = output + matmul(matmul(query, call.key.mT), call.value)
     if normalizer is not None:
-        output = quotient(output, product(query, normalizer[..., None])[..., 0])
+        output = quotient(output, matmul(query, normalizer[..., None])[..., 0])
     output = output.unflatten(2, (call.group, -1)).flatten(1, 2)
     return output, LinearState(matrix=matrix, normalizer=normalizer)
 
 
 def _row(vector: Tensor, matrix: Tensor) -> Tensor:
-    return product(vector[..., None, :], matrix)[..., 0, :]
+    return matmul(vector[..., None, :], matrix)[..., 0, :]
 
 
 def _next_power(number: int) -> int:
@@ -174,20 +174,20 @@ class _Decays:
     Attributes:
         high: the sums, which gradients take.
         low: what they lack; None in float64.
-        between: zeros ``[..., i, j]`` that hand a gradient to each token from behind ``j`` up to ``i``; None where
-            gradients may be differences of ``high``'s.
+        pair_gradients: zeros ``[..., i, j]`` whose gradient goes to each token after ``j`` up to ``i``; None where
+            gradients may be differences of those of ``high``.
     """
 
     high: Tensor
     low: Tensor | None
-    between: Tensor | None = None
+    pair_gradients: Tensor | None = None
 
     @classmethod
     def of(cls, log_decay: Tensor, *, faint: bool) -> _Decays:
         """The sums along the tokens of each chunk; ``faint`` as in ``Recurrence``."""
         high = log_decay.cumsum(dim=-2)
         low = None if log_decay.dtype is torch.float64 else _lacking(log_decay.detach(), high.detach())
-        return cls(high, low, _between(log_decay) if faint else None)
+        return cls(high, low, _pair_zeros(log_decay) if faint else None)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> _Decays:
         return _Decays(change(self.high), None if self.low is None else change(self.low))
@@ -195,18 +195,18 @@ class _Decays:
     def pairs(self) -> Tensor:
         """Logarithms of what is left of ``j`` at ``i``, ``[..., i, j]``, where there is one decay for all channels."""
         # Above the diagonal the difference is positive and could overflow.
-        apart = self.since(self.mapped(lambda part: part.mT)).clamp_max(0.0)
-        return apart if self.between is None else apart.detach() + self.between
+        logs = self.since(self.mapped(lambda part: part.mT)).clamp_max(0.0)
+        return logs if self.pair_gradients is None else logs.detach() + self.pair_gradients
 
     def to_end(self) -> Tensor:
         """Logarithms of what is left of each token at the chunk's end."""
-        apart = self.mapped(lambda part: part[..., -1:, :]).since(self)
-        return apart if self.between is None else apart.detach() + self.between[..., -1:, :].mT
+        logs = self.mapped(lambda part: part[..., -1:, :]).since(self)
+        return logs if self.pair_gradients is None else logs.detach() + self.pair_gradients[..., -1:, :].mT
 
     def since(self, other: _Decays) -> Tensor:
         """Logarithms of what is left of ``other`` here."""
-        apart = self.high - other.high
-        return apart if self.low is None or other.low is None else apart + (self.low - other.low)
+        logs = self.high - other.high
+        return logs if self.low is None or other.low is None else logs + (self.low - other.low)
 
 
 def _lacking(log_decay: Tensor, high: Tensor) -> Tensor:
@@ -225,8 +225,8 @@ def _lacking(log_decay: Tensor, high: Tensor) -> Tensor:
     return lacking + rest.cumsum(dim=-2)
 
 
-def _between(log_decay: Tensor) -> Tensor:
-    """As ``_Decays.between``: each token gets what belongs to pairs on its two sides and nothing that cancels."""
+def _pair_zeros(log_decay: Tensor) -> Tensor:
+    """``_Decays.pair_gradients``: each token gets the gradients of pairs on its two sides, without cancellation."""
     size = log_decay.shape[-2]
     sums = log_decay.expand(*log_decay.shape[:-1], size).tril(-1).cumsum(dim=-2)
     return sums - sums.detach()
@@ -243,10 +243,10 @@ def _faded(query: Tensor, key: Tensor, decays: _Decays | None) -> tuple[Tensor, 
 def _decayed_products(left: Tensor, right: Tensor, decays: _Decays | None) -> Tensor:
     """``left_i . right_j`` with ``right_j`` decayed up to ``i``, for ``j <= i``; what is above is not to be read."""
     if decays is None:
-        return product(left, right.mT)
+        return matmul(left, right.mT)
     if decays.high.shape[-1] > 1:
         return _split_products(left, right, decays)
-    return product(left, right.mT) * decays.pairs().exp()
+    return matmul(left, right.mT) * decays.pairs().exp()
 
 
 def _split_products(left: Tensor, right: Tensor, decays: _Decays) -> Tensor:
@@ -256,18 +256,18 @@ def _split_products(left: Tensor, right: Tensor, decays: _Decays) -> Tensor:
     no product is of a large and a small number. The halves are blocks again, down to single tokens.
     """
     size, half = left.shape[-2], 1
-    found = (left * right).sum(dim=-1)[..., None, None]
+    products = (left * right).sum(dim=-1)[..., None, None]
     while half < size:
         first, second = (_half(place, half) for place in (0, 1))
         middle = decays.mapped(lambda part, first=first: first(part)[..., -1:, :])  # type: ignore[misc]
         later = second(left) * decays.mapped(second).since(middle).exp()
         earlier = first(right) * middle.since(decays.mapped(first)).exp()
-        below = product(later, earlier.mT)
-        before, behind = found.unflatten(-3, (-1, 2)).unbind(-3)
-        upper = torch.cat([before, torch.zeros_like(below)], dim=-1)
-        found = torch.cat([upper, torch.cat([below, behind], dim=-1)], dim=-2)
+        below = matmul(later, earlier.mT)
+        earlier_block, later_block = products.unflatten(-3, (-1, 2)).unbind(-3)
+        upper = torch.cat([earlier_block, torch.zeros_like(below)], dim=-1)
+        products = torch.cat([upper, torch.cat([below, later_block], dim=-1)], dim=-2)
         half *= 2
-    return found[..., 0, :, :]
+    return products[..., 0, :, :]
 
 
 def _half(place: int, size: int) -> Callable[[Tensor], Tensor]:
@@ -279,7 +279,7 @@ def _corrections(key: Tensor, value: Tensor, rate: Tensor, decays: _Decays | Non
     """``U`` and ``W`` of the delta rule: what a token writes is ``U - W S0``."""
     system = rate * _decayed_products(key, key, decays).tril(-1)
     faded = key if decays is None else key * decays.high.exp()
-    both = solved(system, rate * torch.cat([value, faded], dim=-1))
+    both = solve_unitriangular(system, rate * torch.cat([value, faded], dim=-1))
     return both[..., : value.shape[-1]], both[..., value.shape[-1] :]
 
 

@@ -58,8 +58,8 @@ def native_chunks(call: Recurrence, state: LinearState, chunk: int, plain: Plain
             rate=rate,
             normalized=normalized,
         )
-        output, after = plain(copied, LinearState(matrix=matrix, normalizer=normalizer), chunk)
-        return [output, after.matrix] if after.normalizer is None else [output, after.matrix, after.normalizer]
+        output, last = plain(copied, LinearState(matrix=matrix, normalizer=normalizer), chunk)
+        return [output, last.matrix] if last.normalizer is None else [output, last.matrix, last.normalizer]
 
     output, matrix, normalizer = ops.linear_attention_chunks(
         ops.LinearOptions(feature_map.name, scale, chunk, normalized, compute),
@@ -86,9 +86,9 @@ def native_whole(call: Recurrence, state: LinearState, chunk: int, plain: Plain)
 
     q_len, k_len = call.query.shape[2], call.key.shape[2]
     summed = replace(call, query=nothing(call.query, k_len, absent))
-    after = native_chunks(summed, state, chunk, plain)[1]
+    last = native_chunks(summed, state, chunk, plain)[1]
     answered = replace(call, key=nothing(call.key, q_len, absent), value=nothing(call.value, q_len, 0.0))
-    return native_chunks(answered, after, chunk, plain)[0], after
+    return native_chunks(answered, last, chunk, plain)[0], last
 
 
 def _in_kernels(feature_map: FeatureMap) -> bool:

@@ -94,8 +94,8 @@ class Recurrence:
         )
         if fill is not None:
             return clean
-        taken = clean.featured()
-        return replace(taken, key=taken.key.masked_fill(absent, 0.0))
+        featured = clean.featured()
+        return replace(featured, key=featured.key.masked_fill(absent, 0.0))
 
     def start(self, state: LinearState | None, features: int) -> LinearState:
         """The state to begin with: the one given, or nothing seen."""

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clearhead.arguments import seen
+from clearhead.arguments import repr_of
 from clearhead.backends.documents import Group, groups
 from clearhead.errors import MaskError
 from clearhead.masks import Causal, Documents, Mask, Padding
 from clearhead.masks.base import Carrying, conjuncts, does_as
 from clearhead.shapes import Bool, Int
 
-__all__ = ["Sequences"]
+__all__ = ["SequenceLayout"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sequences:
+class SequenceLayout:
     """What a mask says, in the words of the recurrence.
 
     Attributes:
@@ -47,27 +47,27 @@ class Sequences:
 
     def present(self, length: int, device: torch.device) -> Bool[Tensor, "batch len"]:
         """Which of ``length`` keys there are, ``[batch | 1, len]``: neither behind a padded end nor in no document."""
-        found = torch.ones(1, length, dtype=torch.bool, device=device) if self.real is None else self.real
+        real = torch.ones(1, length, dtype=torch.bool, device=device) if self.real is None else self.real
         if self.groups is None:
-            return found
+            return real
         packed = torch.zeros(length, dtype=torch.bool, device=device)
         for group in self.groups:
             packed[group.slots[group.valid]] = True
-        return found & packed
+        return real & packed
 
     def inhabited(self, batch: int, length: int, device: torch.device) -> Bool[Tensor, " entries"]:
         """Which sequences have a key, in the order in which states come back: those of the batch, or the documents."""
         present = self.present(length, device)
         if self.groups is None or self.order is None:
             return present.any(dim=-1).expand(batch)
-        found = [(present[0, group.slots] & group.valid).any(dim=-1) for group in self.groups]
-        own = torch.cat(found) if found else present.new_empty(0)
-        return own[self.order.argsort()]
+        by_group = [(present[0, group.slots] & group.valid).any(dim=-1) for group in self.groups]
+        has_key = torch.cat(by_group) if by_group else present.new_empty(0)
+        return has_key[self.order.argsort()]
 
     @classmethod
     def of(
         cls, function: str, mask: Mask | None, batch: int, length: int, device: torch.device, *, causal: bool
-    ) -> Sequences:
+    ) -> SequenceLayout:
         """Read a mask for a call of ``batch`` sequences of ``length`` keys.
 
         Raises:
@@ -85,12 +85,12 @@ class Sequences:
             if does_as(part, Causal):
                 causal = True
             elif isinstance(part, Padding) and does_as(part, Padding):
-                own = torch.arange(length, device=device) < part.lengths[:, None]
-                real = own if real is None else real & own
+                within = torch.arange(length, device=device) < part.lengths[:, None]
+                real = within if real is None else real & within
             elif isinstance(part, Documents) and does_as(part, Documents) and documents is None:
                 documents = part
             else:
-                raise _refused(function, seen(part))
+                raise _refused(function, repr_of(part))
         if documents is None:
             return cls(causal=causal, real=real)
         if batch != 1 or not documents.contiguous:
@@ -104,8 +104,8 @@ class Sequences:
             )
         if torch.compiler.is_compiling():
             return cls(causal=causal, real=real, ids=documents.ids)
-        found = tuple(groups(documents))
-        return cls(causal=causal, real=real, groups=found, order=_order(found))
+        document_groups = tuple(groups(documents))
+        return cls(causal=causal, real=real, groups=document_groups, order=_order(document_groups))
 
 
 def _check(mask: Mask, function: str, batch: int, length: int) -> None:
@@ -120,9 +120,13 @@ def _check(mask: Mask, function: str, batch: int, length: int) -> None:
             Carrying.check(part, function, batch, 1, range(length), length)
 
 
-def _order(found: tuple[Group, ...]) -> Tensor:
+def _order(document_groups: tuple[Group, ...]) -> Tensor:
     """Documents count by where they start."""
-    starts = torch.cat([group.slots[:, 0] for group in found]) if found else torch.empty(0, dtype=torch.int64)
+    starts = (
+        torch.cat([group.slots[:, 0] for group in document_groups])
+        if document_groups
+        else torch.empty(0, dtype=torch.int64)
+    )
     return starts.argsort().argsort()
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from clearhead.arguments import seen, whole
+from clearhead.arguments import repr_of, whole
 from clearhead.errors import ShapeError
 from clearhead.shapes import Float
 
@@ -66,7 +66,7 @@ class LinearCache:
                 "LinearCache.update",
                 "state",
                 must="be a LinearState",
-                got=seen(state),
+                got=repr_of(state),
                 then="Pass what a call gave back.",
             )
         tokens = whole("LinearCache.update", "tokens", tokens, low=0)
@@ -86,5 +86,5 @@ class LinearCache:
         self.state, self.length = None, 0
 
     def __repr__(self) -> str:
-        held = None if self.state is None else list(self.state.matrix.shape)
-        return f"LinearCache(length={self.length}, state={held})"
+        shape = None if self.state is None else list(self.state.matrix.shape)
+        return f"LinearCache(length={self.length}, state={shape})"

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from clearhead.ops.kinds import Activation as Kind
 from clearhead.ops.kinds import Gate
 
-__all__ = ["ACTIVATIONS", "Activation"]
+__all__ = ["ACTIVATIONS", "ActivationFormula"]
 
 
 @dataclass(frozen=True)
-class Activation:
+class ActivationFormula:
     """An activation as the kernels know it, and as torch's operators.
 
     Attributes:
@@ -36,8 +36,8 @@ class Activation:
 _BACK: Final = torch.ops.aten
 
 
-def _gelu(kind: Kind, approximate: str) -> Activation:
-    return Activation(
+def _gelu(kind: Kind, approximate: str) -> ActivationFormula:
+    return ActivationFormula(
         kind,
         Gate.SLOPE,
         lambda x: F.gelu(x, approximate=approximate),
@@ -61,12 +61,12 @@ def _quick_gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 
 #: Activations by name; GELU's two short forms are those of Hendrycks and Gimpel 2016, section 2.
-ACTIVATIONS: Final[Mapping[str, Activation]] = {
-    "relu": Activation(Kind.RELU, Gate.OUTPUT, F.relu, lambda grad, x: grad * (x > 0)),
+ACTIVATIONS: Final[Mapping[str, ActivationFormula]] = {
+    "relu": ActivationFormula(Kind.RELU, Gate.OUTPUT, F.relu, lambda grad, x: grad * (x > 0)),
     "gelu": _gelu(Kind.GELU, "none"),
     "gelu_tanh": _gelu(Kind.GELU_TANH, "tanh"),
-    "silu": Activation(Kind.SILU, Gate.SLOPE, F.silu, _silu_backward),
-    "quick_gelu": Activation(
+    "silu": ActivationFormula(Kind.SILU, Gate.SLOPE, F.silu, _silu_backward),
+    "quick_gelu": ActivationFormula(
         Kind.QUICK_GELU, Gate.SLOPE, lambda x: x * torch.sigmoid(_STEEP * x), _quick_gelu_backward
     ),
 }

@@ -12,8 +12,8 @@ from clearhead.ops.block import Tape, run_blocks
 from clearhead.ops.dropout import LEVELS, dropped
 from clearhead.problem import draw_seed
 from clearhead.projection.activations import ACTIVATIONS
+from clearhead.projection.linear import are_plain, kernels_take
 from clearhead.projection.paths import KINDS, Layer
-from clearhead.projection.products import are_plain, kernels_take
 from clearhead.shapes import Float
 
 __all__ = ["project_activate", "project_activate_project"]
@@ -96,11 +96,11 @@ def _copied(layer: Layer, places: Mapping[int, Tensor]) -> Layer:
 
 def _by_torch(x: Tensor, layers: Sequence[Layer], activation: str, levels: int, seed: int) -> Tensor:
     """The same by operations that autograd records."""
-    first, *between, contract = layers
+    first, *gated, contract = layers
     hidden = ACTIVATIONS[activation].formula(F.linear(x, *first))
     if levels:
         hidden = hidden * dropped(torch.ones(hidden.shape, dtype=hidden.dtype), levels, seed)
-    for expand in between:
+    for expand in gated:
         hidden = hidden * F.linear(x, *expand)
     return F.linear(hidden, *contract)
 

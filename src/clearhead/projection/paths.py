@@ -134,11 +134,11 @@ def _kernel_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _kernel_input_gradient(terms: Sequence[Term]) -> Tensor:
     together = [terms[first : first + MAX_TERMS] for first in range(0, len(terms), MAX_TERMS)]
-    found: list[Tensor] = [
+    grads: list[Tensor] = [
         torch.ops.clearhead.linear_input_gradient.default([grad for grad, _ in some], [weight for _, weight in some])
         for some in together
     ]
-    return found[0] if len(found) == 1 else torch.stack(found).sum(0)
+    return grads[0] if len(grads) == 1 else torch.stack(grads).sum(0)
 
 
 def _kernel_weight_gradient(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:

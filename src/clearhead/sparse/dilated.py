@@ -76,20 +76,20 @@ def dilated_attention(
     inputs = (problem.query, problem.key, problem.value)
     if not local:
         mask = _reach(before, after)
-        apart = [_split(tensor, stride) for tensor in inputs]
+        split = [_split(tensor, stride) for tensor in inputs]
         mask = _real(mask, problem, stride)
-        output = _joined(attention(*apart, mask=mask, scale=scale, backend=backend), stride, problem.q_len)
+        output = _joined(attention(*split, mask=mask, scale=scale, backend=backend), stride, problem.q_len)
     else:
         output = _with_local(problem, inputs, stride, before, local, backend)
     return output.reshape(output.shape[2 - problem.leading :])
 
 
 def _checked(
-    problem: Problem, stride: int, before: int | None, after: int | None, local: int
+    problem: Problem, stride: int, keys_before: int | None, keys_after: int | None, local: int
 ) -> tuple[int, int | None, int | None, int]:
     stride, local = whole(_NAME, "stride", stride, low=1), whole(_NAME, "local", local, low=0)
-    before = None if before is None else whole(_NAME, "before", before, low=0)
-    after = None if after is None else whole(_NAME, "after", after, low=0)
+    keys_before = None if keys_before is None else whole(_NAME, "before", keys_before, low=0)
+    keys_after = None if keys_after is None else whole(_NAME, "after", keys_after, low=0)
     if problem.q_len != problem.k_len:
         raise ShapeError.about(
             _NAME,
@@ -98,25 +98,25 @@ def _checked(
             got=f"shape {tuple(problem.key.shape)}",
             then="For other lengths use attention(mask=ch.sparse.dilated(...)).",
         )
-    if local and after != 0:
+    if local and keys_after != 0:
         raise UnsupportedError.about(
             _NAME,
             "local",
             must="be 0 where keys ahead are seen",
-            got=f"local={local}, after={after}",
+            got=f"local={local}, after={keys_after}",
             then="Use attention(mask=ch.sparse.dilated(...) | ch.Window(...)).",
         )
     # Tokens that are further apart than the sequence is long have no other; nothing is filled up for them.
-    return min(stride, max(1, problem.q_len)), before, after, local
+    return min(stride, max(1, problem.q_len)), keys_before, keys_after, local
 
 
-def _reach(before: int | None, after: int | None) -> Mask | None:
+def _reach(keys_before: int | None, keys_after: int | None) -> Mask | None:
     """Keys of a query among the tokens of its own remainder."""
-    if before is not None:
-        return Window(before, after) if after is not None else Not(Causal()) | Window(before)
-    if after is None:
+    if keys_before is not None:
+        return Window(keys_before, keys_after) if keys_after is not None else Not(Causal()) | Window(keys_before)
+    if keys_after is None:
         return None
-    return Causal() if after == 0 else Causal() | Window(0, after)
+    return Causal() if keys_after == 0 else Causal() | Window(0, keys_after)
 
 
 def _real(mask: Mask | None, problem: Problem, stride: int) -> Mask | None:
@@ -139,8 +139,8 @@ def _with_local(
     # The compiler follows no `~` of an object.
     beyond = Causal() & Not(Window(local // stride))
     mask = _real(beyond if before is None else beyond & Window(before), problem, stride)
-    apart = [_split(tensor, stride) for tensor in inputs]
-    far = observe_attention(*apart, mask=mask, want=want, scale=scale, backend=backend)
+    split = [_split(tensor, stride) for tensor in inputs]
+    far = observe_attention(*split, mask=mask, want=want, scale=scale, backend=backend)
     assert near.lse is not None
     assert far.lse is not None
     far_lse = _joined(far.lse[..., None], stride, problem.q_len)
@@ -154,8 +154,8 @@ def _with_local(
 def _split(tensor: Tensor, stride: int) -> Tensor:
     """``[batch, heads, len, dim]`` as ``[batch * stride, heads, ceil(len / stride), dim]``."""
     filled = torch.nn.functional.pad(tensor, (0, 0, 0, -tensor.shape[2] % stride))
-    apart: Tensor = filled.unflatten(2, (-1, stride)).permute(0, 3, 1, 2, 4).flatten(0, 1)
-    return apart
+    sequences: Tensor = filled.unflatten(2, (-1, stride)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+    return sequences
 
 
 def _joined(tensor: Tensor, stride: int, length: int) -> Tensor:

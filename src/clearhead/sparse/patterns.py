@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clearhead.arguments import FARTHEST, seed_of, seen, whole, whole_number
+from clearhead.arguments import FARTHEST, repr_of, seed_of, whole, whole_number
 from clearhead.errors import ClearheadError, MaskError, ShapeError
 from clearhead.masks import Blocks, Causal, Global, Mask, Strided, Window
 from clearhead.masks.base import Carrying, Combined, Not, carried_sizes, index_tensors
@@ -99,7 +99,7 @@ def big_bird(
             name,
             "window",
             must="be an odd number of blocks",
-            got=seen(window),
+            got=repr_of(window),
             then="3 is a block with its two neighbours.",
         )
     fixed = (Window(width // 2, width // 2) | Global(num_global)).dense(blocks, blocks)
@@ -138,17 +138,17 @@ def dilated(stride: int, before: int | None = None, after: int | None = 0) -> Ma
     return _dilated("dilated", stride, before, after)
 
 
-def _dilated(function: str, stride: int, before: int | None, after: int | None) -> Mask:
+def _dilated(function: str, stride: int, keys_before: int | None, keys_after: int | None) -> Mask:
     stride = whole(function, "stride", stride, low=1)
-    before = None if before is None else whole(function, "before", before, low=0)
-    after = None if after is None else whole(function, "after", after, low=0)
+    keys_before = None if keys_before is None else whole(function, "before", keys_before, low=0)
+    keys_after = None if keys_after is None else whole(function, "after", keys_after, low=0)
     mask: Mask = Strided(stride)
-    if before is not None:
+    if keys_before is not None:
         # A window open ahead: what lies not more than so far back.
-        ahead = Not(Causal()) | Window(before * stride)
-        mask = mask & (ahead if after is None else Window(before * stride, after * stride))
-    elif after is not None:
-        mask = mask & (Causal() if after == 0 else Causal() | Window(0, after * stride))
+        window = Not(Causal()) | Window(keys_before * stride)
+        mask = mask & (window if keys_after is None else Window(keys_before * stride, keys_after * stride))
+    elif keys_after is not None:
+        mask = mask & (Causal() if keys_after == 0 else Causal() | Window(0, keys_after * stride))
     return mask
 
 
@@ -241,7 +241,7 @@ def covered(
     heads = carried[1] if num_heads is None else whole("covered", "num_heads", num_heads, low=1)
     placed.check("covered", batch, heads, range(offset, offset + rows), columns)
     device = next((tensor.device for tensor in mask.tensors()), None)
-    _check_told(placed, given, offset, device)
+    _check_sizes_given(placed, given, offset, device)
     kinds = tile_map(placed, index_tensors(batch, heads, rows, columns, offset, device), size, size)
     used = torch.nn.functional.pad(kinds != EMPTY, (0, 0, offset // size, 0))
     return mask & _Covering(used.expand(*used.shape[:2], -1, -(-columns // size)), size, offset, offset + rows, columns)
@@ -271,20 +271,20 @@ class _Covering(Blocks):
         return f"Blocks(table={describe(self.table)}, size={self.size})"
 
 
-def _check_told(mask: Mask, given: dict[str, int | None], offset: int, device: torch.device | None) -> None:
+def _check_sizes_given(mask: Mask, given: dict[str, int | None], offset: int, device: torch.device | None) -> None:
     """Raise ``ShapeError`` where a function tells batch entries or heads apart and nobody said how many there are."""
     if isinstance(mask, Combined):
         for part in mask.parts():
-            _check_told(part, given, offset, device)
+            _check_sizes_given(part, given, offset, device)
     elif not isinstance(mask, Carrying) and None in given.values():
         batch, heads = (2 if count is None else count for count in given.values())
         try:
-            found = mask.allows(*index_tensors(batch, heads, 1, 1, offset, device)).shape
+            shape = mask.allows(*index_tensors(batch, heads, 1, 1, offset, device)).shape
         except ClearheadError:
             # Numbers for one entry alone: a call has no other.
             return
-        for (name, count), own in zip(given.items(), found[:2], strict=True):
-            if count is None and own > 1:
+        for (name, count), size in zip(given.items(), shape[:2], strict=True):
+            if count is None and size > 1:
                 raise ShapeError.about(
                     "covered",
                     name,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from clearhead.arguments import whole
+from clearhead.backends.backward_reads import backward_reads
 from clearhead.backends.containment import without_autocast
 from clearhead.backends.recorded import is_recorded, recorded_gradients, with_learned
-from clearhead.backends.tiles_again import read_again
 from clearhead.dispatch import run
 from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
@@ -104,7 +104,7 @@ def _attend(problem: Problem, k: int, backend: str) -> list[Tensor]:
             then="Give batches as the first axis, and differentiate with torch.autograd.",
         )
     chosen = _choose(problem, min(k, problem.k_len), backend)
-    read = read_again(problem).tensors if torch.is_grad_enabled() else []
+    read = backward_reads(problem).tensors if torch.is_grad_enabled() else []
     output: Tensor = _TopK.apply(  # type: ignore[no-untyped-call]
         problem, chosen, read, problem.query, problem.key, problem.value, *problem.rule_parameters
     )
@@ -130,14 +130,14 @@ def _choose(problem: Problem, k: int, backend: str) -> _Chosen:
     # Nobody reads the output of this call, so its values are one channel wide.
     narrow = problem.with_tensors(problem.query, problem.key, problem.value[..., :1])
     with torch.no_grad():
-        seen = run(_NAME, narrow, Want(top_k=k, lse=True), backend)
-    assert seen.top_indices is not None
-    assert seen.lse is not None
-    return _Chosen(seen.top_indices, seen.lse.isnan())
+        observation = run(_NAME, narrow, Want(top_k=k, lse=True), backend)
+    assert observation.top_indices is not None
+    assert observation.lse is not None
+    return _Chosen(observation.top_indices, observation.lse.isnan())
 
 
 @dataclass(frozen=True)
-class _Strip:
+class _GatheredStrip:
     """Some queries with their keys: where these lie among all rows of keys, and whether the mask allows each."""
 
     queries: slice
@@ -155,7 +155,7 @@ class _Strip:
         return picked if self.allowed is None else picked.masked_fill(~self.allowed[..., None], 0.0)
 
 
-def _strips(problem: Problem, keys: Tensor) -> Iterator[_Strip]:
+def _strips(problem: Problem, keys: Tensor) -> Iterator[_GatheredStrip]:
     """Queries with their keys, a few at a time; none where there are no keys."""
     batch, head, q_pos, _ = problem.indices()
     group = problem.num_heads // problem.num_kv_heads
@@ -172,7 +172,7 @@ def _strips(problem: Problem, keys: Tensor) -> Iterator[_Strip]:
         if problem.mask is not None:
             allowed = problem.mask.allows(*indices).expand_as(k_pos)
             allowed = None if bool(allowed.all()) else allowed
-        yield _Strip(queries, (k_pos + first).flatten(), indices, allowed)
+        yield _GatheredStrip(queries, (k_pos + first).flatten(), indices, allowed)
 
 
 def _scores(problem: Problem, query: Tensor, keys: Tensor) -> Tensor:
@@ -180,14 +180,14 @@ def _scores(problem: Problem, query: Tensor, keys: Tensor) -> Tensor:
     return (query[..., None, :] @ keys.mT)[..., 0, :] * problem.scale
 
 
-def _ruled(problem: Problem, strip: _Strip, scores: Tensor) -> Tensor:
+def _ruled(problem: Problem, strip: _GatheredStrip, scores: Tensor) -> Tensor:
     """The scores after the rules."""
     for rule in problem.elementwise:
         scores = rule.apply(scores, *strip.indices)
     return scores
 
 
-def _weighed(problem: Problem, strip: _Strip, scores: Tensor, values: Tensor) -> Tensor:
+def _weighed(problem: Problem, strip: _GatheredStrip, scores: Tensor, values: Tensor) -> Tensor:
     """The textbook formula on the scores of gathered keys; an empty row gives 0."""
     if strip.allowed is not None:
         scores = scores.masked_fill(~strip.allowed, -torch.inf)
@@ -233,8 +233,8 @@ class _TopK(torch.autograd.Function):
             return None, None, None, *recorded_gradients(compute, inputs, grads, ctx.needs_input_grad[3:])
         # Backward may be called within autocast, which would round the products to 16 bits.
         with without_autocast(query.device.type):
-            found = _gradients(problem.with_tensors(query, key, value), keys, grads[0], ctx.rules)
-        return None, None, None, *found
+            gradients = _gradients(problem.with_tensors(query, key, value), keys, grads[0], ctx.rules)
+        return None, None, None, *gradients
 
 
 def _recorded_forward(problem: Problem, keys: Tensor, inputs: list[Tensor | None]) -> list[Tensor]:
@@ -262,21 +262,24 @@ def _gradients(problem: Problem, keys: Tensor, grad_output: Tensor, rules: bool)
     for place, strip in enumerate(_strips(problem, keys)):
         gathered = (problem.query[:, :, strip.queries].to(work), *(strip.gather(source, work) for source in sources))
         upstream = grad_output[:, :, strip.queries].to(work)
-        own = _pulled(problem, strip, gathered, upstream, parameters, first=place == 0)
-        grad_query[:, :, strip.queries] = own[0]
-        for total, grad in zip(totals, own[1:3], strict=True):
+        strip_grads = _pulled(problem, strip, gathered, upstream, parameters, first=place == 0)
+        grad_query[:, :, strip.queries] = strip_grads[0]
+        for total, grad in zip(totals, strip_grads[1:3], strict=True):
             total.index_add_(0, strip.rows, strip.reached(grad).flatten(0, 3))
-        for total, grad in zip(rule_totals, own[3:], strict=True):
+        for total, grad in zip(rule_totals, strip_grads[3:], strict=True):
             total += grad
     inputs = (problem.query, problem.key, problem.value)
-    found = [grad_query, *(total.view(tensor.shape) for total, tensor in zip(totals, inputs[1:], strict=True))]
-    cast = [grad.to(tensor.dtype) for grad, tensor in zip(found, inputs, strict=True)]
+    totals_by_input = [
+        grad_query,
+        *(total.view(tensor.shape) for total, tensor in zip(totals, inputs[1:], strict=True)),
+    ]
+    cast = [grad.to(tensor.dtype) for grad, tensor in zip(totals_by_input, inputs, strict=True)]
     return cast + [grad.to(tensor.dtype) for grad, tensor in zip(rule_totals, parameters, strict=True)]
 
 
 def _pulled(
     problem: Problem,
-    strip: _Strip,
+    strip: _GatheredStrip,
     gathered: tuple[Tensor, ...],
     upstream: Tensor,
     parameters: list[Tensor],
@@ -291,39 +294,39 @@ def _pulled(
     query, keys, values = (part.detach().requires_grad_() for part in gathered)
     with torch.enable_grad():
         raw = _scores(problem, query, keys)
-        before = raw.detach().requires_grad_()
-        after = _ruled(problem, strip, before)
-        ends = after.detach().requires_grad_()
+        scores_in = raw.detach().requires_grad_()
+        scores_out = _ruled(problem, strip, scores_in)
+        ends = scores_out.detach().requires_grad_()
         output = _weighed(problem, strip, ends, values)
     asked = [ends, values, *parameters]
-    found = torch.autograd.grad(output, asked, upstream, allow_unused=True)
-    grad, grad_values, *totals = [_or_zero(own, like) for own, like in zip(found, asked, strict=True)]
-    if after is not before:
-        pulled, learned = _through_rules(problem, strip, before, after, grad, parameters, first=first)
+    grads = torch.autograd.grad(output, asked, upstream, allow_unused=True)
+    grad, grad_values, *totals = [_or_zero(part, like) for part, like in zip(grads, asked, strict=True)]
+    if scores_out is not scores_in:
+        pulled, learned = _through_rules(problem, strip, scores_in, scores_out, grad, parameters, first=first)
         grad = _or_zero(pulled, raw)
-        totals = [total if own is None else total + own for total, own in zip(totals, learned, strict=True)]
+        totals = [total if part is None else total + part for total, part in zip(totals, learned, strict=True)]
     return [*torch.autograd.grad(raw, [query, keys], grad), grad_values, *totals]
 
 
 def _through_rules(
     problem: Problem,
-    strip: _Strip,
-    before: Tensor,
-    after: Tensor,
+    strip: _GatheredStrip,
+    scores_in: Tensor,
+    scores_out: Tensor,
     grad: Tensor,
     parameters: list[Tensor],
     *,
     first: bool,
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
     """The gradient of the scores before the rules, and of each parameter; None where none comes through."""
-    if not after.requires_grad:
+    if not scores_out.requires_grad:
         return None, [None] * len(parameters)
     if first:
-        check_reached(problem.elementwise, after, before, parameters)
-    found, *learned = differentiated(problem.elementwise, after, before, parameters, grad, strip.indices)
-    if found is not None and strip.allowed is not None:
-        found = found.masked_fill(~strip.allowed, 0.0)
-    return found, learned
+        check_reached(problem.elementwise, scores_out, scores_in, parameters)
+    grad_in, *learned = differentiated(problem.elementwise, scores_out, scores_in, parameters, grad, strip.indices)
+    if grad_in is not None and strip.allowed is not None:
+        grad_in = grad_in.masked_fill(~strip.allowed, 0.0)
+    return grad_in, learned
 
 
 def _or_zero(grad: Tensor | None, like: Tensor) -> Tensor:

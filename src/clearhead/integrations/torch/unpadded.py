@@ -55,7 +55,7 @@ class Packed:
         return x.flatten(0, 1).index_select(0, self.places)
 
     def angles(self, given: Float[Tensor, "_tokens head_dim"]) -> Float[Tensor, "rows head_dim"]:
-        """Angles of the tokens of a batch whose first axis is that of the sequences, as in ``turned_by_token``: the
+        """Angles of the tokens of a batch whose first axis is that of the sequences, as in ``rotated_by_token``: the
         same tensor for all layers, which are given the same."""
         if not self._angles or self._angles[0][0] is not given:
             places = self.places % self.size[1] if len(given) == self.size[1] else self.places

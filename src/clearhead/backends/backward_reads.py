@@ -16,11 +16,11 @@ from clearhead.problem import Problem
 from clearhead.scores import check_reached, differentiated
 from clearhead.torch_private import TorchDispatchMode, version_of
 
-__all__ = ["ReadAgain", "read_again"]
+__all__ = ["BackwardReads", "backward_reads"]
 
 
 @dataclass(frozen=True)
-class ReadAgain:
+class BackwardReads:
     """What backward reads.
 
     Attributes:
@@ -38,40 +38,40 @@ class _Reads(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # The tensors themselves, so that no later one can have the same address.
-        self.seen: dict[int, Tensor] = {}
+        self.tensors: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         for value in (*args, *(kwargs or {}).values()):
             for one in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(one, Tensor):
-                    self.seen[id(one)] = one
+                    self.tensors[id(one)] = one
         return func(*args, **(kwargs or {}))
 
 
-def read_again(problem: Problem) -> ReadAgain:
+def backward_reads(problem: Problem) -> BackwardReads:
     """Tensors of rules and mask that backward reads, with those that functions are seen to read at one place.
 
     Raises:
         UnsupportedError: a score function reaches a learned tensor that it does not name.
     """
-    found = [tensor for rule in problem.scores for tensor in rule.tensors()]
-    found += [] if problem.mask is None else problem.mask.tensors()
-    learned = list(found)
+    tensors = [tensor for rule in problem.scores for tensor in rule.tensors()]
+    tensors += [] if problem.mask is None else problem.mask.tensors()
+    learned = list(tensors)
     if functions_of(problem) and min(problem.batch, problem.q_len, problem.k_len) > 0:
         # One that a function writes itself, as a count of its calls, is another each time anyway.
-        versions = {id(one): (one, version_of(one)) for one in _held(problem) if not one.is_inference()}
+        versions = {id(one): (one, version_of(one)) for one in _reachable_tensors(problem) if not one.is_inference()}
         with torch.enable_grad():
-            seen, grads = _tried(problem)
-        found += [one for one, version in versions.values() if id(one) in seen and version_of(one) == version]
+            read, grads = _tried(problem)
+        tensors += [one for one, version in versions.values() if id(one) in read and version_of(one) == version]
         learned += grads
-    return ReadAgain([tensor for tensor in found if not tensor.is_inference()], learned)
+    return BackwardReads([tensor for tensor in tensors if not tensor.is_inference()], learned)
 
 
-def _held(problem: Problem) -> Iterator[Tensor]:
+def _reachable_tensors(problem: Problem) -> Iterator[Tensor]:
     """What functions reach, and the further numbers of the modules that they reach."""
     for function in functions_of(problem):
         yield from closed_over(function.fn) if function.reached is None else function.reached
-        yield from (tensor for _, _, tensor in function.held if tensor is not None)
+        yield from (tensor for _, _, tensor in function.slots if tensor is not None)
 
 
 def _tried(problem: Problem) -> tuple[dict[int, Tensor], list[Tensor]]:
@@ -79,11 +79,11 @@ def _tried(problem: Problem) -> tuple[dict[int, Tensor], list[Tensor]]:
     parameters, rules = problem.rule_parameters, problem.elementwise
     try:
         with _Reads() as reads:
-            before, after, indices = first_place(problem)
-        if after is before:
-            return reads.seen, []
-        grads = differentiated(rules, after, before, parameters, torch.ones_like(after), indices)
+            scores_in, scores_out, indices = first_place(problem)
+        if scores_out is scores_in:
+            return reads.tensors, []
+        grads = differentiated(rules, scores_out, scores_in, parameters, torch.ones_like(scores_out), indices)
     except ClearheadError:  # one place may be too few for a function that serves its call
         return {}, []
-    check_reached(rules, after, before, parameters)
-    return reads.seen, [own for own, grad in zip(parameters, grads[1:], strict=True) if grad is not None]
+    check_reached(rules, scores_out, scores_in, parameters)
+    return reads.tensors, [parameter for parameter, grad in zip(parameters, grads[1:], strict=True) if grad is not None]

@@ -15,7 +15,7 @@ from clearhead.projection.paths import KINDS, NATIVE, PATHS, TORCH, Path
 
 __all__ = [
     "DTYPES",
-    "Choice",
+    "GemmChoice",
     "check_variable",
     "choice",
     "choices",
@@ -35,7 +35,7 @@ _LARGE: Final = 2**20
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class GemmChoice:
     """The path of one kind of GEMM in this process, and why.
 
     Attributes:
@@ -91,12 +91,12 @@ def large_enough(dtype: torch.dtype, rows: int, columns: int, steps: int, *, tra
 
 def path_for(kind: str, dtype: torch.dtype, rows: int, weight: int) -> Path:
     """The path of a kind of GEMM that has a choice, by its rows and the elements of its weight."""
-    found = choice(kind, dtype)
+    chosen = choice(kind, dtype)
     if rows * weight < table.SMALL:
         return NATIVE if takes_small(dtype) else TORCH
     few = rows < table.TILED_ROWS and kind != "weight gradient"
     narrow = weight < table.NARROW_WEIGHT
-    path = PATHS[found.few_rows if few else found.narrow if narrow else found.path]
+    path = PATHS[chosen.few_rows if few else chosen.narrow if narrow else chosen.path]
     recurs = rows <= _RECURRING_ROWS or rows % _RECURRING_MULTIPLE == 0
     return path if recurs or not path.prepares or rows * weight >= table.SMALL_UNPREPARED else TORCH
 
@@ -106,7 +106,7 @@ def takes_small(dtype: torch.dtype) -> bool:
     return (_named(dtype) or NATIVE.name) == NATIVE.name and NATIVE.absent(dtype) is None
 
 
-def choice(kind: str, dtype: torch.dtype = torch.float32) -> Choice:
+def choice(kind: str, dtype: torch.dtype = torch.float32) -> GemmChoice:
     """The paths of a kind of GEMM.
 
     Raises:
@@ -118,7 +118,7 @@ def choice(kind: str, dtype: torch.dtype = torch.float32) -> Choice:
     return _decided(dtype)[KINDS.index(kind)]
 
 
-def choices(dtype: torch.dtype) -> tuple[Choice, ...]:
+def choices(dtype: torch.dtype) -> tuple[GemmChoice, ...]:
     """The paths of every kind of GEMM: a call that was prepared holds while they do."""
     return _decided(dtype)
 
@@ -145,24 +145,24 @@ def check_variable(dtype: torch.dtype = torch.float32) -> str | None:
 
 
 def _named(dtype: torch.dtype) -> str | None:
-    return table.named().gemm or check_variable(dtype)
+    return table.overrides().gemm or check_variable(dtype)
 
 
-def _decided(dtype: torch.dtype) -> tuple[Choice, ...]:
-    return _read(dtype, os.environ.get(_VARIABLE, ""), table.named())
+def _decided(dtype: torch.dtype) -> tuple[GemmChoice, ...]:
+    return _read(dtype, os.environ.get(_VARIABLE, ""), table.overrides())
 
 
 @lru_cache(maxsize=64)
-def _read(dtype: torch.dtype, _variable: str, _names: table.Named) -> tuple[Choice, ...]:
+def _read(dtype: torch.dtype, _variable: str, _names: table.Overrides) -> tuple[GemmChoice, ...]:
     """What the table says; neither the table nor what is installed changes in a process."""
     return tuple(_read_kind(kind, dtype) for kind in KINDS)
 
 
-def _read_kind(kind: str, dtype: torch.dtype) -> Choice:
+def _read_kind(kind: str, dtype: torch.dtype) -> GemmChoice:
     name, row = _named(dtype), table.row_for(dtype)
     if name is not None:
-        reason = "named by clearhead.testing" if table.named().gemm else f"{_VARIABLE}={name}"
-        return Choice(kind, str(dtype)[6:], name, name, name, reason)
+        reason = "named by clearhead.testing" if table.overrides().gemm else f"{_VARIABLE}={name}"
+        return GemmChoice(kind, str(dtype)[6:], name, name, name, reason)
     absent = {path: why for path, each in PATHS.items() if (why := each.absent(dtype)) is not None}
 
     def first(rows: int, weight: int) -> str:
@@ -170,7 +170,7 @@ def _read_kind(kind: str, dtype: torch.dtype) -> Choice:
         return next(path for path in order if path not in absent)
 
     missing = "".join(f"; {path}: {absent[path]}" for path in row.order(kind, _LARGE, _LARGE) if path in absent)
-    return Choice(
+    return GemmChoice(
         kind,
         str(dtype)[6:],
         first(_LARGE, _LARGE),

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead import choices as table
-from clearhead.projection.chosen import DTYPES, choice, large_enough, path_for, takes_small
 from clearhead.projection.paths import NATIVE, TORCH, Path, Term
+from clearhead.projection.selection import DTYPES, choice, large_enough, path_for, takes_small
 from clearhead.shapes import Float
 from clearhead.tensors import has_memory, traces
 from clearhead.torch_private import base_of, differentiates_forward, has_dispatch_mode, has_function_mode, transforms
@@ -111,7 +111,7 @@ class _Projections(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if any(needs[::2]) else None, *(weights if needs_x else [None] * len(weights)))
         return tuple(
-            own(_forward(path, x, weight, bias))
+            unaliased(_forward(path, x, weight, bias))
             for weight, bias in zip(weights, biases, strict=True)
             if weight is not None
         )
@@ -122,17 +122,17 @@ class _Projections(torch.autograd.Function):
         _, needs_x, *needs = ctx.needs_input_grad
         arrived = [grad for grad in grads if grad is not None]
         path = TORCH if recorded(*arrived) else ctx.path
-        found: list[Tensor | None] = []
+        layer_grads: list[Tensor | None] = []
         for place, grad in enumerate(grads):
             needs_weight, needs_bias = needs[2 * place : 2 * place + 2]
-            found += (None, None) if grad is None else layer_gradients(path, grad, x, needs_weight, needs_bias)
+            layer_grads += (None, None) if grad is None else layer_gradients(path, grad, x, needs_weight, needs_bias)
         if not needs_x or not arrived:
-            return None, None, *found
+            return None, None, *layer_grads
         terms = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
-        return None, _input_gradient(path, terms), *found
+        return None, _input_gradient(path, terms), *layer_grads
 
 
-def own(output: Tensor) -> Tensor:
+def unaliased(output: Tensor) -> Tensor:
     """An output that may be changed in place: autograd refuses that where a function returned a view."""
     return output if base_of(output) is None else output.clone()
 

@@ -1,4 +1,4 @@
-"""The way of one batch of sequences: by which form, and what there is where there are no tokens."""
+"""The execution of one batch of sequences: by which form, and what there is where there are no tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from clearhead.linear.forms import FORMS, whole
 from clearhead.linear.recurrence import Recurrence
 from clearhead.linear.state import LinearState
 
-__all__ = ["Way", "zeros"]
+__all__ = ["Execution", "zeros"]
 
 #: Tokens up to which one after the other is faster than a chunk of torch's operations.
 _ONE_BY_ONE: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class Execution:
     """How sequences are computed.
 
     Attributes:
@@ -37,7 +37,7 @@ class Way:
     chunk: int
     features: int
 
-    def take(self, call: Recurrence, state: LinearState | None) -> tuple[Tensor, LinearState]:
+    def run(self, call: Recurrence, state: LinearState | None) -> tuple[Tensor, LinearState]:
         """The output of one batch of sequences and the state after it."""
         start, length = call.start(state, self.features), call.key.shape[2]
         form = self.form
