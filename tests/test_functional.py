@@ -14,7 +14,7 @@ from tests.problems import tensors
 
 
 @pytest.mark.parametrize("axes", [2, 3, 4])
-def test_leading_axes_come_back(axes: int) -> None:
+def test_leading_axes_are_those_of_query(axes: int) -> None:
     query, key, value = tensors(batch=1, heads=1 if axes == 2 else 4, kv_heads=1 if axes == 2 else 2)
     cut = [tensor[0] if axes < 4 else tensor for tensor in (query, key, value)]
     cut = [tensor[0] if axes == 2 else tensor for tensor in cut]
@@ -22,9 +22,9 @@ def test_leading_axes_come_back(axes: int) -> None:
     assert output.shape == (*cut[0].shape[:-1], 6)
     whole = ch.attention(query, key, value)
     torch.testing.assert_close(output.reshape(whole.shape), whole)
-    seen = ch.observe_attention(*cut, want=ch.Want(lse=True, received=True))
-    assert seen.lse.shape == cut[0].shape[:-1]
-    assert seen.received.shape == (*cut[0].shape[:-2], 13)
+    observation = ch.observe_attention(*cut, want=ch.Want(lse=True, received=True))
+    assert observation.lse.shape == cut[0].shape[:-1]
+    assert observation.received.shape == (*cut[0].shape[:-2], 13)
 
 
 def test_grouped_heads_read_their_group() -> None:
@@ -166,11 +166,11 @@ def test_bad_rules(value: Any) -> None:
 
 @pytest.mark.parametrize("scale", [1e-39, 1e-300, -1e-45])
 @pytest.mark.parametrize("backend", ["native", "sdpa", "tiled", "reference"])
-def test_a_scale_that_float32_has_no_digits_for_is_zero(scale: float, backend: str) -> None:
+def test_subnormal_scale_is_zero(scale: float, backend: str) -> None:
     query, key, value = torch.randn(3, 5, 4)
     if ch.explain_dispatch(query, key, value).reasons[backend]:
         pytest.skip(backend)
-    found = ch.attention(query, key, value, scale=scale, backend=backend)
-    assert torch.equal(found, ch.attention(query, key, value, scale=0.0, backend=backend))
-    held = Problem.of("attention", query.double(), key.double(), value.double(), scale=scale)
-    assert held.scale == scale
+    output = ch.attention(query, key, value, scale=scale, backend=backend)
+    assert torch.equal(output, ch.attention(query, key, value, scale=0.0, backend=backend))
+    in_float64 = Problem.of("attention", query.double(), key.double(), value.double(), scale=scale)
+    assert in_float64.scale == scale

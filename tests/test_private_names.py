@@ -109,8 +109,8 @@ def _is_private(path: str) -> bool:
 
 def test_private_names_are_used_in_one_file() -> None:
     files = (file for file in PACKAGE.rglob("*.py") if file.name != HOME)
-    found = {str(file.relative_to(PACKAGE)): private_names(file.read_text()) for file in files}
-    assert {file: names for file, names in found.items() if names} == {}
+    uses = {str(file.relative_to(PACKAGE)): private_names(file.read_text()) for file in files}
+    assert {file: names for file, names in uses.items() if names} == {}
 
 
 def test_uses_are_few() -> None:
@@ -141,5 +141,5 @@ def test_each_use_says_what_happens_without_it() -> None:
         ("torch.compiler.is_compiling(); layer.weight; self._mine", []),
     ],
 )
-def test_private_name_is_found(source: str, names: list[str]) -> None:
+def test_checker_finds_private_names(source: str, names: list[str]) -> None:
     assert private_names(source) == names

@@ -30,7 +30,7 @@ except TypeCheckError:
 """
 
 
-def test_signatures_hold_and_are_checked() -> None:
+def test_annotated_shapes_are_checked() -> None:
     pytest.importorskip("jaxtyping")
     pytest.importorskip("beartype")
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)

@@ -16,7 +16,7 @@ from clearhead.ops.library import library
 from clearhead.projection import are_plain
 from clearhead.shapes import Float, Int
 
-__all__ = ["MOST_POSITIONS", "Rotary", "as_rotary", "rotated", "rotated_by_token", "sinusoidal", "table_of"]
+__all__ = ["MOST_POSITIONS", "Rotary", "as_rotary", "rotated", "sinusoidal", "table_of"]
 
 #: Positions of the largest cached table: with 64 channels it takes 32 MiB.
 MOST_POSITIONS: Final = 2**17

@@ -1,7 +1,7 @@
-"""Verbs of attention as torch operators, so that ``torch.compile`` and ``torch.export`` carry a call whole.
+"""Public functions of attention as torch operators, each one node in graphs of ``torch.compile`` and ``torch.export``.
 
-Masks, rules and what is wanted travel as a short text plus their tensors (``record``); inside, an operator validates,
-chooses and runs exactly as an eager call does.
+Masks, rules and the ``Want`` are encoded as a short text and a list of tensors (``record``). The operator's body
+validates, dispatches and runs the call as an eager call does.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from clearhead.torch_private import autograd_inside_operator
 
 __all__ = ["Operator", "attention", "observe_attention", "output_like"]
 
-#: What an operator's further tensors are: of a mask or rule, with a gradient or without; or what a user's function
-#: closes over, which it finds by itself.
+#: The kinds of an operator's further tensors: of a mask or rule, with or without a gradient; or closed over by a user's
+#: function, which finds them itself.
 _LEARNED, _FIXED, _CLOSED_OVER = "1", "0", "c"
-#: A verb's work: a problem, what is asked besides, and a backend's name; results with batch and heads.
+#: Computes results with axes batch and heads from a problem, the call's further arguments and a backend's name.
 Compute = Callable[[Problem, Any, str], Sequence[Tensor]]
-#: Tensors without numbers like those results, made of query, key, value and what is asked; leading axes as in query.
+#: Makes fake results from query, key, value and the call's further arguments, with the leading axes of query.
 Like = Callable[[Tensor, Tensor, Tensor, Any], Sequence[Tensor]]
 
 
 class Operator:
-    """A verb as the operator ``clearhead::name``, with a backward that computes the call once more with gradients.
+    """A function as the operator ``clearhead::name``, whose backward computes the call a second time with gradients.
 
     Args:
-        name: the verb's, which its errors speak of.
-        compute: the work.
-        like: the shapes and dtypes that it gives.
-        fixed: the places of those results that have no gradient.
+        name: name of the function, with which its errors start.
+        compute: computes the results.
+        like: makes fake results of the same shapes and dtypes.
+        fixed: the indices of the results without a gradient.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Operator:
         scores: ScoreRule | Iterable[ScoreRule] = (), scale: float | None = None, dropout: float = 0.0,
         seed: int | None = None, query_offset: int | None = None, backend: str = "auto",
     ) -> list[Tensor]:  # fmt: skip
-        """The verb's arguments as the operator's; traced by the compiler, so it only writes things down."""
+        """Call the operator with encoded arguments; the compiler traces this, so it reads no elements."""
         tensors: list[Tensor] = []
         rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
         mask_text = "None" if mask is None else mask.encode(tensors)
@@ -131,7 +131,7 @@ class Operator:
             pulled = torch.autograd.grad(ends, [*wanted, *others], grads, allow_unused=True)
         _check_all_compiled(self._name, pulled[len(wanted) :])
         grad_of = {id(tensor): grad for tensor, grad in zip(wanted, pulled, strict=False) if grad is not None}
-        # What is there twice has all of its gradient the first time.
+        # A tensor that occurs twice gets its whole gradient at its first place.
         first_grads = (grad_of.pop(id(tensor), None) for tensor in every)
         return [
             torch.zeros_like(tensor) if grad is None else grad.contiguous()
@@ -163,7 +163,7 @@ class Operator:
 
 
 def _reached(name: str, functions: Iterable[ScoreFunction], tensors: Sequence[Tensor], kinds: str) -> list[Tensor]:
-    """The learned tensors that users' functions read, which have to be those that were compiled."""
+    """The learned tensors that users' functions read; raises if they are not those of the compiled graph."""
     learned = [tensor for rule in functions if find_learned(rule) for tensor in rule.learned]
     compiled = [tensor for tensor, kind in zip(tensors, kinds, strict=True) if kind == _CLOSED_OVER]
     if [*map(_lies, learned)] != [*map(_lies, compiled)]:
@@ -178,7 +178,7 @@ def _reached(name: str, functions: Iterable[ScoreFunction], tensors: Sequence[Te
 
 
 def _check_all_compiled(name: str, grads: Sequence[Tensor | None]) -> None:
-    """A learned tensor that a function reads at some places alone was not seen when it was compiled."""
+    """Raise if a function reads, at some places only, a learned tensor that the compiled graph lacks."""
     if any(grad is not None for grad in grads):
         raise UnsupportedError.about(
             name,
@@ -202,7 +202,7 @@ def _attention(problem: Problem, asked: None, backend: str) -> list[Tensor]:
 
 
 def output_like(query: Tensor, key: Tensor, value: Tensor, asked: object) -> list[Tensor]:
-    """An attention's output without its numbers."""
+    """The output of attention without its elements."""
     return [query.new_empty((*query.shape[:-1], value.shape[-1]))]
 
 
@@ -233,12 +233,12 @@ _OBSERVE: Final = Operator("observe_attention", _observe, _observe_like, fixed=_
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """``attention``'s arguments, as one operator."""
+    """``clearhead.attention`` as one operator."""
     (output,) = _ATTENTION(query, key, value, **options)
     return output
 
 
 def observe_attention(query: Tensor, key: Tensor, value: Tensor, *, want: Want, **options: Any) -> Observation:
-    """``observe_attention``'s arguments, as one operator."""
+    """``clearhead.observe_attention`` as one operator."""
     output, *statistics = _OBSERVE(query, key, value, asked=want, **options)
     return Observation(output=output, **dict(zip(want.shapes(0, 0), statistics, strict=True)))

@@ -39,7 +39,7 @@ def kept_by_the_kernels(
 
 class TestDropout:
     @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-    def test_share_and_independence(self, p: float) -> None:
+    def test_dropped_share_and_independence(self, p: float) -> None:
         mask = kept_by_the_kernels(p, seed=3).double()
         share, deviation = 1.0 - p, (p * (1.0 - p)) ** 0.5
         assert abs(mask.mean().item() - share) < 5.0 * deviation / mask.numel() ** 0.5
@@ -66,7 +66,9 @@ class TestDropout:
     @pytest.mark.parametrize(
         "place", [{}, {"q_len": 1}, {"k_len": 33, "query_offset": 1000}, {"q_len": 97, "k_len": 5}], ids=str
     )
-    def test_the_very_weights(self, seed: int, place: dict[str, int], dtype: torch.dtype) -> None:
+    def test_kernels_drop_the_weights_of_the_specification(
+        self, seed: int, place: dict[str, int], dtype: torch.dtype
+    ) -> None:
         sizes = {"batch": 2, "heads": 3, "q_len": 200, "k_len": 250, "query_offset": 0, **place}
         assert torch.equal(
             kept_by_the_kernels(0.3, seed, dtype=dtype, **sizes),
@@ -74,18 +76,18 @@ class TestDropout:
         )
 
     @pytest.mark.parametrize("p", [1e-12, 2.0**-32, 0.999, 1.0 - 2.0**-32, 1.0 - 2.0**-53])
-    def test_nearly_nothing_and_nearly_all(self, p: float) -> None:
+    def test_probabilities_near_0_and_1(self, p: float) -> None:
         """At either end the threshold is the first or the last word, and no factor overflows."""
         inputs = tensors(q_len=70, k_len=90)
-        found, right = (results(inputs, name, dropout=p, seed=2) for name in ("native", "tiled"))
-        for one, other in zip(found, right, strict=True):
+        actual, right = (results(inputs, name, dropout=p, seed=2) for name in ("native", "tiled"))
+        for one, other in zip(actual, right, strict=True):
             torch.testing.assert_close(
                 one, other, rtol=1e-4, atol=1e-5 * max(1.0, other[torch.isfinite(other)].abs().max().item())
             )
 
     @pytest.mark.parametrize("mask", ["none", "causal", "dense", "causal documents"])
     @pytest.mark.parametrize("rule", ["none", "relative, then cap", "sink"])
-    def test_same_numbers_as_the_formula(self, mask: str, rule: str) -> None:
+    def test_kernels_equal_the_formula(self, mask: str, rule: str) -> None:
         inputs = tensors(batch=1 if "documents" in mask else 2)
         compare("native", inputs, mask=MASKS[mask].mask, scores=RULES[rule].rules, dropout=0.4, seed=2**33 + 1)
 
@@ -102,7 +104,7 @@ class TestDropout:
         torch.testing.assert_close(grad.double(), right, rtol=1e-5, atol=1e-6)
 
     def test_the_mean_over_seeds_is_the_plain_output(self) -> None:
-        query, key, value = (own.detach() for own in tensors(batch=1, q_len=4, k_len=40))
+        query, key, value = (tensor.detach() for tensor in tensors(batch=1, q_len=4, k_len=40))
         runs = torch.stack([ch.attention(query, key, value, dropout=0.2, seed=s, backend="native") for s in range(600)])
         error = (runs.mean(0) - ch.attention(query, key, value, backend="native")).abs()
         assert bool((error <= 5.0 * runs.std(0) / 600**0.5 + 1e-6).all())

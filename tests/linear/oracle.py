@@ -51,9 +51,9 @@ def weighted(
         for j in present(i):
             faded = phi(key[j])
             if gate is not None:
-                for between in present(i):
-                    if j < between <= i:
-                        faded = faded * gate[between]
+                for step in present(i):
+                    if j < step <= i:
+                        faded = faded * gate[step]
             weight = scale * float(np.dot(phi(query[i]), faded))
             total += weight
             output[i] += weight * value[j]

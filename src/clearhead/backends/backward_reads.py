@@ -1,4 +1,4 @@
-"""What a backward pass that works scores out again reads where it lies, so that autograd can tell if it was written."""
+"""The tensors that backward reads without a copy when it recomputes scores, so that autograd can detect writes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["BackwardReads", "backward_reads"]
 
 @dataclass(frozen=True)
 class BackwardReads:
-    """What backward reads.
+    """The tensors that backward reads.
 
     Attributes:
-        tensors: those of rules and mask, and those that functions read, learned or not.
+        tensors: those of rules and mask, and those that users' functions read, learned or not.
         learned: those that are known to get a gradient.
     """
 
@@ -33,11 +33,11 @@ class BackwardReads:
 
 
 class _Reads(TorchDispatchMode):
-    """Keeps every tensor that an operation reads."""
+    """Records every tensor that an operation reads."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # The tensors themselves, so that no later one can have the same address.
+        # The tensors are kept alive, so that no later one can have the same address.
         self.tensors: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -49,16 +49,16 @@ class _Reads(TorchDispatchMode):
 
 
 def backward_reads(problem: Problem) -> BackwardReads:
-    """Tensors of rules and mask that backward reads, with those that functions are seen to read at one place.
+    """The tensors of rules and mask that backward reads, and those that users' functions read at one place.
 
     Raises:
-        UnsupportedError: a score function reaches a learned tensor that it does not name.
+        UnsupportedError: a score function reads a learned tensor that it does not name.
     """
     tensors = [tensor for rule in problem.scores for tensor in rule.tensors()]
     tensors += [] if problem.mask is None else problem.mask.tensors()
     learned = list(tensors)
     if functions_of(problem) and min(problem.batch, problem.q_len, problem.k_len) > 0:
-        # One that a function writes itself, as a count of its calls, is another each time anyway.
+        # A tensor that the function itself writes, such as a count of its calls, is excluded.
         versions = {id(one): (one, version_of(one)) for one in _reachable_tensors(problem) if not one.is_inference()}
         with torch.enable_grad():
             read, grads = _tried(problem)
@@ -68,14 +68,14 @@ def backward_reads(problem: Problem) -> BackwardReads:
 
 
 def _reachable_tensors(problem: Problem) -> Iterator[Tensor]:
-    """What functions reach, and the further numbers of the modules that they reach."""
+    """The tensors that users' functions reach, and all tensors of the modules that they reach."""
     for function in functions_of(problem):
         yield from closed_over(function.fn) if function.reached is None else function.reached
         yield from (tensor for _, _, tensor in function.slots if tensor is not None)
 
 
 def _tried(problem: Problem) -> tuple[dict[int, Tensor], list[Tensor]]:
-    """What functions read at one place, and the learned tensors that get a gradient there."""
+    """The tensors that users' functions read at one place, and the learned ones that get a gradient there."""
     parameters, rules = problem.rule_parameters, problem.elementwise
     try:
         with _Reads() as reads:
@@ -83,7 +83,7 @@ def _tried(problem: Problem) -> tuple[dict[int, Tensor], list[Tensor]]:
         if scores_out is scores_in:
             return reads.tensors, []
         grads = differentiated(rules, scores_out, scores_in, parameters, torch.ones_like(scores_out), indices)
-    except ClearheadError:  # one place may be too few for a function that serves its call
+    except ClearheadError:  # a function that runs on the whole call may fail on one place
         return {}, []
     check_reached(rules, scores_out, scores_in, parameters)
     return reads.tensors, [parameter for parameter, grad in zip(parameters, grads[1:], strict=True) if grad is not None]

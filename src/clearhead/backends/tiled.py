@@ -1,9 +1,9 @@
 """Attention over tiles in plain torch operations: every feature, forward and backward, memory O(T).
 
-Forward is the online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022, algorithm 1):
-a strip of queries walks over tiles of keys with a running maximum and sum, and tiles that the mask empties
-are never computed. Statistics are a second walk over the strip's tiles, when its log-sum-exp is known. Backward
-recomputes each tile's weights from the saved log-sum-exp (ibid., algorithm 4).
+Forward is the online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022, algorithm 1): a strip of
+queries iterates over tiles of keys with a running maximum and sum, and skips tiles that the mask empties. Statistics
+take a second pass over the strip's tiles, with its log-sum-exp. Backward recomputes each tile's weights from the saved
+log-sum-exp (ibid., algorithm 4).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from clearhead.torch_private import differentiates_forward, transforms
 
 __all__ = ["BACKEND"]
 
-#: Numbers that a sum over products holds at a time.
+#: Elements of the temporary product in a sum of products.
 _PRODUCTS: Final = 2**17
 
 
@@ -72,7 +72,7 @@ def _forward_strip(
 def _forward_tile(
     problem: Problem, layout: Layout, queries: slice, tile: Tile, largest: Tensor, total: Tensor, output: Tensor
 ) -> Tensor:
-    """Take a tile into a strip's sums and output, which change where they lie; returns its largest scores."""
+    """Add a tile to a strip's sums and output, in place; returns the new row maxima."""
     scores = masked(ruled(problem, raw_scores(problem, layout, queries, tile), tile), tile)
     higher = torch.maximum(largest, scores.amax(dim=-1))
     base = finite(higher)
@@ -89,7 +89,7 @@ def _forward_tile(
 
 
 def _spoil(problem: Problem, layout: Layout, tile: Tile, output: Float[Tensor, "b heads rows dim"]) -> None:
-    """Write NaN to the channels of rows that may attend to a value that is not finite there."""
+    """Write NaN to the channels of rows that may attend to a value with NaN or infinity in that channel."""
     if layout.bad is None or not bool(layout.bad[2][:, :, tile.keys].any()):
         return
     bad = layout.bad[2][:, :, tile.keys].repeat_interleave(problem.num_heads // problem.num_kv_heads, dim=1)
@@ -101,7 +101,7 @@ def _spoil(problem: Problem, layout: Layout, tile: Tile, output: Float[Tensor, "
 
 
 class _Tiled(torch.autograd.Function):
-    """Output, log-sum-exp, largest scores and statistics; rule parameters ride along so that autograd knows them."""
+    """Output, log-sum-exp, row maxima and statistics; rule parameters are inputs so that autograd knows them."""
 
     @staticmethod
     def forward(
@@ -114,7 +114,7 @@ class _Tiled(torch.autograd.Function):
         lse = query.new_full(rows, -torch.inf, dtype=problem.work_dtype)
         max_score, base = lse.clone(), Base(torch.zeros_like(lse), torch.ones_like(lse))
         if problem.sink is not None:
-            # Tokens outside every document are in no layout; their softmax holds the sink alone.
+            # Tokens outside every document are in no layout; their softmax contains the sink alone.
             lse.copy_(problem.sink.logits.detach().view(1, -1, 1))
             base.largest.copy_(finite(lse))
         with torch.no_grad():
@@ -129,7 +129,7 @@ class _Tiled(torch.autograd.Function):
                         sweep.strip(layout, queries, tiles, strip_base)
             statistics = sweep.finished()
         ctx.problem, ctx.want, ctx.statistics = problem, want, tuple(statistics)
-        # What backward reads again where it lies is saved, so that autograd tells if it was written into.
+        # Tensors that backward reads without a copy are saved too, so that autograd raises if one was written into.
         ctx.save_for_backward(*tensors[:4], output, base.largest, base.total, max_score, *read.tensors)
         ctx.reached = [any(parameter is tensor for tensor in read.learned) for parameter in tensors[4:]]
         ctx.set_materialize_grads(False)
@@ -163,13 +163,13 @@ def _gradients(
     pulls: Pulls,
     reached: list[bool],
 ) -> list[Tensor | None]:
-    """Gradients of query, key, value and the rules' parameters; None of those that no tile reached.
+    """Gradients of query, key, value and the rules' parameters; None for those that no tile read.
 
-    ``reached`` are parameters that are known to be read.
+    ``reached`` says for each parameter whether it is known to be read.
     """
     output, base = saved
     grad_output = torch.zeros_like(output) if grads[0] is None else grads[0].to(output.dtype)
-    # delta is a row's sum of weight times weight-gradient; a gradient of lse enters at the same place.
+    # delta is a row's sum of weight times weight gradient; a gradient of lse is subtracted from it.
     delta = _row_products(grad_output, output)
     bad = None
     if not all_finite(grad_output):
@@ -208,7 +208,7 @@ def _gradients(
 
 
 def _row_products(one: Float[Tensor, "*rows q_len dim"], other: Float[Tensor, "*rows q_len dim"]) -> Tensor:
-    """``(one * other).sum(-1)`` in parts, which takes no third tensor of that size."""
+    """``(one * other).sum(-1)`` in parts, without a third tensor of that size."""
     step = max(1, _PRODUCTS // max(1, one[..., :1, :].numel()))
     sums = one.new_empty(one.shape[:-1])
     for start in range(0, one.shape[-2], step):
@@ -219,9 +219,14 @@ def _row_products(one: Float[Tensor, "*rows q_len dim"], other: Float[Tensor, "*
 
 @dataclass(frozen=True)
 class _BackwardRows:
-    """What backward needs of each row; ``share`` is what each of its largest scores gets of their gradient.
+    """What backward needs of each row.
 
-    ``bad`` says which numbers of ``grad_output`` arrived not finite and are 0 in it; the row's ``delta`` is not finite.
+    Attributes:
+        grad_output: gradient of the output, with 0 for NaN and infinity.
+        delta: sum of weight times weight gradient; NaN if the gradient contained NaN or infinity.
+        base: the parts of the log-sum-exp.
+        share: the gradient of the row maximum for each of its ties.
+        bad: where ``grad_output`` contained NaN or infinity.
     """
 
     grad_output: Tensor
@@ -241,7 +246,7 @@ class _BackwardRows:
 
 @dataclass(frozen=True)
 class _BackwardStrip:
-    """One strip of queries in backward, and where the gradients that it has a part in are summed."""
+    """One strip of queries in backward, and the sums of gradients that it contributes to."""
 
     problem: Problem
     layout: Layout
@@ -253,12 +258,12 @@ class _BackwardStrip:
     learned: _Learned
 
     def walk(self, tiles: list[Tile]) -> Tensor:
-        """The strip's query gradient; the others are added to where they are summed."""
+        """The gradient of the strip's queries; other gradients are added to their sums."""
         query = self.layout.query[:, :, self.queries]
         grad_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
         kv_heads = self.problem.num_kv_heads
         flat_query, flat_grad = stacked(query, kv_heads), stacked(grad_query, kv_heads)
-        # Zero weight times NaN is NaN: rows that are not finite must not reach keys that they may not attend to.
+        # A weight of 0 times NaN is NaN: a row with NaN must not affect keys that it may not attend to.
         of_rows = [self.rows.delta] if self.rows.share is None else [self.rows.delta, self.rows.share]
         spoiled = not all(bool(torch.isfinite(values).all()) for values in of_rows)
         for tile in tiles:
@@ -268,7 +273,7 @@ class _BackwardStrip:
         return grad_query
 
     def _tile(self, tile: Tile, spoiled: bool) -> Tensor:
-        """The gradient of a tile's scaled scores; that of its values is added."""
+        """The gradient of a tile's scaled scores; the gradient of its values is added to ``grad_value``."""
         problem, layout, rows, pulls = self.problem, self.layout, self.rows, self.pulls
         scores_in = raw_scores(problem, layout, self.queries, tile)
         scores_out = scores_in
@@ -294,7 +299,7 @@ class _BackwardStrip:
         return self.learned.pulled(problem, scores_in, scores_out, grad, tile) if problem.elementwise else grad
 
     def _spoil_values(self, tile: Tile) -> None:
-        """Write NaN where a row's gradient is not finite to that channel of the values that the row may attend to."""
+        """Write NaN to channels of values that a row may attend to and in which its gradient is NaN or infinite."""
         if self.rows.bad is None or not bool(self.rows.bad.any()):
             return
         bad, into = self.rows.bad.to(self.grad_value), self.grad_value[:, :, tile.keys]
@@ -307,17 +312,17 @@ class _BackwardStrip:
 
 @dataclass(frozen=True)
 class _Learned:
-    """The rules' parameters and the sums of their gradients, None while there is nothing to add."""
+    """The rules' parameters and the sums of their gradients, None before the first."""
 
     parameters: list[Tensor]
     grads: list[Tensor | None]
     dtype: torch.dtype
-    #: Says True once a tile was seen to depend on no other learned tensor.
+    #: Not empty after the check that a tile depends on no other learned tensor.
     complete: list[bool] = field(default_factory=list)
 
     @classmethod
     def of(cls, problem: Problem, reached: list[bool]) -> _Learned:
-        """No gradients so far, of those that were reached 0."""
+        """No gradients so far; 0 for parameters that are known to be read."""
         parameters, dtype = problem.rule_parameters if reached else [], problem.work_dtype
         pairs = zip(parameters, reached, strict=True)
         return cls(
@@ -334,7 +339,7 @@ class _Learned:
         total += grad
 
     def pulled(self, problem: Problem, scores_in: Tensor, scores_out: Tensor, grad: Tensor, tile: Tile) -> Tensor:
-        """The gradient of the scores before the rules; the parameters' own are added."""
+        """The gradient of the scores before the rules; the parameters' gradients are added to their sums."""
         if not scores_out.requires_grad:
             return torch.zeros_like(grad)
         if not self.complete:
@@ -348,7 +353,7 @@ class _Learned:
 
 
 def _sink_gradient(problem: Problem, learned: _Learned, delta: Tensor, base: Base) -> None:
-    """A sink's weight is its share of a row's sum and its value nothing, so its gradient is ``-weight * delta``."""
+    """The gradient of a sink's logit: its value is 0, so it is ``-weight * delta`` with the sink's weight."""
     if problem.sink is None:
         return
     for place, parameter in enumerate(learned.parameters):
@@ -380,8 +385,8 @@ def run(problem: Problem, want: Want) -> Observation:
 
 def _also(problem: Problem) -> list[str]:
     if transforms() or differentiates_forward():
-        return ["is not seen by torch.func and by what differentiates forward"]
-    return [] if is_readable(problem.query) else ["reads numbers, of which meta and fake tensors have none"]
+        return ["does not support torch.func and forward-mode differentiation"]
+    return [] if is_readable(problem.query) else ["reads elements, which meta and fake tensors do not have"]
 
 
 BACKEND = Backend(

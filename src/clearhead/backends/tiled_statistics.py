@@ -1,11 +1,11 @@
-"""Statistics over tiles: a second walk over a strip's tiles once its log-sum-exp is known, and their gradients.
+"""Statistics over tiles, in a second pass over a strip's tiles with its log-sum-exp, and their gradients.
 
-Weights are ``exp(score - largest) / total``, tile by tile, so that nothing T x T is held but what was asked (``rows``).
-Sums run over tiles in order, and no two writers share a place: two runs give the same bits.
+Weights are ``exp(score - largest) / total``, tile by tile, so no tensor T x T is in memory except requested ``rows``.
+Sums are in the order of tiles, and each place has one writer: two runs give the same bits.
 
 Gradients. A statistic that is linear in the weights, or the entropy, has a gradient ``G`` on each weight. With
 ``D = sum_j weight_j G_j`` a score's gradient is ``weight * (G - D)``: the softmax's derivative, as for the output
-(FlashAttention, Dao et al. 2022, appendix B.4). ``D`` needs the whole row, hence a walk before the backward one.
+(FlashAttention, Dao et al. 2022, appendix B.4). ``D`` needs the whole row, hence a pass before the backward pass.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from clearhead.statistics import Want
 
 __all__ = ["Base", "Pulls", "Sweep", "WeighedTile", "result_names", "weigh"]
 
-#: What the first walk finds.
+#: Statistics of the first pass.
 _FIRST: Final = ("lse", "max_score")
 
 
 def result_names(want: Want) -> tuple[str, ...]:
-    """The fields of the observation that the second walk fills, in its order."""
+    """The fields of the observation that the second pass computes, in order."""
     return tuple(name for name in want.shapes(0, 0) if name not in _FIRST)
 
 
 @dataclass(frozen=True)
 class Base:
-    """The two parts of rows' log-sum-exps, ``[b, heads, rows]``: beside scores of -1e9 their sum would lose digits.
+    """The two parts of each row's log-sum-exp, ``[b, heads, rows]``: for scores of -1e9 their sum would lose digits.
 
     Attributes:
-        largest: the largest score, a sink's logit included; 0 where there is none.
-        total: the sum of exponentials over it; 1 where there is none.
+        largest: the row maximum, including a sink's logit; 0 for an empty row.
+        total: the sum of exponentials relative to it; 1 for an empty row.
     """
 
     largest: Tensor
@@ -51,7 +51,7 @@ class Base:
         return bool(self.total.isnan().any())
 
     def without(self, rows: Tensor) -> Base:
-        """With weights of 0 in some rows."""
+        """The same with weights of 0 in some rows."""
         return Base(self.largest.masked_fill(rows, torch.inf), self.total.masked_fill(rows, 1.0))
 
     def cut(self, queries: slice) -> Base:
@@ -61,7 +61,7 @@ class Base:
 
 @dataclass(frozen=True)
 class WeighedTile:
-    """A tile's scores as the softmax takes them, what they are measured by, and the weights."""
+    """A tile's masked scores, the parts of its rows' log-sum-exps, and its weights."""
 
     scores: Tensor
     base: Base
@@ -69,20 +69,20 @@ class WeighedTile:
 
     @property
     def finite_logs(self) -> Tensor:
-        """Logarithms of the weights; 0 where the weight is, since ``0 log 0`` counts as 0."""
+        """Logarithms of the weights; 0 where the weight is 0, since ``0 log 0`` counts as 0."""
         logs = (self.scores - self.base.largest[..., None]).sub_(self.base.total.log()[..., None])
         return logs.masked_fill_(self.weights == 0.0, 0.0)
 
 
 def weigh(scores: Tensor, tile: Tile, base: Base, spoiled: bool) -> WeighedTile:
-    """A tile's weights; ``spoiled`` says that a row may be NaN, which is none of a forbidden key's business."""
+    """A tile's weights; ``spoiled`` says that a row may be NaN, in which the weights of forbidden keys must be 0."""
     scores = masked(scores, tile)
     weights = exponential(scores - base.largest[..., None]).div_(base.total[..., None])
     return WeighedTile(scores, base, masked(weights, tile, 0.0) if spoiled else weights)
 
 
 class Sweep:
-    """The second walk: call ``strip`` for every strip of queries, then ``finished``.
+    """The second pass: call ``strip`` for every strip of queries, then ``finished``.
 
     Attributes:
         results: results by their name in the observation, at the call's places; ``top_*`` too.
@@ -92,7 +92,7 @@ class Sweep:
         self.problem, self.want = problem, want
         batch, heads, q_len, k_len = problem.batch, problem.num_heads, problem.q_len, problem.k_len
         self.rows = want.rows_on(problem.query.device)
-        # A tile larger than the whole is the whole.
+        # A tile is at most as large as the weights.
         self.side = min(want.heatmap, max(1, q_len, k_len))
         self.results = {
             name: problem.query.new_zeros(
@@ -106,7 +106,7 @@ class Sweep:
             self.results["top_indices"] += torch.arange(want.top_k, device=problem.query.device)
 
     def strip(self, layout: Layout, queries: slice, tiles: list[Tile], base: Base) -> None:
-        """Take in one strip of queries, whose tiles are all there are."""
+        """Add one strip of queries with all its tiles."""
         if layout.valid is not None:
             base = base.without(~layout.valid[:, None, queries])
         spoiled = base.spoiled
@@ -159,7 +159,7 @@ class Sweep:
             sums[cells] += _pooled(weights, tile_range, side, torch.sum)
 
     def finished(self) -> dict[str, Tensor]:
-        """The results, when every strip was taken in."""
+        """The results, after every strip."""
         if self.want.heatmap:
             counts = [
                 torch.arange(length, device=self.rows.device).div(self.side, rounding_mode="floor").bincount()
@@ -209,7 +209,7 @@ def _pooled(weights: Tensor, tile_range: TileRange, side: int, reduce: Callable[
 
 
 def _pooled_along(values: Tensor, start: int, side: int, reduce: Callable[..., Tensor]) -> Tensor:
-    """The last axis, which begins at place ``start``, reduced within runs of ``side`` places counted from 0."""
+    """The last axis, whose first index is ``start``, reduced within intervals of ``side`` indices counted from 0."""
     length = values.shape[-1]
     head = min(-start % side, length)
     tail = length - (length - head) % side
@@ -225,7 +225,7 @@ def _pooled_along(values: Tensor, start: int, side: int, reduce: Callable[..., T
 class Top:
     """The largest weights of a strip's rows so far, equal ones in the order of their keys.
 
-    An entry of weight 0 only holds a place: which key it names is settled by ``filled``.
+    Entries of weight 0 are placeholders: ``filled`` sets their keys.
     """
 
     weights: Float[Tensor, "b heads rows found"]
@@ -237,7 +237,7 @@ class Top:
         return cls(weights, weights.to(torch.int64))
 
     def merged(self, weights: Tensor, keys: Int[Tensor, "b 1 1 width"], k: int) -> Top:
-        """With another tile, whose keys all come later."""
+        """The same with another tile, whose keys all come later."""
         full = self.weights.shape[-1] == k
         if full and bool((weights.amax(dim=-1) <= self.weights[..., -1]).all()):
             return self
@@ -248,14 +248,14 @@ class Top:
         return Top(best[..., :k], indices[..., :k])
 
     def filled(self, k: int) -> Top:
-        """All ``k`` entries, those of weight 0 naming the lowest keys that are not named yet."""
+        """All ``k`` entries; those of weight 0 get the lowest keys that have no entry yet."""
         missing = k - self.weights.shape[-1]
         weights = torch.nn.functional.pad(self.weights, (0, missing))
         indices = torch.nn.functional.pad(self.indices, (0, missing))
         empty = weights == 0.0
         if not bool(empty.any()):
             return Top(weights, indices)
-        # Of n entries with weight at most n lie below k, so the first k keys always hold enough others.
+        # At most n of n entries with weight have keys below k, so the first k keys include enough others.
         named = torch.zeros(*weights.shape[:-1], k + 1, dtype=torch.int8, device=weights.device)
         named.scatter_(-1, indices.masked_fill(empty | (indices >= k), k), 1)
         free = named[..., :k].argsort(dim=-1, stable=True)
@@ -264,11 +264,11 @@ class Top:
 
 
 def _largest(weights: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of the last axis (all where it has fewer) and their places, equal ones in order."""
+    """The k largest of the last axis (all if there are fewer) and their indices, equal ones in order."""
     if k < weights.shape[-1]:
         best, places = weights.topk(k + 1, dim=-1)
         last, next_one = best[..., k - 1], best[..., k]
-        # topk may choose any of several equal ones; where the border runs between equal weights, sort instead.
+        # topk may choose any of several equal weights; sort if the last one is equal to the next.
         if bool(((last > next_one) | (last == 0.0)).all()):
             places = places[..., :k].sort(dim=-1).values
             best, order = weights.gather(-1, places).sort(dim=-1, descending=True, stable=True)
@@ -279,10 +279,10 @@ def _largest(weights: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Pulls:
-    """A loss's gradients with respect to statistics, and what they say about weights and scores.
+    """A loss's gradients with respect to statistics, and the resulting gradients of weights and scores.
 
-    Tensors are ``[batch, heads, len]`` or ``[batch, heads, len, dim]``, of the call or of a layout; None where nothing
-    is pulled at.
+    Tensors are ``[batch, heads, len]`` or ``[batch, heads, len, dim]``, of the call or of a layout; None for statistics
+    without a gradient.
     """
 
     want: Want
@@ -290,15 +290,15 @@ class Pulls:
     sink: Tensor | None = None
     distance: Tensor | None = None
     received: Tensor | None = None
-    #: The matrix that multiplies the weights from the left, and its result's gradient.
+    #: The matrix that multiplies the weights from the left, and the gradient of the result.
     mixing: Tensor | None = None
     mixed: Tensor | None = None
-    #: ``[batch, heads, rows, k_len]``, of the call always.
+    #: ``[batch, heads, rows, k_len]``, always of the call.
     rows: Tensor | None = None
-    #: The largest scores and their gradient.
+    #: The row maxima and their gradient.
     highest: Tensor | None = None
     largest: Tensor | None = None
-    #: Where the gradient of ``Want.row_weights`` is gathered, ``[batch, heads, q_len, n]`` of the call.
+    #: The sum of the gradient of ``Want.row_weights``, ``[batch, heads, q_len, n]`` of the call.
     grad_mixing: Tensor | None = None
 
     @classmethod
@@ -312,9 +312,9 @@ class Pulls:
         *,
         gather: bool,
     ) -> Pulls:
-        """From the largest scores with their gradient, and gradients by field of the observation.
+        """From the row maxima with their gradient, and gradients by field of the observation.
 
-        ``gather`` says that the gradient of ``Want.row_weights`` itself is wanted.
+        ``gather`` says that the gradient of ``Want.row_weights`` is needed.
         """
         highest, largest = max_score
         named = {name: grads.get(name) for name in ("entropy", "sink", "distance", "received", "rows")}
@@ -330,7 +330,7 @@ class Pulls:
 
     @property
     def any(self) -> bool:
-        """Whether any statistic is pulled at."""
+        """Whether any statistic has a gradient."""
         return any(getattr(self, name) is not None for name in (*_PULLED, "rows"))
 
     def within(self, layout: Layout) -> Pulls:
@@ -342,7 +342,7 @@ class Pulls:
         return replace(self, **parts)
 
     def on_weights(self, layout: Layout, queries: slice, tile: Tile, weighed: WeighedTile) -> Tensor:
-        """The gradient with respect to a tile's weights; 0 at those that cannot be other than 0."""
+        """The gradient with respect to a tile's weights; 0 at forbidden keys."""
         grad = torch.zeros_like(weighed.weights)
         if self.entropy is not None:
             slope = (weighed.finite_logs + 1.0).masked_fill(weighed.weights == 0.0, 0.0)
@@ -368,9 +368,9 @@ class Pulls:
     def walk(
         self, problem: Problem, layout: Layout, queries: slice, tiles: list[Tile], base: Base
     ) -> tuple[Tensor, Tensor | None]:
-        """A strip's sums of weight times gradient, and the gradient that each of the largest scores gets.
+        """A strip's sums of weight times gradient, and the gradient of the row maximum for each of its ties.
 
-        ``base`` is the strip's own. The gradient of ``Want.row_weights`` is gathered on the way.
+        ``base`` is that of the strip. The gradient of ``Want.row_weights`` is added to its sum.
         """
         spoiled = base.spoiled
         total, count = torch.zeros_like(base.total), torch.zeros_like(base.total)
@@ -387,11 +387,11 @@ class Pulls:
         return total, self.largest[:, :, queries].masked_fill(unreached, 0.0) / count.clamp(min=1.0)
 
     def on_scores(self, grad_scores: Tensor, queries: slice, weighed: WeighedTile, share: Tensor | None) -> Tensor:
-        """With what the largest scores get on top, ties alike."""
+        """Add the gradient of the row maximum, which ties share evenly."""
         if share is None or self.highest is None:
             return grad_scores
         return grad_scores + share[..., None] * (weighed.scores == self.highest[:, :, queries, None])
 
 
-#: Fields of ``Pulls`` that a layout takes its part of.
+#: Fields of ``Pulls`` that are cut to a layout's part.
 _PULLED: Final = ("entropy", "sink", "distance", "received", "mixing", "mixed", "highest", "largest")

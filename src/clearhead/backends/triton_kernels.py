@@ -1,11 +1,11 @@
 """The GPU kernels of ``backends/triton``: one pass for output and row statistics, three sweeps for the others.
 
-The pass is the online softmax (Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023, section 3.1) with more
-sums riding on it. It leaves each row's largest score ``base`` and the reciprocal of its sum ``share``; a sweep
-recomputes scores and has the very weights as ``exp(score - base) * share``. Each number is written by one program
-that adds in a fixed order, so results are the same bits every time.
+The pass is the online softmax (Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023, section 3.1) with further sums.
+It stores each row's maximum ``base`` and the reciprocal of its sum ``share``; a sweep recomputes scores and gets the
+same weights as ``exp(score - base) * share``. Each element is written by one program that adds in a fixed order, so
+results are bitwise reproducible.
 
-Only ``backends/triton`` imports this file, and only where it runs: triton reads its environment at import.
+Only ``backends/triton`` imports this file, and only when it runs: triton reads its environment at import.
 """
 
 # triton's decorators and builtins carry no types, and a kernel's arguments are whatever the launch passes.
@@ -40,13 +40,13 @@ def _load(base, rows, stride, limit, width, BLOCK: tl.constexpr, PADDED: tl.cons
 
 
 @triton.jit
-def _finite(numbers):
-    return tl.abs(numbers.to(tl.float32)) < _INF
+def _finite(values):
+    return tl.abs(values.to(tl.float32)) < _INF
 
 
 @triton.jit
 def _load_queries(base, rows, stride, limit, width, BLOCK: tl.constexpr, PADDED: tl.constexpr):
-    """Queries; one that is not finite becomes NaN throughout, so that no score of it is infinite."""
+    """Queries; one with NaN or infinity becomes NaN in all channels, so that no score of it is infinite."""
     query = _load(base, rows, stride, limit, width, BLOCK, PADDED)
     bad = tl.max(tl.where(_finite(query), 0, 1), 1)
     return tl.where((bad > 0)[:, None], float("nan"), query.to(tl.float32)).to(query.dtype)
@@ -121,7 +121,7 @@ def _ruled(scores, rows, cols, batch, head, sizes, rules, KINDS: tl.constexpr):
 
 @triton.jit
 def _reach(first, last, sizes, mask, batch, head, INTERVALS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Keys ``[low, high)`` outside of which rows ``[first, last)`` see none, and those that all of them see."""
+    """The keys ``[low, high)`` that a row of ``[first, last)`` may attend to, and the keys that all of them may."""
     low, high = 0, sizes.k_len
     full_low, full_high = 0, sizes.k_len
     if mask.keys_before is not None:
@@ -160,7 +160,7 @@ def _attend(
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAD: tl.constexpr, PAD_VALUE: tl.constexpr,
     PRECISION: tl.constexpr, CHECK: tl.constexpr, DIRTY: tl.constexpr,
 ):  # fmt: skip
-    """Walk over the keys ``[low, high)``: the softmax's sums and those that ride along."""
+    """Iterate over the keys ``[low, high)``: the sums of the softmax and of statistics."""
     base, total, output, log_sum, sink_sum, distance_sum, spoiled = state
     for start in range(low, high, BLOCK):
         cols = start + tl.arange(0, BLOCK)
@@ -179,7 +179,7 @@ def _attend(
         anchor = tl.where(higher == -_INF, 0.0, higher)
         depth = scores - anchor[:, None]
         weights = tl.exp2(depth * _LOG2E)
-        # How far the anchor moved; a row that has seen no key has nothing to shrink.
+        # The change of the anchor; 0 for a row without keys so far.
         moved = tl.where(base == -_INF, 0.0, base - anchor)
         shrink = tl.exp2(moved * _LOG2E)
         if ENTROPY:
@@ -190,7 +190,7 @@ def _attend(
             if start < first:
                 sink_sum += tl.sum(tl.where((cols < first)[None, :], weights, 0.0), 1)
         if DISTANCE:
-            # Both are small whole numbers as long as the tile is near; their difference is exact below 2**24.
+            # Whole numbers, whose difference is exact below 2**24.
             distance = (rows + (sizes.offset - start)).to(tl.float32)[:, None] - (cols - start).to(tl.float32)[None, :]
             distance_sum = distance_sum * shrink + tl.sum(weights * tl.abs(distance), 1)
         if DIRTY:
@@ -205,7 +205,7 @@ def _attend(
 
 @triton.jit
 def _is_dirty(dirty, chunks):
-    """Whether a key or value of this head is not finite."""
+    """Whether a key or value of this head contains NaN or infinity."""
     flag = 0
     for start in range(0, chunks, 128):
         at = start + tl.arange(0, 128)
@@ -218,7 +218,7 @@ def non_finite(
     key, value, dirty, strides, sizes, chunks,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """For each chunk of keys of a key head, 1 where a key or value in it is not finite."""
+    """For each chunk of keys of a key head, 1 if a key or value in it contains NaN or infinity."""
     chunk, pair = tl.program_id(0) % chunks, tl.program_id(0) // chunks
     batch, head = (pair // sizes.kv_heads).to(tl.int64), (pair % sizes.kv_heads).to(tl.int64)
     key += batch * strides.key[0] + head * strides.key[1]
@@ -243,12 +243,12 @@ def forward(
 ):  # fmt: skip
     """Output and row statistics of a block of queries of one head.
 
-    It is launched twice: once for heads whose keys and values are finite, and once, with ``DIRTY``, for those where
-    numbers that are not have to be kept to the rows that may attend to them. Each leaves the other's heads alone.
+    It is launched twice: for heads whose keys and values are finite, and with ``DIRTY`` for heads in which NaN and
+    infinity must reach only the rows that may attend to them. Each launch skips the heads of the other.
     """
     blocks = tl.cdiv(sizes.q_len, ROWS)
     pair = tl.program_id(0) // blocks
-    # Under causality the last queries have most to do, so they start first.
+    # Under a causal mask the last queries have the most keys, so they start first.
     row_start = (blocks - 1 - tl.program_id(0) % blocks) * ROWS
     batch, head = (pair // sizes.heads).to(tl.int64), (pair % sizes.heads).to(tl.int64)
     kv_head = head // sizes.group
@@ -302,7 +302,7 @@ def forward(
     whole = total
     moved = nothing
     if sinks is not None:
-        # The sink's logit takes part in the sum; where it is the largest, the anchor moves there.
+        # The sum includes the sink's logit; if it is the largest, it becomes the anchor.
         logit = tl.load(sinks + head * sink_stride)
         higher = tl.maximum(base, logit)
         higher = tl.where(higher == -_INF, 0.0, higher)
@@ -321,7 +321,7 @@ def forward(
         spread = share * shrink * (total * (logarithm - moved) - log_sum)
         tl.store(entropy + place, tl.where(spread < 0.0, 0.0, spread), mask=real)
     if sink_mass is not None:
-        # A row that is NaN has nothing on first keys that it may not attend to.
+        # A row of NaN has a weight of 0 on first keys that it may not attend to.
         tl.store(sink_mass + place, tl.where(sink_sum == 0.0, 0.0, sink_sum * shrink * share), mask=real)
     if distance is not None:
         tl.store(distance + place, distance_sum * shrink * share, mask=real)
@@ -343,7 +343,7 @@ def _weights(
     query, keys, rows, cols, batch, head, sizes, mask, rules, bases, shares,
     KINDS: tl.constexpr, INTERVALS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The weights of a tile, from what the pass left of its rows; 0 where the mask forbids, also in rows of NaN."""
+    """The weights of a tile, from the pass's ``bases`` and ``shares``; 0 at forbidden places, also in rows of NaN."""
     place = (batch * sizes.heads + head) * sizes.q_len + rows
     base = tl.load(bases + place, mask=rows < sizes.q_len, other=0.0)
     share = tl.load(shares + place, mask=rows < sizes.q_len, other=0.0)
@@ -414,7 +414,7 @@ def columns(
                 tiles = tl.reshape(weights, (TILES, SIDE, TILES, SIDE))
                 total = tl.sum(tl.sum(tiles, 3), 1)
                 largest = tl.max(tl.max(tiles, 3), 1)
-                # A maximum passes NaN by; a sum does not.
+                # tl.max ignores NaN, tl.sum does not.
                 largest = tl.where(total == total, largest, total)
                 tile_row, tile_column = at * TILES + tl.arange(0, TILES), block * TILES + tl.arange(0, TILES)
                 place = (pair.to(tl.int64) * q_blocks * TILES + tile_row)[:, None] * (k_blocks * TILES)
@@ -422,7 +422,7 @@ def columns(
                 tl.store(heat_max + place, largest)
                 tl.store(heat_sum + place, total)
     inside = cols < k_stop
-    # The compiler knows the first, the GPU the second.
+    # The first condition is known at compile time, the second at run time.
     if received is not None:  # noqa: SIM102
         if part == 0:
             tl.store(received + pair.to(tl.int64) * sizes.k_len + cols, sums, mask=inside)
@@ -437,7 +437,7 @@ def some_rows(
     KINDS: tl.constexpr, INTERVALS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The whole weights of chosen queries, a tile a program."""
+    """All weights of chosen queries, one tile per program."""
     k_blocks = tl.cdiv(sizes.k_len, BLOCK)
     block = tl.program_id(0) % k_blocks
     rest = tl.program_id(0) // k_blocks
@@ -464,14 +464,14 @@ def _better(
     KINDS: tl.constexpr, INTERVALS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The best of ``best`` and of the keys ``[low, high)``; each is a weight's bits above its key counted downward."""
+    """The largest of ``best`` and keys ``[low, high)``; each is the weight's bits above the key counted downward."""
     for start in range(low, high, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         keys = _load(key, cols, strides.key[2], sizes.k_len, sizes.head_dim, WIDTH, PAD)
         weights = _weights(
             query, keys, rows, cols, batch, head, sizes, mask, rules, bases, shares, KINDS, INTERVALS, PRECISION
         )
-        # Bits of numbers that are not negative are ordered as they are; NaN, its sign taken off, comes first.
+        # The bits of nonnegative floats are in the order of the floats; NaN without its sign comes first.
         bits = (weights.to(tl.int32, bitcast=True) & _LOW).to(tl.int64)
         ranked = (bits << 32) | (-cols + _LOW).to(tl.int64)[None, :]
         ranked = tl.where((cols < sizes.k_len)[None, :], ranked, _NONE)
@@ -501,7 +501,7 @@ def top(
     queries = _load(query, rows, strides.query[2], sizes.q_len, sizes.head_dim, WIDTH, PAD)
     last = tl.minimum(row_start + ROWS, sizes.q_len)
     low, high, _, _ = _reach(row_start, last, sizes, mask, batch, head, INTERVALS, BLOCK, ROWS)
-    # Fewer than count positive weights leave places to weights of 0, which are found among the first 2 * count keys.
+    # If fewer than count weights are positive, weights of 0 fill up, from the first 2 * count keys.
     zeros = tl.minimum(tl.cdiv(2 * count, BLOCK) * BLOCK, sizes.k_len)
     best = (-1 - tl.arange(0, PLACES)).to(tl.int64)[None, :] + tl.zeros([ROWS, 1], dtype=tl.int64)
     best = _better(

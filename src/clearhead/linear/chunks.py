@@ -1,7 +1,7 @@
-"""Chunks of the member without decay or correction: features, products and division in one pass, with its backward.
+"""The chunked form without decay and delta rule: features, GEMMs and normalisation in one pass, with its backward.
 
-Autograd would keep every chunk's products; this keeps the inputs, the output, one state per chunk and one number per
-token, and computes the rest again. Work goes in groups of chunks whose tensors stay in the cache.
+It saves the inputs, the output, one state per chunk and one value per token for backward, which recomputes the scores
+and features of each chunk. Chunks are computed in groups whose tensors fit the CPU's cache.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from clearhead.linear.state import LinearState
 
 __all__ = ["in_chunks", "plain_chunks", "takes"]
 
-#: Numbers of one tensor of a group, for each thread: 512 KiB in float32, so that some fit the second cache.
+#: Elements of one tensor of a group, for each thread: 512 KiB in float32, so that several fit the L2 cache.
 _GROUP: Final = 2**17
-#: Axes of a matrix for each chunk. Torch adds these up faster one by one, and vectors by ``cumsum``.
+#: Number of axes if there is a matrix per chunk. torch sums matrices faster in a loop, and vectors by ``cumsum``.
 _MATRICES: Final = 4
 
 
 def takes(call: Recurrence) -> bool:
-    """Whether a call has neither decay nor correction, and features whose slope is known."""
+    """Whether a call has neither decay nor delta rule, and a feature map with a ``slope``."""
     plain = call.log_decay is None and call.rate is None and call.scale == 1.0
     return plain and call.feature_map.slope is not None and not (torch.compiler.is_compiling() or transformed())
 
 
 def in_chunks(part: Tensor, chunk: int, fill: float = 0.0) -> Tensor:
-    """``[batch, heads, chunks, chunk, dim]``; tokens added at the end hold ``fill``, which changes no sum."""
+    """``[batch, heads, chunks, chunk, dim]``; the last chunk is padded with ``fill``, which does not change sums."""
     missing = -part.shape[2] % chunk
     filled = F.pad(part, (0, 0, 0, missing), value=fill) if missing else part
     chunks: Tensor = filled.unflatten(2, (-1, chunk))
@@ -43,7 +43,7 @@ def in_chunks(part: Tensor, chunk: int, fill: float = 0.0) -> Tensor:
 
 
 def plain_chunks(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, LinearState]:
-    """As ``chunked`` of the forms."""
+    """The chunked form of a call for which ``takes`` is true: the output, and the state after it."""
     length, leading = call.key.shape[2], call.key.shape[:2]
     fill = call.feature_map.absent
     assert fill is not None
@@ -57,15 +57,15 @@ def plain_chunks(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tens
 
 
 class _Groups:
-    """Which chunks of ``[rows * count, chunk, dim]`` are computed together: whole rows, or a part of one."""
+    """Groups of chunks of ``[rows * count, chunk, dim]`` that are computed together: whole rows, or a part of one."""
 
     def __init__(self, value: Tensor, rows: int, features: int) -> None:
         self.rows, self.count = rows, value.shape[0] // rows
-        numbers = value.shape[1] * max(features, value.shape[2], value.shape[1])
-        self.most = max(1, _GROUP * torch.get_num_threads() // numbers)
+        elements = value.shape[1] * max(features, value.shape[2], value.shape[1])
+        self.most = max(1, _GROUP * torch.get_num_threads() // elements)
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
-        """Rows, and chunks as they lie, in the order in which states are handed on."""
+        """Slices of rows and of chunks, in the order of the recurrence."""
         together = max(1, self.most // self.count)
         size = min(self.most, self.count)
         for first in range(0, self.rows, together):
@@ -79,7 +79,7 @@ class _Groups:
 
 
 def _accumulate(increments: Tensor, state: Tensor, before: Tensor) -> None:
-    """Write what is held before each chunk, add each chunk's own, and leave the total in ``held``, in place."""
+    """Write the state before each chunk to ``before``, and add all increments to ``state``, in place."""
     rows = state.shape[0]
     increments, before = increments.unflatten(0, (rows, -1)), before.unflatten(0, (rows, -1))
     if increments.ndim < _MATRICES:
@@ -94,7 +94,7 @@ def _accumulate(increments: Tensor, state: Tensor, before: Tensor) -> None:
 
 
 def _accumulate_backward(increments: Tensor, state: Tensor) -> Tensor:
-    """The same from the end: what is held behind each chunk."""
+    """The sum of the increments after each chunk, from the end; adds all of them to ``state`` in place."""
     rows = state.shape[0]
     increments = increments.unflatten(0, (rows, -1))
     if increments.ndim < _MATRICES:
@@ -110,7 +110,7 @@ def _accumulate_backward(increments: Tensor, state: Tensor) -> Tensor:
 
 
 class _PlainChunks(torch.autograd.Function):
-    """Queries, keys and values ``[rows * chunks, chunk, dim]`` in, the output and the last state out."""
+    """From queries, keys and values ``[rows * chunks, chunk, dim]`` to the output and the last state."""
 
     @staticmethod
     def forward(
@@ -146,7 +146,7 @@ class _PlainChunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         phi: FeatureMap = ctx.phi
-        # Checkpoints hand out what was saved once.
+        # Activation checkpoints allow one access to saved tensors.
         saved = ctx.saved_tensors
         with without_autocast(saved[2].device.type):
             if is_recorded(*grads) or transformed():
@@ -156,7 +156,7 @@ class _PlainChunks(torch.autograd.Function):
 
 
 def _gradients(phi: FeatureMap, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """Of query, key, value, and the first state, from those of the output and the last state."""
+    """Gradients of query, key, value and the first state, from those of the output and the last state."""
     query, key, value, matrix, normalizer, output, states, earlier, shares = saved
     assert phi.slope is not None
     upstream = grads[0].contiguous()
@@ -186,7 +186,7 @@ def _gradients(phi: FeatureMap, saved: tuple[Tensor, ...], grads: tuple[Tensor, 
 
 
 def _computed(phi: FeatureMap, inputs: list[Tensor | None]) -> list[Tensor]:
-    """The same pass by operations that autograd records."""
+    """Forward by operations that autograd records."""
     query, key, value, matrix, *rest = inputs
     assert query is not None
     assert key is not None

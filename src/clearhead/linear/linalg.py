@@ -1,4 +1,4 @@
-"""Products and triangular systems whose gradients are taken in their own precision where autocast is on by then too."""
+"""Matrix multiplication and triangular solve, with higher derivatives; autocast does not round gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def matmul(
     left: Float[Tensor, "*batch rows x"], right: Float[Tensor, "*batch x columns"]
 ) -> Float[Tensor, "*batch rows columns"]:
     """``left @ right``, differentiable any number of times."""
-    # What is traced must not ask who is watching; the compiler writes backward in its own way.
+    # The compiler cannot trace checks of modes, and derives backward itself.
     return left @ right if torch.compiler.is_compiling() else containment.matmul(left, right)
 
 
@@ -30,11 +30,11 @@ def solve_unitriangular(
     """``(I + strict)^-1 @ right``, differentiable any number of times.
 
     Args:
-        strict: 0 on the diagonal, and above it.
-        right: the right sides.
-        upper: whether ``strict`` is 0 below the diagonal instead.
+        strict: a matrix that is 0 on and above the diagonal.
+        right: the right-hand sides.
+        upper: whether ``strict`` is 0 on and below the diagonal instead.
     """
-    # As in containment's: a function of our own is no part of a trace, and has no tangents.
+    # An autograd function cannot be traced, and has no rule for forward-mode differentiation.
     if torch.compiler.is_compiling() or traces() or differentiates_forward():
         return _solution(strict, right, upper)
     solution: Tensor = _Solved.apply(strict, right, upper)  # type: ignore[no-untyped-call]

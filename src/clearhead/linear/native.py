@@ -1,4 +1,4 @@
-"""Chunks by the CPU kernels: which calls they take, and calls without an order among keys."""
+"""Linear attention by the CPU kernels: which calls they take, the chunked form, and calls that are not causal."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from clearhead.ops.library import in_memory, library
 
 __all__ = ["native_chunks", "native_whole", "takes"]
 
-#: The same chunks by torch's operations.
+#: The chunked form by torch's operations.
 Plain: TypeAlias = Callable[[Recurrence, LinearState, int], tuple[Tensor, LinearState]]
 
 
 def takes(call: Recurrence, chunk: int) -> bool:
     """Whether the kernels can compute a call: float32 in this machine's memory, sizes that fit, no transforms."""
-    # In this order: what is traced must not look for a library.
+    # In this order: a trace must not load the library.
     if torch.compiler.is_compiling() or library() is None or transformed():
         return False
     if call.faint or (call.normalized and (call.log_decay is not None or call.rate is not None)):
@@ -37,7 +37,7 @@ def takes(call: Recurrence, chunk: int) -> bool:
 
 
 def native_chunks(call: Recurrence, state: LinearState, chunk: int, plain: Plain) -> tuple[Tensor, LinearState]:
-    """As ``chunked`` of the forms; ``plain`` is that form by torch's operations, for higher derivatives."""
+    """The chunked form by the kernels; ``plain`` is that form by torch's operations, for higher derivatives."""
     if not _in_kernels(call.feature_map):
         call = call.featured()
     feature_map, scale, normalized = call.feature_map, call.scale, call.normalized
@@ -69,10 +69,10 @@ def native_chunks(call: Recurrence, state: LinearState, chunk: int, plain: Plain
 
 
 def native_whole(call: Recurrence, state: LinearState, chunk: int, plain: Plain) -> tuple[Tensor, LinearState]:
-    """As ``whole`` of the forms: keys are summed up with no query to answer, then queries answered with no key behind
-    the sum. A token that is not there has features of 0.
+    """A call that is not causal by two calls of the kernels: one sums the keys with absent queries, the other computes
+    the outputs with absent keys. Absent tokens have features of 0.
 
-    Cost: the products within chunks are made for nothing, twice; torch's operations take longer still, for each of them
+    Cost: the GEMMs within chunks are computed twice without use; torch's operations would still take longer, since each
     writes every feature to memory.
     """
     if not _in_kernels(call.feature_map):

@@ -1,6 +1,6 @@
-"""A packed call: each group of its documents as a batch; where it is traced, as one operator.
+"""Packed calls of linear attention: each group of documents is a batch; under the compiler, one operator.
 
-How many documents there are, and so how many states come back, is told by numbers that a compiler does not know.
+The number of documents, and so of states, depends on elements that the compiler does not know.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from clearhead.torch_private import autograd_inside_operator
 
 __all__ = ["documents_of", "traced_documents_of"]
 
-#: What the operator takes, of a call and of the state before it.
+#: The tensors of a call, and of the state before it, that the operator takes.
 _OF_CALL: Final = ("query", "key", "value", "log_decay", "rate")
 _OF_STATE: Final = ("matrix", "normalizer")
 
@@ -33,7 +33,7 @@ _OF_STATE: Final = ("matrix", "normalizer")
 def documents_of(
     execution: Execution, call: Recurrence, state: LinearState | None, sequences: SequenceLayout
 ) -> tuple[Tensor, LinearState]:
-    """Each group of documents as a batch; states come back in the order of the documents."""
+    """Compute each group of documents as a batch; the states are in the order of the documents."""
     assert sequences.groups is not None
     assert sequences.order is not None
     outputs, places, states, first = [], [], [], 0
@@ -59,7 +59,7 @@ def documents_of(
 
 
 def _gathered(call: Recurrence, group: Group) -> Recurrence:
-    """A group's documents as sequences; places behind a document hold nothing."""
+    """A group's documents as sequences; places after the end of a document are absent."""
 
     def gather(part: Tensor | None) -> Tensor | None:
         return None if part is None else group.take(part)
@@ -70,7 +70,7 @@ def _gathered(call: Recurrence, group: Group) -> Recurrence:
     )
     absent = ~group.valid[:, None, :, None]
     gathered = gathered.without(absent)
-    # Queries too: nobody reads what they give, but 0 times what is not finite would come back from there.
+    # Queries too: their outputs are not read, but backward would compute 0 times NaN or infinity.
     fill = gathered.feature_map.absent
     assert fill is not None
     return replace(gathered, query=gathered.query.masked_fill(absent, fill))
@@ -79,7 +79,7 @@ def _gathered(call: Recurrence, group: Group) -> Recurrence:
 def traced_documents_of(
     execution: Execution, call: Recurrence, state: LinearState | None, ids: Int[Tensor, "1 len"]
 ) -> tuple[Tensor, LinearState]:
-    """As ``documents_of``, written down by a compiler."""
+    """``documents_of`` as one operator, under the compiler."""
     call = call.featured()
     there = [(name, getattr(call, name)) for name in _OF_CALL]
     if state is not None:
@@ -140,7 +140,7 @@ def _backward(
     grads: list[Tensor], arrived: str, tensors: list[Tensor], names: str, ids: Tensor, function: str, causal: bool,
     form: str, chunk: int, normalized: bool, faint: bool, given: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
-    """The call once more, with gradients of every tensor."""
+    """Recompute the call, and return the gradients of every tensor."""
     with autograd_inside_operator():
         inputs = [tensor.detach().requires_grad_() for tensor in tensors]
         results = _forward(inputs, names, ids, function, causal, form, chunk, normalized, faint, given)

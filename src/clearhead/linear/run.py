@@ -1,4 +1,4 @@
-"""The execution of one call: a member's recurrence, sequence by sequence, by one of the forms."""
+"""Runs a call of linear attention: checks it, converts it to a ``Recurrence`` and computes that by one of the forms."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = ["Member", "run"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Member:
-    """What a verb puts into the recurrence besides queries, keys and values.
+    """The arguments of a function's recurrence besides queries, keys and values.
 
-    ``gated`` says that ``log_decay`` is a caller's, whose numbers are looked at when it is known which keys there are.
-    ``faint`` as in ``Recurrence``.
+    ``gated`` says that ``log_decay`` is an argument of the caller, whose values are checked at the keys that are
+    present. ``faint`` says that exact gradients of small decays are needed.
     """
 
     function: str
@@ -57,7 +57,7 @@ def run(
     form: str,
     chunk_size: int,
 ) -> tuple[Tensor, LinearState]:
-    """Compute a member's call, its tensors checked by the verb."""
+    """Compute a member's call; the public function has checked the tensors."""
     given = query
     query, key, value = (_four_axes(part) for part in (query, key, value))
     batch, length = key.shape[0], key.shape[2]
@@ -68,7 +68,7 @@ def run(
     if member.gated and member.log_decay is not None:
         gate = _four_axes(member.log_decay)
         check_gate_values(member.function, gate, lambda: sequences.present(length, key.device))
-    # Autocast would multiply in 16 bits what is summed up in 32.
+    # Autocast would round the operands of float32 sums to 16 bits.
     with without_autocast(key.device.type):
         call = _recurrence(member, query, key, value, sequences.real)
     features = member.feature_map.features(key.shape[-1])
@@ -91,7 +91,7 @@ def run(
 
 
 def _entries(sequences: SequenceLayout, batch: int, state: LinearState) -> int:
-    """How many sequences a state has to have; of documents that are traced the operator counts them."""
+    """The number of sequences in a state; of traced documents the operator counts them."""
     if not sequences.packed:
         return batch
     traced = sequences.ids is not None and isinstance(state, LinearState)
@@ -103,7 +103,7 @@ def _four_axes(part: Tensor) -> Tensor:
 
 
 def _recurrence(member: Member, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None) -> Recurrence:
-    """The call in the precision of its sums."""
+    """The call as a ``Recurrence``, in the precision of its sums."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     log_decay, rate = (
         None if part is None else _four_axes(part).to(dtype).expand(*key.shape[:3], -1)

@@ -128,12 +128,12 @@ class Documents(Carrying):
                 then="Pass Documents(lengths=[5, 3]).",
             )
         if lengths is not None:
-            counts = _with_numbers("lengths", _counts("Documents", "lengths", lengths))
-            numbers = torch.arange(counts.shape[0], device=counts.device)
-            self.ids = torch.repeat_interleave(numbers, counts)[None]
+            counts = _with_elements("lengths", _counts("Documents", "lengths", lengths))
+            document_ids = torch.arange(counts.shape[0], device=counts.device)
+            self.ids = torch.repeat_interleave(document_ids, counts)[None]
             self.contiguous = True
         else:
-            self.ids = _with_numbers("ids", _document_ids(ids))
+            self.ids = _with_elements("ids", _document_ids(ids))
             self.contiguous = _contiguous(self.ids)
 
     def carries(self) -> tuple[int, int]:
@@ -193,7 +193,7 @@ def _document_ids(ids: Tensor | None) -> Tensor:
     return (tensor if tensor.ndim == 2 else tensor[None]).to(torch.int64, copy=True)
 
 
-def _with_numbers(argument: str, tensor: Tensor) -> Tensor:
+def _with_elements(argument: str, tensor: Tensor) -> Tensor:
     """Raise ``ShapeError`` for a meta tensor, which has no elements to read documents from."""
     if tensor.is_meta:
         raise ShapeError.about(

@@ -22,11 +22,11 @@ from clearhead.tracing import (
     MOST_POSITIONS,
     QUERY,
     StandIn,
+    evaluated,
     facts_of,
     few,
     named,
     trace,
-    worked_out,
 )
 
 __all__ = ["traced_intervals"]
@@ -55,7 +55,7 @@ class _Places:
         """A part of the predicate evaluated at some queries and keys; position 0 stands for those not given."""
         places = (self.batch, self.head, self.zero if q_pos is None else q_pos, self.zero if k_pos is None else k_pos)
         values = (
-            worked_out(part, places) if isinstance(part, StandIn) else torch.as_tensor(part, device=self.zero.device)
+            evaluated(part, places) if isinstance(part, StandIn) else torch.as_tensor(part, device=self.zero.device)
         )
         # An operand has as many axes as it needs.
         return values.reshape((1,) * (4 - values.ndim) + tuple(values.shape))

@@ -1,4 +1,4 @@
-"""Products of linear layers, forward and backward, by the path that the table of processors names."""
+"""GEMMs of linear layers, forward and backward, by the path that the table of processors selects."""
 
 from clearhead.projection.activations import ACTIVATIONS, ActivationFormula
 from clearhead.projection.feedforward import project_activate, project_activate_project

@@ -1,4 +1,4 @@
-"""Which path a linear layer's GEMM takes: the table's answer, or the one that ``CLEARHEAD_PROJECTION`` names."""
+"""The path of a linear layer's GEMM: the table's choice, or the one that ``CLEARHEAD_PROJECTION`` names."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ __all__ = [
 ]
 
 _VARIABLE: Final = "CLEARHEAD_PROJECTION"
-#: Of the tensors that have a choice.
+#: Dtypes for which there is a choice of paths.
 DTYPES: Final = (torch.float32, torch.bfloat16)
-#: Numbers of rows that recur: few, as in decoding, or a multiple, as of whole batches.
+#: Numbers of rows that are likely to recur: small ones, as in decoding, and multiples, as of whole batches.
 _RECURRING_ROWS, _RECURRING_MULTIPLE = 64, 32
-#: A weight that is not narrow, and rows that are not few.
+#: A number of elements and of rows that is neither narrow nor few.
 _LARGE: Final = 2**20
 
 
 @dataclass(frozen=True, eq=False)
 class GemmChoice:
-    """The path of one kind of GEMM in this process, and why.
+    """The paths of one kind of GEMM in this process, and the reason.
 
     Attributes:
         kind: ``"forward"``, ``"input gradient"`` or ``"weight gradient"``.
         dtype: ``"float32"`` or ``"bfloat16"``.
-        path: ``"torch"``, ``"onednn"`` or ``"native"``, of large GEMMs.
-        narrow: the same where the weight is narrow.
-        few_rows: the same where the rows are few.
-        reason: the row of the table, or the variable.
+        path: path of large GEMMs: ``"torch"``, ``"onednn"`` or ``"native"``.
+        narrow: path for a weight of fewer than ``NARROW_WEIGHT`` elements.
+        few_rows: path for fewer than ``TILED_ROWS`` rows.
+        reason: the row of the table, or the environment variable.
     """
 
     kind: str
@@ -61,15 +61,15 @@ def gemm_path(
     """The path of a linear layer's GEMM: a pure function of its arguments, the processor and the variables.
 
     Args:
-        dtype: ``float32`` or ``bfloat16``; every other one is torch's.
-        rows: tokens, for every kind.
-        columns: outputs of the layer.
-        steps: inputs of the layer.
+        dtype: ``float32`` or ``bfloat16``; other dtypes take torch's path.
+        rows: number of tokens, for every kind.
+        columns: number of outputs of the layer.
+        steps: number of inputs of the layer.
         kind: ``"forward"``, ``"input gradient"`` or ``"weight gradient"``.
-        training: whether autograd records the layer, which costs a small call more than it gains.
+        training: whether autograd records the layer; small GEMMs then take torch's path.
 
     Raises:
-        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not there for the dtype.
+        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available for the dtype.
 
     >>> gemm_path(torch.float64, 512, 768, 768).name
     'torch'
@@ -80,7 +80,7 @@ def gemm_path(
 
 
 def large_enough(dtype: torch.dtype, rows: int, columns: int, steps: int, *, training: bool) -> bool:
-    """Whether a GEMM is large enough to have a choice; torch's call is the cheapest."""
+    """Whether a GEMM is large enough for a choice of paths; for smaller ones torch's call has the least overhead."""
     weight = columns * steps
     if rows * weight >= table.SMALL:
         return True
@@ -90,7 +90,7 @@ def large_enough(dtype: torch.dtype, rows: int, columns: int, steps: int, *, tra
 
 
 def path_for(kind: str, dtype: torch.dtype, rows: int, weight: int) -> Path:
-    """The path of a kind of GEMM that has a choice, by its rows and the elements of its weight."""
+    """The path of a kind of GEMM that is large enough, by its rows and the elements of its weight."""
     chosen = choice(kind, dtype)
     if rows * weight < table.SMALL:
         return NATIVE if takes_small(dtype) else TORCH
@@ -102,7 +102,7 @@ def path_for(kind: str, dtype: torch.dtype, rows: int, weight: int) -> Path:
 
 
 def takes_small(dtype: torch.dtype) -> bool:
-    """Whether small GEMMs are the kernels': they are there, and no other path is named."""
+    """Whether small GEMMs take the kernels: they are available, and no other path is named."""
     return (_named(dtype) or NATIVE.name) == NATIVE.name and NATIVE.absent(dtype) is None
 
 
@@ -110,7 +110,7 @@ def choice(kind: str, dtype: torch.dtype = torch.float32) -> GemmChoice:
     """The paths of a kind of GEMM.
 
     Raises:
-        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not there for the dtype.
+        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available for the dtype.
 
     >>> choice("forward").path in ("torch", "onednn", "native")
     True
@@ -119,27 +119,27 @@ def choice(kind: str, dtype: torch.dtype = torch.float32) -> GemmChoice:
 
 
 def choices(dtype: torch.dtype) -> tuple[GemmChoice, ...]:
-    """The paths of every kind of GEMM: a call that was prepared holds while they do."""
+    """The paths of every kind of GEMM; a prepared call remains valid while they are the same objects."""
     return _decided(dtype)
 
 
 def check_variable(dtype: torch.dtype = torch.float32) -> str | None:
-    """The path that ``CLEARHEAD_PROJECTION`` names, if it names one.
+    """The path that ``CLEARHEAD_PROJECTION`` names; None if it is not set.
 
     Raises:
-        UnsupportedError: it names no path, or one that is not there for the dtype.
+        UnsupportedError: it names no path, or one that is not available for the dtype.
     """
     name = os.environ.get(_VARIABLE, "")
     if not name:
         return None
     if name not in PATHS:
         must, got = f"be one of {', '.join(PATHS)}", repr(name)[:80]
-        then = "Unset it to let the table of processors choose."
+        then = "Unset it for the choice of the table of processors."
         raise UnsupportedError.about("project", _VARIABLE, must=must, got=got, then=then)
     absent = PATHS[name].absent(dtype)
     if absent is not None:
-        there = " or ".join(name for name, path in PATHS.items() if path.absent(dtype) is None)
-        must, got = f"be {there} for {str(dtype)[6:]} here", f"{name}, but {absent}"
+        available = " or ".join(name for name, path in PATHS.items() if path.absent(dtype) is None)
+        must, got = f"be {available} for {str(dtype)[6:]} here", f"{name}, but {absent}"
         raise UnsupportedError.about("project", _VARIABLE, must=must, got=got, then="Unset it.")
     return name
 
@@ -154,7 +154,7 @@ def _decided(dtype: torch.dtype) -> tuple[GemmChoice, ...]:
 
 @lru_cache(maxsize=64)
 def _read(dtype: torch.dtype, _variable: str, _names: table.Overrides) -> tuple[GemmChoice, ...]:
-    """What the table says; neither the table nor what is installed changes in a process."""
+    """The table's choices, cached: neither the table nor what is installed changes in a process."""
     return tuple(_read_kind(kind, dtype) for kind in KINDS)
 
 
