@@ -1,4 +1,4 @@
-"""A backend held against the float64 specification, output and every gradient."""
+"""Compares a backend's output and gradients with the float64 specification."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gradients(inputs: tuple[Tensor, ...], backend: str, **options: Any) -> list[
 
 
 def _formula_in_16_bits(inputs: tuple[Tensor, ...], mask: ch.Mask | None, **options: Any) -> list[Tensor]:
-    """Output and gradients of the formula with every step rounded to the inputs' own 16 bits."""
+    """Output and gradients of the formula with every step rounded to the inputs' 16-bit dtype."""
     assert not options.get("scores")
     query, key, value = inputs
     group = query.shape[1] // key.shape[1]

@@ -1,4 +1,4 @@
-"""Which activations dropout keeps, from the definition in ``clearhead.ops.dropout.dropped``, in torch's operators."""
+"""The activations that dropout does not drop, by the definition of ``clearhead.ops.dropout.dropped``, in torch."""
 
 from __future__ import annotations
 

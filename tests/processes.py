@@ -1,4 +1,4 @@
-"""New processes without the seconds that it takes to import torch: a server that has imported it becomes each of them.
+"""New processes without the seconds that the import of torch takes: each is forked from a server that has imported it.
 
 Nothing has been computed there, and no thread has begun.
 """

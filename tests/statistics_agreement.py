@@ -1,4 +1,4 @@
-"""A backend's statistics held against the float64 specification, values and gradients."""
+"""Compares a backend's statistics and their gradients with the float64 specification."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def given_by(backend: str) -> frozenset[str]:
 
 
 def check_statistics(backend: str, inputs: tuple[Tensor, ...], want: ch.Want, **options: Any) -> None:
-    """The output's bits and every statistic that is wanted; skips what the backend's capability refuses."""
+    """Compares the output bitwise, and every requested statistic; skips calls that the backend does not support."""
     _skip_refused(backend, inputs, want, options)
     inputs = tuple(tensor.detach() for tensor in inputs)
     exact_inputs = tuple(tensor.double() for tensor in inputs)
@@ -76,7 +76,7 @@ def check_statistics(backend: str, inputs: tuple[Tensor, ...], want: ch.Want, **
 
 @dataclass(frozen=True)
 class Scale:
-    """What the budget has to know: all exact weights, how large scores are, and how many numbers a sum has."""
+    """Inputs of the error budget: all exact weights, the size of scores, and the number of terms in a sum."""
 
     weights: Tensor
     size: float
@@ -118,7 +118,7 @@ def compare_observations(
 def _compare_top(
     backend: str, observation: ch.Observation, textbook: ch.Observation, exact: ch.Observation, scale: Scale
 ) -> None:
-    """Each index once, with its own weight; the right one where weights lie clearly apart; zeros in order."""
+    """Each index occurs once, with its weight; the right one if weights clearly differ; zeros in order."""
     name = f"{backend} top_indices"
     indices, weights, k = observation.top_indices, observation.top_weights, observation.top_indices.shape[-1]
     if not indices.numel():
@@ -183,7 +183,7 @@ def check_gradients(
 
 
 def loss_of(observation: ch.Observation, want: ch.Want) -> Tensor:
-    """Every number that has a gradient, each with a slope of its own; -inf of empty rows left out."""
+    """The sum of all differentiable statistics, each element with another factor; without -inf of empty rows."""
     total = (observation.output.double() * _slope(observation.output)).sum()
     for name in (*DIFFERENTIABLE, *ALSO_DIFFERENTIABLE):
         statistic = getattr(observation, name)

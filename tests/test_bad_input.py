@@ -1,6 +1,6 @@
 """Bad input never crashes, never hangs, never half-writes: every argument of every public call, replaced by junk.
 
-Junk may be taken where it means something. Where it is refused, it is by one of the library's errors, on one line.
+Junk may be accepted where it has a meaning. Otherwise the call raises one of the library's errors, on one line.
 """
 
 from __future__ import annotations

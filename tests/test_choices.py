@@ -1,4 +1,4 @@
-"""The table of choices: each row by a processor that it is for, and what reads the table."""
+"""The table of choices: each row with a processor that it applies to, and the functions that read the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's function keeps what its variables held when attention was called."""
+"""A user's function keeps the values that its variables had when attention was called."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _inputs() -> list[Tensor]:
 
 
 def _trained(backend: str, late: bool) -> list[Tensor]:
-    """Two layers of a loop whose variable has moved on when backward comes; or functions that hold their own."""
+    """Two layers of a loop whose variable has changed by backward; or functions with variables of their own."""
     slopes = torch.tensor([0.05, 0.3, 9.0], requires_grad=True)
     inputs = _inputs()
     query, key, value = inputs
@@ -265,7 +265,7 @@ class Slotted:
 
 
 class Derived:
-    """Its number is made by a property, by way of a method."""
+    """Its value is computed by a property that calls a method."""
 
     def __init__(self, gate: Tensor) -> None:
         self._raw = gate

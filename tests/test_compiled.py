@@ -1,4 +1,4 @@
-"""Calls that lower while they are traced are one C++ operator, with the numbers and gradients of eager calls."""
+"""Calls that the compiler lowers are one C++ operator, with the outputs and gradients of eager calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covering arrays hold every pair, in few rows."""
+"""Covering arrays contain every pair, in few rows."""
 
 from __future__ import annotations
 

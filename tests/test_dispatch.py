@@ -1,4 +1,4 @@
-"""The choice of a backend, and what it says about itself."""
+"""The choice of a backend, and its report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _choice(**options: object) -> str | None:
 
 
 def _or_native(without: str) -> str:
-    """The kernels where they are built, else what takes over."""
+    """The kernels if they are built, else the backend that replaces them."""
     return without if native.BACKEND.capability.requires() else "native"
 
 

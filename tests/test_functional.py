@@ -1,4 +1,4 @@
-"""The verbs: shapes in and out, and every wrong input as one line."""
+"""The public functions: shapes of inputs and outputs, and wrong input as one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pack and unpack: padding out, padding in, and attention between them."""
+"""pack and unpack, and attention on packed sequences."""
 
 from __future__ import annotations
 

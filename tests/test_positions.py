@@ -51,7 +51,7 @@ def test_rotary_preserves_position_0_dtype_and_shape() -> None:
 
 
 def formula(x: Tensor, first: int = 0, base: float = 10000.0) -> Tensor:
-    """In float64, pairs as complex numbers."""
+    """The formula in float64, with pairs as complex numbers."""
     half = x.shape[-1] // 2
     places = torch.arange(first, first + x.shape[-2], dtype=torch.float64)
     angles = torch.outer(places, base ** (-torch.arange(half, dtype=torch.float64) / half))
@@ -78,7 +78,7 @@ def test_rotary_in_every_dtype_shape_and_place(dtype: torch.dtype, shape: tuple[
     assert (rotated.shape, rotated.dtype) == (x.shape, dtype)
     unit = 5.0 * UNITS[dtype]
     torch.testing.assert_close(rotated.double(), formula(x, first), rtol=unit, atol=unit)
-    # What was turned is turned back by its gradient, for lengths stay.
+    # The gradient rotates back, since rotations preserve norms.
     (back,) = torch.autograd.grad(rotated, x, rotated.detach())
     torch.testing.assert_close(back.double(), x.double(), rtol=2 * unit, atol=2 * unit)
 

@@ -55,7 +55,7 @@ def private_names(source: str) -> list[str]:
 
 
 def _imported(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """Names that stand for a part of one of the libraries, and where it lies."""
+    """Names bound to a part of one of the libraries, and its path."""
     if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in LIBRARIES:
         yield from ((each.asname or each.name, f"{node.module}.{each.name}") for each in node.names)
     if isinstance(node, ast.Import):
@@ -86,7 +86,7 @@ def _names(node: ast.AST, ours: set[str], paths: Mapping[str, str]) -> Iterator[
         root, _, rest = _path(node).partition(".")
         path = f"{paths.get(root, root)}.{rest}"
         if path.partition(".")[0] in LIBRARIES:
-            # The longest path says it once.
+            # Only the longest path counts.
             if _is_private(path) and not _is_private(path.rpartition(".")[0]):
                 yield path
         elif node.attr in UNDERSCORED and node.attr not in ours:

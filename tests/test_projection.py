@@ -1,4 +1,4 @@
-"""project() against torch's linear in float64, on every path, and the ways in which the path is chosen."""
+"""project() against torch's linear in float64, on every path, and the choice of the path."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _numbers(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing forced, and the smallest product large enough."""
+    """No path is forced, and the smallest GEMM has a choice."""
     monkeypatch.delenv("CLEARHEAD_PROJECTION", raising=False)
     monkeypatch.setattr(sizes, "SMALL", 1)
     monkeypatch.setattr(sizes, "SMALL_UNPREPARED", 1)
@@ -54,7 +54,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of product for which a path was chosen, in order; empty where ``F.linear`` itself ran."""
+    """The kinds of GEMM for which a path was chosen, in order; empty if ``F.linear`` ran."""
     kinds: list[str] = []
     chosen = linear.path_of
     monkeypatch.setattr(linear, "path_of", lambda kind, *sizes: kinds.append(kind) or chosen(kind, *sizes))

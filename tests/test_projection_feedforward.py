@@ -1,4 +1,4 @@
-"""project_activate_project() against its steps in float64, and when it steps aside."""
+"""project_activate_project() against the unfused formula in float64, and the calls that it leaves unfused."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_fused_outputs_and_gradients_equal_unfused_ones(
 
 
 def _factor(size: tuple[tuple[int, ...], int, int, int], dropout: float) -> Tensor | None:
-    """What dropout multiplies hidden numbers by in a call after ``torch.manual_seed(7)``."""
+    """The factor of dropout on hidden elements in a call after ``torch.manual_seed(7)``."""
     if dropout == 0.0:
         return None
     torch.manual_seed(7)
@@ -127,7 +127,7 @@ def _factor(size: tuple[tuple[int, ...], int, int, int], dropout: float) -> Tens
 def test_every_activation_with_dropout(
     size: tuple[tuple[int, ...], int, int, int], dtype: torch.dtype, activation: str, dropout: float
 ) -> None:
-    """Forward, backward, and gradients that can be differentiated again, each from the definition."""
+    """Forward, backward, and differentiable gradients, each against the definition."""
     parts = _parts(*size, dtype=dtype)
     steps, rows = partial(_steps, activation=activation, factor=_factor(size, dropout)), math.prod(size[0])
 
@@ -190,7 +190,7 @@ def test_every_activation_with_a_gate(
     unfused, exact = _with_gradients(steps, parts), _with_gradients(steps, parts, torch.float64)
     names, terms = [name for name in GATED_NAMES if bias or "bias" not in name], max(*size[1:3], rows)
     if activation == "relu" and dtype is torch.bfloat16:
-        # Its gradient jumps at 0, where the textbook's own rounding decides.
+        # Its gradient is discontinuous at 0, where the rounding of the textbook formula decides.
         names = names[:1]
     for create_graph in (False, True):
         for name, *three in zip(
@@ -211,7 +211,7 @@ def test_each_gradient_of_a_gated_layer_alone(wanted: int) -> None:
 
 
 def test_second_derivatives_of_a_gated_layer() -> None:
-    """Backward reads what forward kept, and leaves it as it is."""
+    """Backward does not modify the tensors that forward saved."""
     leaves = [part.requires_grad_() for part in _gated_parts(((6,), 8, 12, 4)) if part is not None]
     output = _fused_gated(*leaves, activation="silu")
     first = torch.autograd.grad(output.sum(), leaves, retain_graph=True)
@@ -256,7 +256,7 @@ def test_relu_treats_0_and_nan_like_torch() -> None:
 
 
 def _in_rows_apart(tensor: Tensor) -> Tensor:
-    """The same numbers, as a slice of what is twice as wide."""
+    """The same elements, as a slice of a tensor of twice the width."""
     return torch.cat([tensor, torch.full_like(tensor, torch.nan)], -1)[..., : tensor.shape[-1]]
 
 
@@ -275,7 +275,7 @@ def _every_second_row(tensor: Tensor) -> Tensor:
 def test_strided_inputs_after_contiguous_ones(
     leading: tuple[int, ...], which: int, lay: Callable[[Tensor], Tensor], dense_first: bool
 ) -> None:
-    """Calls are made again only on tensors that lie as before, also where both come in turn."""
+    """Contiguous and strided inputs in turn give the same results."""
     dense = _parts(leading, 8, 12, 4)
     part = dense[which]
     assert part is not None
@@ -452,7 +452,7 @@ class TestFeedForward:
         given = (x, x) if decoder else (x,)
         unfused = layer(*given)
         swap(layer)
-        # Nobody looking, the whole of an encoder's layer is one step.
+        # Without observers a whole encoder layer is one fused operator.
         layer.norm1.register_forward_hook(lambda *_: None)
         torch.testing.assert_close(layer(*given), unfused, rtol=1e-4, atol=1e-5)
         assert len(calls) == 1
@@ -469,7 +469,7 @@ def test_small_layers_use_the_kernels_on_every_processor(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("small", ["expand", "contract"])
 def test_narrow_weight_is_fused(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its product alone goes by the faster of the others; what a step saves around it is more."""
+    """Its GEMM alone takes the faster path; fusion saves more than that gains."""
     monkeypatch.delenv("CLEARHEAD_PROJECTION")
     width, out = (8, 256) if small == "expand" else (256, 8)
     parts = _parts((4096,), width, 256, out)

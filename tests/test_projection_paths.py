@@ -1,4 +1,4 @@
-"""How the paths of linear layers stand in the choice where oneDNN's operator or the kernels are absent."""
+"""The choice of paths of linear layers if oneDNN's operator or the kernels are missing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHERS = [name for name, path in paths.PATHS.items() if path.absent(torch.float3
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The table read anew, nothing forced, and the smallest product large enough."""
+    """The table is read anew, no path is forced, and the smallest GEMM has a choice."""
     monkeypatch.delenv("CLEARHEAD_PROJECTION", raising=False)
     monkeypatch.setattr(sizes, "SMALL", 1)
     monkeypatch.setattr(sizes, "SMALL_UNPREPARED", 1)

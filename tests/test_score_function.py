@@ -1,4 +1,4 @@
-"""ScoreFunction and MaskFunction: gradients of what a function closes over, and every way in which one can be wrong."""
+"""ScoreFunction and MaskFunction: gradients of closed-over tensors, and errors of wrong functions."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_stored_scores_are_not_modified() -> None:
         return s
 
     ch.attention(*_inputs(), scores=ch.ScoreFunction(keeping), backend="tiled")
-    # One place that tells which learned tensors it reads, then three tiles.
+    # One call on one place, which finds the learned tensors, then three tiles.
     assert len(stored) == 4
     assert all(torch.equal(one, copy) for one, copy in stored)
 
@@ -244,7 +244,7 @@ def test_returned_tensor_is_not_modified() -> None:
 
 
 class Tied(torch.nn.Module):
-    """A rule's table is computed from a parameter that the rule's module holds as well."""
+    """A rule's table is computed from a parameter that the rule's module contains too."""
 
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -405,7 +405,7 @@ VERBS: dict[str, Callable[..., Tensor]] = {
 def test_writing_into_tensors_before_backward_raises(name: str) -> None:
     layer, inputs, ids = Annealed(), [tensor.requires_grad_() for tensor in _inputs()], torch.arange(300) % 7
     options = {"scores": ch.ScoreFunction(layer.rule), "mask": ch.MaskFunction(lambda b, h, i, j: ids[i] != ids[j] + 1)}
-    # The count is written by the function itself.
+    # The function itself writes the count.
     VERBS[name](*inputs, **options).sum().backward()
     for written in (layer.strength, ids):
         output = VERBS[name](*inputs, **options)

@@ -1,4 +1,4 @@
-"""The shapes in public signatures are true: jaxtyping checks them while a grid of calls runs, in its own process."""
+"""The shapes in public signatures hold: jaxtyping checks them while a grid of calls runs in another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be asked: wants that make no sense are refused in one line."""
+"""``Want``: requests that make no sense raise one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under torch.compile and torch.export the call is one operator with the same numbers."""
+"""Under torch.compile and torch.export a call is one operator with equal results."""
 
 from __future__ import annotations
 

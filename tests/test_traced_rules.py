@@ -1,4 +1,4 @@
-"""Score functions that come to rules which the kernels know: found where they do, and never where they do not."""
+"""Score functions traced to rules of the kernels, which equal the function; others are not converted."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ _NUMBERS: st.SearchStrategy[_Number] = st.recursive(
 @settings(deadline=None, max_examples=400)
 @given(number=_NUMBERS, offset=st.integers(0, 9), subtract=st.booleans())
 def test_rules_equal_the_function(number: _Number, offset: int, subtract: bool) -> None:
-    """For any expression of the indices: rules that are found give its very scores at every place."""
+    """For any expression of the indices: traced rules give equal scores at every place."""
 
     def fn(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return s - number(b, h, i, j) if subtract else s + number(b, h, i, j)

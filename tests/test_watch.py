@@ -1,4 +1,4 @@
-"""Where attention passes by: watchers see and change calls, and the output is the same with and without statistics."""
+"""Watchers of attention: they observe and edit calls, and statistics do not change the output."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from clearhead.watch import (
 
 
 class Recorder:
-    """Writes down each call that is not silent, asking for statistics of its own."""
+    """Records each call that is not silent, and requests statistics."""
 
     edits = False
 

@@ -49,8 +49,6 @@ class Want(Record):
         rows: indices of queries whose weights to return, ``0 <= row < q_len``, in any order, repeated or not; None for
             none.
 
-    Example:
-
     >>> Want(entropy=True, top_k=4).shapes(q_len=10, k_len=12)
     {'entropy': (10,), 'top_indices': (10, 4), 'top_weights': (10, 4)}
     """

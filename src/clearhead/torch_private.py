@@ -78,7 +78,7 @@ def differentiates_forward() -> bool:
 
 # 2. Modes, and tensors that answer operators --------------------------------------------------------------------------
 
-# Without TorchDispatchMode nothing sees what users' functions read and draw, and the import fails.
+# Without TorchDispatchMode the tensors that users' functions read cannot be recorded, and the import fails.
 _dispatch_depth: Final[Callable[[], int]] = getattr(torch._C, "_len_torch_dispatch_stack", int)
 _function_modes: Final[Callable[[], list[object]] | None] = getattr(
     torch.overrides, "_get_current_function_mode_stack", None
@@ -88,7 +88,7 @@ _function_modes: Final[Callable[[], list[object]] | None] = getattr(
 def has_dispatch_mode() -> bool:
     """Whether a dispatch mode observes operators: then only operators of the computation itself may be called.
 
-    Without the name the answer is no, and a mode sees clearhead's operators.
+    Without the name the answer is no, and a mode observes clearhead's operators.
     """
     return _dispatch_depth() > 0
 
@@ -313,7 +313,7 @@ def supports_sdpa(model: type) -> bool:
 def outputs_collected() -> Collection[str]:
     """The outputs that transformers collects from submodules around this call.
 
-    Without the name there are none, and attention weights that are asked for are missing.
+    Without the name there are none, and requested attention weights are missing.
     """
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
     return (collector.get() or ()) if collector is not None else ()

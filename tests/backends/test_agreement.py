@@ -1,4 +1,4 @@
-"""Every backend against the float64 specification, forward and backward, wherever it says it can."""
+"""Every backend against the float64 specification, forward and backward, for all calls that it supports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_agreement_in_all_dtypes(backend: str, name: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("name", ["none", "causal", "padding to nothing", "causal documents"])
 @pytest.mark.parametrize("backend", TESTED)
 def test_inference_in_16_bits_keeps_the_budget(backend: str, name: str, dtype: torch.dtype) -> None:
-    """Without gradients, torch's own 16-bit kernels may run."""
+    """Without gradients, torch's 16-bit kernels may run."""
     batch = 1 if "documents" in name else 2
     query, key, value = (tensor.detach() for tensor in tensors(dtype=dtype, batch=batch, value_dim=8))
     mask = MASKS[name].mask

@@ -1,4 +1,4 @@
-"""NaN and inf stay with those who may attend to them; empty rows are 0 and leave no gradient."""
+"""NaN and infinity affect only queries that may attend to them; empty rows are 0 with gradients of 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dropout: the published generator, the right share, the same weights everywhere and in backward."""
+"""Dropout: the published generator, the share of dropped weights, and equal weights on all backends and in backward."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_statistics_are_from_before_dropout() -> None:
 
 
 def test_dropout_in_documents_of_different_lengths() -> None:
-    """Padding at the end of a group reaches into tiles of its own."""
+    """Padding at the end of a group fills whole tiles."""
     lengths = [90, 70, 88, 66] * 20
     query, key, value = tensors(batch=1, heads=8, kv_heads=8, q_len=sum(lengths), k_len=sum(lengths))
     mask = ch.Documents(lengths=lengths)

@@ -1,4 +1,4 @@
-"""Tables of blocks over many tiles of the CPU kernels, most of them empty: what is skipped changes no number."""
+"""Tables of blocks over many tiles of the CPU kernels, most of them empty: skipping them changes no result."""
 
 from __future__ import annotations
 

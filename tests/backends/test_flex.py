@@ -1,4 +1,4 @@
-"""Our masks and rules as FlexAttention's; the uncompiled call stands in for the GPU's."""
+"""Masks and rules as FlexAttention's; the uncompiled function replaces the GPU's."""
 
 from __future__ import annotations
 

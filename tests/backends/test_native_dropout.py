@@ -1,4 +1,4 @@
-"""Dropout in the CPU kernels: its share, its independence, the very weights, and the same ones in backward."""
+"""Dropout in the CPU kernels: share, independence, and the weights of the specification, forward and backward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def kept_by_the_kernels(
     query_offset: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Weights that dropout keeps, seen from outside: all scores alike and one value channel per key."""
+    """Dropped weights, observed in the output: all scores are equal, and each key has one value channel."""
     query, key = torch.zeros(batch, heads, q_len, 4, dtype=dtype), torch.zeros(batch, heads, k_len, 4, dtype=dtype)
     value = torch.eye(k_len, dtype=dtype).expand(batch, heads, k_len, k_len)
     output = ch.attention(query, key, value, dropout=p, seed=seed, query_offset=query_offset, backend="native")
@@ -43,8 +43,8 @@ class TestDropout:
         mask = kept_by_the_kernels(p, seed=3).double()
         share, deviation = 1.0 - p, (p * (1.0 - p)) ** 0.5
         assert abs(mask.mean().item() - share) < 5.0 * deviation / mask.numel() ** 0.5
-        # How many of a row's or a column's weights stay is binomial: its variance, too, is known, and how far off
-        # a sample of n variances may be, sqrt(2 / n).
+        # The number of a row's or a column's remaining weights is binomial: its variance, too, is known, and how far
+        # off a sample of n variances may be, sqrt(2 / n).
         for sums, trials in ((mask.sum(-1), 250), (mask.sum(-2), 200)):
             expected = trials * deviation**2
             assert abs(sums.var().item() / expected - 1.0) < 5.0 * (2.0 / sums.numel()) ** 0.5

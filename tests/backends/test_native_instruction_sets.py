@@ -91,7 +91,7 @@ class TestInstructionSets:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     def test_tensors_read_in_place_and_packed_ones_agree(self, dtype: torch.dtype) -> None:
-        """A tile with a hidden NaN is packed and cleaned, the others are read as they lie, all by the same queries."""
+        """A tile with a masked NaN is packed without it, the others are read in place, for the same queries."""
         query, key, value = tensors(dtype=dtype, q_len=2, k_len=1103, head_dim=64, value_dim=64)
         spoiled = value.detach().clone()
         spoiled[..., 1101, 5] = torch.nan

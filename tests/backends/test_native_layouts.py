@@ -1,4 +1,4 @@
-"""The CPU kernels on tensors as they lie: views, layouts seen before, a cache that grows."""
+"""The CPU kernels on tensors of any layout: views, repeated calls, and a growing KV cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = needs_native
 
 
 class TestLayouts:
-    """Tensors are read where they lie."""
+    """Tensors are read without a copy."""
 
     def views(self) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         packed = draw(2, 50, 3 * 4 * 16, grad=False)
@@ -63,7 +63,7 @@ class TestLayouts:
 
     @pytest.mark.parametrize("q_len", [16, 200])
     def test_masked_nan_values_are_not_read_and_not_modified(self, q_len: int) -> None:
-        """What nobody may attend to is NaN in one tile of several: that one is cleaned, the tensor is not."""
+        """A forbidden key is NaN in one tile of several: the kernel ignores it and does not modify the tensor."""
         query = draw(1, 2, q_len, 64, grad=False)
         key, value = (draw(1, 2, 600, 64, seed=seed, grad=False) for seed in (1, 2))
         mask = ch.Padding(torch.tensor([599]))
@@ -112,7 +112,7 @@ class TestLayouts:
 
     @pytest.mark.parametrize("grad", [False, True])
     def test_negative_view_is_resolved(self, grad: bool) -> None:
-        """The imaginary part of a conjugate holds its numbers with the other sign."""
+        """The imaginary part of a conjugate is a view with a lazy sign."""
         lazy = torch.complex(draw(1, 2, 9, 8, grad=False), draw(1, 2, 9, 8, seed=1, grad=False)).conj().imag
         assert lazy.is_neg()
         other = draw(1, 2, 9, 8, seed=2, grad=grad)
@@ -125,7 +125,7 @@ class TestLayouts:
 
 
 class TestAgain:
-    """A call whose layout was seen before takes a shorter way, and must be the same call."""
+    """Repeated calls with changed options compute what the options say."""
 
     def test_options_change_the_result(self) -> None:
         query, key, value = (draw(1, 2, n, 16, seed=n, grad=False) for n in (6, 40, 40))
@@ -143,7 +143,7 @@ class TestAgain:
         assert ch.attention(query.requires_grad_(), key, value, backend="native").requires_grad
 
     def test_missing_offset_raises_after_a_valid_call(self) -> None:
-        """No offset was given: that another call gave one does not help."""
+        """A missing offset raises, although an earlier call had one."""
         query, key = draw(1, 2, 6, 16, grad=False), draw(1, 2, 40, 16, grad=False)
         for offset in (0, 34):
             ch.attention(query, key, key, mask=ch.Causal(), query_offset=offset, backend="native")
@@ -170,6 +170,6 @@ class TestDecoding:
             start += count
         assert start == 140
         stepped = torch.cat(parts, dim=2)
-        # Each is as near to the exact numbers as the other may be, twice over.
+        # Both errors are within the budget, so the difference is within twice the budget.
         within_budget("stepped", stepped, whole, exact, terms=140)
         within_budget("whole", whole, stepped, exact, terms=140)

@@ -1,4 +1,4 @@
-"""Loading the compiled kernels: found, refused with a reason, and held against the C header."""
+"""Loading of the compiled kernels: found, refused with a reason, and compared with the C header."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def in_a_new_process(code: str, **environment: str) -> str:
 
 
 def a_library(folder: Path, source: str) -> Path:
-    """Compile a few lines of C into a library that stands in for ours."""
+    """Compile a few lines of C into a library that replaces the kernels'."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("there is no C compiler")
@@ -127,7 +127,7 @@ class TestLoaded:
         assert native_library.library() is not None
 
     def test_intel_widens_bfloat16(self, fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The widest set, but for dot products of bfloat16 on Intel's processors."""
+        """The widest set, except bf16 dot-product instructions on Intel's processors."""
         monkeypatch.delenv("CLEARHEAD_ISA", raising=False)
         library, names = native_library.library(), native_library.isa_names()
         assert library is not None

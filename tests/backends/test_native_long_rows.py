@@ -59,7 +59,7 @@ class TestLongRows:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("q_len", [97, 200, 17_000])
     def test_several_tiles_of_keys_read_the_same_queries(self, q_len: int, dtype: torch.dtype) -> None:
-        """Backward lays queries out once for all tiles, or, where they are too many to keep, again for each."""
+        """Backward packs queries once for all tiles, or once per tile if they are too many."""
         drawn = [draw(1, 1, n, 64, seed=seed, dtype=dtype) for seed, n in enumerate((q_len, 600, 600))]
         inputs, slope = tuple(drawn), draw(1, 1, q_len, 64, seed=3, dtype=dtype, grad=False)
         output = ch.attention(*inputs, backend="native")

@@ -1,4 +1,4 @@
-"""Memory of results that are gone, kept for others: what a tensor in it is and can do, and what is kept."""
+"""The cache of freed memory for results: properties of tensors in it, and its size."""
 
 from __future__ import annotations
 

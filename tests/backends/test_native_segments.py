@@ -1,4 +1,4 @@
-"""The CPU kernels on documents and padding: each segment an attention of its own."""
+"""The CPU kernels on documents and padding: each segment is a separate attention."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_backward_reports_nan_under_a_mask() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("keys", [0, 600])
 def test_first_call_of_a_thread_without_keys_gives_zeros(keys: int, dtype: torch.dtype) -> None:
-    """What a thread keeps between calls is not there yet, and such queries need none of it."""
+    """A new thread has no workspace yet, and queries without keys need none."""
     query, key, value, arrived = tensors(1, 2, 600, 16, dtype=dtype)
     mask = ch.Padding([0]) if keys else None
     with ThreadPoolExecutor(1) as fresh:

@@ -1,4 +1,4 @@
-"""Statistics of the CPU kernels, beyond what every backend is asked: bits, instruction sets, memory."""
+"""Statistics of the CPU kernels, besides the tests of every backend: bitwise results, instruction sets, memory."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_learned_row_weights_choose_a_backend_with_their_gradient() -> None:
 
 
 def test_the_largest_score_of_a_decoded_token_has_a_gradient() -> None:
-    # Forward reads such keys where they lie, backward packs them: their largest scores differ in the last bit.
+    # Forward reads such keys in place, backward packs them: their largest scores differ by 1 ULP.
     query, key, value = (tensor.requires_grad_() for tensor in inputs_of("keys where they lie"))
     observation = ch.observe_attention(
         query, key, value, want=ch.Want(max_score=True), backend="native", query_offset=298

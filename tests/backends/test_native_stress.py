@@ -1,4 +1,4 @@
-"""The CPU kernels among threads and processes: same bits with any number of threads, many callers, forks, no leaks."""
+"""The CPU kernels with threads and processes: bitwise equal results at any thread count, concurrent callers, forks, leaks."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_forward_and_backward_need_not_have_the_same_threads() -> None:
 
 
 class TestCallers:
-    """Python threads that call at once, each with its own work."""
+    """Python threads that call concurrently, each with different inputs."""
 
     SECONDS = 1.0
 
@@ -199,7 +199,7 @@ def resident() -> int:
 @pytest.mark.skipif(not STATM.exists(), reason="this system does not say how much memory is in use")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_thread_frees_its_workspace_at_its_end(threads: int) -> None:
-    """Scratch is kept between the calls of a thread, and freed with it."""
+    """A thread's workspace is reused between its calls, and freed with the thread."""
     torch.set_num_threads(threads)
     inputs = _shape(1, 4, 4, 97, 8000, 64)
 
@@ -216,5 +216,5 @@ def test_thread_frees_its_workspace_at_its_end(threads: int) -> None:
     before = resident()
     one_after_another(50)
     grown = resident() - before
-    # One thread's keys alone, packed for all four heads, are 16 MB: kept by all, 800. The allocator holds some back.
+    # One thread's packed keys of all four heads are 16 MB: kept alive by all, 800. The allocator caches some memory.
     assert grown < 50 * 2**24 / 10, f"50 threads left {grown / 2**20:.0f} MiB behind"

@@ -1,4 +1,4 @@
-"""Masks that are neither bands nor runs reach the CPU kernels as a table: how it is asked for, and what is skipped."""
+"""Masks that are neither bands nor intervals become a table for the CPU kernels: its evaluation, and skipped tiles."""
 
 from __future__ import annotations
 

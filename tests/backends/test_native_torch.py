@@ -1,4 +1,4 @@
-"""The CPU kernels among torch's own machinery: compile, export, torch.func, subclasses, autograd."""
+"""The CPU kernels with torch's features: compile, export, torch.func, subclasses, autograd."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = needs_native
 
 
 class TestTorch:
-    """torch's own machinery around the call: it works, or says that it does not."""
+    """torch's features around the call: they work, or the call is refused with a reason."""
 
     def call(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return ch.attention(query, key, value, mask=ch.Causal(), backend="native")

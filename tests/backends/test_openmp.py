@@ -1,4 +1,4 @@
-"""OpenMP that a library brought for itself alone is found by others afterwards, and none is loaded for that."""
+"""An OpenMP library that was loaded with local symbols becomes global, and no second one is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The specification against NumPy, for every mask and rule, and against numbers worked out by hand."""
+"""The specification against NumPy, for every mask and rule, and against values computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every statistic of every backend that says it gives them, against the float64 specification."""
+"""Every statistic of every backend that supports it, against the float64 specification."""
 
 from __future__ import annotations
 

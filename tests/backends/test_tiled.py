@@ -1,4 +1,4 @@
-"""What only the tiles promise: memory that grows with the length, and no work on empty tiles."""
+"""Guarantees of the tiled backend: memory linear in the length, and no work on empty tiles."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_function_runs_once_a_tile_in_each_direction() -> None:
     calls, probed = [], []
 
     def counting(score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        # One place alone tells which learned tensors the function reads.
+        # One call on one place finds the learned tensors that the function reads.
         places = probed if score.numel() == 1 else calls
         places.append((int(q_pos[0, 0, 0, 0]), int(k_pos[0, 0, 0, 0]), score.requires_grad))
         return score * 0.5
@@ -176,7 +176,7 @@ def test_a_function_runs_once_a_tile_in_each_direction() -> None:
 
 @pytest.mark.parametrize(("batch", "kv_heads"), [(1, 4), (3, 4), (3, 2), (3, 1)])
 def test_inputs_of_any_layout_agree(batch: int, kv_heads: int) -> None:
-    """Tokens before heads, as modules have them: gradients are summed in place or beside it, the same numbers."""
+    """Layouts [batch, len, heads, dim] and [batch, heads, len, dim]: equal gradients, summed in place or not."""
     sizes = (4, kv_heads, kv_heads)
     plain = [torch.randn(batch, heads, 150, 8, requires_grad=True) for heads in sizes]
     results = []

@@ -1,4 +1,4 @@
-"""Tensors that a user's score function closes over, on the tiles: which get a gradient, and which are refused."""
+"""Tensors that a user's score function closes over, on ``tiled``: which get a gradient, and which are refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_rule_applied_to_no_tile_has_a_gradient_of_zero(rule: Any) -> None:
 
 
 def test_writing_into_a_closed_over_tensor_raises() -> None:
-    """What else its module holds may be."""
+    """Writes to other tensors of the module are allowed."""
     module, tensors = _Module(), inputs(True)
     output = ch.attention(*tensors, scores=ch.ScoreFunction(module.rule), backend="tiled")
     with torch.no_grad():

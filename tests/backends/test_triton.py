@@ -33,7 +33,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs the
 
 
 def _check(inputs: tuple[Tensor, ...], want: dict[str, Any] | None = None, **options: Any) -> None:
-    """Every statistic, or those wanted, of the kernels against the specification; and the output."""
+    """All statistics, or the requested ones, and the output of the kernels against the specification."""
     from tests.statistics_agreement import check_statistics, everything
 
     inputs = tuple(tensor.detach() for tensor in inputs)
@@ -70,7 +70,7 @@ def _mask_and_rule(mask: str, rule: str) -> Callable[[], None]:
 
 
 def _blocks_of_both(mask: ch.Mask | None, dtype: torch.dtype = torch.float32, offset: int = 4) -> Callable[[], None]:
-    """More than one block of queries and of keys, neither whole; heads in groups; channels that are padded."""
+    """Several blocks of queries and of keys, the last ones partial; grouped heads; padded channels."""
 
     def run() -> None:
         inputs = tensors(
@@ -177,7 +177,7 @@ def _on_this_cpu(name: str) -> Backend:
 
 
 def _multiply_bfloat16() -> None:
-    """Triton 3.9's interpreter multiplies the bits of bfloat16 numbers; have it multiply the numbers."""
+    """Triton 3.9's interpreter multiplies the bits of bfloat16 values; make it multiply the values."""
     from triton import language
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -208,7 +208,7 @@ def _interpret() -> None:
 
 
 class _Hopper:
-    """What triton asks a driver before it compiles."""
+    """The methods of a driver that triton calls before it compiles."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -303,7 +303,7 @@ def test_reasons_without_a_gpu() -> None:
 
 
 def test_auto_chooses_triton_for_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only by name or for statistics, and never where a gradient is wanted."""
+    """Only by name or for statistics, and never if a gradient is needed."""
     monkeypatch.setattr(dispatch, "BACKENDS", ("sdpa", "triton", "tiled", "reference"))
     monkeypatch.setattr(dispatch, "loaded", _on_this_cpu)
     inputs = tensors(value_dim=8)

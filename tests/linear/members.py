@@ -1,4 +1,4 @@
-"""Every member of the family with its inputs, and its meaning in NumPy beside it."""
+"""Every function of linear attention with its inputs, and its formula in NumPy."""
 
 from __future__ import annotations
 

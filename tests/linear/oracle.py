@@ -1,4 +1,4 @@
-"""The family's formulas in NumPy float64, written without a look at the library: loops over queries and keys.
+"""The formulas of linear attention in NumPy float64, independent of the library: loops over queries and keys.
 
 A token's gate is an array of one number per feature; what a document or a padded batch is, the caller says by
 ``present``: for each query the keys it may read, in order.

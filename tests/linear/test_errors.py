@@ -1,4 +1,4 @@
-"""Bad input: one line that says what is wrong and what to do."""
+"""Bad input raises one line that says what is wrong and what to do."""
 
 from __future__ import annotations
 

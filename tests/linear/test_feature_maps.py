@@ -1,4 +1,4 @@
-"""Feature maps: what they are, that their slopes are theirs, and that Performer's estimate is unbiased."""
+"""Feature maps: their values and slopes, and that Performer's estimate is unbiased."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_performers_estimate_is_unbiased(orthogonal: bool) -> None:
     # Means of many independent draws are nearly normal: five standard errors are passed once in some 1.7 million.
     error = estimates.std(dim=0) / math.sqrt(draws)
     assert bool(((estimates.mean(dim=0) - wanted).abs() < 5.0 * error).all())
-    # The test could tell a wrong factor of 10 % (Choromanski et al. 2021: without |x|^2 / 2 it is far more).
+    # The test detects a wrong factor of 10 % (Choromanski et al. 2021: without |x|^2 / 2 it is far more).
     assert bool((5.0 * error < 0.1 * wanted).all())
 
 
@@ -116,7 +116,7 @@ def test_underflowing_performer_keys_are_refused() -> None:
             query.double(), far.double(), value.double(), feature_map="performer", causal=causal
         )
         assert float(exact.abs().max()) > 0.1
-        # One key within reach has all the weight; a memory that holds keys goes on past one out of reach.
+        # One key that does not underflow has all the weight; a state with keys continues after one that underflows.
         near = torch.cat([far[:, :, 1:], key[:, :, :1]], dim=2)
         _, state = linear_attention(query, near, value, feature_map="performer", causal=causal)
         last = [part[:, :, :1] for part in (query, far, value)]

@@ -1,4 +1,4 @@
-"""The way to flash-linear-attention's kernels: what they are handed, and what is made of what they give back.
+"""Calls of flash-linear-attention's kernels: their arguments, and the use of their results.
 
 Their kernels need a GPU. Here stand-ins with their documented signatures compute token by token; a machine with a GPU
 and the package runs the real ones.
@@ -60,7 +60,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[Recurrence]:
-    """Every call of a form goes to the stand-ins; the calls are kept."""
+    """Every call of a form uses the stand-ins, which record it."""
     calls: list[Recurrence] = []
     whole = fla.fla_chunks
 

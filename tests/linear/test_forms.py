@@ -1,4 +1,4 @@
-"""Every member against its formula in NumPy, and its forms and splits against each other."""
+"""Every function against its formula in NumPy, and its forms and splits against each other."""
 
 from __future__ import annotations
 

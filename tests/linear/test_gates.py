@@ -1,4 +1,4 @@
-"""Gates and decays: the strongest that a dtype holds, those of absent tokens, and on which device."""
+"""Gates and decays: the smallest of a dtype, those of absent tokens, and their device."""
 
 from __future__ import annotations
 

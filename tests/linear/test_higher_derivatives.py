@@ -1,4 +1,4 @@
-"""Gradients by torch's operations in place of the kernels': second ones, many at once; and those of empty calls."""
+"""Gradients by torch's operations in place of the kernels': second and batched ones; and gradients of empty calls."""
 
 from __future__ import annotations
 

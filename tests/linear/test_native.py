@@ -1,4 +1,4 @@
-"""The family's CPU kernels: float32 against float64, both ways of handing out work, and what they must not do."""
+"""The CPU kernels of linear attention: float32 against float64, both schedules of work, and containment of NaN."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int = 0) -> tuple[Member, Inputs, LinearState, dict[str, Any]]:
-    """A member's call in float32: inputs, a first state, and what else it is told."""
+    """A call in float32: inputs, a first state, and further arguments."""
     member = MEMBERS[name]
     batch, heads, kv_heads, length, head_dim, value_dim, _ = shape
     generator = torch.Generator().manual_seed(seed)
@@ -139,7 +139,7 @@ def test_outputs_states_and_gradients_are_those_of_float64(
     ours = results(member, inputs, state, fixed, torch.float32, shape[-1])
     assert calls
     monkeypatch.setattr(native, "takes", lambda *given: False)
-    # The textbook adds decays up in float32; torch's operations and the kernels keep what that leaves out.
+    # The textbook formula sums decays in float32; torch's operations and the kernels keep the rounding errors.
     monkeypatch.setattr(forms._Decays, "of", lambda given, **_: forms._Decays(given.cumsum(dim=-2), None))
     plain = results(member, inputs, state, fixed, torch.float32, shape[-1])
     for actual, textbook, true in zip(ours, plain, exact, strict=True):
@@ -202,7 +202,7 @@ def test_noncausal_padding_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> Non
 @own_features
 @pytest.mark.parametrize("heads", [1, 3])
 def test_results_are_bitwise_equal_at_any_thread_count(name: str, heads: int, threads: Callable[[int], None]) -> None:
-    """One head is handed out chunk by chunk to two threads, and stays whole with one."""
+    """With two threads the chunks of one head are distributed, with one thread they are not."""
     shape = (1, 2 * heads, heads, 203, 20, 33, 16)
     runs = []
     for count in (1, 2, 5):
@@ -228,7 +228,7 @@ def test_saving_states_for_backward_changes_no_bit(name: str) -> None:
 @pytest.mark.parametrize("spoiled", ["query", "key", "value"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_nan_reaches_no_earlier_token(name: str, spoiled: str, number: float) -> None:
-    """Also within a chunk, whose products are made of blocks of rows."""
+    """Also within a chunk, whose GEMMs consist of blocks of rows."""
     place = 21
     member, inputs, _, fixed = draw(name, (1, 2, 1, 60, 16, 16, 32))
     clean, _ = member.verb(

@@ -1,4 +1,4 @@
-"""The benchmark's rows of the family: checked against float64 before they are timed, full attention timed beside."""
+"""The benchmark's rows of linear attention: checked against float64, then timed together with full attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks as the family reads them: their kinds and no others, what is laid beside documents, and traced lengths."""
+"""Masks of linear attention: supported classes, padding of documents, and traced lengths."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_nan_after_a_document_affects_no_gradient(name: str, native: bool, monke
         monkeypatch.setattr("clearhead.linear.native.takes", lambda *given: False)
     member = MEMBERS[name]
     inputs = member.draw((1, 3, 18, 6), dtype=torch.float32)
-    # The second document is shorter than the first, and places behind it repeat its first token.
+    # The second document is shorter than the first, and its padding repeats its first token.
     inputs.query[:, :, 10] = torch.nan
     inputs.value[:, :, 16] = torch.nan
 

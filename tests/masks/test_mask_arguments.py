@@ -1,4 +1,4 @@
-"""What masks take and what they refuse: numbers beyond all positions, nothing at all, and tensors that change later."""
+"""Arguments of masks: out of range, empty, and tensors that change later."""
 
 from __future__ import annotations
 

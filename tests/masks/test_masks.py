@@ -1,4 +1,4 @@
-"""Masks as booleans, intervals, tile maps, words and pictures."""
+"""Masks as booleans, intervals, tile maps, texts and pictures."""
 
 from __future__ import annotations
 

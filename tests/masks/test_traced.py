@@ -1,4 +1,4 @@
-"""Predicates that come to runs of keys: found where they do, and always the predicate's own answer."""
+"""Predicates traced to intervals of keys, which equal the predicate at every place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dilated attention against the same pattern as a mask in float64, and that it is no square."""
+"""Dilated attention against the same pattern as a mask in float64, and its cost."""
 
 from __future__ import annotations
 

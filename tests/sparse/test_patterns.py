@@ -1,4 +1,4 @@
-"""Patterns against their papers' sentences in plain loops, and that kernels skip what they leave out."""
+"""Patterns against their papers' definitions in plain loops, and that kernels skip their empty blocks."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_the_kernels_take_it_at_32k_tokens_and_few_blocks_are_left(pattern: Call
     row = torch.zeros(1, 1, 1, 64).expand(1, 2, 32768, 64)
     report = ch.explain_dispatch(row, row, row, mask=pattern(32768))
     assert report.choice == "native" or native.BACKEND.capability.requires() is not None, report
-    # Keys that a query is computed at, whole blocks counted: the same however long the sequence is.
+    # Keys that are computed per query, in whole blocks: independent of the sequence's length.
     computed = []
     for length in (2048, 4096):
         kinds = tile_map(pattern(length), index_tensors(1, 1, length, length, 0, None), 64, 64)
@@ -179,7 +179,7 @@ def test_errors_name_the_pattern() -> None:
 
 
 def test_a_covered_mask_refuses_lengths_that_it_was_not_made_for() -> None:
-    """Its table ends with a whole block, of which the keys beyond the length had no say."""
+    """The last block of its table includes keys beyond the length, which did not influence the table."""
     mask = covered(ch.MaskFunction(lambda b, h, i, j: (j < 60) | (j > 65)), 65)
     x = torch.randn(1, 1, 100, 4)
     with pytest.raises(ch.MaskError, match="cover queries 0 to 99 and 100 keys; got one that was made for queries 0 t"):
@@ -188,7 +188,7 @@ def test_a_covered_mask_refuses_lengths_that_it_was_not_made_for() -> None:
     torch.testing.assert_close(
         ch.attention(part, part, part, mask=mask), ch.attention(part, part, part, mask=mask, backend="reference")
     )
-    # Fewer tokens, as while decoding, see what they would in the whole.
+    # Fewer tokens, as in decoding, attend to the same keys as in the whole sequence.
     row = ch.attention(fewer[:, :, -1:], fewer, fewer, mask=mask, query_offset=39)
     torch.testing.assert_close(row, ch.attention(fewer, fewer, fewer, mask=mask, backend="reference")[:, :, -1:])
 

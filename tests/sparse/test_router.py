@@ -1,4 +1,4 @@
-"""The router: which blocks it picks, that its own is always there, and that the future has no say."""
+"""The router: the blocks it chooses, its own block included, and that later tokens cannot influence the choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""clearhead bench --sparse: what is wrong is not timed, where a pattern overtakes, and the command from outside."""
+"""clearhead bench --sparse: wrong results are not timed, the crossover, and the command line."""
 
 from __future__ import annotations
 

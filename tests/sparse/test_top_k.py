@@ -1,4 +1,4 @@
-"""Top-k attention against a dense oracle: which keys, their numbers, their gradients, and what is held meanwhile."""
+"""Top-k attention against a dense oracle: keys, outputs, gradients, and memory."""
 
 from __future__ import annotations
 

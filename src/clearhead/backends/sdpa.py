@@ -230,7 +230,7 @@ def _is_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, ne
     """Whether torch's CPU kernel runs the call, with a correct treatment of NaN."""
     uneven = query.shape[-1] != value.shape[-1]
     contiguous = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
-    # Its backward is inaccurate for huge scores, so calls that torch itself would not fuse are not fused.
+    # Its backward is inaccurate for huge scores, so these calls take the unfused formula.
     if not contiguous or (mask is not None and mask.requires_grad) or (uneven and needs_gradient):
         return False
     return key.shape[-2] >= _FEW_KEYS or (is_readable(query) and is_readable(key) and all_finite(query, key))

@@ -170,7 +170,7 @@ class Sweep:
 
 
 def _inside(rows: Tensor, tile_range: TileRange) -> tuple[Tensor, Tensor]:
-    """Which of the rows asked for are in a tile range, and at which of its queries."""
+    """The indices of the requested rows that are in a tile range, and their queries within it."""
     inside = ((rows >= tile_range.q_start) & (rows < tile_range.q_start + tile_range.rows.stop)).nonzero()[:, 0]
     return inside, rows[inside] - tile_range.q_start
 

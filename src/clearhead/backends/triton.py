@@ -30,7 +30,7 @@ __all__ = ["BACKEND"]
 
 #: The largest table of booleans that is computed for a mask that is neither intervals of keys nor a table.
 _MAX_TABLE_ENTRIES: Final = 2**28
-#: Sums of two positions and a mask's reach stay below 2**31.
+#: Sums of two positions and a mask's reach must be below 2**31.
 _MAX_POSITION: Final = 2**29
 #: Largest k of a top-k in registers; for larger ones whole rows are sorted, a strip at a time.
 _MAX_PLACES: Final = 32

@@ -164,7 +164,7 @@ def _attend(
     base, total, output, log_sum, sink_sum, distance_sum, spoiled = state
     for start in range(low, high, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        # A tile that needs no check lies within the keys.
+        # A tile without a check is within the keys.
         limit = sizes.k_len
         keys = _load(key, cols, strides.key[2], limit, sizes.head_dim, WIDTH, PAD)
         values = _load(value, cols, strides.value[2], limit, sizes.value_dim, VALUE_WIDTH, PAD_VALUE)

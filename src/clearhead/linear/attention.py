@@ -196,8 +196,8 @@ def gated_linear_attention(
         query: ``[batch, heads, len, head_dim]``; leading axes may be missing and then count as 1.
         key: ``[batch, kv_heads, len, head_dim]``; ``kv_heads`` divides ``heads``.
         value: ``[batch, kv_heads, len, value_dim]``.
-        log_gate: logarithms of the gates, ``[batch, kv_heads, len, features | 1]``, finite and at most 0. The absolute
-            error of its gradient is relative to the largest one in a chunk. If gates below 1e-3 are parameters, as in
+        log_gate: logarithms of the gates, ``[batch, kv_heads, len, features | 1]``, finite and at most 0. The error of
+            its gradient is relative to the largest gradient in a chunk. If gates below 1e-3 are parameters, as in
             ``log_gate=gates.log()``, their gradient divides that error by the gate: use ``form="recurrent"`` then.
         state: the state that an earlier call returned, whose tokens precede this call's; by default an empty one.
         mask: None, ``Causal()``, ``Padding``, ``Documents`` or a combination of these by ``&``; an excluded key does

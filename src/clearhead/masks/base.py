@@ -33,7 +33,9 @@ __all__ = [
 class Mask(Record, ABC):
     """Base class of masks: a predicate over absolute positions, and optionally its rows as intervals of keys.
 
-    Combine masks with ``&``, ``|`` and ``~``. A subclass defines ``allows``, and may define ``intervals``.
+    Masks combine with ``&``, ``|`` and ``~``. A subclass lists its constructor arguments in ``fields`` and defines
+    ``allows``; with ``intervals`` the kernels skip keys that it forbids. It sets ``position_dependent = True`` if
+    ``allows`` reads ``q_pos``, and ``relative = True`` if ``allows`` depends on ``q_pos - k_pos`` alone.
     """
 
     #: Reads the query's position, so ``q_len != k_len`` needs a ``query_offset``.
@@ -57,16 +59,29 @@ class Mask(Record, ABC):
         q_pos: Int[Tensor, "..."],
         k_pos: Int[Tensor, "..."],
     ) -> Bool[Tensor, "..."]:
-        """Whether the query at ``q_pos`` may attend to the key at ``k_pos``; index tensors broadcast."""
+        """Whether a query may attend to a key.
+
+        Args:
+            batch: batch indices, int64 ``[batch, 1, 1, 1]``; like the other arguments, any tensor that broadcasts.
+            head: head indices, ``[1, heads, 1, 1]``.
+            q_pos: absolute positions of the queries, ``[1, 1, q_len, 1]``.
+            k_pos: absolute positions of the keys, ``[1, 1, 1, k_len]``.
+
+        Returns:
+            Bool of the arguments' broadcast shape, or one that broadcasts to it.
+        """
 
     def intervals(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_len: int) -> Intervals | None:
         """The intervals of keys that each query may attend to, or None if they are not known to be few.
 
         Args:
-            batch: indices ``[batch, 1, 1, 1]``.
-            head: indices ``[1, heads, 1, 1]``.
-            q_pos: absolute positions ``[1, 1, q_len, 1]``.
+            batch: batch indices, ``[batch, 1, 1, 1]``.
+            head: head indices, ``[1, heads, 1, 1]``.
+            q_pos: absolute positions of the queries, ``[1, 1, q_len, 1]``.
             k_len: number of keys.
+
+        Returns:
+            Starts and stops, int64 ``[batch | 1, heads | 1, q_len | 1, intervals]``, or None.
         """
         return None
 

@@ -52,7 +52,7 @@ class Path:
 
 
 def _added(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Sequence[Term]], Tensor]:
-    """The sum of single products."""
+    """A path's ``input_gradient`` from a function for one term."""
 
     def added(terms: Sequence[Term]) -> Tensor:
         total = product(*terms[0])

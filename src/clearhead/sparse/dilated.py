@@ -57,8 +57,8 @@ def dilated_attention(
         ShapeError: a number is out of range, or lengths differ.
         UnsupportedError: ``local`` is combined with ``after != 0``, or the backend does not support the call.
 
-    Cost: ``len ** 2 / stride`` or ``len * (before + after + 1)`` scores, and ``len * local`` scores; half of the former
-    if causal. One copy of the tensors if ``stride > 1``.
+    Cost: ``len ** 2 / stride`` scores, or ``len * (before + after + 1)``, and ``len * local`` more; half of each if
+    causal. One copy of the tensors if the batch size is above 1.
 
     Papers: Child et al. 2019, "Generating long sequences with sparse transformers", section 4.2; Beltagy et al. 2020,
     "Longformer", section 3.1; merging: Dao et al. 2022, "FlashAttention", section 3.1.

@@ -1,4 +1,4 @@
-"""The CPU kernels on odd numbers: huge scores, infinities, NaN, empty rows, any scale."""
+"""The CPU kernels on extreme values: huge scores, infinities, NaN, subnormals, empty rows, any scale."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TestOddNumbers:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("size", [1e5, 1e12])
     def test_scores_near_overflow_agree_with_reference(self, size: float, dtype: torch.dtype) -> None:
-        """One key takes all the weight; a score's rounding error must not be taken for a score."""
+        """One key has all the weight; the rounding error of a score must not count as a score."""
         query, key, value = (tensor.detach() for tensor in tensors(q_len=70, k_len=70, size=size, dtype=dtype))
         value = value / size
         actual, right = (ch.attention(query, key, value, backend=name) for name in ("native", "reference"))
@@ -87,7 +87,7 @@ class TestOddNumbers:
 
     @pytest.mark.parametrize("value_dim", [6, 64])
     def test_masked_nan_changes_nothing(self, value_dim: int) -> None:
-        """Few queries read keys where they lie, many read packed ones: neither sees what is masked."""
+        """Few queries read keys in place, many read packed ones: neither reads masked keys."""
         for q_len in (1, 8, 200):
             query, key, value = (
                 tensor.detach() for tensor in tensors(q_len=q_len, k_len=700, head_dim=64, value_dim=value_dim)
@@ -140,7 +140,7 @@ class TestOddNumbers:
         ids=repr,
     )
     def test_rows_beyond_the_last_key(self, mask: ch.Mask) -> None:
-        """Runs that are empty in themselves stay empty when others are laid over them."""
+        """Empty intervals remain empty when they are intersected with others."""
         query, key, value = tensors(q_len=12, k_len=6)
         for offset in (0, 4, 9):
             compare("native", (query, key, value), mask=mask, query_offset=offset)
@@ -195,7 +195,7 @@ class TestNumbersThatAreNotNormal:
             torch.set_num_threads(before)
 
     def test_sharp_rows_are_right(self) -> None:
-        """Their weights reach from 1 to numbers that no float holds."""
+        """Their weights range from 1 to values that underflow."""
         query, key, value = (tensor.detach() for tensor in tensors(q_len=300, k_len=300))
         compare("native", tuple(tensor.clone().requires_grad_() for tensor in (query * 8, key * 8, value)))
 

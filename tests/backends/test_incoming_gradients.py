@@ -1,4 +1,4 @@
-"""Gradients that arrive with NaN or inf in them reach what their rows may attend to, and nothing else."""
+"""Incoming gradients with NaN or infinity affect only the keys that their rows may attend to."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_rule_gradient_is_nan_where_a_spoiled_row_reads_it(backend: str) -> None
 
 
 def test_nan_value_does_not_affect_value_gradients() -> None:
-    """A gradient of values is weights times what arrived: numbers of the values have no part in it."""
+    """The gradient of values is weights times the output's gradient, independent of the values."""
     query, key, value = tensors()
     clean = torch.autograd.grad(ch.attention(query, key, value, mask=ch.Causal(), backend="native").sum(), value)[0]
     with torch.no_grad():
@@ -129,7 +129,7 @@ def test_nan_value_does_not_affect_value_gradients() -> None:
 
 @pytest.mark.parametrize("statistic", [False, True], ids=["output", "received"])
 def test_containment_evaluates_a_mask_once(statistic: bool) -> None:
-    """A function may answer otherwise when it is asked again: backward goes by what it said in forward."""
+    """A mask function may return another result on a second call: backward uses that of forward."""
     answers: list[int] = []
 
     def fickle(batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def test_the_second_derivative_within_autocast_keeps_its_precision() -> None:
 
 @pytest.mark.parametrize("order", [("jacfwd", "jacfwd"), ("jacfwd", "jacrev"), ("jacrev", "jacrev")], ids="-".join)
 def test_second_derivatives_in_any_direction(order: tuple[str, str]) -> None:
-    """The products of ``reference`` are a function of autograd's own, which may not lose a tangent."""
+    """The matrix multiplications of ``reference`` are autograd functions, which must not lose a tangent."""
     query, key, value = (tensor.detach() for tensor in tensors(batch=1, q_len=3, k_len=3, dtype=torch.float64))
     allowed = torch.ones(3, 3).tril().bool()
 
@@ -246,7 +246,7 @@ def test_second_derivatives_in_any_direction(order: tuple[str, str]) -> None:
 @pytest.mark.parametrize("mask", ["none", "causal", "window", "dense", "table"])
 @pytest.mark.parametrize("gradient", [False, True])
 def test_fake_tensors_give_fake_outputs(backend: str, mask: str, gradient: bool) -> None:
-    """What plans memory without numbers, as FakeTensorMode does, gets shapes: nothing looks for NaN in them."""
+    """Under FakeTensorMode calls return shapes, without a check for NaN."""
     fake_tensor = pytest.importorskip("torch._subclasses.fake_tensor")
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
         query, key, value = (torch.empty(2, heads, LENGTH, 8, requires_grad=gradient) for heads in (4, 2, 2))

@@ -1,4 +1,4 @@
-"""The frame: pins that agree, an import that stays light, a set-up that does not pull CUDA."""
+"""The project's set-up: consistent pins, a light import, and no CUDA unless requested."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ class TestSetup:
 
 
 class TestNative:
-    """tools/build_native.py: what it says where it cannot build."""
+    """tools/build_native.py: its messages if it cannot build."""
 
     @pytest.fixture
     def build(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:

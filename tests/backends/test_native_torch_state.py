@@ -1,4 +1,4 @@
-"""The CPU kernels whatever lies around a call: torch's defaults, checkpoints, traces, and tensors that are written into
+"""The CPU kernels under torch's defaults, checkpoints, traces, transforms, and with tensors that are written into
 between forward and backward."""
 
 from __future__ import annotations

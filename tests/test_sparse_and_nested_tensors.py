@@ -1,4 +1,4 @@
-"""Nested and sparse tensors are refused in one sentence: those of the older nested kind would end the process."""
+"""Nested and sparse tensors raise one sentence; operators on the older nested kind would crash the process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_sparse_and_nested_tensors_raise_one_sentence(call: str, kind: str) -> N
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_refused_after_valid_calls() -> None:
-    """The third call like others is played again before its arguments are looked at."""
+    """Wrong tensors are refused after several valid calls too."""
     module = ch.nn.MultiHeadAttention(WIDTH, 2)
     for _ in range(4):
         module(PLAIN)
@@ -83,7 +83,7 @@ def test_advice_for_jagged_tensors_works() -> None:
         module(jagged)
     packed = module(jagged.values()[None], mask=ch.Documents(jagged.offsets().diff()))
     alone = torch.cat([module(one) for one in jagged.unbind()])
-    # A row's product is rounded by how many rows there are.
+    # The rounding of a row depends on the number of rows.
     torch.testing.assert_close(packed[0], alone, rtol=1e-6, atol=1e-6)
 
 
@@ -99,7 +99,7 @@ def freed(tensor: Tensor) -> Tensor:
 
 
 def unaligned(tensor: Tensor) -> Tensor:
-    """The same numbers, one byte beyond where they would lie."""
+    """The same elements at an address that is off by one byte."""
     memory = bytearray(1) + tensor.numpy().tobytes()
     return torch.frombuffer(memory, dtype=tensor.dtype, offset=1).view(tensor.shape)
 

@@ -1,4 +1,4 @@
-"""Every verb runs as one graph under torch.compile, with the numbers and gradients that it has alone."""
+"""Every public function is one graph under torch.compile, with the outputs and gradients of eager calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast the kernels' product runs at its best."""
+"""The peak throughput of the kernels' GEMM."""
 
 from __future__ import annotations
 
