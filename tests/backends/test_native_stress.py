@@ -1,4 +1,4 @@
-"""The CPU kernels with threads and processes: bitwise equal results at any thread count, concurrent callers, forks, leaks."""
+"""The CPU kernels with threads and processes: bitwise equal results at any thread count, concurrent callers, forks."""
 
 from __future__ import annotations
 
