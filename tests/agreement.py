@@ -1,4 +1,4 @@
-"""A backend held against the float64 specification, output and every gradient."""
+"""Compares a backend's output and gradients with the float64 specification."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, grad: b
 def results(inputs: tuple[Tensor, ...], backend: str = "native", **options: Any) -> list[Tensor]:
     """Output, log-sum-exp and gradients of query, key, value and what else is learned."""
     learned = [tensor for rule in options.get("scores", ()) for tensor in rule.parameters() if tensor.requires_grad]
-    seen = ch.observe_attention(*inputs, want=ch.Want(lse=True), backend=backend, **options)
-    slope = torch.linspace(-1.0, 1.0, seen.output.numel()).to(seen.output).view_as(seen.output)
-    grads = torch.autograd.grad(seen.output, [*inputs, *learned], slope)
-    return [seen.output.detach(), seen.lse.detach(), *grads]
+    observation = ch.observe_attention(*inputs, want=ch.Want(lse=True), backend=backend, **options)
+    slope = torch.linspace(-1.0, 1.0, observation.output.numel()).to(observation.output).view_as(observation.output)
+    grads = torch.autograd.grad(observation.output, [*inputs, *learned], slope)
+    return [observation.output.detach(), observation.lse.detach(), *grads]
 
 
 def gradients(inputs: tuple[Tensor, ...], backend: str, **options: Any) -> list[Tensor]:
@@ -38,7 +38,7 @@ def gradients(inputs: tuple[Tensor, ...], backend: str, **options: Any) -> list[
 
 
 def _formula_in_16_bits(inputs: tuple[Tensor, ...], mask: ch.Mask | None, **options: Any) -> list[Tensor]:
-    """Output and gradients of the formula with every step rounded to the inputs' own 16 bits."""
+    """Output and gradients of the formula with every step rounded to the inputs' 16-bit dtype."""
     assert not options.get("scores")
     query, key, value = inputs
     group = query.shape[1] // key.shape[1]
@@ -72,6 +72,6 @@ def compare(backend: str, inputs: tuple[Tensor, ...], **options: Any) -> None:
     # A gradient's terms are weight-gradient times key or query; an output's are values.
     sizes = {"output": value, "dquery": value * key, "dkey": value * query, "dvalue": 1.0}
     terms = max(inputs[0].shape[2], inputs[1].shape[2])
-    found = zip(gradients(inputs, backend, **options), textbook, exact, strict=True)
-    for (name, size), tensors_of in zip(sizes.items(), found, strict=True):
+    compared = zip(gradients(inputs, backend, **options), textbook, exact, strict=True)
+    for (name, size), tensors_of in zip(sizes.items(), compared, strict=True):
         within_budget(f"{backend} {name}", *tensors_of, terms=terms, size=size)

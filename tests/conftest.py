@@ -1,4 +1,4 @@
-"""How the suite runs as a whole."""
+"""Fixtures and hooks of the whole test suite."""
 
 from __future__ import annotations
 

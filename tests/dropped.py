@@ -1,4 +1,4 @@
-"""Which activations dropout keeps, from the definition in ``clearhead.ops.dropout.dropped``, in torch's operators."""
+"""The activations that dropout does not drop, by the definition of ``clearhead.ops.dropout.dropped``, in torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 from clearhead.backends.dropout import bits
 
-__all__ = ["kept"]
+__all__ = ["keep_mask"]
 
 
-def kept(rows: int, width: int, levels: int, seed: int) -> Tensor:
+def keep_mask(rows: int, width: int, levels: int, seed: int) -> Tensor:
     """bool ``[rows, width]``."""
     group = torch.arange((width + 63) // 64)
     row = torch.arange(rows)[:, None]

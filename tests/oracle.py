@@ -1,4 +1,4 @@
-"""The formula in NumPy float64, written without a look at the library: loops over rows, plain Python masks.
+"""The formula in NumPy float64, independent of the library: loops over rows, masks as Python functions.
 
 A mask here is a function ``(batch, head, i, j) -> bool`` of absolute positions, a rule a function
 ``(score, batch, head, i, j) -> score``.

@@ -1,4 +1,4 @@
-"""Problems that tests share: named masks and rules, each with its meaning in plain Python beside it."""
+"""Problems that tests share: named masks and rules, each with its definition in plain Python."""
 
 from __future__ import annotations
 

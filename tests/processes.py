@@ -1,4 +1,4 @@
-"""New processes without the seconds that it takes to import torch: a server that has imported it becomes each of them.
+"""New processes without the seconds that the import of torch takes: each is forked from a server that has imported it.
 
 Nothing has been computed there, and no thread has begun.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from clearhead.ops import binary
 
-__all__ = ["started", "told"]
+__all__ = ["reported", "started"]
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["clearhead.cli.app", "torch._dynamo", "pytest"])
@@ -30,7 +30,7 @@ def started(function: Callable[..., Any], *arguments: Any, errors: Path) -> Fork
     return process
 
 
-def told(
+def reported(
     code: str, words: Sequence[str] = (), environment: Mapping[str, str] | None = None, *, timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
     """What ``python -c code words`` would give."""

@@ -1,4 +1,4 @@
-"""A backend's statistics held against the float64 specification, values and gradients."""
+"""Compares a backend's statistics and their gradients with the float64 specification."""
 
 from __future__ import annotations
 
@@ -60,21 +60,23 @@ def given_by(backend: str) -> frozenset[str]:
 
 
 def check_statistics(backend: str, inputs: tuple[Tensor, ...], want: ch.Want, **options: Any) -> None:
-    """The output's bits and every statistic that is wanted; skips what the backend's capability refuses."""
+    """Compares the output bitwise, and every requested statistic; skips calls that the backend does not support."""
     _skip_refused(backend, inputs, want, options)
     inputs = tuple(tensor.detach() for tensor in inputs)
     exact_inputs = tuple(tensor.double() for tensor in inputs)
     exact = ch.observe_attention(*exact_inputs, want=want, backend="reference", **options)
     textbook = ch.observe_attention(*inputs, want=want, backend="reference", **options)
-    found = ch.observe_attention(*inputs, want=want, backend=backend, **options)
+    observation = ch.observe_attention(*inputs, want=want, backend=backend, **options)
     plain = ch.attention(*inputs, backend=backend, **options)
-    torch.testing.assert_close(found.output, plain, rtol=0, atol=0, equal_nan=True, msg=f"{backend}: output's bits")
-    compare_observations(backend, found, textbook, exact, scale_of(exact_inputs, options))
+    torch.testing.assert_close(
+        observation.output, plain, rtol=0, atol=0, equal_nan=True, msg=f"{backend}: output's bits"
+    )
+    compare_observations(backend, observation, textbook, exact, scale_of(exact_inputs, options))
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What the budget has to know: all exact weights, how large scores are, and how many numbers a sum has."""
+    """Inputs of the error budget: all exact weights, the size of scores, and the number of terms in a sum."""
 
     weights: Tensor
     size: float
@@ -85,20 +87,20 @@ def scale_of(inputs: tuple[Tensor, ...], options: dict[str, Any]) -> Scale:
     """Of a call in float64. A weight's relative error is its score's absolute one, so scores are the size."""
     lengths = [tensor.shape[-2] for tensor in inputs[:2]]
     want = ch.Want(lse=True, max_score=True, rows=range(lengths[0]))
-    seen = ch.observe_attention(*inputs, want=want, backend="reference", **options)
-    scores = torch.cat([seen.lse.flatten(), seen.max_score.flatten()]).detach()
+    observation = ch.observe_attention(*inputs, want=want, backend="reference", **options)
+    scores = torch.cat([observation.lse.flatten(), observation.max_score.flatten()]).detach()
     scores = scores[torch.isfinite(scores)].abs()
     size = max(1.0, scores.max().item() if scores.numel() else 1.0)
-    return Scale(seen.rows.detach(), size, max(1, *lengths))
+    return Scale(observation.rows.detach(), size, max(1, *lengths))
 
 
 def compare_observations(
-    backend: str, found: ch.Observation, textbook: ch.Observation, exact: ch.Observation, scale: Scale
+    backend: str, observation: ch.Observation, textbook: ch.Observation, exact: ch.Observation, scale: Scale
 ) -> None:
     """Assert that ``found`` has exactly the fields that ``textbook`` has, each within its budget."""
     for field in fields(ch.Observation)[1:]:
         name = f"{backend} {field.name}"
-        result, plain, right = (getattr(seen, field.name) for seen in (found, textbook, exact))
+        result, plain, right = (getattr(source, field.name) for source in (observation, textbook, exact))
         assert (result is None) == (plain is None), f"{name}: missing, or there unasked"
         if result is None:
             continue
@@ -109,16 +111,16 @@ def compare_observations(
         assert torch.equal(result.isnan(), plain.isnan()), f"{name}: NaN elsewhere"
         assert torch.equal(result.isinf(), plain.isinf()), f"{name}: infinite elsewhere"
         within_budget(name, result, plain, right, terms=scale.terms, size=scale.size)
-    if found.top_indices is not None:
-        _compare_top(backend, found, textbook, exact, scale)
+    if observation.top_indices is not None:
+        _compare_top(backend, observation, textbook, exact, scale)
 
 
 def _compare_top(
-    backend: str, found: ch.Observation, textbook: ch.Observation, exact: ch.Observation, scale: Scale
+    backend: str, observation: ch.Observation, textbook: ch.Observation, exact: ch.Observation, scale: Scale
 ) -> None:
-    """Each index once, with its own weight; the right one where weights lie clearly apart; zeros in order."""
+    """Each index occurs once, with its weight; the right one if weights clearly differ; zeros in order."""
     name = f"{backend} top_indices"
-    indices, weights, k = found.top_indices, found.top_weights, found.top_indices.shape[-1]
+    indices, weights, k = observation.top_indices, observation.top_weights, observation.top_indices.shape[-1]
     if not indices.numel():
         return
     k_len = scale.weights.shape[-1]
@@ -128,14 +130,16 @@ def _compare_top(
     assert torch.equal(indices[spoiled], textbook.top_indices[spoiled]), f"{name}: NaN in another order"
     assert bool((weights.diff(dim=-1) <= 0)[~spoiled].all()), f"{name}: not in falling order"
 
-    own = scale.weights.gather(-1, indices)
+    named_weights = scale.weights.gather(-1, indices)
     right, plain = exact.top_weights, textbook.top_weights.double()
-    within_budget(f"{name} (weights there)", *(each[~spoiled] for each in (own, plain, right)), size=scale.size)
+    within_budget(
+        f"{name} (weights there)", *(each[~spoiled] for each in (named_weights, plain, right)), size=scale.size
+    )
     error = 2.0 * (plain - right)[~spoiled].abs().amax().item() if bool((~spoiled).any()) else 0.0
-    apart = 4.0 * (error + rounding(right[~spoiled].reshape(-1)[:1], scale.terms, scale.size))
+    tolerance = 4.0 * (error + rounding(right[~spoiled].reshape(-1)[:1], scale.terms, scale.size))
     ordered = scale.weights.sort(dim=-1, descending=True).values[..., : k + 1]
     gaps = torch.nn.functional.pad(-ordered.diff(dim=-1), (1, k + 1 - ordered.shape[-1]), value=torch.inf)[..., : k + 1]
-    clear = (gaps[..., :k] > apart) & (gaps[..., 1:] > apart) & ~spoiled[..., None]
+    clear = (gaps[..., :k] > tolerance) & (gaps[..., 1:] > tolerance) & ~spoiled[..., None]
     assert torch.equal(indices[clear], exact.top_indices[clear]), f"{name}: another key where weights lie apart"
     filled = (weights == 0).any(dim=-1)
     for row, row_weights in zip(indices[filled].tolist(), weights[filled].tolist(), strict=True):
@@ -160,13 +164,13 @@ def check_gradients(
     given = [tensor.detach().to(inputs[0].dtype).requires_grad_() for tensor in learned]
     _skip_refused(backend, inputs, want, {**options, "scores": rules(given)})
 
-    def run(own: str, dtype: torch.dtype) -> list[Tensor]:
+    def run(name: str, dtype: torch.dtype) -> list[Tensor]:
         every = [tensor.detach().to(dtype).requires_grad_() for tensor in (*inputs, *given)]
         scores = rules(every[3:])
-        seen = ch.observe_attention(*every[:3], want=want, backend=own, scores=scores, **options)
-        return list(torch.autograd.grad(loss_of(seen, want), every))
+        observation = ch.observe_attention(*every[:3], want=want, backend=name, scores=scores, **options)
+        return list(torch.autograd.grad(loss_of(observation, want), every))
 
-    textbook, found = run("reference", inputs[0].dtype), run(backend, inputs[0].dtype)
+    textbook, grads = run("reference", inputs[0].dtype), run(backend, inputs[0].dtype)
     exact = run("reference", torch.float64)
     scale = scale_of(tuple(tensor.detach().double() for tensor in inputs), {**options, "scores": rules(given)})
     query, key, value = (max(1.0, tensor.detach().abs().max().item()) if tensor.numel() else 1.0 for tensor in inputs)
@@ -174,18 +178,18 @@ def check_gradients(
     slope = max(scale.size, value)
     sizes = {"query": slope * key, "key": slope * query, "value": 1.0}
     everyone = [*sizes.items(), *((f"learned {number}", slope) for number in range(len(given)))]
-    for (name, size), *results in zip(everyone, found, textbook, exact, strict=True):
+    for (name, size), *results in zip(everyone, grads, textbook, exact, strict=True):
         within_budget(f"{backend} gradient of {name}", *results, terms=scale.terms, size=size)
 
 
-def loss_of(seen: ch.Observation, want: ch.Want) -> Tensor:
-    """Every number that has a gradient, each with a slope of its own; -inf of empty rows left out."""
-    total = (seen.output.double() * _slope(seen.output)).sum()
+def loss_of(observation: ch.Observation, want: ch.Want) -> Tensor:
+    """The sum of all differentiable statistics, each element with another factor; without -inf of empty rows."""
+    total = (observation.output.double() * _slope(observation.output)).sum()
     for name in (*DIFFERENTIABLE, *ALSO_DIFFERENTIABLE):
-        statistic = getattr(seen, name)
+        statistic = getattr(observation, name)
         if name in want.names and statistic.numel():
-            known = statistic.masked_fill(statistic == -torch.inf, 0.0).double()
-            total = total + (known * _slope(statistic)).sum()
+            finite = statistic.masked_fill(statistic == -torch.inf, 0.0).double()
+            total = total + (finite * _slope(statistic)).sum()
     return total
 
 

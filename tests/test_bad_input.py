@@ -1,6 +1,6 @@
 """Bad input never crashes, never hangs, never half-writes: every argument of every public call, replaced by junk.
 
-Junk may be taken where it means something. Where it is refused, it is by one of the library's errors, on one line.
+Junk may be accepted where it has a meaning. Otherwise the call raises one of the library's errors, on one line.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ def classifier() -> nn.Module:
 @cache
 def traced() -> Any:
     model = encoder()
-    with torch.no_grad(), ch.trace(model) as found:
+    with torch.no_grad(), ch.trace(model) as trace:
         model(tokens())
-    return found
+    return trace
 
 
 # --- masks and rules ---
@@ -443,10 +443,10 @@ def edited(verb: str) -> Callable[..., None]:
 
     def run(**arguments: Any) -> None:
         model = encoder()
-        with ch.trace(model) as found:
+        with ch.trace(model) as trace:
             with contextlib.suppress(ch.ClearheadError):
                 model(tokens())
-            getattr(found, verb)(**arguments)
+            getattr(trace, verb)(**arguments)
             model(tokens())
 
     return run
@@ -481,7 +481,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def told(name: str, argument: str, junk: str) -> str | None:
+def complaint_about(name: str, argument: str, junk: str) -> str | None:
     """What is wrong with how junk is received; None where nothing is."""
     verb, given = CALLS[name]()
     try:
@@ -496,7 +496,7 @@ def told(name: str, argument: str, junk: str) -> str | None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_good_input_is_taken(name: str) -> None:
+def test_valid_input_is_accepted(name: str) -> None:
     verb, given = CALLS[name]()
     verb(**given)
 
@@ -506,8 +506,8 @@ def test_good_input_is_taken(name: str) -> None:
     [pytest.param(name, argument, id=f"{name}-{argument}") for name, make in CALLS.items() for argument in make()[1]],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_junk_is_taken_or_refused_in_one_line(name: str, argument: str) -> None:
-    wrong = [found for junk in JUNK if (found := told(name, argument, junk)) is not None]
+def test_junk_is_accepted_or_raises_one_line(name: str, argument: str) -> None:
+    wrong = [complaint for junk in JUNK if (complaint := complaint_about(name, argument, junk)) is not None]
     assert not wrong, "\n".join(wrong)
 
 
@@ -547,7 +547,7 @@ def test_junk_is_taken_or_refused_in_one_line(name: str, argument: str) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_numpys_and_torchs_numbers_are_numbers(name: str, given: dict[str, Any]) -> None:
+def test_numpy_and_torch_numbers_are_accepted(name: str, given: dict[str, Any]) -> None:
     verb, good = CALLS[name]()
     verb(**{**good, **given})
 
@@ -564,7 +564,7 @@ def test_a_name_that_is_no_map_is_refused_where_the_module_is_built() -> None:
 
 
 @pytest.mark.parametrize("argument", ["key", "value"])
-def test_a_cache_that_was_given_junk_holds_what_it_held(argument: str) -> None:
+def test_junk_does_not_change_a_cache(argument: str) -> None:
     for junk in JUNK.values():
         cache = ch.KVCache()
         with torch.no_grad():
@@ -576,7 +576,7 @@ def test_a_cache_that_was_given_junk_holds_what_it_held(argument: str) -> None:
 
 
 @pytest.mark.parametrize("argument", ["state", "tokens"])
-def test_a_linear_cache_that_was_given_junk_holds_what_it_held(argument: str) -> None:
+def test_junk_does_not_change_a_linear_cache(argument: str) -> None:
     good = {"state": linear.LinearState(matrix=torch.zeros(1, 1, 2, 2)), "tokens": 3}
     for junk in (None, "x", 1.5, -1, [], torch.zeros(2)):
         cache = linear.LinearCache()
@@ -587,7 +587,7 @@ def test_a_linear_cache_that_was_given_junk_holds_what_it_held(argument: str) ->
         assert cache.state is good["state"]
 
 
-def test_a_want_of_numpys_numbers_can_be_written_and_read() -> None:
+def test_want_with_numpy_numbers_round_trips() -> None:
     given = ch.Want(top_k=np.int64(2), heatmap=np.int32(1), sink=torch.tensor(1), rows=[np.int64(0), 1])  # type: ignore[arg-type]
     assert decode(given.encode([]), []).encode([]) == ch.Want(top_k=2, heatmap=1, sink=1, rows=[0, 1]).encode([])
 
@@ -606,11 +606,11 @@ def test_a_want_of_numpys_numbers_can_be_written_and_read() -> None:
     ],
     ids=lambda value: value.__name__ if callable(value) else "-".join(value),
 )
-def test_numbers_that_none_can_hold_are_refused_in_one_line(verb: Callable[..., Any], given: dict[str, Any]) -> None:
+def test_numbers_out_of_range_raise_one_line(verb: Callable[..., Any], given: dict[str, Any]) -> None:
     with pytest.raises(ch.ClearheadError, match=f"^{verb.__name__}: {next(iter(given))} must"):
         verb(heads(), heads(), heads(), **given)
 
 
-def test_texts_without_an_end_are_too_many() -> None:
+def test_endless_texts_are_refused() -> None:
     with pytest.raises(ch.ShapeError, match=r"tokens must have one text for each of 3 tokens; got 4 or more\."):
         ch.explain(heads(), heads(), heads(), token=0, tokens=itertools.repeat("a"))  # type: ignore[arg-type]

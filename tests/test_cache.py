@@ -1,4 +1,4 @@
-"""KVCache: what goes in comes out, in order, with room that grows by doubling."""
+"""KVCache: appended tokens come back in order, in buffers whose capacity doubles."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_appended_tokens_come_back_in_order(grad: bool) -> None:
     assert torch.equal(cache.value, values)
 
 
-def test_room_is_allocated_seldom() -> None:
+def test_capacity_grows_by_doubling() -> None:
     cache = KVCache()
     places = set()
     with torch.no_grad():
@@ -39,7 +39,7 @@ def test_room_is_allocated_seldom() -> None:
     assert len(places) <= 7  # 16, 32, ..., 512
 
 
-def test_earlier_answers_stay_as_they_were() -> None:
+def test_earlier_results_are_unmodified() -> None:
     cache = KVCache()
     with torch.no_grad():
         keys, _ = cache.append(*_pair(2))
@@ -64,17 +64,17 @@ def test_gradients_pass_and_modes_may_change() -> None:
 
 
 def test_a_first_token_with_a_gradient_is_not_written_over() -> None:
-    """Room is only written into where the cache made it."""
+    """The cache writes only into buffers that it allocated."""
     cache = KVCache()
     key, value = _pair(20)
-    kept = key.clone()
+    copy = key.clone()
     cache.append(key, value)
     with torch.no_grad():
         cache.append(*_pair(1, seed=1))
-    assert torch.equal(key, kept)
+    assert torch.equal(key, copy)
 
 
-def test_what_inference_mode_filled_is_used_outside_of_it() -> None:
+def test_cache_filled_in_inference_mode_is_usable_outside() -> None:
     cache = KVCache()
     first, second, third = _pair(2), _pair(1, seed=1), _pair(1, seed=2)
     with torch.inference_mode():
@@ -87,7 +87,7 @@ def test_what_inference_mode_filled_is_used_outside_of_it() -> None:
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_a_block_that_fails_leaves_caches_as_they_were(grad: bool) -> None:
+def test_failed_block_restores_caches(grad: bool) -> None:
     filled, empty = KVCache(), KVCache()
     with torch.set_grad_enabled(grad):
         filled.append(*_pair(2))
@@ -107,40 +107,40 @@ def test_a_block_that_fails_leaves_caches_as_they_were(grad: bool) -> None:
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-@pytest.mark.parametrize("room", [1, 16])
-def test_tokens_that_were_taken_back_were_never_there(recorded: bool, room: int) -> None:
-    first, second, third = _pair(room + 3), _pair(2, seed=2), _pair(4, seed=3)
+@pytest.mark.parametrize("length", [1, 16])
+def test_truncated_tokens_have_no_effect(recorded: bool, length: int) -> None:
+    first, second, third = _pair(length + 3), _pair(2, seed=2), _pair(4, seed=3)
     cache = KVCache()
     with torch.set_grad_enabled(recorded):
         cache.append(*first)
         cache.append(*second)
-    cache.truncate(room)
-    assert cache.length == room
-    given = [own.clone() for own in (*first, *second)]
+    cache.truncate(length)
+    assert cache.length == length
+    given = [tensor.clone() for tensor in (*first, *second)]
     with torch.no_grad():
-        found = cache.append(*third)
+        cached = cache.append(*third)
     for place in (0, 1):
-        assert torch.equal(found[place], torch.cat([first[place][:, :, :room], third[place]], dim=2))
-    assert all(torch.equal(own, was) for own, was in zip((*first, *second), given, strict=True))
+        assert torch.equal(cached[place], torch.cat([first[place][:, :, :length], third[place]], dim=2))
+    assert all(torch.equal(tensor, was) for tensor, was in zip((*first, *second), given, strict=True))
     cache.truncate(0)
     assert (cache.append(*second)[0].shape, cache.length) == (second[0].shape, 2)
 
 
-def test_what_a_caller_appended_is_not_written_to_when_it_is_taken_back() -> None:
+def test_truncation_does_not_write_to_a_callers_tensor() -> None:
     cache, pair = KVCache(), _pair(3)
-    kept = pair[0].clone()
+    copy = pair[0].clone()
     cache.append(*pair)
     cache.truncate(1)
     with torch.no_grad():
         cache.append(*_pair(1, seed=2))
-    assert torch.equal(pair[0], kept)
+    assert torch.equal(pair[0], copy)
 
 
 @pytest.mark.parametrize(
     ("length", "must"),
     [(3, "be at most 2"), *((given, "be a whole number of at least 0") for given in (-1, 1.0, True, None))],
 )
-def test_no_more_can_be_kept_than_is_held(length: object, must: str) -> None:
+def test_truncate_rejects_lengths_beyond_the_cache(length: object, must: str) -> None:
     cache = KVCache()
     cache.append(*_pair(2))
     with pytest.raises(ch.ShapeError, match=rf"^KVCache\.truncate: length must {must}; got "):
@@ -170,12 +170,12 @@ def test_reset_and_repr() -> None:
         ),
         ([1.0], torch.zeros(2, 3, 1, 5), r"key must have axes .*; got list\."),
         (torch.zeros(2, 3, 1, 4), None, r"value must have axes .*; got NoneType\."),
-        (torch.zeros(1, 3, 1, 4), torch.zeros(1, 3, 1, 5), r"key must match what is held, \[2, 3, new, 4\]"),
-        (torch.zeros(2, 3, 1, 4), torch.zeros(2, 3, 1, 6), r"value must match what is held, \[2, 3, new, 5\]"),
-        (torch.zeros(2, 3, 1, 4).double(), torch.zeros(2, 3, 1, 5), r"key must match what is held.*float64"),
+        (torch.zeros(1, 3, 1, 4), torch.zeros(1, 3, 1, 5), r"key must match the cached tokens, \[2, 3, new, 4\]"),
+        (torch.zeros(2, 3, 1, 4), torch.zeros(2, 3, 1, 6), r"value must match the cached tokens, \[2, 3, new, 5\]"),
+        (torch.zeros(2, 3, 1, 4).double(), torch.zeros(2, 3, 1, 5), r"key must match the cached tokens.*float64"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_leaves_the_cache_alone(key: Tensor, value: Tensor, text: str) -> None:
+def test_misfit_is_refused_and_does_not_change_the_cache(key: Tensor, value: Tensor, text: str) -> None:
     cache = KVCache()
     cache.append(*_pair(2))
     with pytest.raises(ch.ShapeError, match=r"^KVCache\.append: " + text):

@@ -1,4 +1,4 @@
-"""The table of choices: each row by a processor that it is for, and what reads the table."""
+"""The table of choices: each row with a processor that it applies to, and the functions that read the table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from clearhead.testing import choices as named
 from clearhead.testing import processor
 from tests.agreement import draw, needs_native
 from tests.budget import within_budget
-from tests.processes import told
+from tests.processes import reported
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 needs_onednn = pytest.mark.skipif(PATHS["onednn"].absent(BF16) is not None, reason=f"{PATHS['onednn'].absent(BF16)}")
@@ -74,12 +74,12 @@ def test_each_processor_takes_its_row(name: str, dtype: torch.dtype) -> None:
         if dtype == F16:
             assert gemm_path(dtype, 4096, 4096, 4096).name == "torch"
             return
-        found = [choice(kind, dtype) for kind in KINDS]
-    assert [each.path for each in found] == paths[:3]
-    assert (found[0].narrow, found[0].few_rows) == tuple(paths[3:])
+        chosen = [choice(kind, dtype) for kind in KINDS]
+    assert [each.path for each in chosen] == paths[:3]
+    assert (chosen[0].narrow, chosen[0].few_rows) == tuple(paths[3:])
 
 
-def test_every_row_is_some_processors() -> None:
+def test_every_row_applies_to_a_processor() -> None:
     """A row that no case above reaches would be a row without a test."""
     reached = set()
     for name, dtype in EXPECTED:
@@ -136,18 +136,18 @@ class TestAttention:
             yield
 
     @pytest.mark.parametrize(("mask", "least"), [(None, 128), (ch.Causal(), 512)], ids=repr)
-    def test_calls_from_a_size_on_are_torchs(self, mask: ch.Mask | None, least: int) -> None:
+    def test_large_calls_use_sdpa(self, mask: ch.Mask | None, least: int) -> None:
         inputs = _inputs(least)
         assert _choice(*(part[:, :, 1:] for part in inputs), mask=mask) == "native"
         assert _choice(inputs[0][:, :, 1:], *inputs[1:]) == ("native" if least == 128 else "sdpa")
         assert _choice(*inputs, mask=mask) == "sdpa"
         assert _choice(*inputs, mask=mask, backend="native") == "native"
-        found = ch.attention(*inputs, mask=mask)
-        assert torch.equal(found, ch.attention(*inputs, mask=mask, backend="sdpa"))
-        exact = ch.attention(*(own.double() for own in inputs), mask=mask, backend="reference")
-        within_budget("output", found, ch.attention(*inputs, mask=mask, backend="native"), exact, terms=least)
+        output = ch.attention(*inputs, mask=mask)
+        assert torch.equal(output, ch.attention(*inputs, mask=mask, backend="sdpa"))
+        exact = ch.attention(*(tensor.double() for tensor in inputs), mask=mask, backend="reference")
+        within_budget("output", output, ch.attention(*inputs, mask=mask, backend="native"), exact, terms=least)
 
-    def test_calls_that_mean_something_else_there_stay_with_the_kernels(self) -> None:
+    def test_calls_with_other_semantics_use_the_kernels(self) -> None:
         inputs = _inputs(512)
         for options in (
             {"dropout": 0.1},
@@ -163,70 +163,70 @@ class TestAttention:
         assert _choice(inputs[0].requires_grad_(), *inputs[1:]) == "native"
 
     def test_with_gradients_in_float32(self) -> None:
-        inputs = [own.requires_grad_() for own in _inputs(100, F32)]
+        inputs = [tensor.requires_grad_() for tensor in _inputs(100, F32)]
         with processor("", []):
             assert _choice(*inputs) == "sdpa"
-            found = torch.autograd.grad(ch.attention(*inputs).square().sum(), inputs)
-        doubles = [own.detach().double().requires_grad_() for own in inputs]
+            grads = torch.autograd.grad(ch.attention(*inputs).square().sum(), inputs)
+        doubles = [tensor.detach().double().requires_grad_() for tensor in inputs]
         right = torch.autograd.grad(ch.attention(*doubles, backend="reference").square().sum(), doubles)
-        for one, other in zip(found, right, strict=True):
+        for one, other in zip(grads, right, strict=True):
             torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
     def test_a_named_instruction_set_runs_the_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CLEARHEAD_ISA", "baseline")
         with processor("GenuineIntel", ["amx_bf16"]):
             assert row_for(BF16).sdpa_from is not None
-        before = choices.name(choices.Named())
+        before = choices.set_overrides(choices.Overrides())
         try:
             assert row_for(BF16).sdpa_from is None
             assert row_for(BF16).basis == "CLEARHEAD_ISA=baseline"
         finally:
-            choices.name(before)
+            choices.set_overrides(before)
 
     def test_a_module_agrees_with_itself(self) -> None:
         torch.manual_seed(0)
         module = MultiHeadAttention(32, 2).to(BF16).eval()
         tokens = draw(2, 130, 32, dtype=BF16, grad=False)
         with torch.no_grad():
-            found = module(tokens)
+            output = module(tokens)
             with processor("AuthenticAMD", ["avx2", "avx512", "avx512_bf16"]):
                 other = module(tokens)
-        torch.testing.assert_close(found.float(), other.float(), rtol=0.05, atol=0.02)
+        torch.testing.assert_close(output.float(), other.float(), rtol=0.05, atol=0.02)
 
 
 @needs_native
-def test_the_choice_is_named() -> None:
+def test_override_selects_the_backend() -> None:
     query = draw(1, 1, 8, 8, grad=False)
     for _ in range(3):
         ch.attention(query, query, query)
     for backend in ("sdpa", "tiled", "reference", "native"):
         with named(attention=backend):
             assert _choice(query, query, query) == backend
-            found = ch.attention(query, query, query)
-        assert torch.equal(found, ch.attention(query, query, query, backend=backend))
+            output = ch.attention(query, query, query)
+        assert torch.equal(output, ch.attention(query, query, query, backend=backend))
     for path in ("torch", "native"):
         with named(gemm=path):
             assert {choice(kind).path for kind in KINDS} == {path}
             assert choice("forward").reason == "named by clearhead.testing"
 
 
-def test_a_named_path_stands_above_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_override_takes_precedence_over_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
     with named(gemm="torch"):
         assert gemm_path(F32, 512, 512, 512) is PATHS["torch"]
 
 
-def test_contexts_nest_and_end_with_an_error() -> None:
-    before = choices.named()
+def test_contexts_nest_and_end_on_errors() -> None:
+    before = choices.overrides()
 
     def fail() -> None:
         with processor("AuthenticAMD", ["avx2"]) as fake, named(gemm="torch"):
-            assert (choices.processor(), choices.named().gemm) == (fake, "torch")
+            assert (choices.processor(), choices.overrides().gemm) == (fake, "torch")
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert choices.named() is before
+    assert choices.overrides() is before
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_contexts_nest_and_end_with_an_error() -> None:
     ],
     ids=["gemm", "attention", "features"],
 )
-def test_a_name_that_is_none_is_one_line(context: object, said: str) -> None:
+def test_unknown_name_raises_one_line(context: object, said: str) -> None:
     with pytest.raises(UnsupportedError) as refused, context():  # type: ignore[operator]
         pass
     assert str(refused.value).startswith(said)
@@ -270,12 +270,12 @@ print(json.dumps(found))
 
 def test_two_processes_compute_the_same_bits_and_time_nothing() -> None:
     environment = {"CLEARHEAD_ISA": "", "CLEARHEAD_PROJECTION": "", "CLEARHEAD_NATIVE": ""}
-    done = [told(CHOSEN, environment=environment) for _ in range(2)]
+    done = [reported(CHOSEN, environment=environment) for _ in range(2)]
     assert [each.returncode for each in done] == [0, 0], done[0].stderr
     assert json.loads(done[0].stdout) == json.loads(done[1].stdout)
 
 
-def test_reading_the_table_asks_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_lookup_measures_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for clock in ("perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "time", "process_time"):
         monkeypatch.setattr(time, clock, lambda: pytest.fail("a choice is timed"))
     with processor("AuthenticAMD", ["avx2"]):

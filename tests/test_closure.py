@@ -1,4 +1,4 @@
-"""A user's function keeps what its variables held when attention was called."""
+"""A user's function keeps the values that its variables had when attention was called."""
 
 from __future__ import annotations
 
@@ -50,31 +50,31 @@ def _inputs() -> list[Tensor]:
 
 
 def _trained(backend: str, late: bool) -> list[Tensor]:
-    """Two layers of a loop whose variable has moved on when backward comes; or functions that hold their own."""
+    """Two layers of a loop whose variable has changed by backward; or functions with variables of their own."""
     slopes = torch.tensor([0.05, 0.3, 9.0], requires_grad=True)
     inputs = _inputs()
     query, key, value = inputs
     for n in range(2):
-        own = n
+        number = n
         if late:
             rule = ch.ScoreFunction(lambda s, b, h, i, j: s - slopes[n] * (i * j).sqrt())  # noqa: B023
             mask = ch.MaskFunction(lambda b, h, i, j: (i * j) % (n + 5) > 0)  # noqa: B023
         else:
-            rule = ch.ScoreFunction(lambda s, b, h, i, j, own=own: s - slopes[own] * (i * j).sqrt())
-            mask = ch.MaskFunction(lambda b, h, i, j, own=own: (i * j) % (own + 5) > 0)
+            rule = ch.ScoreFunction(lambda s, b, h, i, j, number=number: s - slopes[number] * (i * j).sqrt())
+            mask = ch.MaskFunction(lambda b, h, i, j, number=number: (i * j) % (number + 5) > 0)
         query = query + ch.attention(query, key, value, mask=mask, scores=rule, backend=backend)
     n = 2
     return list(torch.autograd.grad(query.square().sum(), [*inputs, slopes]))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_loop_over_layers_trains_each_with_its_own_number(backend: str) -> None:
-    for found, right in zip(_trained(backend, late=True), _trained(backend, late=False), strict=True):
-        assert torch.equal(found, right)
+def test_loop_over_layers_uses_each_layers_variables(backend: str) -> None:
+    for actual, right in zip(_trained(backend, late=True), _trained(backend, late=False), strict=True):
+        assert torch.equal(actual, right)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_global_that_a_helper_reads_is_kept_too(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_globals_read_by_helpers_are_bound(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def step(change: bool) -> Tensor:
         inputs = _inputs()
         monkeypatch.setitem(globals(), "WIDTH", 3)
@@ -86,7 +86,7 @@ def test_a_global_that_a_helper_reads_is_kept_too(backend: str, monkeypatch: pyt
     assert torch.equal(step(True), step(False))
 
 
-def test_what_is_bound_answers_as_before() -> None:
+def test_bound_functions_return_the_same() -> None:
     inner = lambda x: x + shift  # noqa: E731
     shift = 4
 
@@ -96,16 +96,16 @@ def test_what_is_bound_answers_as_before() -> None:
     def fact(n: int) -> int:
         return 1 if n < 2 else n * fact(n - 1)
 
-    bound, again, whole = bound_now(outer), bound_now(fact), bound_now(partial(outer, times=3))
+    bound, recursive, whole = bound_now(outer), bound_now(fact), bound_now(partial(outer, times=3))
     shift = 100
     assert bound(1) == 10
     assert whole(1) == 15
-    assert again(5) == 120
+    assert recursive(5) == 120
     assert bound.__qualname__ == outer.__qualname__
     assert outer(1) == 202
 
 
-def test_what_a_function_writes_stays_shared() -> None:
+def test_written_variables_are_shared() -> None:
     count = 0
 
     def counted(x: int) -> int:
@@ -120,10 +120,10 @@ def test_what_a_function_writes_stays_shared() -> None:
     assert before + 1 == STEPS
 
 
-def test_methods_and_objects_are_taken_as_they_are() -> None:
-    held = Ruled()
+def test_methods_and_objects_are_not_copied() -> None:
+    attribute = Ruled()
     places = [torch.tensor([[0]])] * 3 + [torch.arange(5)[None]]
-    assert int(bound_now(held.rule)(*places).sum()) == 3
+    assert int(bound_now(attribute.rule)(*places).sum()) == 3
     call: Callable[..., Any] = torch.nn.Identity()
     assert bound_now(call) is call
 
@@ -161,17 +161,17 @@ CALLS: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_functional_call_has_its_own_numbers_in_backward_too(name: str, frozen: bool) -> None:
+def test_functional_call_tensors_are_used_in_backward(name: str, frozen: bool) -> None:
     layer, inputs = Gate().requires_grad_(not frozen), _inputs()
-    own = torch.tensor([2.0, 0.1], requires_grad=True)
-    output = torch.func.functional_call(layer, {"gate": own}, (*inputs, CALLS[name]))
-    right = CALLS[name](*inputs, scores=ch.ScoreFunction(lambda s, b, h, i, j: s * torch.sigmoid(own[h])))
+    replacement = torch.tensor([2.0, 0.1], requires_grad=True)
+    output = torch.func.functional_call(layer, {"gate": replacement}, (*inputs, CALLS[name]))
+    right = CALLS[name](*inputs, scores=ch.ScoreFunction(lambda s, b, h, i, j: s * torch.sigmoid(replacement[h])))
     torch.testing.assert_close(output, right)
     for one, other in zip(
-        *(torch.autograd.grad(o.square().sum(), [*inputs, own]) for o in (output, right)), strict=True
+        *(torch.autograd.grad(o.square().sum(), [*inputs, replacement]) for o in (output, right)), strict=True
     ):
         torch.testing.assert_close(one, other)
-    assert layer.gate is not own
+    assert layer.gate is not replacement
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -186,22 +186,22 @@ def test_a_module_may_keep_its_last_output(name: str) -> None:
     torch.testing.assert_close(inputs[0].grad / 3, right)
 
 
-def test_an_object_that_gets_another_tensor_for_each_layer_trains_all() -> None:
+def test_object_with_a_tensor_per_layer_trains_all() -> None:
     class Scaled:
         by: Tensor
 
         def __call__(self, s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return s * torch.sigmoid(self.by[h])
 
-    found = []
+    grads = []
     for backend in ("tiled", "reference"):
         rule, inputs, learned = Scaled(), _inputs(), torch.tensor([0.3, -0.7], requires_grad=True)
         query = inputs[0]
         for n in range(3):
             rule.by = learned * (n + 1)
             query = ch.attention(query, *inputs[1:], scores=ch.ScoreFunction(rule), backend=backend)
-        found.append(torch.autograd.grad(query.square().sum(), [*inputs, learned]))
-    for one, right in zip(*found, strict=True):
+        grads.append(torch.autograd.grad(query.square().sum(), [*inputs, learned]))
+    for one, right in zip(*grads, strict=True):
         torch.testing.assert_close(one, right)
 
 
@@ -217,27 +217,27 @@ def _as_default(gate: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 
 def _decorated(gate: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    own = torch.enable_grad()(gate)
-    return torch.compiler.disable(lambda s, b, h, i, j: s * own(h))
+    decorated = torch.enable_grad()(gate)
+    return torch.compiler.disable(lambda s, b, h, i, j: s * decorated(h))
 
 
 @pytest.mark.parametrize("way", [_as_partial, _as_default, _decorated])
-def test_a_helper_keeps_its_variables_however_it_is_given(
+def test_helper_keeps_its_variables(
     way: Callable[[Callable[[Tensor], Tensor]], Callable[..., Tensor]],
 ) -> None:
-    found = []
+    grads = []
     for backend in ("tiled", "reference"):
         inputs, gates = _inputs(), torch.tensor([[0.5, 1.0], [-1.0, 2.0]], requires_grad=True)
         query = inputs[0]
         for n in range(2):
             rule = way(lambda h: torch.sigmoid(gates[n][h]))  # noqa: B023
             query = ch.attention(query, *inputs[1:], scores=ch.ScoreFunction(rule), backend=backend)
-        found.append(torch.autograd.grad(query.square().sum(), [*inputs, gates]))
-    for one, right in zip(*found, strict=True):
+        grads.append(torch.autograd.grad(query.square().sum(), [*inputs, gates]))
+    for one, right in zip(*grads, strict=True):
         torch.testing.assert_close(one, right)
 
 
-def test_a_compiled_helper_finds_its_graph() -> None:
+def test_compiled_helper_keeps_its_graph() -> None:
     helper = torch.compile(lambda d: (d == 7).float() * 3.0, backend="eager")
     inputs = _inputs()
     rule = ch.ScoreFunction(lambda s, b, h, i, j: s + helper(i - j))
@@ -245,7 +245,7 @@ def test_a_compiled_helper_finds_its_graph() -> None:
     torch.testing.assert_close(one, other)
 
 
-def test_a_function_may_look_a_global_up_by_its_name() -> None:
+def test_function_may_use_globals_builtin() -> None:
     inputs = _inputs()
     one = ch.attention(*inputs, mask=ch.MaskFunction(lambda b, h, i, j: (i * j) % globals()["WIDTH"] > 0))
     other = ch.attention(*inputs, mask=ch.MaskFunction(lambda b, h, i, j: (i * j) % eval("WIDTH") > 0))
@@ -265,7 +265,7 @@ class Slotted:
 
 
 class Derived:
-    """Its number is made by a property, by way of a method."""
+    """Its value is computed by a property that calls a method."""
 
     def __init__(self, gate: Tensor) -> None:
         self._raw = gate
@@ -283,33 +283,33 @@ def _as_class(gate: Tensor) -> type:
 
 
 @pytest.mark.parametrize("holder", [SimpleNamespace, Settings, Slotted, Derived, _as_class])
-def test_what_a_plain_object_holds_is_found_by_its_name(holder: Callable[..., Any]) -> None:
-    found = []
+def test_attributes_of_plain_objects_are_found(holder: Callable[..., Any]) -> None:
+    grads = []
     for backend in ("tiled", "reference"):
         inputs, gate = _inputs(), torch.tensor([0.5, -1.0], requires_grad=True)
-        held = holder(gate=gate) if holder is SimpleNamespace else holder(gate)
-        rule = ch.ScoreFunction(lambda s, b, h, i, j, held=held: s * held.gate[h])
+        container = holder(gate=gate) if holder is SimpleNamespace else holder(gate)
+        rule = ch.ScoreFunction(lambda s, b, h, i, j, container=container: s * container.gate[h])
         output = ch.attention(*inputs, scores=rule, backend=backend)
-        found.append(torch.autograd.grad(output.square().sum(), [*inputs, gate]))
-    for one, right in zip(*found, strict=True):
+        grads.append(torch.autograd.grad(output.square().sum(), [*inputs, gate]))
+    for one, right in zip(*grads, strict=True):
         torch.testing.assert_close(one, right)
 
 
-def test_a_plain_object_with_another_tensor_for_each_layer_trains_all() -> None:
-    found = []
+def test_plain_object_with_a_tensor_per_layer_trains_all() -> None:
+    grads = []
     for backend in ("tiled", "reference"):
         inputs, gates = _inputs(), torch.tensor([[0.5, -1.0], [2.0, 0.3]], requires_grad=True)
-        held, query = SimpleNamespace(gate=None), inputs[0]
-        for own in gates.unbind():
-            held.gate = own
-            rule = ch.ScoreFunction(lambda s, b, h, i, j, held=held: s * held.gate[h])
+        container, query = SimpleNamespace(gate=None), inputs[0]
+        for gate in gates.unbind():
+            container.gate = gate
+            rule = ch.ScoreFunction(lambda s, b, h, i, j, container=container: s * container.gate[h])
             query = ch.attention(query, *inputs[1:], scores=rule, backend=backend)
-        found.append(torch.autograd.grad(query.square().sum(), [*inputs, gates]))
-    for one, right in zip(*found, strict=True):
+        grads.append(torch.autograd.grad(query.square().sum(), [*inputs, gates]))
+    for one, right in zip(*grads, strict=True):
         torch.testing.assert_close(one, right)
 
 
-def test_functions_written_within_a_compiled_one_are_taken_from_outside() -> None:
+def test_functions_defined_within_a_compiled_one_match_eager() -> None:
     inputs, gate = _inputs(), torch.tensor([0.5, -1.0], requires_grad=True)
 
     def layer(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -318,9 +318,9 @@ def test_functions_written_within_a_compiled_one_are_taken_from_outside() -> Non
         mask = ch.MaskFunction(lambda b, h, i, j: (i * j) % 5 != 1)
         return ch.attention(query, key, value, scores=rule, mask=mask)
 
-    found = [
+    outputs = [
         torch.autograd.grad(call(*inputs).square().sum(), [*inputs, gate])
         for call in (torch.compile(layer, backend="aot_eager"), layer)
     ]
-    for one, right in zip(*found, strict=True):
+    for one, right in zip(*outputs, strict=True):
         torch.testing.assert_close(one, right)

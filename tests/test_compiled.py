@@ -1,4 +1,4 @@
-"""Calls that lower while they are traced are one C++ operator, with the numbers and gradients of eager calls."""
+"""Calls that the compiler lowers are one C++ operator, with the outputs and gradients of eager calls."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_compiled_calls_equal_eager_ones_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("axes", [2, 3])
-def test_missing_axes_are_lowered_too(axes: int) -> None:
+def test_calls_with_missing_axes_are_lowered(axes: int) -> None:
     module, inputs = Attention(mask=ch.Causal()), _inputs(axes=axes)
     inputs = [inputs[0], inputs[0], inputs[0]]
     assert OPERATOR in _graph(module, inputs)
@@ -99,7 +99,7 @@ def test_missing_axes_are_lowered_too(axes: int) -> None:
     torch.testing.assert_close(output, module(*inputs))
 
 
-def test_gradients_are_contained_where_nan_meets_a_mask() -> None:
+def test_gradients_contain_nan_under_a_mask() -> None:
     module, (query, key, value) = Attention(mask=ch.Window(2, after=1), backend="native"), _inputs()
     with torch.no_grad():
         value[:, :, 8] = torch.nan
@@ -150,7 +150,7 @@ def test_wrong_calls_raise_what_eager_ones_raise() -> None:
         assert str(eager.value) in str(traced.value)
 
 
-def test_a_position_that_changes_is_compiled_twice_at_most() -> None:
+def test_changing_position_compiles_at_most_twice() -> None:
     counter = CompileCounter()
     query, key, value = _inputs()
 
@@ -247,7 +247,7 @@ def test_the_operator_passes_opcheck_with_its_gradients() -> None:
     torch.library.opcheck(operator, (query, key, value, 0.3, 6), {})
 
 
-def test_a_graph_without_rows_for_backward_says_so() -> None:
+def test_backward_of_a_call_under_no_grad_raises() -> None:
     query, key, value = _inputs()
     torch.compile(Attention(), backend="eager")(query, key, value)
     output, *_ = torch.ops.clearhead.attention_compiled(query, key, value, 0.3, 0)

@@ -1,4 +1,4 @@
-"""Covering arrays hold every pair, in few rows."""
+"""Covering arrays contain every pair, in few rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_combination_is_covered(sizes: tuple[int, ...], strength: int) -> 
     assert len(set(chosen)) == len(chosen)
 
 
-def test_combinations_that_no_row_holds_are_not_needed() -> None:
+def test_impossible_combinations_are_skipped() -> None:
     rows = [(a, b, c) for a, b, c in product(range(4), repeat=3) if a != b]
     chosen = [rows[index] for index in covering(rows)]
     assert pairs(chosen, 2) == pairs(rows, 2)

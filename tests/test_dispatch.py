@@ -1,4 +1,4 @@
-"""The choice of a backend, and what it says about itself."""
+"""The choice of a backend, and its report."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def _choice(**options: object) -> str | None:
 
 
 def _or_native(without: str) -> str:
-    """The kernels where they are built, else what takes over."""
+    """The kernels if they are built, else the backend that replaces them."""
     return without if native.BACKEND.capability.requires() else "native"
 
 
-def test_first_that_can() -> None:
+def test_auto_runs_the_first_able_backend() -> None:
     assert _choice() == _or_native("sdpa")
     assert _choice(mask=ch.Causal() & ch.Padding([3, 13])) == _or_native("sdpa")
     assert _choice(scores=ch.SoftCap(2.0)) == _or_native("tiled")
@@ -34,7 +34,7 @@ def test_first_that_can() -> None:
     assert _choice(want=ch.Want(received=True), backend="sdpa") is None
 
 
-def test_a_mask_too_large_to_write_out_goes_to_the_tiles() -> None:
+def test_mask_beyond_the_table_limit_runs_tiled() -> None:
     query = torch.zeros(1, 1, 8192, 8)
     reasons = ch.explain_dispatch(query, query, query, mask=ch.Window(10)).reasons["sdpa"]
     assert reasons == ("would need a mask of 67,108,864 entries (limit 16,777,216)",)
@@ -55,11 +55,11 @@ def test_named_backend_runs_or_raises_with_its_reasons() -> None:
     inputs = tensors()
     with pytest.raises(ch.UnsupportedError, match="sdpa: cannot reproduce dropout from a seed"):
         ch.attention(*inputs, dropout=0.1, backend="sdpa")
-    with pytest.raises(ch.UnsupportedError, match="sdpa: cannot give received"):
+    with pytest.raises(ch.UnsupportedError, match="sdpa: cannot compute received"):
         ch.observe_attention(*inputs, want=ch.Want(received=True), backend="sdpa")
 
 
-def test_what_a_report_says_is_what_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_agrees_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every backend without reasons runs; every one with reasons raises."""
     inputs = tensors()
     for options in ({}, {"scores": ch.Sink(0.0)}, {"dropout": 0.2}, {"mask": ch.Strided(2)}):
@@ -72,7 +72,7 @@ def test_what_a_report_says_is_what_happens(monkeypatch: pytest.MonkeyPatch) -> 
                 ch.attention(*inputs, **options, backend=name)
 
 
-def test_capability_rows_are_words() -> None:
+def test_capability_rows_are_text() -> None:
     for backend in map(loaded, BACKENDS):
         row = backend.capability.row()
         assert all(isinstance(word, str) and word for word in row.values()), backend.name
@@ -86,7 +86,7 @@ def test_capability_without_rules_says_none() -> None:
 def test_refused_sizes_say_their_number() -> None:
     query = torch.zeros(1, 64, 4096, 1)
     reasons = ch.explain_dispatch(query, query, query, want=ch.Want(received=True)).reasons["reference"]
-    assert reasons == ("would hold 1,073,741,824 scores at once (limit 268,435,456)",)
+    assert reasons == ("would need memory for 1,073,741,824 scores (limit 268,435,456)",)
 
 
 def test_long_documents_need_no_square_mask() -> None:
@@ -95,8 +95,8 @@ def test_long_documents_need_no_square_mask() -> None:
     query = torch.randn(1, 1, sum(lengths), 4, generator=torch.Generator().manual_seed(1))
     for mask in (ch.Documents(lengths=lengths), ch.Documents(lengths=lengths) & ch.Causal()):
         assert not ch.explain_dispatch(query, query, query, mask=mask).reasons["sdpa"]
-        found = ch.attention(query, query, query, mask=mask, backend="sdpa")
-        torch.testing.assert_close(found, ch.attention(query, query, query, mask=mask, backend="tiled"))
+        output = ch.attention(query, query, query, mask=mask, backend="sdpa")
+        torch.testing.assert_close(output, ch.attention(query, query, query, mask=mask, backend="tiled"))
     windowed = ch.Documents(lengths=lengths) & ch.Window(3)
     assert ch.explain_dispatch(query, query, query, mask=windowed).reasons["sdpa"]
 
@@ -118,22 +118,22 @@ def test_explaining_takes_a_want(want: object) -> None:
 @pytest.mark.parametrize("mask", [None, ch.Causal(), ch.Window(2), ch.Padding([3]), ch.Documents(lengths=[2, 4])])
 @pytest.mark.parametrize("scores", [(), (ch.SoftCap(3.0),), (ch.Alibi(2),)])
 def test_meta_tensors_give_meta_tensors(mask: ch.Mask | None, scores: tuple[ch.ScoreRule, ...]) -> None:
-    own = torch.empty(1, 2, 6, 4, device="meta")
-    output = ch.attention(own, own, own, mask=mask, scores=scores)
+    tensor = torch.empty(1, 2, 6, 4, device="meta")
+    output = ch.attention(tensor, tensor, tensor, mask=mask, scores=scores)
     assert output.is_meta
-    assert output.shape == own.shape
+    assert output.shape == tensor.shape
 
 
 @pytest.mark.parametrize("widths", [(300, 20), (20, 300), (257, 256)], ids=str)
 @pytest.mark.parametrize("mask", [None, ch.Causal(), ch.Window(5)], ids=["all", "causal", "window"])
-def test_torchs_kernel_takes_heads_of_two_widths(
+def test_sdpa_runs_with_unequal_head_and_value_dim(
     widths: tuple[int, int], mask: ch.Mask | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = tuple(
         torch.randn(2, heads, 40, width) for heads, width in zip((4, 2, 2), (widths[0], *widths), strict=True)
     )
-    expected = ch.attention(*(own.double() for own in inputs), mask=mask, backend="reference")
-    learned = tuple(own.clone().requires_grad_() for own in inputs)
+    expected = ch.attention(*(tensor.double() for tensor in inputs), mask=mask, backend="reference")
+    learned = tuple(tensor.clone().requires_grad_() for tensor in inputs)
     # Its backward is far off where scores are huge, so a step of training goes by the formula.
     torch.testing.assert_close(
         ch.attention(*learned, mask=mask, backend="sdpa").double(), expected, rtol=1e-4, atol=1e-5

@@ -1,4 +1,4 @@
-"""The verbs: shapes in and out, and every wrong input as one line."""
+"""The public functions: shapes of inputs and outputs, and wrong input as one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.problems import tensors
 
 
 @pytest.mark.parametrize("axes", [2, 3, 4])
-def test_leading_axes_come_back(axes: int) -> None:
+def test_leading_axes_are_those_of_query(axes: int) -> None:
     query, key, value = tensors(batch=1, heads=1 if axes == 2 else 4, kv_heads=1 if axes == 2 else 2)
     cut = [tensor[0] if axes < 4 else tensor for tensor in (query, key, value)]
     cut = [tensor[0] if axes == 2 else tensor for tensor in cut]
@@ -22,9 +22,9 @@ def test_leading_axes_come_back(axes: int) -> None:
     assert output.shape == (*cut[0].shape[:-1], 6)
     whole = ch.attention(query, key, value)
     torch.testing.assert_close(output.reshape(whole.shape), whole)
-    seen = ch.observe_attention(*cut, want=ch.Want(lse=True, received=True))
-    assert seen.lse.shape == cut[0].shape[:-1]
-    assert seen.received.shape == (*cut[0].shape[:-2], 13)
+    observation = ch.observe_attention(*cut, want=ch.Want(lse=True, received=True))
+    assert observation.lse.shape == cut[0].shape[:-1]
+    assert observation.received.shape == (*cut[0].shape[:-2], 13)
 
 
 def test_grouped_heads_read_their_group() -> None:
@@ -80,12 +80,12 @@ BAD = [
     ((q(3, 4).long(),) * 3, {}, ch.UnsupportedError, "query must be floating point; got torch.int64"),
     ((q(3, 4), q(3, 4, device="meta"), q(3, 4)), {}, ch.UnsupportedError, "key must be on query's device cpu"),
     ((q(3, 4),) * 3, {"scale": float("nan")}, ch.ShapeError, "scale must be a finite number; got nan"),
-    ((q(3, 4),) * 3, {"scale": 1e39}, ch.ShapeError, "scale must be a number that float32 holds; got 1e+39"),
-    ((q(3, 4),) * 3, {"scale": 10**400}, ch.ShapeError, "scale must be a number that float32 holds; got 1000"),
+    ((q(3, 4),) * 3, {"scale": 1e39}, ch.ShapeError, "scale must be a number within float32's range; got 1e+39"),
+    ((q(3, 4),) * 3, {"scale": 10**400}, ch.ShapeError, "scale must be a number within float32's range; got 1000"),
     ((q(3, 4),) * 3, {"query_offset": 2**49}, ch.ShapeError, "query_offset must lie within 2**48 of 0; got 5629"),
     ((q(3, 4),) * 3, {"scores": np.zeros(3)}, ch.UnsupportedError, "scores must hold score rules; got float64"),
     ((q(3, 4),) * 3, {"scale": "1"}, ch.ShapeError, "scale must be a finite number"),
-    ((q(3, 4),) * 3, {"dropout": 1.0}, ch.ShapeError, "dropout must be a probability from 0 up to, but not, 1"),
+    ((q(3, 4),) * 3, {"dropout": 1.0}, ch.ShapeError, "dropout must be a probability of at least 0 and below 1"),
     ((q(3, 4),) * 3, {"dropout": -0.1}, ch.ShapeError, "got -0.1"),
     ((q(3, 4),) * 3, {"dropout": 0.1, "seed": -1}, ch.ShapeError, "seed must be a whole number"),
     ((q(3, 4),) * 3, {"query_offset": 1.0}, ch.ShapeError, "query_offset must be a whole number; got 1.0"),
@@ -166,11 +166,11 @@ def test_bad_rules(value: Any) -> None:
 
 @pytest.mark.parametrize("scale", [1e-39, 1e-300, -1e-45])
 @pytest.mark.parametrize("backend", ["native", "sdpa", "tiled", "reference"])
-def test_a_scale_that_float32_has_no_digits_for_is_zero(scale: float, backend: str) -> None:
+def test_subnormal_scale_is_zero(scale: float, backend: str) -> None:
     query, key, value = torch.randn(3, 5, 4)
     if ch.explain_dispatch(query, key, value).reasons[backend]:
         pytest.skip(backend)
-    found = ch.attention(query, key, value, scale=scale, backend=backend)
-    assert torch.equal(found, ch.attention(query, key, value, scale=0.0, backend=backend))
-    held = Problem.of("attention", query.double(), key.double(), value.double(), scale=scale)
-    assert held.scale == scale
+    output = ch.attention(query, key, value, scale=scale, backend=backend)
+    assert torch.equal(output, ch.attention(query, key, value, scale=0.0, backend=backend))
+    in_float64 = Problem.of("attention", query.double(), key.double(), value.double(), scale=scale)
+    assert in_float64.scale == scale

@@ -1,4 +1,4 @@
-"""``import clearhead`` loads little, and nothing optional; every public name is imported when it is first read."""
+"""``import clearhead`` loads little, and nothing optional; public names are imported on first use."""
 
 from __future__ import annotations
 

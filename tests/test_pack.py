@@ -1,4 +1,4 @@
-"""pack and unpack: padding out, padding in, and attention between them."""
+"""pack and unpack, and attention on packed sequences."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def test_packed_attention_equals_padded_attention(rest: ch.Mask | None) -> None:
     direction = torch.randn_like(padded)
     expected = torch.autograd.grad(padded, (query, key, value), direction)
     got = torch.autograd.grad(back, (query, key, value), direction)
-    for own, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(own, other, atol=1e-12, rtol=1e-12)
+    for actual, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(actual, other, atol=1e-12, rtol=1e-12)
 
 
-def test_ids_and_extra_axes_are_packed_too() -> None:
+def test_token_ids_and_extra_axes_are_packed() -> None:
     ids = torch.tensor([[1, 2, 3], [4, 0, 0]])
     assert pack(ids, [3, 1])[0].tolist() == [[1, 2, 3, 4]]
     assert pack(torch.zeros(2, 3, 4, 5), torch.tensor([1, 2]))[0].shape == (1, 3, 4, 5)

@@ -19,15 +19,15 @@ from tests.agreement import needs_native
 
 
 @pytest.mark.parametrize("base", [10000.0, 100.0])
-def test_rotary_turns_pairs_as_complex_numbers(base: float) -> None:
+def test_rotary_equals_complex_multiplication(base: float) -> None:
     x = torch.randn(2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    turned = Rotary(base).rotate(x, first=3)
+    rotated = Rotary(base).rotate(x, first=3)
     for batch in range(2):
         for place in range(5):
             for pair in range(3):
                 number = complex(x[batch, place, pair], x[batch, place, pair + 3])
                 expected = number * cmath.exp(1j * (place + 3) * base ** (-2 * pair / 6))
-                got = complex(turned[batch, place, pair], turned[batch, place, pair + 3])
+                got = complex(rotated[batch, place, pair], rotated[batch, place, pair + 3])
                 assert abs(got - expected) < 1e-12
 
 
@@ -40,24 +40,24 @@ def test_scores_depend_on_distance_alone_however_far() -> None:
     torch.testing.assert_close(far, near, atol=1e-5, rtol=1e-5)
 
 
-def test_position_0_and_lengths_are_kept_and_dtype_too() -> None:
+def test_rotary_preserves_position_0_dtype_and_shape() -> None:
     x = torch.randn(2, 1, 8)
     assert torch.equal(Rotary().rotate(x), x)
     half = torch.randn(3, 4, 8, dtype=torch.bfloat16)
     assert Rotary().rotate(half).dtype == torch.bfloat16
     torch.testing.assert_close(Rotary().rotate(half.float()).bfloat16(), Rotary().rotate(half))
-    turned = Rotary().rotate(torch.randn(10, 8, dtype=torch.float64))
-    assert turned.shape == (10, 8)
+    rotated = Rotary().rotate(torch.randn(10, 8, dtype=torch.float64))
+    assert rotated.shape == (10, 8)
 
 
 def formula(x: Tensor, first: int = 0, base: float = 10000.0) -> Tensor:
-    """In float64, pairs as complex numbers."""
+    """The formula in float64, with pairs as complex numbers."""
     half = x.shape[-1] // 2
     places = torch.arange(first, first + x.shape[-2], dtype=torch.float64)
     angles = torch.outer(places, base ** (-torch.arange(half, dtype=torch.float64) / half))
     wide = x.double()
-    turned = torch.complex(wide[..., :half], wide[..., half:]) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([turned.real, turned.imag], -1)
+    rotated = torch.complex(wide[..., :half], wide[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([rotated.real, rotated.imag], -1)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -74,17 +74,17 @@ UNITS = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-
 @pytest.mark.parametrize("dtype", UNITS, ids=str)
 def test_rotary_in_every_dtype_shape_and_place(dtype: torch.dtype, shape: tuple[int, ...], first: int) -> None:
     x = draw(*shape, dtype=dtype).requires_grad_()
-    found = Rotary().rotate(x, first)
-    assert (found.shape, found.dtype) == (x.shape, dtype)
+    rotated = Rotary().rotate(x, first)
+    assert (rotated.shape, rotated.dtype) == (x.shape, dtype)
     unit = 5.0 * UNITS[dtype]
-    torch.testing.assert_close(found.double(), formula(x, first), rtol=unit, atol=unit)
-    # What was turned is turned back by its gradient, for lengths stay.
-    (back,) = torch.autograd.grad(found, x, found.detach())
+    torch.testing.assert_close(rotated.double(), formula(x, first), rtol=unit, atol=unit)
+    # The gradient rotates back, since rotations preserve norms.
+    (back,) = torch.autograd.grad(rotated, x, rotated.detach())
     torch.testing.assert_close(back.double(), x.double(), rtol=2 * unit, atol=2 * unit)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rotary_of_tensors_that_lie_otherwise(dtype: torch.dtype) -> None:
+def test_rotary_of_strided_tensors(dtype: torch.dtype) -> None:
     packed = draw(2, 9, 3, 4, 16, dtype=dtype)
     for x in (
         packed[:, :, 1].transpose(1, 2),
@@ -97,13 +97,13 @@ def test_rotary_of_tensors_that_lie_otherwise(dtype: torch.dtype) -> None:
         assert torch.equal(Rotary().rotate(x, 5), Rotary().rotate(x.clone(memory_format=torch.contiguous_format), 5))
 
 
-def test_rotary_leaves_what_it_reads_and_may_be_changed_in_place() -> None:
+def test_rotary_does_not_modify_its_input() -> None:
     for x in (draw(3, 8), draw(2, 3, 8), draw(1, 2, 3, 8)):
         before = x.clone()
         leaf = x.requires_grad_()
-        turned = Rotary().rotate(leaf)
-        turned.mul_(2.0)
-        (grad,) = torch.autograd.grad(turned.sum(), leaf)
+        rotated = Rotary().rotate(leaf)
+        rotated.mul_(2.0)
+        (grad,) = torch.autograd.grad(rotated.sum(), leaf)
         assert torch.equal(leaf.detach(), before)
         (right,) = torch.autograd.grad(2.0 * Rotary().rotate(leaf).sum(), leaf)
         torch.testing.assert_close(grad, right)
@@ -113,11 +113,11 @@ def test_rotary_has_second_derivatives() -> None:
     x = draw(2, 2, 5, 6).requires_grad_()
     output = Rotary(50.0).rotate(x, 3)
     (grad,) = torch.autograd.grad(output.pow(3).sum(), x, create_graph=True)
-    (found,) = torch.autograd.grad(grad.square().sum(), x)
+    (second,) = torch.autograd.grad(grad.square().sum(), x)
     wide = x.detach().double().requires_grad_()
     (grad,) = torch.autograd.grad(formula(wide, 3, 50.0).pow(3).sum(), wide, create_graph=True)
     (right,) = torch.autograd.grad(grad.square().sum(), wide)
-    torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(second.double(), right, rtol=1e-4, atol=1e-4)
     torch.autograd.gradcheck(lambda x: Rotary(50.0).rotate(x, 3), x.detach().double().requires_grad_())
 
 
@@ -137,7 +137,7 @@ def test_rotary_under_transforms_and_many_gradients_at_once() -> None:
 
 
 @needs_native
-def test_the_bits_of_rotary_do_not_depend_on_threads_or_company() -> None:
+def test_rotary_is_bitwise_equal_at_any_thread_count_and_batch() -> None:
     x, rotary = draw(2, 3, 300, 72), Rotary()
     right = rotary.rotate(x)
     before = torch.get_num_threads()
@@ -189,14 +189,14 @@ def test_a_rotary_is_a_value() -> None:
         rotary.base = 3.0  # type: ignore[misc]
 
 
-def test_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotary_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     x = draw(2, 3, 5, 8)
     right = Rotary().rotate(x)
     monkeypatch.setattr(positions, "library", lambda: None)
     torch.testing.assert_close(Rotary().rotate(x), right)
 
 
-def test_what_rotary_means_as_an_argument() -> None:
+def test_rotary_argument_forms() -> None:
     rotary = Rotary(500.0)
     assert as_rotary("f", rotary) is rotary
     assert as_rotary("f", True).base == 10000.0
@@ -206,7 +206,7 @@ def test_what_rotary_means_as_an_argument() -> None:
     assert repr(rotary) == "Rotary(base=500)"
 
 
-def test_sinusoidal_is_the_papers() -> None:
+def test_sinusoidal_equals_the_papers_formula() -> None:
     table = sinusoidal(7, 6, dtype=torch.float64)
     for place in range(7):
         for pair in range(3):

@@ -55,7 +55,7 @@ def private_names(source: str) -> list[str]:
 
 
 def _imported(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """Names that stand for a part of one of the libraries, and where it lies."""
+    """Names bound to a part of one of the libraries, and its path."""
     if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in LIBRARIES:
         yield from ((each.asname or each.name, f"{node.module}.{each.name}") for each in node.names)
     if isinstance(node, ast.Import):
@@ -86,7 +86,7 @@ def _names(node: ast.AST, ours: set[str], paths: Mapping[str, str]) -> Iterator[
         root, _, rest = _path(node).partition(".")
         path = f"{paths.get(root, root)}.{rest}"
         if path.partition(".")[0] in LIBRARIES:
-            # The longest path says it once.
+            # Only the longest path counts.
             if _is_private(path) and not _is_private(path.rpartition(".")[0]):
                 yield path
         elif node.attr in UNDERSCORED and node.attr not in ours:
@@ -109,8 +109,8 @@ def _is_private(path: str) -> bool:
 
 def test_private_names_are_used_in_one_file() -> None:
     files = (file for file in PACKAGE.rglob("*.py") if file.name != HOME)
-    found = {str(file.relative_to(PACKAGE)): private_names(file.read_text()) for file in files}
-    assert {file: names for file, names in found.items() if names} == {}
+    uses = {str(file.relative_to(PACKAGE)): private_names(file.read_text()) for file in files}
+    assert {file: names for file, names in uses.items() if names} == {}
 
 
 def test_uses_are_few() -> None:
@@ -141,5 +141,5 @@ def test_each_use_says_what_happens_without_it() -> None:
         ("torch.compiler.is_compiling(); layer.weight; self._mine", []),
     ],
 )
-def test_private_name_is_found(source: str, names: list[str]) -> None:
+def test_checker_finds_private_names(source: str, names: list[str]) -> None:
     assert private_names(source) == names

@@ -1,4 +1,4 @@
-"""project() against torch's linear in float64, on every path, and the ways in which the path is chosen."""
+"""project() against torch's linear in float64, on every path, and the choice of the path."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from clearhead import choices as sizes
 from clearhead.cli.app import app
 from clearhead.errors import UnsupportedError
 from clearhead.nn.linear import Linear
-from clearhead.projection import KINDS, choice, paths, products, project
+from clearhead.projection import KINDS, choice, linear, paths, project
 from tests.budget import within_budget
-from tests.processes import told
+from tests.processes import reported
 
 ABSENT = {name: path.absent(torch.float32) for name, path in paths.PATHS.items()}
 PATHS = [pytest.param(name, marks=pytest.mark.skipif(why is not None, reason=f"{why}")) for name, why in ABSENT.items()]
@@ -40,7 +40,7 @@ def _numbers(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing forced, and the smallest product large enough."""
+    """No path is forced, and the smallest GEMM has a choice."""
     monkeypatch.delenv("CLEARHEAD_PROJECTION", raising=False)
     monkeypatch.setattr(sizes, "SMALL", 1)
     monkeypatch.setattr(sizes, "SMALL_UNPREPARED", 1)
@@ -54,10 +54,10 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of product for which a path was chosen, in order; empty where ``F.linear`` itself ran."""
+    """The kinds of GEMM for which a path was chosen, in order; empty if ``F.linear`` ran."""
     kinds: list[str] = []
-    chosen = products.path_of
-    monkeypatch.setattr(products, "path_of", lambda kind, *sizes: kinds.append(kind) or chosen(kind, *sizes))
+    chosen = linear.path_of
+    monkeypatch.setattr(linear, "path_of", lambda kind, *sizes: kinds.append(kind) or chosen(kind, *sizes))
     return kinds
 
 
@@ -82,13 +82,13 @@ def test_numbers_and_gradients_are_those_of_linear(
     exact = _with_gradients(F.linear, doubles, grad)
     assert len(results) == 3 + bias
     names = ("output", "input gradient", "weight gradient", "bias gradient")
-    for name, result, own, reference in zip(names, results, textbook, exact, strict=False):
+    for name, result, baseline, reference in zip(names, results, textbook, exact, strict=False):
         assert result.dtype == torch.float32
-        within_budget(name, result, own, reference, terms=max(inputs, outputs, grad.numel() // max(outputs, 1), 1))
+        within_budget(name, result, baseline, reference, terms=max(inputs, outputs, grad.numel() // max(outputs, 1), 1))
 
 
 @needs_onednn
-def test_the_budget_notices_a_product_in_16_bits() -> None:
+def test_budget_fails_for_a_gemm_in_16_bits() -> None:
     x, weight = _numbers(64, 96), _numbers(64, 96, seed=1)
     exact = F.linear(x.double(), weight.double())
     with pytest.raises(AssertionError, match="above its budget"):
@@ -113,43 +113,43 @@ def test_strides_do_not_matter(path: str, stride: str, where: str) -> None:
     tensors[where] = STRIDES[stride](tensors[where])
     bias = _numbers(48, seed=3)[::2]
     leaves = [tensors["x"].detach().requires_grad_(), tensors["weight"].detach().requires_grad_(), bias]
-    found = [project(*leaves)]
-    found += torch.autograd.grad(found[0], leaves[:2], tensors["grad"])
+    results = [project(*leaves)]
+    results += torch.autograd.grad(results[0], leaves[:2], tensors["grad"])
     x, weight, grad = (tensors[name].double() for name in ("x", "weight", "grad"))
     exact = [F.linear(x, weight, bias.double()), grad @ weight, grad.t() @ x]
-    own = [F.linear(*leaves), tensors["grad"] @ tensors["weight"], tensors["grad"].t() @ tensors["x"]]
-    for name, result, textbook, reference in zip(KINDS, found, own, exact, strict=True):
+    baseline = [F.linear(*leaves), tensors["grad"] @ tensors["weight"], tensors["grad"].t() @ tensors["x"]]
+    for name, result, textbook, reference in zip(KINDS, results, baseline, exact, strict=True):
         within_budget(name, result, textbook.detach(), reference, terms=70)
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)], ids=str)
 def test_only_the_gradients_asked_for_are_computed(path: str, chosen: list[str], wanted: tuple[bool, bool]) -> None:
-    x, weight = (_numbers(8, 8).requires_grad_(own) for own in wanted)
+    x, weight = (_numbers(8, 8).requires_grad_(needed) for needed in wanted)
     bias = _numbers(8).requires_grad_()
     project(x, weight, bias).sum().backward()
     assert (x.grad is not None, weight.grad is not None) == wanted
     assert torch.equal(bias.grad, torch.full((8,), 8.0))  # type: ignore[arg-type]
-    assert chosen == ["forward", *(kind for kind, own in zip(KINDS[1:], wanted, strict=True) if own)]
+    assert chosen == ["forward", *(kind for kind, needed in zip(KINDS[1:], wanted, strict=True) if needed)]
 
 
 def test_second_derivatives(path: str) -> None:
     x, weight = _numbers(5, 4).requires_grad_(), _numbers(3, 4, seed=1).requires_grad_()
     (first,) = torch.autograd.grad(project(x, weight).pow(2).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), weight)
-    (own,) = torch.autograd.grad(F.linear(x, weight).pow(2).sum(), x, create_graph=True)
-    torch.testing.assert_close(second, torch.autograd.grad(own.sum(), weight)[0])
+    (expected,) = torch.autograd.grad(F.linear(x, weight).pow(2).sum(), x, create_graph=True)
+    torch.testing.assert_close(second, torch.autograd.grad(expected.sum(), weight)[0])
 
 
 def test_batched_gradients_as_vectorised_jacobians_take_them(path: str) -> None:
     leaves = [_numbers(5, 4).requires_grad_(), _numbers(3, 4, seed=1).requires_grad_()]
-    found, own = (
+    actual, expected = (
         torch.autograd.grad(function(*leaves)[0], leaves, torch.eye(3), is_grads_batched=True)
         for function in (project, F.linear)
     )
-    torch.testing.assert_close(found, own)
+    torch.testing.assert_close(actual, expected)
 
 
-def test_a_watched_backward_runs_operators_that_the_watcher_knows(path: str, chosen: list[str]) -> None:
+def test_backward_under_a_mode_runs_torch_operators(path: str, chosen: list[str]) -> None:
     x, weight = _numbers(4, 8).requires_grad_(), _numbers(6, 8, seed=1).requires_grad_()
     output = project(x, weight)
     with FlopCounterMode(display=False) as counter:
@@ -165,20 +165,20 @@ def test_same_inputs_same_bits(path: str) -> None:
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(64, True), (63, False), (320, True), (255, True)], ids=str)
-def test_small_products_stay_with_linear(monkeypatch: pytest.MonkeyPatch, rows: int, expected: bool) -> None:
+def test_small_gemms_use_linear(monkeypatch: pytest.MonkeyPatch, rows: int, expected: bool) -> None:
     monkeypatch.undo()
-    assert products.has_choice(torch.zeros(rows, 256), torch.zeros(256, 256), None) == expected
+    assert linear.has_choice(torch.zeros(rows, 256), torch.zeros(256, 256), None) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("rows", "returns"), [(7, True), (64, True), (320, True), (255, False), (65, False), (257, True)], ids=str
 )
-def test_odd_numbers_of_rows_stay_with_torch_where_a_path_prepares_every_shape(
+def test_unprepared_row_counts_use_torch(
     monkeypatch: pytest.MonkeyPatch, path: str, kind: str, rows: int, returns: bool
 ) -> None:
     monkeypatch.setattr(sizes, "SMALL_UNPREPARED", 2**24)
-    assert products.path_of(kind, torch.zeros(rows, 256), 2**16).name == (
+    assert linear.path_of(kind, torch.zeros(rows, 256), 2**16).name == (
         path if returns or path != "onednn" else "torch"
     )
 
@@ -189,13 +189,11 @@ class _Subclass(Tensor):
 
 class _Watcher(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.seen = function
+        self.observed = function
         return function(*args, **(kwargs or {}))
 
 
-def test_what_is_not_plain_on_a_cpu_stays_with_linear(
-    path: str, monkeypatch: pytest.MonkeyPatch, chosen: list[str]
-) -> None:
+def test_other_tensors_use_linear(path: str, monkeypatch: pytest.MonkeyPatch, chosen: list[str]) -> None:
     x, weight, bias = _numbers(4, 8), _numbers(6, 8, seed=1), _numbers(6, seed=2)
     for dtype in (torch.float16, torch.float64):
         tensors = [each.to(dtype) for each in (x, weight, bias)]
@@ -210,7 +208,7 @@ def test_what_is_not_plain_on_a_cpu_stays_with_linear(
         assert torch.equal(project(x, weight, bias), F.linear(x, weight, bias))
     with _Watcher() as watcher:
         project(x, weight)
-        assert watcher.seen is F.linear
+        assert watcher.observed is F.linear
     with FlopCounterMode(display=False) as counter:
         project(x, weight)
     assert counter.get_total_flops() == 2 * 4 * 6 * 8
@@ -225,8 +223,10 @@ def test_what_is_not_plain_on_a_cpu_stays_with_linear(
 def test_transforms_of_functions_are_not_silently_wrong(path: str) -> None:
     x, weight = _numbers(3, 4, 8), _numbers(6, 8, seed=1)
     torch.testing.assert_close(torch.func.vmap(project, (0, None))(x, weight), F.linear(x, weight))
-    for found, own in zip(*(torch.func.jacrev(f, (0, 1))(x[0], weight) for f in (project, F.linear)), strict=True):
-        torch.testing.assert_close(found, own)
+    for actual, expected in zip(
+        *(torch.func.jacrev(f, (0, 1))(x[0], weight) for f in (project, F.linear)), strict=True
+    ):
+        torch.testing.assert_close(actual, expected)
     with forward_ad.dual_level():
         dual = project(forward_ad.make_dual(x[0], torch.ones(4, 8)), weight)
         torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, torch.ones(4, 8) @ weight.t())
@@ -237,18 +237,18 @@ def test_transforms_of_functions_are_not_silently_wrong(path: str) -> None:
     [((4, 7), (6, 8), None), ((), (6, 8), None), ((4, 8), (6, 8), (5,)), ((4, 8), (2, 6, 8), None)],
     ids=str,
 )
-def test_what_does_not_fit_is_told_as_linear_tells_it(
+def test_misfits_raise_the_errors_of_linear(
     path: str, x: tuple[int, ...], weight: tuple[int, ...], bias: tuple[int, ...] | None
 ) -> None:
     tensors = [torch.zeros(x), torch.zeros(weight), None if bias is None else torch.zeros(bias)]
-    with pytest.raises((RuntimeError, IndexError)) as own:
+    with pytest.raises((RuntimeError, IndexError)) as expected:
         F.linear(*tensors)
-    with pytest.raises(type(own.value)) as found:
+    with pytest.raises(type(expected.value)) as actual:
         project(*tensors)
-    assert str(found.value) == str(own.value)
+    assert str(actual.value) == str(expected.value)
 
 
-def test_compiled_and_exported_it_is_linear(path: str, chosen: list[str]) -> None:
+def test_compiled_and_exported_calls_use_linear(path: str, chosen: list[str]) -> None:
     x, weight = _numbers(4, 8), _numbers(6, 8, seed=1).requires_grad_()
     compiled = torch.compile(project, fullgraph=True, backend="aot_eager")
     compiled(x, weight).sum().backward()
@@ -272,7 +272,7 @@ print(json.dumps([[choice(kind).path, choice(kind).reason] for kind in KINDS]))
 
 @pytest.mark.parametrize("value", PATHS)
 def test_the_variable_forces_a_path(value: str) -> None:
-    done = told(PROGRAM, environment={"CLEARHEAD_PROJECTION": value})
+    done = reported(PROGRAM, environment={"CLEARHEAD_PROJECTION": value})
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[value, f"CLEARHEAD_PROJECTION={value}"]] * 3
 
@@ -285,17 +285,17 @@ def test_a_bad_variable_is_one_line_where_the_layer_is_built_or_used(monkeypatch
             use()
         assert str(refused.value) == (
             "project: CLEARHEAD_PROJECTION must be one of torch, onednn, native; got 'fast'. "
-            "Unset it to let the table of processors choose."
+            "Unset it for the choice of the table of processors."
         )
 
 
 @pytest.mark.parametrize("leading", [(10,), (2, 5)], ids=str)
-def test_an_output_may_be_changed_in_place_as_linears_may(path: str, leading: tuple[int, ...]) -> None:
+def test_output_may_be_changed_in_place(path: str, leading: tuple[int, ...]) -> None:
     x, weight, bias = _numbers(*leading, 8).requires_grad_(), _numbers(6, 8, seed=1), _numbers(6, seed=2)
-    found, own = (
+    actual, expected = (
         torch.autograd.grad(function(x, weight, bias).relu_().sum(), x)[0] for function in (project, F.linear)
     )
-    torch.testing.assert_close(found, own)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("rows", [1, 300, 1300])
@@ -313,8 +313,8 @@ def test_bfloat16_is_as_exact_as_linear(path: str, rows: int) -> None:
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
     output = F.linear(*exact)
     wanted = [output, *torch.autograd.grad(output.square().sum(), exact)]
-    for name, found, own, right in zip(("output", "dx", "dweight", "dbias"), *results, wanted, strict=True):
-        within_budget(name, found, own, right, terms=rows * 96)
+    for name, result, baseline, right in zip(("output", "dx", "dweight", "dbias"), *results, wanted, strict=True):
+        within_budget(name, result, baseline, right, terms=rows * 96)
 
 
 def test_doctor_shows_choice_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,23 +350,23 @@ def test_few_tokens_through_a_large_weight(dtype: torch.dtype, forced: str, monk
         pytest.skip(f"{paths.ONEDNN.absent(dtype)}")
     monkeypatch.setenv("CLEARHEAD_PROJECTION", forced)
     monkeypatch.setattr(sizes, "SMALL", 2**22)
-    taken: list[str] = []
-    own = products.path_of
+    names: list[str] = []
+    original = linear.path_of
 
     def path_of(kind: str, x: Tensor, numbers: int) -> paths.Path:
-        taken.append(own(kind, x, numbers).name)
-        return paths.PATHS[taken[-1]]
+        names.append(original(kind, x, numbers).name)
+        return paths.PATHS[names[-1]]
 
-    monkeypatch.setattr(products, "path_of", path_of)
+    monkeypatch.setattr(linear, "path_of", path_of)
     kernels = forced in ("", "native") and ABSENT["native"] is None
     weights, biases = _numbers(1024, 1024, seed=1).to(dtype), _numbers(1024, seed=2).to(dtype)
     cases = ((1, 1024, False), (3, 128, False), (1, 1024, True), (17, 64, False), (1, 16, False), (24, 15, False))
     for rows, out, recorded in cases:
-        taken.clear()
+        names.clear()
         x, weight, bias = _numbers(rows, 1024).to(dtype), weights[:out], biases[:out]
-        found = project(x.requires_grad_(recorded), weight, bias)
+        output = project(x.requires_grad_(recorded), weight, bias)
         least = 16 if dtype is torch.bfloat16 and rows <= 16 else 128
         large = out >= least and not recorded
-        assert taken == (["native" if kernels else "torch"] if large else [])
+        assert names == (["native" if kernels else "torch"] if large else [])
         exact = F.linear(x.double(), weight.double(), bias.double())
-        within_budget("few tokens", found.detach(), F.linear(x, weight, bias).detach(), exact.detach(), terms=1024)
+        within_budget("few tokens", output.detach(), F.linear(x, weight, bias).detach(), exact.detach(), terms=1024)

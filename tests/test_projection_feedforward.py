@@ -1,4 +1,4 @@
-"""project_activate_project() against its steps in float64, and when it steps aside."""
+"""project_activate_project() against the unfused formula in float64, and the calls that it leaves unfused."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from clearhead import choices as sizes
 from clearhead.nn.feedforward import FeedForward
 from clearhead.ops.dropout import LEVELS
 from clearhead.problem import draw_seed
-from clearhead.projection import choice, paths, products, project_activate_project
+from clearhead.projection import choice, linear, paths, project_activate_project
 from clearhead.testing import processor
 from tests.agreement import needs_native
 from tests.budget import within_budget
-from tests.dropped import kept
+from tests.dropped import keep_mask
 
 pytestmark = needs_native
 
@@ -86,37 +86,37 @@ def _with_gradients(
     parts: list[Tensor | None],
     dtype: torch.dtype | None = None,
     *,
-    again: bool = False,
+    create_graph: bool = False,
 ) -> list[Tensor]:
     leaves = [None if part is None else part.to(dtype or part.dtype).detach().requires_grad_() for part in parts]
     output = function(*leaves)
     upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
     given = [leaf for leaf in leaves if leaf is not None]
-    return [output.detach(), *torch.autograd.grad(output, given, upstream, create_graph=again)]
+    return [output.detach(), *torch.autograd.grad(output, given, upstream, create_graph=create_graph)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize(("leading", "width", "hidden", "out"), SHAPES, ids=str)
-def test_numbers_and_gradients(
+def test_fused_outputs_and_gradients_equal_unfused_ones(
     leading: tuple[int, ...], width: int, hidden: int, out: int, bias: bool, dtype: torch.dtype
 ) -> None:
     parts = _parts(leading, width, hidden, out, bias=bias, dtype=dtype)
-    found, own = _with_gradients(_fused, parts), _with_gradients(_steps, parts)
+    fused, unfused = _with_gradients(_fused, parts), _with_gradients(_steps, parts)
     exact = _with_gradients(_steps, parts, torch.float64)
     names = [name for name in NAMES if bias or not name.endswith("bias")]
-    terms = max(hidden, width, found[0].numel() // out)
-    for name, *three in zip(names, found, own, exact, strict=True):
+    terms = max(hidden, width, fused[0].numel() // out)
+    for name, *three in zip(names, fused, unfused, exact, strict=True):
         within_budget(name, *three, terms=terms)
 
 
 def _factor(size: tuple[tuple[int, ...], int, int, int], dropout: float) -> Tensor | None:
-    """What dropout multiplies hidden numbers by in a call after ``torch.manual_seed(7)``."""
+    """The factor of dropout on hidden elements in a call after ``torch.manual_seed(7)``."""
     if dropout == 0.0:
         return None
     torch.manual_seed(7)
     seed, levels = draw_seed(dropout), round(dropout * LEVELS)
-    mask = kept(math.prod(size[0]), size[2], levels, seed).double().view(*size[0], size[2])
+    mask = keep_mask(math.prod(size[0]), size[2], levels, seed).double().view(*size[0], size[2])
     return mask * (LEVELS / (LEVELS - levels))
 
 
@@ -124,10 +124,10 @@ def _factor(size: tuple[tuple[int, ...], int, int, int], dropout: float) -> Tens
 @pytest.mark.parametrize("activation", FORMULAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [((3, 5), 40, 24, 40), ((150,), 24, 129, 8), ((77,), 33, 300, 17)], ids=str)
-def test_activations_and_dropout(
+def test_every_activation_with_dropout(
     size: tuple[tuple[int, ...], int, int, int], dtype: torch.dtype, activation: str, dropout: float
 ) -> None:
-    """Forward, backward, and gradients that can be differentiated again, each from the definition."""
+    """Forward, backward, and differentiable gradients, each against the definition."""
     parts = _parts(*size, dtype=dtype)
     steps, rows = partial(_steps, activation=activation, factor=_factor(size, dropout)), math.prod(size[0])
 
@@ -135,11 +135,13 @@ def test_activations_and_dropout(
         torch.manual_seed(7)
         return _fused(*leaves, activation=activation, dropout=dropout)
 
-    own, exact = _with_gradients(steps, parts), _with_gradients(steps, parts, torch.float64)
+    unfused, exact = _with_gradients(steps, parts), _with_gradients(steps, parts, torch.float64)
     terms = max(*size[1:3], rows)
-    for again in (False, True):
-        for name, *three in zip(NAMES, _with_gradients(fused, parts, again=again), own, exact, strict=True):
-            within_budget(f"{name}, create_graph={again}", *three, terms=terms, dtype=dtype)
+    for create_graph in (False, True):
+        for name, *three in zip(
+            NAMES, _with_gradients(fused, parts, create_graph=create_graph), unfused, exact, strict=True
+        ):
+            within_budget(f"{name}, create_graph={create_graph}", *three, terms=terms, dtype=dtype)
     torch.testing.assert_close(fused(*parts), _with_gradients(fused, parts)[0], rtol=0, atol=0)
 
 
@@ -175,7 +177,7 @@ GATED_NAMES = ("output", "dx", "dgate", "dgate_bias", *NAMES[2:])
 @pytest.mark.parametrize("activation", FORMULAS)
 @pytest.mark.parametrize(("bias", "dtype"), [(True, torch.float32), (False, torch.float32), (True, torch.bfloat16)])
 @pytest.mark.parametrize("size", [((3, 5), 40, 24, 40), ((150,), 24, 129, 8), ((1,), 64, 70, 17)], ids=str)
-def test_gates(
+def test_every_activation_with_a_gate(
     size: tuple[tuple[int, ...], int, int, int], bias: bool, dtype: torch.dtype, activation: str, dropout: float
 ) -> None:
     parts = _gated_parts(size, bias=bias, dtype=dtype)
@@ -185,29 +187,31 @@ def test_gates(
         torch.manual_seed(7)
         return _fused_gated(*leaves, activation=activation, dropout=dropout)
 
-    own, exact = _with_gradients(steps, parts), _with_gradients(steps, parts, torch.float64)
+    unfused, exact = _with_gradients(steps, parts), _with_gradients(steps, parts, torch.float64)
     names, terms = [name for name in GATED_NAMES if bias or "bias" not in name], max(*size[1:3], rows)
     if activation == "relu" and dtype is torch.bfloat16:
-        # Its gradient jumps at 0, where the textbook's own rounding decides.
+        # Its gradient is discontinuous at 0, where the rounding of the textbook formula decides.
         names = names[:1]
-    for again in (False, True):
-        for name, *three in zip(names, _with_gradients(fused, parts, again=again), own, exact, strict=False):
-            within_budget(f"{name}, create_graph={again}", *three, terms=terms, dtype=dtype)
+    for create_graph in (False, True):
+        for name, *three in zip(
+            names, _with_gradients(fused, parts, create_graph=create_graph), unfused, exact, strict=False
+        ):
+            within_budget(f"{name}, create_graph={create_graph}", *three, terms=terms, dtype=dtype)
     torch.testing.assert_close(fused(*parts), _with_gradients(fused, parts)[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("wanted", range(7))
-def test_each_gradient_of_a_gated_one_alone(wanted: int) -> None:
+def test_each_gradient_of_a_gated_layer_alone(wanted: int) -> None:
     parts = _gated_parts(((6,), 8, 12, 4))
     leaves = [part.requires_grad_(place == wanted) for place, part in enumerate(parts) if part is not None]
-    (own,) = torch.autograd.grad(_gated(*leaves).square().sum(), leaves[wanted])
+    (unfused,) = torch.autograd.grad(_gated(*leaves).square().sum(), leaves[wanted])
     for _ in range(3):
-        (found,) = torch.autograd.grad(_fused_gated(*leaves, activation="silu").square().sum(), leaves[wanted])
-        torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-4)
+        (fused,) = torch.autograd.grad(_fused_gated(*leaves, activation="silu").square().sum(), leaves[wanted])
+        torch.testing.assert_close(fused, unfused, rtol=1e-5, atol=1e-4)
 
 
-def test_gradients_of_a_gated_one_twice_over() -> None:
-    """Backward reads what forward kept, and leaves it as it is."""
+def test_second_derivatives_of_a_gated_layer() -> None:
+    """Backward does not modify the tensors that forward saved."""
     leaves = [part.requires_grad_() for part in _gated_parts(((6,), 8, 12, 4)) if part is not None]
     output = _fused_gated(*leaves, activation="silu")
     first = torch.autograd.grad(output.sum(), leaves, retain_graph=True)
@@ -215,7 +219,7 @@ def test_gradients_of_a_gated_one_twice_over() -> None:
         assert torch.equal(one, two)
 
 
-def test_a_gate_that_does_not_fit_is_left_to_the_steps() -> None:
+def test_misfit_gate_runs_unfused() -> None:
     x, gate, _, expand, _, contract, _ = _gated_parts(((5,), 4, 9, 3))
     assert gate is not None
     for other in (gate[:8], gate[:, :3], gate.double()):
@@ -223,7 +227,7 @@ def test_a_gate_that_does_not_fit_is_left_to_the_steps() -> None:
     assert project_activate_project(x, expand, None, contract, None, gate=(gate, torch.zeros(8))) is None  # type: ignore[arg-type]
 
 
-def test_dropout_that_drops_all_or_nothing() -> None:
+def test_dropout_of_all_or_nothing() -> None:
     parts = _parts((5,), 4, 9, 3)
     assert project_activate_project(*parts, dropout=1.0) is None  # type: ignore[arg-type]
     state = torch.random.get_rng_state()
@@ -235,24 +239,24 @@ def test_dropout_that_drops_all_or_nothing() -> None:
 def test_each_gradient_alone(wanted: int) -> None:
     parts = _parts((6,), 8, 12, 4)
     leaves = [part.requires_grad_(place == wanted) for place, part in enumerate(parts) if part is not None]
-    (found,) = torch.autograd.grad(_fused(*leaves).square().sum(), leaves[wanted])
-    (own,) = torch.autograd.grad(_steps(*leaves).square().sum(), leaves[wanted])
-    torch.testing.assert_close(found, own)
+    (fused,) = torch.autograd.grad(_fused(*leaves).square().sum(), leaves[wanted])
+    (unfused,) = torch.autograd.grad(_steps(*leaves).square().sum(), leaves[wanted])
+    torch.testing.assert_close(fused, unfused)
 
 
-def test_what_the_relu_lets_through_is_torchs() -> None:
+def test_relu_treats_0_and_nan_like_torch() -> None:
     """0 for what is not above 0, NaN for NaN, both ways."""
     x = torch.tensor([[1.0], [-1.0], [0.0], [torch.nan], [torch.inf]]).requires_grad_()
     weights = torch.ones(1, 1), None, torch.ones(1, 1), None
-    found, own = _fused(x, *weights), _steps(x, *weights)
-    torch.testing.assert_close(found, own, equal_nan=True)
+    fused, unfused = _fused(x, *weights), _steps(x, *weights)
+    torch.testing.assert_close(fused, unfused, equal_nan=True)
     torch.testing.assert_close(
-        torch.autograd.grad(found.sum(), x)[0], torch.autograd.grad(own.sum(), x)[0], equal_nan=True
+        torch.autograd.grad(fused.sum(), x)[0], torch.autograd.grad(unfused.sum(), x)[0], equal_nan=True
     )
 
 
 def _in_rows_apart(tensor: Tensor) -> Tensor:
-    """The same numbers, as a slice of what is twice as wide."""
+    """The same elements, as a slice of a tensor of twice the width."""
     return torch.cat([tensor, torch.full_like(tensor, torch.nan)], -1)[..., : tensor.shape[-1]]
 
 
@@ -268,33 +272,33 @@ def _every_second_row(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("lay", [_in_rows_apart, _as_the_second_half, _every_second_row])
 @pytest.mark.parametrize("which", [0, 1, 3], ids=["x", "expand", "contract"])
 @pytest.mark.parametrize("leading", [(6,), (1, 6)], ids=str)
-def test_rows_that_lie_apart_after_others(
+def test_strided_inputs_after_contiguous_ones(
     leading: tuple[int, ...], which: int, lay: Callable[[Tensor], Tensor], dense_first: bool
 ) -> None:
-    """Calls are made again only on tensors that lie as before, also where both come in turn."""
+    """Contiguous and strided inputs in turn give the same results."""
     dense = _parts(leading, 8, 12, 4)
     part = dense[which]
     assert part is not None
-    apart = [*dense[:which], lay(part), *dense[which + 1 :]]
-    assert torch.equal(apart[which], part)  # type: ignore[arg-type]
-    own = _with_gradients(_steps, dense)
-    for parts in (dense, apart) if dense_first else (apart, dense):
+    strided = [*dense[:which], lay(part), *dense[which + 1 :]]
+    assert torch.equal(strided[which], part)  # type: ignore[arg-type]
+    unfused = _with_gradients(_steps, dense)
+    for parts in (dense, strided) if dense_first else (strided, dense):
         for _ in range(3):
             leaves = [None if part is None else part.detach().requires_grad_() for part in parts]
             output = _fused(*leaves)
             upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
             given = [leaf for leaf in leaves if leaf is not None]
-            torch.testing.assert_close([output.detach(), *torch.autograd.grad(output, given, upstream)], own)
+            torch.testing.assert_close([output.detach(), *torch.autograd.grad(output, given, upstream)], unfused)
 
 
-def test_gradients_that_lie_apart_after_others() -> None:
+def test_strided_gradients_after_contiguous_ones() -> None:
     """Where the output was joined with others, what comes back is a slice."""
     parts = _parts((2, 3), 8, 12, 4)
     leaves = [part.requires_grad_() for part in parts if part is not None]
     upstream = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
-    own = torch.autograd.grad(_steps(*leaves), leaves, upstream)
+    unfused = torch.autograd.grad(_steps(*leaves), leaves, upstream)
     for lay in (torch.Tensor.clone, _in_rows_apart, _as_the_second_half, torch.Tensor.clone) * 3:
-        torch.testing.assert_close(torch.autograd.grad(_fused(*leaves), leaves, lay(upstream)), own)
+        torch.testing.assert_close(torch.autograd.grad(_fused(*leaves), leaves, lay(upstream)), unfused)
 
 
 @pytest.mark.parametrize("activation", FORMULAS)
@@ -304,18 +308,18 @@ def test_second_derivatives(activation: str) -> None:
         first = torch.autograd.grad(function(*parts, activation=activation).square().sum(), parts, create_graph=True)
         seconds = torch.autograd.grad(sum(one.square().sum() for one in first), parts)
         if function is _fused:
-            found = seconds
-    for one, other in zip(found, seconds, strict=True):
+            fused = seconds
+    for one, other in zip(fused, seconds, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_many_gradients_at_once() -> None:
+def test_batched_gradients() -> None:
     parts = [part.requires_grad_() for part in _parts((5,), 4, 9, 3) if part is not None]
-    found, own = (
+    fused, unfused = (
         torch.autograd.grad(function(*parts)[0], parts, torch.eye(3), is_grads_batched=True)
         for function in (_fused, _steps)
     )
-    torch.testing.assert_close(found, own)
+    torch.testing.assert_close(fused, unfused)
 
 
 def test_an_output_may_be_changed_in_place() -> None:
@@ -341,14 +345,14 @@ def test_a_flop_counter_around_a_training_step_counts_every_gemm() -> None:
 
 
 @pytest.mark.parametrize("path", ["torch", "onednn"])
-def test_on_another_path_it_steps_aside(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_paths_run_unfused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLEARHEAD_PROJECTION", path)
     if path == "onednn" and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this torch has no oneDNN product")
     assert project_activate_project(*_parts((5,), 4, 9, 3)) is None  # type: ignore[arg-type]
 
 
-def test_layers_that_do_not_fit_are_left_to_the_three_steps() -> None:
+def test_misfit_layers_run_unfused() -> None:
     x, expand, _, contract, _ = _parts((5,), 4, 9, 3)
     assert x is not None
     assert expand is not None
@@ -361,22 +365,22 @@ def test_layers_that_do_not_fit_are_left_to_the_three_steps() -> None:
 
 
 class TestFeedForward:
-    """The module takes it where nobody could tell, but for the time."""
+    """``FeedForward`` runs fused where its results are the same."""
 
     @pytest.fixture
     def calls(self, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-        seen: list[Tensor] = []
-        room = importlib.import_module("clearhead.nn.feedforward")
+        inputs: list[Tensor] = []
+        module = importlib.import_module("clearhead.nn.feedforward")
 
         def spy(x: Tensor, *layers: Tensor, **options: Any) -> Tensor | None:
-            seen.append(x)
+            inputs.append(x)
             return project_activate_project(x, *layers, **options)
 
-        monkeypatch.setattr(room, "project_activate_project", spy)
-        return seen
+        monkeypatch.setattr(module, "project_activate_project", spy)
+        return inputs
 
     @pytest.mark.parametrize("name", ["relu", "gelu", "silu"])
-    def test_known_activations_are_one_step(self, name: str, calls: list[Tensor]) -> None:
+    def test_supported_activations_are_fused(self, name: str, calls: list[Tensor]) -> None:
         module, x = FeedForward(4, activation=name), torch.randn(2, 3, 4)
         torch.testing.assert_close(module(x), module.contract(module.activation(module.expand(x))))
         assert len(calls) == 1
@@ -384,12 +388,12 @@ class TestFeedForward:
         module(x)
         assert len(calls) == 1
 
-    def test_a_gate_is_part_of_the_step(self, calls: list[Tensor]) -> None:
+    def test_gated_layer_is_fused(self, calls: list[Tensor]) -> None:
         module, x = FeedForward(4, activation="silu", gated=True, dropout=0.5), torch.randn(2, 3, 4)
         assert module.gate is not None
         module.eval()
-        own = module.contract(F.silu(module.gate(x)) * module.expand(x))
-        torch.testing.assert_close(module(x), own)
+        unfused = module.contract(F.silu(module.gate(x)) * module.expand(x))
+        torch.testing.assert_close(module(x), unfused)
         assert len(calls) == 1
         handle = module.gate.register_forward_hook(lambda *given: given[2] * 0.0)
         torch.testing.assert_close(module(x), module.contract(torch.zeros(2, 3, 16)))
@@ -401,7 +405,7 @@ class TestFeedForward:
         module(x)
         assert len(calls) == 2
 
-    def test_dropout_is_one_step_with_it(self, calls: list[Tensor]) -> None:
+    def test_dropout_is_fused(self, calls: list[Tensor]) -> None:
         module, x = FeedForward(4, activation="relu", dropout=0.5), torch.randn(2, 3, 4)
         dropped = module(x)
         assert len(calls) == 1
@@ -418,17 +422,17 @@ class TestFeedForward:
         assert len(calls) == 1
 
     @pytest.mark.parametrize("part", ["expand", "activation", "dropout", "contract"])
-    def test_whoever_looks_on_sees(self, part: str, calls: list[Tensor]) -> None:
-        module, seen = FeedForward(4, activation="relu"), []
-        handle = module.get_submodule(part).register_forward_hook(lambda *given: seen.append(given[2]))
+    def test_hooked_layers_run_unfused(self, part: str, calls: list[Tensor]) -> None:
+        module, observed = FeedForward(4, activation="relu"), []
+        handle = module.get_submodule(part).register_forward_hook(lambda *given: observed.append(given[2]))
         module(torch.randn(2, 3, 4))
-        assert len(seen) == 1
+        assert len(observed) == 1
         assert not calls
         handle.remove()
         module(torch.randn(2, 3, 4))
         assert len(calls) == 1
 
-    def test_another_layer_in_its_place_is_called(self, calls: list[Tensor]) -> None:
+    def test_replaced_layer_is_called(self, calls: list[Tensor]) -> None:
         class Loud(nn.Linear):
             def forward(self, input: Tensor) -> Tensor:
                 return super().forward(input) + 1.0
@@ -439,22 +443,22 @@ class TestFeedForward:
         assert not calls
 
     @pytest.mark.parametrize("decoder", [False, True])
-    def test_swapped_layers_take_it_too(self, decoder: bool, calls: list[Tensor]) -> None:
+    def test_swapped_torch_layers_are_fused(self, decoder: bool, calls: list[Tensor]) -> None:
         from clearhead import swap
 
         kind = nn.TransformerDecoderLayer if decoder else nn.TransformerEncoderLayer
         layer = kind(8, 2, 16, dropout=0.0, batch_first=True)
         x = torch.randn(2, 5, 8)
         given = (x, x) if decoder else (x,)
-        own = layer(*given)
+        unfused = layer(*given)
         swap(layer)
-        # Nobody looking, the whole of an encoder's layer is one step.
+        # Without observers a whole encoder layer is one fused operator.
         layer.norm1.register_forward_hook(lambda *_: None)
-        torch.testing.assert_close(layer(*given), own, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(layer(*given), unfused, rtol=1e-4, atol=1e-5)
         assert len(calls) == 1
 
 
-def test_small_steps_are_the_kernels_on_every_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_layers_use_the_kernels_on_every_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CLEARHEAD_PROJECTION")
     monkeypatch.setattr(sizes, "SMALL", 2**22)
     with processor("", []):
@@ -464,11 +468,11 @@ def test_small_steps_are_the_kernels_on_every_processor(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("small", ["expand", "contract"])
-def test_a_small_weight_is_part_of_a_step(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its product alone goes by the faster of the others; what a step saves around it is more."""
+def test_narrow_weight_is_fused(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its GEMM alone takes the faster path; fusion saves more than that gains."""
     monkeypatch.delenv("CLEARHEAD_PROJECTION")
     width, out = (8, 256) if small == "expand" else (256, 8)
     parts = _parts((4096,), width, 256, out)
     with processor("GenuineIntel", ["avx2"]):
-        assert products.path_of("forward", parts[0], 8 * 256) is paths.TORCH  # type: ignore[arg-type]
+        assert linear.path_of("forward", parts[0], 8 * 256) is paths.TORCH  # type: ignore[arg-type]
         assert project_activate_project(*parts) is not None  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""How the paths of linear layers stand in the choice where oneDNN's operator or the kernels are absent."""
+"""The choice of paths of linear layers if oneDNN's operator or the kernels are missing."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from clearhead import choices as sizes
 from clearhead.errors import UnsupportedError
 from clearhead.projection import choice, paths, project
 from clearhead.testing import choices, processor
-from tests.processes import told
+from tests.processes import reported
 
 OTHERS = [name for name, path in paths.PATHS.items() if path.absent(torch.float32) is None and name != "torch"]
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The table read anew, nothing forced, and the smallest product large enough."""
+    """The table is read anew, no path is forced, and the smallest GEMM has a choice."""
     monkeypatch.delenv("CLEARHEAD_PROJECTION", raising=False)
     monkeypatch.setattr(sizes, "SMALL", 1)
     monkeypatch.setattr(sizes, "SMALL_UNPREPARED", 1)
@@ -29,7 +29,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_without_the_operator_or_the_kernels_there_is_less_to_choose_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_operator_or_kernels_limit_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
     x, weight = torch.randn(4, 8), torch.randn(6, 8)
     there = " or ".join(["torch", *(name for name in OTHERS if name != "onednn")])
@@ -42,17 +42,17 @@ def test_without_the_operator_or_the_kernels_there_is_less_to_choose_from(monkey
     monkeypatch.setattr(paths, "library", lambda: None)
     assert torch.equal(project(x, weight), F.linear(x, weight))
     with processor("AuthenticAMD", ["avx2"]):
-        found = choice("forward")
-    assert found.path == "torch"
-    assert "; native: the CPU kernels are not here" in found.reason
-    assert "; onednn: " in found.reason
+        chosen = choice("forward")
+    assert chosen.path == "torch"
+    assert "; native: the CPU kernels are not installed" in chosen.reason
+    assert "; onednn: " in chosen.reason
     monkeypatch.setenv("CLEARHEAD_PROJECTION", "native")
-    refused = r"must be torch for float32 here; got native, but the CPU kernels are not here\. Unset it\.$"
+    refused = r"must be torch for float32 here; got native, but the CPU kernels are not installed\. Unset it\.$"
     with pytest.raises(UnsupportedError, match=refused):
         choice("input gradient")
 
 
-def test_a_processor_without_bfloat16_in_onednn_leaves_it_out_for_that_dtype_alone(
+def test_onednn_without_bfloat16_is_skipped_for_bfloat16_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its operator is there, and would raise."""
@@ -86,10 +86,10 @@ with processor("AuthenticAMD", ["avx2"]):
 """
 
 
-def test_without_kernels_and_operator_the_reason_says_so() -> None:
-    done = told(ALONE, environment={"CLEARHEAD_NATIVE": "0", "CLEARHEAD_PROJECTION": ""})
+def test_reason_names_missing_kernels_and_operator() -> None:
+    done = reported(ALONE, environment={"CLEARHEAD_NATIVE": "0", "CLEARHEAD_PROJECTION": ""})
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [name for name, _ in found] == ["torch"] * 3
-    assert all("; native: the CPU kernels are not here" in reason for _, reason in found)
-    assert all("; onednn: " in reason for _, reason in found)
+    choices = json.loads(done.stdout)
+    assert [name for name, _ in choices] == ["torch"] * 3
+    assert all("; native: the CPU kernels are not installed" in reason for _, reason in choices)
+    assert all("; onednn: " in reason for _, reason in choices)

@@ -1,4 +1,4 @@
-"""ScoreFunction and MaskFunction: gradients of what a function closes over, and every way in which one can be wrong."""
+"""ScoreFunction and MaskFunction: gradients of closed-over tensors, and errors of wrong functions."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def _helper(score: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 class Holder:
     def __init__(self, slope: Tensor) -> None:
-        self.held = {"slopes": [slope]}
+        self.tensors = {"slopes": [slope]}
 
     def rule(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score - self.held["slopes"][0] * (i - j).abs()
+        return score - self.tensors["slopes"][0] * (i - j).abs()
 
     def __call__(self, *arguments: Tensor) -> Tensor:
         return self.rule(*arguments)
@@ -46,7 +46,7 @@ class Holder:
 def _with(slope: Tensor) -> dict[str, Callable[..., Tensor]]:
     layer = torch.nn.Module()
     layer.register_parameter("slope", torch.nn.Parameter(slope.detach()))
-    held, made = {"inner": [slope]}, slope * 1.0
+    objects, made = {"inner": [slope]}, slope * 1.0
 
     def inner(i: Tensor, j: Tensor) -> Tensor:
         return slope * (i - j).abs()
@@ -57,7 +57,7 @@ def _with(slope: Tensor) -> dict[str, Callable[..., Tensor]]:
     return {
         "closure": lambda s, b, h, i, j: s - slope * (i - j).abs(),
         "not a leaf": lambda s, b, h, i, j: s - made * (i - j).abs(),
-        "collection": lambda s, b, h, i, j: s - held["inner"][0] * (i - j).abs(),
+        "collection": lambda s, b, h, i, j: s - objects["inner"][0] * (i - j).abs(),
         "function within": lambda s, b, h, i, j: s - inner(i, j),
         "default": lambda s, b, h, i, j, slope=slope: s - slope * (i - j).abs(),
         "partial": partial(bound, slope=slope),
@@ -67,7 +67,7 @@ def _with(slope: Tensor) -> dict[str, Callable[..., Tensor]]:
 
 
 @pytest.mark.parametrize("way", _with(torch.tensor(0.1)))
-def test_a_learned_tensor_is_found_however_it_is_held(way: str) -> None:
+def test_learned_tensors_are_found_in_all_containers(way: str) -> None:
     slope = torch.tensor(0.3, requires_grad=True)
     rule = ch.ScoreFunction(_with(slope)[way])
     (grad,) = _grads(rule, [slope], "tiled")
@@ -83,7 +83,7 @@ def test_a_global_that_a_helper_names_is_found() -> None:
     torch.testing.assert_close(grad, right, rtol=1e-5, atol=1e-6)
 
 
-def test_a_learned_tensor_out_of_reach_is_refused_and_not_left_without_gradient() -> None:
+def test_unreachable_learned_tensor_is_refused() -> None:
     hidden = [torch.tensor(0.3, requires_grad=True)] * 2000
     inputs = [tensor.requires_grad_() for tensor in _inputs()]
     rule = ch.ScoreFunction(lambda s, b, h, i, j: s - hidden[0] * (i - j).abs())
@@ -140,7 +140,7 @@ def test_a_wrong_score_function_is_named(name: str, backend: str, inference: boo
         assert isinstance(caught.value.__cause__, LookupError)
 
 
-def test_the_tile_that_a_function_saw_is_the_one_that_failed() -> None:
+def test_error_names_the_failing_tile() -> None:
     with pytest.raises(ch.ShapeError, match="queries 128 to 255, keys 0 to 299"):
         ch.attention(*_inputs(), scores=ch.ScoreFunction(_raises), backend="tiled")
 
@@ -163,9 +163,9 @@ def _raises_with_gradients(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor
 
 def _spoils_its_graph(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     result = torch.exp(s)
-    again = result * 1.0
+    scaled = result * 1.0
     result.add_(1.0)
-    return again
+    return scaled
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def _spoils_its_graph(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> 
     ],
     ids=["forward rerun", "backward", "graph"],
 )
-def test_what_goes_wrong_in_backward_is_named(
+def test_error_in_backward_names_the_function(
     fn: Callable[..., Tensor], error: type[ch.ClearheadError], cause: type[Exception], words: str
 ) -> None:
     inputs = [tensor.requires_grad_() for tensor in _inputs()]
@@ -219,20 +219,20 @@ def test_a_wrong_mask_function_is_named(name: str, inference: bool) -> None:
         assert isinstance(caught.value.__cause__, LookupError)
 
 
-def test_a_tensor_that_a_function_keeps_stays_as_it_was() -> None:
-    kept = []
+def test_stored_scores_are_not_modified() -> None:
+    stored = []
 
     def keeping(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        kept.append((s, s.clone()))
+        stored.append((s, s.clone()))
         return s
 
     ch.attention(*_inputs(), scores=ch.ScoreFunction(keeping), backend="tiled")
-    # One place that tells which learned tensors it reads, then three tiles.
-    assert len(kept) == 4
-    assert all(torch.equal(one, copy) for one, copy in kept)
+    # One call on one place, which finds the learned tensors, then three tiles.
+    assert len(stored) == 4
+    assert all(torch.equal(one, copy) for one, copy in stored)
 
 
-def test_what_a_function_returns_is_not_written_into() -> None:
+def test_returned_tensor_is_not_modified() -> None:
     bias = torch.randn(1, 2, 100, 100)
     copy = bias.clone()
     inputs = [tensor.requires_grad_() for tensor in _inputs(100)]
@@ -244,7 +244,7 @@ def test_what_a_function_returns_is_not_written_into() -> None:
 
 
 class Tied(torch.nn.Module):
-    """A rule's table is computed from a parameter that the rule's module holds as well."""
+    """A rule's table is computed from a parameter that the rule's module contains too."""
 
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ TIED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("length", [20, 700])
 @pytest.mark.parametrize("name", TIED)
-def test_a_tensor_computed_from_another_that_is_found_counts_once(name: str, length: int) -> None:
+def test_derived_tensor_counts_once(name: str, length: int) -> None:
     grads = []
     for backend in ("tiled", "reference"):
         module = Tied(TIED[name])
@@ -291,7 +291,7 @@ def test_rules_that_share_a_parameter_count_it_once() -> None:
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
-def test_what_a_module_computed_once_is_behind_every_tile() -> None:
+def test_tensor_computed_once_serves_every_tile() -> None:
     class Made(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -304,7 +304,7 @@ def test_what_a_module_computed_once_is_behind_every_tile() -> None:
     generator = torch.Generator().manual_seed(3)
     inputs = [torch.randn(1, 2, 600, 4, generator=generator) for _ in range(3)]
     rule = Made()
-    found = [
+    grads = [
         torch.autograd.grad(
             ch.attention(*inputs, scores=ch.ScoreFunction(rule), backend=backend).square().sum(),
             list(rule.parameters()),
@@ -312,12 +312,12 @@ def test_what_a_module_computed_once_is_behind_every_tile() -> None:
         )
         for backend in ("tiled", "reference")
     ]
-    for one, right in zip(*found, strict=True):
+    for one, right in zip(*grads, strict=True):
         torch.testing.assert_close(one, right, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("elsewhere", [lambda x: x.to("meta"), lambda x: x.to_sparse()])
-def test_what_lies_elsewhere_is_refused(elsewhere: Callable[[Tensor], Tensor]) -> None:
+def test_result_on_another_device_is_refused(elsewhere: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(1, 1, 5, 4)
     with pytest.raises(ch.ShapeError, match="ScoreFunction: fn must return a plain tensor on cpu"):
         ch.attention(x, x, x, scores=ch.ScoreFunction(lambda s, b, h, i, j: elsewhere(s)))
@@ -327,21 +327,21 @@ def test_what_lies_elsewhere_is_refused(elsewhere: Callable[[Tensor], Tensor]) -
 
 @pytest.mark.parametrize("backend", ["auto", *BACKENDS])
 @pytest.mark.parametrize("mask", [None, lambda b, h, i, j: (i * j + LENGTHS) % 3 > 0])
-def test_a_tensor_of_the_whole_batch_may_be_added_as_it_is(mask: Callable[..., Tensor] | None, backend: str) -> None:
+def test_batch_sized_tensor_may_be_added(mask: Callable[..., Tensor] | None, backend: str) -> None:
     """Tiles of some batch entries alone would not fit it."""
     generator = torch.Generator().manual_seed(3)
     inputs = [torch.randn(3, 4, 150, 4, generator=generator, dtype=torch.float64) for _ in range(3)]
     wide = torch.randn(3, 1, 1, 1, generator=generator, dtype=torch.float64, requires_grad=True)
 
     def step(fn: Callable[..., Tensor], predicate: Callable[..., Tensor] | None, backend: str) -> list[Tensor]:
-        own = None if predicate is None else ch.MaskFunction(predicate)
-        output = ch.attention(*inputs, scores=ch.ScoreFunction(fn), mask=own, backend=backend)
+        mask = None if predicate is None else ch.MaskFunction(predicate)
+        output = ch.attention(*inputs, scores=ch.ScoreFunction(fn), mask=mask, backend=backend)
         return [output, *torch.autograd.grad(output.square().sum(), wide)]
 
-    found = step(lambda s, b, h, i, j: s * (1 + wide), mask, backend)
+    results = step(lambda s, b, h, i, j: s * (1 + wide), mask, backend)
     other = None if mask is None else lambda b, h, i, j: (i * j + LENGTHS[b, 0, 0, 0]) % 3 > 0
     right = step(lambda s, b, h, i, j: s * (1 + wide[b, 0, 0, 0]), other, "reference")
-    for one, expected in zip(found, right, strict=True):
+    for one, expected in zip(results, right, strict=True):
         torch.testing.assert_close(one, expected)
 
 
@@ -360,7 +360,7 @@ def test_random_numbers_are_refused(backend: str) -> None:
         ch.attention(*_inputs(20), mask=ch.MaskFunction(lambda b, h, i, j: torch.rand(20) > 0.5), backend=backend)
 
 
-def test_what_other_threads_draw_is_not_the_functions() -> None:
+def test_draws_of_other_threads_are_ignored() -> None:
     def fn(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         other = threading.Thread(target=torch.rand, args=(1,))
         other.start()
@@ -368,12 +368,12 @@ def test_what_other_threads_draw_is_not_the_functions() -> None:
         return s * 0.5
 
     query, key, value = _inputs(20)
-    found = ch.attention(query, key, value, scores=ch.ScoreFunction(fn), backend="tiled")
-    torch.testing.assert_close(found, ch.attention(query, key, value, scale=0.5 * query.shape[-1] ** -0.5))
+    output = ch.attention(query, key, value, scores=ch.ScoreFunction(fn), backend="tiled")
+    torch.testing.assert_close(output, ch.attention(query, key, value, scale=0.5 * query.shape[-1] ** -0.5))
 
 
 @pytest.mark.parametrize("draw", [torch.rand_like, torch.randn_like, torch.bernoulli, lambda s: s.clone().uniform_()])
-def test_every_way_to_draw_is_seen(draw: Callable[[Tensor], Tensor]) -> None:
+def test_every_way_to_draw_is_detected(draw: Callable[[Tensor], Tensor]) -> None:
     rule = ch.ScoreFunction(lambda s, b, h, i, j: s + draw(s.detach().sigmoid()))
     with pytest.raises(ch.UnsupportedError, match="fn must draw no random numbers"):
         ch.attention(*_inputs(20), scores=rule, backend="tiled")
@@ -402,10 +402,10 @@ VERBS: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_numbers_that_backward_reads_may_not_be_written_in_between(name: str) -> None:
+def test_writing_into_tensors_before_backward_raises(name: str) -> None:
     layer, inputs, ids = Annealed(), [tensor.requires_grad_() for tensor in _inputs()], torch.arange(300) % 7
     options = {"scores": ch.ScoreFunction(layer.rule), "mask": ch.MaskFunction(lambda b, h, i, j: ids[i] != ids[j] + 1)}
-    # The count is written by the function itself.
+    # The function itself writes the count.
     VERBS[name](*inputs, **options).sum().backward()
     for written in (layer.strength, ids):
         output = VERBS[name](*inputs, **options)
@@ -414,7 +414,7 @@ def test_numbers_that_backward_reads_may_not_be_written_in_between(name: str) ->
             output.sum().backward()
 
 
-def test_what_rules_of_top_k_learn_may_not_be_written_in_between() -> None:
+def test_writing_into_top_k_rules_before_backward_raises() -> None:
     table = torch.randn(2, 9, requires_grad=True)
     output = ch.sparse.top_k_attention(*_inputs(), k=5, scores=ch.RelativeBias(table))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The shapes in public signatures are true: jaxtyping checks them while a grid of calls runs, in its own process."""
+"""The shapes in public signatures hold: jaxtyping checks them while a grid of calls runs in another process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ except TypeCheckError:
 """
 
 
-def test_signatures_hold_and_are_checked() -> None:
+def test_annotated_shapes_are_checked() -> None:
     pytest.importorskip("jaxtyping")
     pytest.importorskip("beartype")
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)

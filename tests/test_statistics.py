@@ -1,4 +1,4 @@
-"""What may be asked: wants that make no sense are refused in one line."""
+"""``Want``: requests that make no sense raise one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REFUSED = [
     ({"entropy": "yes"}, "want.entropy must be True or False"),
     ({"received": None}, "want.received must be True or False"),
     ({"rows": [13]}, "want.rows must be query indices from 0 to 12; got [13]"),
-    ({"rows": [0, -1]}, "got [-1]. Rows are counted within the call"),
+    ({"rows": [0, -1]}, "got [-1]. Rows are indices of the call"),
     ({"rows": [1.5]}, "want.rows must be query indices from 0 to 12; got float32 of shape (1,)"),
     ({"rows": [True, False]}, "got bool of shape (2,)"),
     ({"rows": 3}, "got int64 of shape ()"),
@@ -71,12 +71,12 @@ def test_wants_that_do_not_fit_are_refused(asked: dict[str, Any], words: str) ->
     ids=repr,
 )
 @pytest.mark.parametrize("backend", ["reference", "tiled"])
-def test_wants_that_fit_are_answered(backend: str, asked: dict[str, Any]) -> None:
+def test_valid_wants_are_computed(backend: str, asked: dict[str, Any]) -> None:
     want = ch.Want(**asked)
     (name,) = want.names
-    seen = ch.observe_attention(*tensors(), want=want, backend=backend)
+    observation = ch.observe_attention(*tensors(), want=want, backend=backend)
     answer = {"top_k": "top_weights", "heatmap": "heatmap_mean"}.get(name, name)
-    assert getattr(seen, answer).shape[:2] == (2, 4)
+    assert getattr(observation, answer).shape[:2] == (2, 4)
 
 
 def test_no_queries_have_no_rows() -> None:
@@ -84,7 +84,7 @@ def test_no_queries_have_no_rows() -> None:
         ch.observe_attention(*tensors(q_len=0), want=ch.Want(rows=[0]))
 
 
-def test_leading_axes_come_back_on_every_statistic() -> None:
+def test_every_statistic_has_the_leading_axes_of_query() -> None:
     query, key, value = (tensor[0, 0] for tensor in tensors())
     want = ch.Want(
         lse=True, max_score=True, entropy=True, top_k=2, received=True, row_weights=torch.ones(1, 1, 3, 13), heatmap=4,
@@ -96,10 +96,10 @@ def test_leading_axes_come_back_on_every_statistic() -> None:
         "distance": (13,), "rows": (1, 13),
     }  # fmt: skip
     for backend in ("reference", "tiled"):
-        seen = ch.observe_attention(query, key, value, want=want, backend=backend)
-        assert {name: getattr(seen, name).shape for name in shapes} == shapes
+        observation = ch.observe_attention(query, key, value, want=want, backend=backend)
+        assert {name: getattr(observation, name).shape for name in shapes} == shapes
 
 
-def test_names_are_what_is_asked() -> None:
+def test_names_are_the_requested_statistics() -> None:
     assert ch.Want().names == frozenset()
     assert ch.Want(top_k=2, rows=[], sink=1).names == {"top_k", "rows", "sink"}

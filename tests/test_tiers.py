@@ -1,4 +1,4 @@
-"""Which tests ``make test`` leaves to ``make test-slow``, and how a run ends when its time is up."""
+"""The tests that only ``make test-slow`` runs, and the end of a run whose time is up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Under torch.compile and torch.export the call is one operator with the same numbers."""
+"""Under torch.compile and torch.export a call is one operator with equal results."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_seeded_dropout_is_the_same_compiled() -> None:
     torch.testing.assert_close(*grads)
 
 
-def test_errors_come_through() -> None:
+def test_errors_of_compiled_calls_are_clearhead_errors() -> None:
     x = torch.randn(1, 2, 3, 4)
     compiled = torch.compile(lambda x: ch.attention(x, x, x, mask=ch.Documents(lengths=[9])), backend="aot_eager")
     with pytest.raises(ch.MaskError, match="cover the call's tokens"):
@@ -130,7 +130,7 @@ def test_functions_train_what_they_close_over(backend: str) -> None:
 
 
 @constants_of_any_class
-def test_what_a_function_closes_over_stays_as_it_was_compiled() -> None:
+def test_replaced_closed_over_tensor_raises() -> None:
     model, x = Learned(), torch.randn(1, 4, 9, 4)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     output = compiled(x)
@@ -140,7 +140,7 @@ def test_what_a_function_closes_over_stays_as_it_was_compiled() -> None:
 
 
 @constants_of_any_class
-def test_what_a_function_reads_at_some_places_alone_is_not_lost() -> None:
+def test_tensor_read_at_some_places_only_raises() -> None:
     learned = torch.ones(3, requires_grad=True)
     rule = ch.ScoreFunction(lambda s, b, h, i, j: s * learned.sum() if s.numel() > 1 else s + 0.0)
     x = torch.randn(1, 2, 3, 4, requires_grad=True)
@@ -153,13 +153,13 @@ def test_the_operator_is_well_formed() -> None:
     query, key, value = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
     arguments = (query, key, value, [torch.tensor([3])], "0", "Padding(t0)", "()")
     rest = ([], None, 0.0, None, "auto")
-    for own, asked in (
+    for inputs, asked in (
         (torch.ops.clearhead.attention, "None"),
         (torch.ops.clearhead.observe_attention, ch.Want(entropy=True, top_k=2, heatmap=2, rows=[1, 0]).encode([])),
         (torch.ops.clearhead.top_k_attention, "2"),
     ):
         torch.library.opcheck(
-            own.default,
+            inputs.default,
             (*arguments, asked, *rest),
             test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
         )
@@ -174,7 +174,7 @@ def _near(width: int) -> ch.MaskFunction:
 
 
 @constants_of_any_class
-def test_functions_that_differ_in_what_they_close_over_are_told_apart() -> None:
+def test_functions_with_different_closures_are_distinguished() -> None:
     def run(x: Tensor, rule: ch.ScoreFunction, mask: ch.MaskFunction) -> Tensor:
         return ch.attention(x, x, x, mask=mask, scores=rule)
 
@@ -211,12 +211,12 @@ def test_a_function_of_another_process_is_refused() -> None:
         )
 
 
-def test_a_class_of_a_built_in_mask_s_name_takes_nothing_from_it() -> None:
+def test_class_named_like_a_built_in_mask_is_separate() -> None:
     class Window(ch.Mask):
         fields = ("before", "after")
 
         def __init__(self) -> None:
-            self.before, self.after = 0, 0
+            vars(self).update(before=0, after=0)
 
         def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
             return k_pos < 2
@@ -242,7 +242,7 @@ def test_constants_of_rules_stay_constants() -> None:
     torch.testing.assert_close(*grads)
 
 
-def test_seeds_of_64_bits_travel() -> None:
+def test_seeds_of_64_bits_are_preserved() -> None:
     x = torch.randn(1, 2, 30, 4)
 
     def run(x: Tensor) -> Tensor:

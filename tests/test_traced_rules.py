@@ -1,4 +1,4 @@
-"""Score functions that come to rules which the kernels know: found where they do, and never where they do not."""
+"""Score functions traced to rules of the kernels, which equal the function; others are not converted."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 def _indices(extent: Extent = EXTENT) -> list[Tensor]:
     sizes = ((0, extent.batch), (0, extent.heads), (extent.query_offset, extent.q_len), (0, extent.k_len))
     return [
-        torch.arange(first, first + size).view([-1 if own == axis else 1 for own in range(4)])
+        torch.arange(first, first + size).view([-1 if place == axis else 1 for place in range(4)])
         for axis, (first, size) in enumerate(sizes)
     ]
 
@@ -109,20 +109,20 @@ def _inputs(dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", TRACED)
-def test_a_function_comes_to_rules(name: str) -> None:
+def test_function_becomes_rules(name: str) -> None:
     fn, kinds = TRACED[name]
-    found = traced_rules(ch.ScoreFunction(fn), EXTENT, LIKE)
-    assert found is not None
-    assert [type(rule) for rule in found] == kinds
+    rules = traced_rules(ch.ScoreFunction(fn), EXTENT, LIKE)
+    assert rules is not None
+    assert [type(rule) for rule in rules] == kinds
     score = torch.randn(BATCH, HEADS, Q_LEN, K_LEN)
     written = score
-    for rule in found:
+    for rule in rules:
         written = rule.apply(written, *_indices())
     torch.testing.assert_close(written, fn(score, *_indices()), rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_that_does_something_else_stays_one(name: str) -> None:
+def test_other_functions_are_not_converted(name: str) -> None:
     assert traced_rules(ch.ScoreFunction(FUNCTIONS[name]), EXTENT, LIKE) is None
 
 
@@ -141,29 +141,29 @@ def test_the_kernels_run_it_with_every_gradient(name: str, dtype: torch.dtype, m
         grads = torch.autograd.grad(output.double().square().sum(), wanted, allow_unused=True)
         return [
             output,
-            *(torch.zeros_like(own) if grad is None else grad for own, grad in zip(wanted, grads, strict=True)),
+            *(torch.zeros_like(actual) if grad is None else grad for actual, grad in zip(wanted, grads, strict=True)),
         ]
 
     inputs = _inputs(dtype)
     assert ch.explain_dispatch(*inputs, mask=mask, scores=rule, query_offset=OFFSET).choice == "native"
     exact = step([tensor.detach().double().requires_grad_() for tensor in inputs], "reference")
     plain, ours = step(inputs, "tiled"), step(inputs, "auto")
-    for right, usual, own in zip(exact, plain, ours, strict=True):
+    for right, usual, actual in zip(exact, plain, ours, strict=True):
         norm = right.norm() + 1e-30
         rounding = 3e-6 if dtype == torch.float32 else 2e-2
-        assert (own.double() - right).norm() / norm <= 2 * (usual.double() - right).norm() / norm + rounding
+        assert (actual.double() - right).norm() / norm <= 2 * (usual.double() - right).norm() / norm + rounding
 
 
 @needs_kernels
 def test_statistics_come_from_the_kernels_too() -> None:
     inputs, rule = [tensor.detach() for tensor in _inputs(torch.float32)], ch.ScoreFunction(TRACED["alibi"][0])
     want = ch.Want(lse=True, entropy=True, received=True)
-    seen, right = (
+    observation, right = (
         ch.observe_attention(*inputs, want=want, scores=rule, query_offset=OFFSET, backend=backend)
         for backend in ("native", "tiled")
     )
     for name in ("output", "lse", "entropy", "received"):
-        torch.testing.assert_close(getattr(seen, name), getattr(right, name), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(getattr(observation, name), getattr(right, name), rtol=1e-4, atol=1e-4)
 
 
 def test_the_reason_says_what_the_kernels_take() -> None:
@@ -174,7 +174,7 @@ def test_the_reason_says_what_the_kernels_take() -> None:
         assert "caps scores or adds a bias of q_pos - k_pos or of the key alone" in str(report)
 
 
-def test_a_distance_that_does_not_occur_is_not_asked_for() -> None:
+def test_only_occurring_distances_are_evaluated() -> None:
     """A square root of negative distances is NaN, and so would be the gradient of what it is multiplied by."""
     slope = torch.tensor(0.5, requires_grad=True)
     rule = ch.ScoreFunction(lambda s, b, h, i, j: s - slope * (i - j).float().sqrt())
@@ -188,19 +188,19 @@ def test_a_distance_that_does_not_occur_is_not_asked_for() -> None:
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
-def test_a_function_is_asked_again_at_each_call() -> None:
+def test_function_is_traced_at_each_call() -> None:
     """What it closes over may have changed."""
     strength, inputs = [0.1], [tensor.detach() for tensor in _inputs(torch.float32)]
     rule = ch.ScoreFunction(lambda s, b, h, i, j: s - strength[0] * (i - j).abs())
     first = ch.attention(*inputs, scores=rule, query_offset=OFFSET)
     strength[0] = 1.0
-    again = ch.attention(*inputs, scores=rule, query_offset=OFFSET)
+    second = ch.attention(*inputs, scores=rule, query_offset=OFFSET)
     right = ch.attention(*inputs, scores=rule, query_offset=OFFSET, backend="reference")
-    assert not torch.allclose(first, again)
-    torch.testing.assert_close(again, right, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(first, second)
+    torch.testing.assert_close(second, right, rtol=1e-4, atol=1e-5)
 
 
-def test_one_that_raises_or_writes_is_named_as_ever() -> None:
+def test_function_that_raises_or_writes_is_named() -> None:
     def raises(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         raise LookupError("no such place")
 
@@ -214,7 +214,7 @@ def test_one_that_raises_or_writes_is_named_as_ever() -> None:
         ch.attention(*inputs, scores=ch.ScoreFunction(writes), query_offset=OFFSET)
 
 
-def test_lengths_that_float32_cannot_count_are_left_alone() -> None:
+def test_lengths_beyond_float32_are_not_traced() -> None:
     far = Extent(batch=1, heads=1, q_len=1, k_len=5, query_offset=2**24)
     assert traced_rules(ch.ScoreFunction(TRACED["positions in float"][0]), far, LIKE) is None
 
@@ -224,8 +224,8 @@ def test_a_problem_without_functions_is_itself() -> None:
     problem = Problem.of("attention", *inputs, scores=[ch.SoftCap(3.0), ch.Alibi(HEADS)], query_offset=OFFSET)
     assert problem.with_traced_rules is problem
     rules = [ch.SoftCap(3.0), ch.ScoreFunction(TRACED["cap, then alibi"][0]), ch.Sink(0.0)]
-    own = Problem.of("attention", *inputs, scores=rules, query_offset=OFFSET).with_traced_rules
-    assert re.sub(r"\(.*?\)", "", ", ".join(map(repr, own.scores))) == "SoftCap, SoftCap, RelativeBias, Sink"
+    traced = Problem.of("attention", *inputs, scores=rules, query_offset=OFFSET).with_traced_rules
+    assert re.sub(r"\(.*?\)", "", ", ".join(map(repr, traced.scores))) == "SoftCap, SoftCap, RelativeBias, Sink"
 
 
 _Number = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
@@ -280,19 +280,19 @@ _NUMBERS: st.SearchStrategy[_Number] = st.recursive(
 
 @settings(deadline=None, max_examples=400)
 @given(number=_NUMBERS, offset=st.integers(0, 9), subtract=st.booleans())
-def test_what_is_found_is_what_the_function_does(number: _Number, offset: int, subtract: bool) -> None:
-    """For any expression of the indices: rules that are found give its very scores at every place."""
+def test_rules_equal_the_function(number: _Number, offset: int, subtract: bool) -> None:
+    """For any expression of the indices: traced rules give equal scores at every place."""
 
     def fn(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return s - number(b, h, i, j) if subtract else s + number(b, h, i, j)
 
     extent = Extent(batch=2, heads=3, q_len=5, k_len=7, query_offset=offset)
-    found = traced_rules(ch.ScoreFunction(fn), extent, LIKE)
-    if found is None:
+    rules = traced_rules(ch.ScoreFunction(fn), extent, LIKE)
+    if rules is None:
         return
     score = torch.zeros(2, 3, 5, 7)
     written = score
-    for rule in found:
+    for rule in rules:
         written = rule.apply(written, *_indices(extent))
     torch.testing.assert_close(written, fn(score, *_indices(extent)).float(), rtol=1e-5, atol=1e-4)
 
@@ -341,11 +341,11 @@ def _hides_all(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     ],
     ids=["straight-through", "no_grad", "scripted", "bare except", "tenths", "thirds", "shifted", "inf", "out"],
 )
-def test_what_tracing_would_get_wrong_stays_a_function(fn: Callable[..., Tensor]) -> None:
+def test_untraceable_functions_are_not_converted(fn: Callable[..., Tensor]) -> None:
     assert traced_rules(ch.ScoreFunction(fn), EXTENT, LIKE) is None
 
 
-def test_queries_far_from_all_keys_take_no_table_of_what_lies_between() -> None:
+def test_queries_far_from_all_keys_make_no_table() -> None:
     far = Extent(batch=1, heads=HEADS, q_len=4, k_len=8, query_offset=8_000_000)
     rule = ch.ScoreFunction(lambda s, b, h, i, j: s - SLOPES[h] * (i - j).abs())
     assert traced_rules(rule, far, LIKE) is None

@@ -1,7 +1,7 @@
-"""What users give: numbers, choices and texts, taken where they mean something and refused in one sentence elsewhere.
+"""Checks of arguments: numbers, choices and texts are converted or refused with one sentence.
 
-numpy's numbers and torch's whole ones are numbers; ``True`` is none. Each rule stands here once, so that every
-function takes the same and says the same.
+NumPy scalars and integer tensors of one element count as numbers, booleans do not. Every public function uses these
+checks, so that all accept the same values and raise the same errors.
 """
 
 from __future__ import annotations
@@ -19,16 +19,28 @@ from torch import Tensor
 from clearhead.errors import ShapeError, UnsupportedError
 
 __all__ = [
-    "FARTHEST", "dense", "flag", "number", "one_of", "probability", "real_number", "seed_of", "seen", "several",
-    "tensor_of", "texts_of", "whole", "whole_number",
+    "FARTHEST",
+    "dense",
+    "flag",
+    "number",
+    "one_of",
+    "probability",
+    "real_number",
+    "repr_of",
+    "seed_of",
+    "several",
+    "tensor_of",
+    "texts_of",
+    "whole",
+    "whole_number",
 ]  # fmt: skip
 
-#: The farthest position or distance that anything takes, as the CPU kernels have it.
+#: The largest position or distance that the CPU kernels take.
 FARTHEST: Final = 2**48
 
 
-def seen(value: object) -> str:
-    """A value as an error names it."""
+def repr_of(value: object) -> str:
+    """A value as text for an error message."""
     if isinstance(value, Tensor) and (kind := _kind_but_dense(value)) is not None:
         return f"a {kind} tensor"
     if isinstance(value, Tensor):
@@ -36,25 +48,25 @@ def seen(value: object) -> str:
     try:
         return repr(value)[:80]
     except Exception:
-        # A number of more digits than Python writes, or an object that cannot say what it is.
+        # An int of more digits than Python prints, or an object whose __repr__ raises.
         return f"one {type(value).__name__}"
 
 
 def several(given: object) -> tuple[object, ...]:
-    """What users give where one thing or several may stand; a text is one."""
+    """An argument that is one value or several, as a tuple; a string is one value."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         return (given,)
     try:
         return tuple(given)
     except TypeError:
-        # Arrays without an axis say that they can be walked along.
+        # Arrays without an axis define __iter__ and raise when it is called.
         return (given,)
 
 
 def tensor_of(
     value: object, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> Tensor | None:
-    """What a user gave as one dense tensor; None where it is none. A tensor stays on its device."""
+    """An argument as a dense tensor, on its own device by default; None if it cannot be one."""
     if isinstance(value, Tensor) and _kind_but_dense(value) is not None:
         return None
     if device is None and isinstance(value, Tensor):
@@ -66,34 +78,39 @@ def tensor_of(
 
 
 def dense(function: str, argument: str, tensor: Tensor) -> None:
-    """Raise where a tensor is nested or sparse, or lies in an order of a library's own.
+    """Check that a tensor is dense.
 
     Raises:
-        UnsupportedError: it is one of these. Nested ones of the older kind would end the process further on.
+        UnsupportedError: the tensor is nested, sparse, or has a layout of a library. Operators on nested tensors of
+            the older kind would crash the process.
     """
     kind = _kind_but_dense(tensor)
     if kind is not None:
         raise UnsupportedError.about(
-            function, argument, must="be a dense tensor", got=f"a {kind} one", then=_DENSE.get(kind, "Use .to_dense().")
+            function,
+            argument,
+            must="be a dense tensor",
+            got=f"a {kind} one",
+            then=_TO_DENSE.get(kind, "Use .to_dense()."),
         )
 
 
-#: What makes one dense tensor of those of several lengths.
-_DENSE: Final = {
+#: How to convert nested tensors to dense ones.
+_TO_DENSE: Final = {
     "jagged": "Its .values()[None] under ch.Documents(its .offsets().diff()) is attention over each sequence alone.",
-    "nested": "Pad it with .to_padded_tensor(0.0), and mask with ch.Padding or lay it end to end with ch.pack.",
+    "nested": "Pad it with .to_padded_tensor(0.0), and mask with ch.Padding, or pack it with ch.pack.",
 }
 
 
 def _kind_but_dense(tensor: Tensor) -> str | None:
-    """None of a dense tensor, else ``jagged``, ``nested`` (of the older kind, without a shape), ``sparse_coo`` ..."""
+    """None for a dense tensor, else ``jagged``, ``nested`` (the older kind, without a shape), ``sparse_coo`` ..."""
     if tensor.layout is torch.strided:
         return "nested" if tensor.is_nested else None
     return str(tensor.layout).removeprefix("torch.").lstrip("_")
 
 
 def whole_number(value: object) -> int | None:
-    """A whole number, numpy's and torch's among them; None for anything else."""
+    """An integer of Python, NumPy or torch as an int; None for anything else."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
@@ -101,7 +118,7 @@ def whole_number(value: object) -> int | None:
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except (TypeError, RuntimeError):
-        # Tensors without storage hold no number.
+        # Meta tensors have no elements.
         return None
 
 
@@ -109,27 +126,27 @@ def whole(function: str, argument: str, value: object, *, low: int, high: int = 
     """A whole number from ``low`` to ``high``.
 
     Raises:
-        ShapeError: it is none, or lies elsewhere.
+        ShapeError: ``value`` is no whole number, or out of range.
     """
-    # A compiler's number stays one, so that its graph serves others too.
-    found = value if isinstance(value, torch.SymInt) else whole_number(value)
-    if found is None or found < low:
+    # A symbolic integer of the compiler remains symbolic, so that one graph serves all sizes.
+    integer = value if isinstance(value, torch.SymInt) else whole_number(value)
+    if integer is None or integer < low:
         raise ShapeError.about(
             function,
             argument,
             must=f"be a whole number of at least {low}",
-            got=seen(value),
+            got=repr_of(value),
             then=then or "Pass an int.",
         )
-    if isinstance(found, int) and found > high:
+    if isinstance(integer, int) and integer > high:
         raise ShapeError.about(
             function,
             argument,
             must=f"be at most {_power(high)}",
-            got=seen(value),
-            then="No position lies farther away." if high == FARTHEST else "Pass a smaller one.",
+            got=repr_of(value),
+            then="Positions and distances are limited." if high == FARTHEST else "Pass a smaller one.",
         )
-    return found  # type: ignore[return-value]
+    return integer  # type: ignore[return-value]
 
 
 def _power(limit: int) -> str:
@@ -139,17 +156,17 @@ def _power(limit: int) -> str:
 
 def seed_of(function: str, value: object) -> int:
     """A seed for torch's generators, 0 to ``2**64 - 1``."""
-    found = whole_number(value)
-    if found is None or not 0 <= found < 2**64:
+    seed = whole_number(value)
+    if seed is None or not 0 <= seed < 2**64:
         raise ShapeError.about(
-            function, "seed", must="be a whole number from 0 to 2**64 - 1", got=seen(value), then="Pass e.g. 0."
+            function, "seed", must="be a whole number from 0 to 2**64 - 1", got=repr_of(value), then="Pass e.g. 0."
         )
-    return found
+    return seed
 
 
 def real_number(value: object) -> float | None:
-    """A number as a float, numpy's among them; None for anything else, and for what no float holds."""
-    # Most are; asking an abstract class takes far longer.
+    """A number of Python or NumPy as a float; None for anything else, and for integers too large for a float."""
+    # The common case first: isinstance with an abstract class takes far longer.
     if type(value) is float:
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -163,50 +180,52 @@ def real_number(value: object) -> float | None:
 def number(
     function: str, argument: str, value: object, *, must: str, fits: Callable[[float], bool], then: str
 ) -> float:
-    """A finite number that fits what it must.
+    """A finite number for which ``fits`` is true.
 
     Raises:
-        ShapeError: it is none, or does not.
+        ShapeError: ``value`` is no finite number, or does not fit; ``must`` says the rule.
     """
-    found = real_number(value)
-    if found is None or not math.isfinite(found) or not fits(found):
-        raise ShapeError.about(function, argument, must=must, got=seen(value), then=then)
-    return found
+    real = real_number(value)
+    if real is None or not math.isfinite(real) or not fits(real):
+        raise ShapeError.about(function, argument, must=must, got=repr_of(value), then=then)
+    return real
 
 
 def probability(function: str, argument: str, value: object) -> float:
     """A probability below 1."""
-    found = real_number(value)
-    if found is None or not 0.0 <= found < 1.0:
+    real = real_number(value)
+    if real is None or not 0.0 <= real < 1.0:
         raise ShapeError.about(
             function,
             argument,
-            must="be a probability from 0 up to, but not, 1",
-            got=seen(value),
+            must="be a probability of at least 0 and below 1",
+            got=repr_of(value),
             then="0.0 switches it off.",
         )
-    return found
+    return real
 
 
 def flag(function: str, argument: str, value: object) -> bool:
-    """True or False, numpy's among them, or 1 or 0."""
+    """A boolean of Python or NumPy, or 1 or 0, as a bool."""
     if isinstance(value, bool):
         return value
-    numpys = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
-    if not numpys and whole_number(value) not in (0, 1):
-        raise ShapeError.about(function, argument, must="be True or False", got=seen(value), then="Pass one of them.")
+    is_numpy_bool = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
+    if not is_numpy_bool and whole_number(value) not in (0, 1):
+        raise ShapeError.about(
+            function, argument, must="be True or False", got=repr_of(value), then="Pass one of them."
+        )
     return bool(value)
 
 
-def one_of(function: str, argument: str, value: object, known: Collection[str], then: str) -> str:
-    """One of the names that are known.
+def one_of(function: str, argument: str, value: object, names: Collection[str], then: str) -> str:
+    """One of ``names``.
 
     Raises:
-        UnsupportedError: it is none of them; the text lists them.
+        UnsupportedError: ``value`` is none of them; the text lists them.
     """
-    if not isinstance(value, str) or value not in known:
+    if not isinstance(value, str) or value not in names:
         raise UnsupportedError.about(
-            function, argument, must=f"be one of {', '.join(known)}", got=seen(value), then=then
+            function, argument, must=f"be one of {', '.join(names)}", got=repr_of(value), then=then
         )
     return value
 
@@ -215,15 +234,15 @@ def texts_of(function: str, argument: str, given: object, count: int, then: str)
     """One text for each of ``count`` tokens.
 
     Raises:
-        ShapeError: there are more or fewer, or it is no list.
+        ShapeError: there are more or fewer texts, or ``given`` is not iterable.
     """
     try:
-        # Of what never ends, only so many as tell that they are too many.
-        found = tuple(islice(given, count + 1))  # type: ignore[call-overload]
+        # At most one more than needed: the iterable may be endless.
+        texts = tuple(islice(given, count + 1))  # type: ignore[call-overload]
     except TypeError:
-        found = None
-    if found is None or len(found) != count:
+        texts = None
+    if texts is None or len(texts) != count:
         lengths = getattr(given, "__len__", None)
-        got = seen(given) if found is None else str(lengths()) if lengths else f"{len(found)} or more"
+        got = repr_of(given) if texts is None else str(lengths()) if lengths else f"{len(texts)} or more"
         raise ShapeError.about(function, argument, must=f"have one text for each of {count} tokens", got=got, then=then)
-    return tuple(map(str, found))
+    return tuple(map(str, texts))

@@ -1,4 +1,4 @@
-"""Keys and values of tokens already seen: an explicit argument, owned by whoever decodes."""
+"""The KV cache of one attention, an explicit argument that the caller owns."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from clearhead.arguments import whole
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.shapes import Float
 
-__all__ = ["KVCache", "check_cache", "count_appended", "forget_first", "restored_on_error", "room_behind"]
+__all__ = ["KVCache", "check_cache", "count_appended", "forget_first", "reserve", "restored_on_error"]
 
 _SMALLEST = 16
 
 
 class KVCache:
-    """The keys and values of one attention, grown token by token.
+    """The cached keys and values of one attention, to which each call appends those of its tokens.
 
-    Without gradients the room is allocated ahead and doubled when full, so n appended tokens cost O(n) copies.
-    While gradients are recorded, tensors are joined instead and stay differentiable.
+    Without gradients the cache's capacity doubles when it is full, so that appending n tokens copies O(n) elements.
+    With gradients enabled, new tensors are concatenated instead, and gradients flow to every appended token.
 
-    Example: decode one token after another.
+    Example: decode one token at a time.
 
     >>> import torch
     >>> from clearhead.nn import MultiHeadAttention
@@ -42,26 +42,34 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """How many tokens are held."""
+        """The number of cached tokens."""
         return self._length
 
     @property
     def key(self) -> Float[Tensor, "batch kv_heads length head_dim"] | None:
-        """All keys held, or None before the first."""
+        """The cached keys, ``[batch, kv_heads, length, head_dim]``; None for an empty cache."""
         return None if self._key is None else self._key[:, :, : self._length]
 
     @property
     def value(self) -> Float[Tensor, "batch kv_heads length value_dim"] | None:
-        """All values held, or None before the first."""
+        """The cached values, ``[batch, kv_heads, length, value_dim]``; None for an empty cache."""
         return None if self._value is None else self._value[:, :, : self._length]
 
     def append(
         self, key: Float[Tensor, "batch kv_heads new head_dim"], value: Float[Tensor, "batch kv_heads new value_dim"]
     ) -> tuple[Float[Tensor, "batch kv_heads length head_dim"], Float[Tensor, "batch kv_heads length value_dim"]]:
-        """Add tokens, and get all keys and all values, the new ones last.
+        """Append tokens and return all cached keys and values.
+
+        Args:
+            key: ``[batch, kv_heads, new, head_dim]``.
+            value: ``[batch, kv_heads, new, value_dim]``.
+
+        Returns:
+            Keys ``[batch, kv_heads, length, head_dim]`` and values ``[batch, kv_heads, length, value_dim]``, the new
+            tokens last.
 
         Raises:
-            ShapeError: the tensors fit neither each other nor what is held.
+            ShapeError: the tensors do not fit each other or the cached ones.
         """
         self._check("key", key, self._key)
         self._check("value", value, self._value)
@@ -79,15 +87,15 @@ class KVCache:
         return self._key[:, :, : self._length], self._value[:, :, : self._length]
 
     def truncate(self, length: int) -> None:
-        """Forget the tokens from position ``length`` on, such as drafts that were not accepted or a call that failed.
+        """Remove the tokens from position ``length`` on, such as drafts that were not accepted or a failed call's.
 
-        The next tokens are written where they stood, so ``key`` and ``value`` that were read before may change.
+        The next tokens overwrite them, so tensors that ``key`` and ``value`` returned before may change.
 
         Args:
-            length: how many tokens to keep, from 0 to as many as are held.
+            length: number of tokens that remain, from 0 to the number of cached tokens.
 
         Raises:
-            ShapeError: there are not so many.
+            ShapeError: ``length`` is out of range.
 
         Example: try a token, and take it back.
 
@@ -100,7 +108,7 @@ class KVCache:
         KVCache(length=2, shape=[1, 2, 2, 4])
         """
         length = whole("KVCache.truncate", "length", length, low=0, high=self._length)
-        # Room ahead was made here; what is full may be somebody's own tensor, which is not to be written to.
+        # A tensor without spare capacity may be the caller's, which must not be written to: keep a view of its start.
         if self._key is not None and self._key.shape[2] == self._length > length:
             self._key = self._key[:, :, :length]
         if self._value is not None and self._value.shape[2] == self._length > length:
@@ -108,31 +116,31 @@ class KVCache:
         self._length = length
 
     def reset(self) -> None:
-        """Forget everything; the next append starts at position 0."""
+        """Empty the cache; the next appended token is at position 0."""
         self._key = self._value = None
         self._length = 0
 
-    def _joined(self, held: Tensor | None, new: Tensor) -> Tensor:
+    def _joined(self, cached: Tensor | None, new: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            return new if held is None else torch.cat([held[:, :, : self._length], new], dim=2)
-        held = self._with_room(held, new.shape, new)
-        held[:, :, self._length : self._length + new.shape[2]] = new
-        return held
+            return new if cached is None else torch.cat([cached[:, :, : self._length], new], dim=2)
+        cached = self._with_capacity(cached, new.shape, new)
+        cached[:, :, self._length : self._length + new.shape[2]] = new
+        return cached
 
-    def _with_room(self, held: Tensor | None, size: Sequence[int], like: Tensor) -> Tensor:
-        """What is held, in memory that has room behind it for new tokens ``[batch, kv_heads, new, dim]``."""
-        if held is not None and self._has_room(held, size[2]):
-            return held
-        room = max(_SMALLEST, 2 * self._length, self._length + size[2])
-        larger = like.new_empty((*size[:2], room, size[3]))
-        if held is not None:
-            larger[:, :, : self._length] = held[:, :, : self._length]
+    def _with_capacity(self, cached: Tensor | None, size: Sequence[int], like: Tensor) -> Tensor:
+        """The cached tensor, in a buffer with capacity for new tokens ``[batch, kv_heads, new, dim]``."""
+        if cached is not None and self._has_capacity(cached, size[2]):
+            return cached
+        capacity = max(_SMALLEST, 2 * self._length, self._length + size[2])
+        larger = like.new_empty((*size[:2], capacity, size[3]))
+        if cached is not None:
+            larger[:, :, : self._length] = cached[:, :, : self._length]
         return larger
 
-    def _has_room(self, held: Tensor | None, new: int) -> bool:
-        return held is not None and held.shape[2] >= self._length + new and not _closed(held)
+    def _has_capacity(self, cached: Tensor | None, new: int) -> bool:
+        return cached is not None and cached.shape[2] >= self._length + new and not _closed(cached)
 
-    def _check(self, argument: str, new: Tensor, held: Tensor | None) -> None:
+    def _check(self, argument: str, new: Tensor, cached: Tensor | None) -> None:
         if not isinstance(new, Tensor) or new.ndim != 4:
             got = f"shape {tuple(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
             raise ShapeError.about(
@@ -142,14 +150,14 @@ class KVCache:
                 got=got,
                 then="Split the embedding into heads first.",
             )
-        if held is None:
+        if cached is None:
             return
-        if not _fits(new.shape, new, held):
+        if not _fits(new.shape, new, cached):
             raise ShapeError.about(
                 "KVCache.append",
                 argument,
-                must=f"match what is held, [{held.shape[0]}, {held.shape[1]}, new, {held.shape[3]}] "
-                f"{held.dtype} on {held.device}",
+                must=f"match the cached tokens, [{cached.shape[0]}, {cached.shape[1]}, new, {cached.shape[3]}] "
+                f"{cached.dtype} on {cached.device}",
                 got=f"shape {tuple(new.shape)} {new.dtype} on {new.device}",
                 then="Use one cache per layer and per batch, or call reset().",
             )
@@ -159,58 +167,58 @@ class KVCache:
         return f"KVCache(length={self._length}, shape={shape})"
 
 
-def _fits(size: Sequence[int], like: Tensor, held: Tensor) -> bool:
-    """Whether new tokens ``[batch, kv_heads, new, dim]`` can stand behind those held."""
-    batch, kv_heads, _, dim = held.shape
+def _fits(size: Sequence[int], like: Tensor, cached: Tensor) -> bool:
+    """Whether new tokens ``[batch, kv_heads, new, dim]`` can be appended to the cached ones."""
+    batch, kv_heads, _, dim = cached.shape
     same = batch == size[0] and kv_heads == size[1] and dim == size[3]
-    return same and like.dtype is held.dtype and like.device == held.device
+    return same and like.dtype is cached.dtype and like.device == cached.device
 
 
-def _closed(held: Tensor) -> bool:
-    """Whether inference mode has made it and is over: then it is not to be written to. A compiler cannot tell."""
-    return not torch.compiler.is_compiling() and held.is_inference() and not torch.is_inference_mode_enabled()
+def _closed(cached: Tensor) -> bool:
+    """Whether the tensor was made in inference mode, which is over: torch forbids writes. Compilers cannot tell."""
+    return not torch.compiler.is_compiling() and cached.is_inference() and not torch.is_inference_mode_enabled()
 
 
-def room_behind(
+def reserve(
     cache: KVCache, x: Tensor, kv_heads: int, head_dim: int, *, may_make: Callable[[Tensor], bool]
 ) -> tuple[Tensor, Tensor] | None:
-    """All of a cache's memory, with room for the heads of ``x`` behind those held, for whoever writes them there
-    without torch and without gradients; None where they do not fit what is held.
+    """A cache's buffers with capacity for the tokens of ``x``, for kernels that write keys and values themselves.
 
     Args:
-        cache: that of one attention.
-        x: ``[batch, new, width]``.
-        kv_heads: of keys and values.
-        head_dim: of both.
-        may_make: whether memory may be asked for, of ``x``, where there is no room.
+        cache: the cache of one attention.
+        x: the new tokens, ``[batch, new, width]``.
+        kv_heads: number of heads of keys and values.
+        head_dim: channels of a head of keys, and of values.
+        may_make: whether larger buffers may be allocated for ``x`` when the capacity does not suffice.
 
     Returns:
-        Keys and values, ``[batch, kv_heads, room, head_dim]``; ``count_appended`` tells the cache what was written.
+        Keys and values, ``[batch, kv_heads, capacity, head_dim]``; call ``count_appended`` after writing. None if the
+        tokens do not fit the cached ones, or there is no capacity and ``may_make`` is false.
     """
     batch, new, _ = x.shape
     size, key, value = (batch, kv_heads, new, head_dim), cache._key, cache._value
-    # What is held of keys fits each other, and so it does of values.
+    # All cached keys have one shape and dtype, and so have all cached values.
     if any(part is not None and not _fits(size, x, part) for part in (key, value)):
         return None
-    if key is None or value is None or not cache._has_room(key, new) or not cache._has_room(value, new):
+    if key is None or value is None or not cache._has_capacity(key, new) or not cache._has_capacity(value, new):
         if not may_make(x):
             return None
-        key = cache._key = cache._with_room(key, size, x)
-        value = cache._value = cache._with_room(value, size, x)
+        key = cache._key = cache._with_capacity(key, size, x)
+        value = cache._value = cache._with_capacity(value, size, x)
     return key, value
 
 
 def count_appended(caches: Sequence[KVCache], new: int) -> None:
-    """Count so many tokens as held by each cache, which were written into ``room_behind`` them."""
-    rooms = [part for cache in caches for part in (cache._key, cache._value)]
-    # Autograd may hold what is written over, of tokens that were taken back.
-    torch.autograd.graph.increment_version([part for part in rooms if part is not None and not part.is_inference()])
+    """Add ``new`` tokens, written into the buffers of ``reserve``, to the length of each cache."""
+    buffers = [part for cache in caches for part in (cache._key, cache._value)]
+    # Autograd may have saved tokens that were truncated since and are overwritten now.
+    torch.autograd.graph.increment_version([part for part in buffers if part is not None and not part.is_inference()])
     for cache in caches:
         cache._length += new
 
 
 def forget_first(cache: KVCache, count: int) -> None:
-    """Forget the first ``count`` tokens: those behind them stay where they lie, until there is no room behind these."""
+    """Remove the first ``count`` tokens, without a copy: the buffer's start moves."""
     if count == 0 or cache._key is None or cache._value is None:
         return
     cache._key, cache._value = cache._key[:, :, count:], cache._value[:, :, count:]
@@ -219,24 +227,24 @@ def forget_first(cache: KVCache, count: int) -> None:
 
 @contextmanager
 def restored_on_error(*caches: KVCache | None) -> Iterator[None]:
-    """A block that, where it fails, leaves the caches as they were before it; what is no cache is left to others."""
+    """Restore the caches if the block raises; arguments that are no ``KVCache`` are ignored."""
     before = [(cache, cache._key, cache._value, cache._length) for cache in caches if isinstance(cache, KVCache)]
     try:
         yield
     except BaseException:
-        # Tokens that were written to room behind the old length stay there until the next are written over them.
+        # Tokens written beyond the old length remain in the buffer until they are overwritten.
         for cache, key, value, length in before:
             cache._key, cache._value, cache._length = key, value, length
         raise
 
 
 def check_cache(function: str, argument: str, cache: object) -> None:
-    """Raise unless ``cache`` is that of one attention, or None."""
+    """Raise ``UnsupportedError`` unless ``cache`` is a ``KVCache`` or None."""
     if cache is not None and not isinstance(cache, KVCache):
         raise UnsupportedError.about(
             function,
             argument,
             must="be a KVCache",
             got=type(cache).__name__,
-            then="A DecoderCache is for the whole decoder; each of its layers is a KVCache.",
+            then="A DecoderCache is for a whole decoder; its layers hold one KVCache each.",
         )

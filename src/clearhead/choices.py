@@ -28,15 +28,15 @@ __all__ = [
     "SMALL_UNPREPARED",
     "TABLE",
     "TILED_ROWS",
-    "Named",
+    "ChoiceRow",
+    "Overrides",
     "Processor",
-    "Row",
     "SdpaFrom",
     "attention_path",
-    "name",
-    "named",
+    "overrides",
     "processor",
     "row_for",
+    "set_overrides",
 ]
 
 INTEL: Final = "GenuineIntel"
@@ -60,10 +60,10 @@ NARROW_WEIGHT: Final = 2**14
 
 @dataclass(frozen=True)
 class Processor:
-    """What the table asks about a processor.
+    """The properties of a processor that the table reads.
 
     Args:
-        vendor: ``vendor_id`` in ``/proc/cpuinfo``, such as ``"GenuineIntel"``; empty where the system does not say.
+        vendor: ``vendor_id`` in ``/proc/cpuinfo``, such as ``"GenuineIntel"``; empty if the system does not say.
         features: of ``avx2``, ``avx512``, ``avx512_bf16``, ``amx_bf16``, ``amx_fp16``, ``neon`` and ``bf16``.
     """
 
@@ -80,8 +80,8 @@ class Processor:
         vendor = re.search(r"^vendor_id\s*:\s*(\S+)", text, re.MULTILINE)
         flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
         present = set(flags[1].split()) if flags else set()
-        found = frozenset(feature for feature, needs in _FLAGS.items() if present >= needs)
-        return cls(vendor[1] if vendor else "", found)
+        supported = frozenset(feature for feature, needs in _FLAGS.items() if present >= needs)
+        return cls(vendor[1] if vendor else "", supported)
 
     def __str__(self) -> str:
         return f"{self.vendor or 'unknown vendor'}, {', '.join(sorted(self.features)) or 'no feature of the table'}"
@@ -104,7 +104,7 @@ FEATURES: Final = tuple(_FLAGS)
 
 @cache
 def _this_processor() -> Processor:
-    """The processor at hand; where the system has no ``/proc/cpuinfo``, by what torch says of it."""
+    """The processor of this machine, from ``/proc/cpuinfo``, or from torch where there is no such file."""
     try:
         return Processor.from_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -116,7 +116,7 @@ def _this_processor() -> Processor:
 
 
 class SdpaFrom(NamedTuple):
-    """Queries and keys from which torch's attention runs in place of the kernels, without a mask and causal."""
+    """Smallest numbers of queries and keys for which torch's attention replaces the kernels, full and causal."""
 
     full: int
     causal: int
@@ -127,21 +127,21 @@ _NATIVE, _ONEDNN, _TORCH = ("native",), ("onednn",), ("torch",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One row of the table. Paths stand in order: the first that this installation has runs, at last torch's.
+class ChoiceRow:
+    """One row of the table. Paths are in order of preference: the first that is installed runs, torch's as the last.
 
     Attributes:
-        processors: which processors it is for, in words.
-        dtypes: of what is multiplied.
-        basis: what it rests on.
-        vendor: the vendor it is for; None for any.
+        processors: the processors that the row is for, in words.
+        dtypes: dtypes of the operands.
+        basis: the measurements behind the row.
+        vendor: the vendor that the row is for; None for any.
         needs: features that the processor must have.
         forward: paths of ``x @ weight.T + bias``.
         input_gradient: paths of ``grad @ weight``.
         weight_gradient: paths of ``grad.T @ x``.
-        narrow_forward: as ``forward``, for a weight below ``NARROW_WEIGHT``.
-        narrow_input_gradient: as ``input_gradient``, for such a weight.
-        few_rows: as ``forward`` and ``input_gradient``, for fewer rows than ``TILED_ROWS``; empty for no difference.
+        narrow_forward: paths of ``x @ weight.T + bias`` for a weight of fewer than ``NARROW_WEIGHT`` elements.
+        narrow_input_gradient: paths of ``grad @ weight`` for a weight of fewer than ``NARROW_WEIGHT`` elements.
+        few_rows: paths of both for fewer than ``TILED_ROWS`` rows; empty if they do not differ.
         sdpa_from: sizes from which torch's attention runs; None for the kernels at every size.
     """
 
@@ -159,11 +159,11 @@ class Row:
     sdpa_from: SdpaFrom | None = None
 
     def matches(self, dtype: torch.dtype, processor: Processor) -> bool:
-        """Whether the row is for a dtype on a processor."""
+        """Whether the row applies to a dtype on a processor."""
         return dtype in self.dtypes and self.vendor in (None, processor.vendor) and self.needs <= processor.features
 
     def order(self, kind: str, rows: int, weight: int) -> tuple[str, ...]:
-        """The paths of one kind of GEMM, for so many rows and elements of the weight."""
+        """The paths of one kind of GEMM, for a number of rows and of elements of the weight."""
         if kind == "weight gradient":
             return self.weight_gradient
         if self.few_rows and rows < TILED_ROWS:
@@ -173,58 +173,58 @@ class Row:
         return self.narrow_input_gradient if weight < NARROW_WEIGHT else self.input_gradient
 
 
-#: The first row that matches counts.
-TABLE: Final[tuple[Row, ...]] = (
-    Row(
+#: The first row that matches applies.
+TABLE: Final[tuple[ChoiceRow, ...]] = (
+    ChoiceRow(
         processors="Intel with AMX", vendor=INTEL, needs=frozenset({"amx_bf16"}), dtypes=(_BFLOAT16,),
         basis="measured on a Xeon with AMX", forward=_ONEDNN, input_gradient=_TORCH, weight_gradient=_TORCH,
         narrow_forward=_ONEDNN, narrow_input_gradient=_TORCH, few_rows=_NATIVE, sdpa_from=SdpaFrom(128, 512),
     ),
-    Row(
+    ChoiceRow(
         processors="Intel with AMX", vendor=INTEL, needs=frozenset({"amx_fp16"}), dtypes=(_FLOAT16,),
-        basis="not measured: as bfloat16 with amx_bf16", sdpa_from=SdpaFrom(128, 512),
+        basis="not measured: same as bfloat16 with amx_bf16", sdpa_from=SdpaFrom(128, 512),
     ),
-    Row(
+    ChoiceRow(
         processors="any with AVX-512", needs=frozenset({"avx512"}), dtypes=(_BFLOAT16,),
         basis="measured on Zen 4, Zen 5 and Emerald Rapids", forward=_NATIVE + _ONEDNN, narrow_forward=_ONEDNN,
         narrow_input_gradient=_TORCH,
     ),
-    Row(
+    ChoiceRow(
         processors="any with AVX2", needs=frozenset({"avx2"}), dtypes=(_BFLOAT16, _FLOAT16),
         basis="measured on Zen 3, Zen 4, Zen 5, Emerald Rapids and a Xeon with AMX",
     ),
-    Row(
+    ChoiceRow(
         processors="Intel with AVX2", vendor=INTEL, needs=frozenset({"avx2"}), dtypes=(_FLOAT32,),
         basis="measured on Emerald Rapids and a Xeon with AMX", narrow_forward=_TORCH, narrow_input_gradient=_TORCH,
     ),
-    Row(
+    ChoiceRow(
         processors="any with AVX2", needs=frozenset({"avx2"}), dtypes=(_FLOAT32,),
         basis="measured on Zen 3, Zen 4 and Zen 5", forward=_NATIVE + _ONEDNN, input_gradient=_NATIVE + _ONEDNN,
         weight_gradient=_NATIVE + _ONEDNN, narrow_forward=_ONEDNN, narrow_input_gradient=_ONEDNN,
     ),
-    Row(
+    ChoiceRow(
         processors="any other", dtypes=(_FLOAT32, _BFLOAT16, _FLOAT16), forward=_TORCH, input_gradient=_TORCH,
         basis="measured on x86 without AVX2; ARM has not been measured", weight_gradient=_TORCH, narrow_forward=_TORCH,
         narrow_input_gradient=_TORCH, sdpa_from=SdpaFrom(64, 64),
     ),
 )  # fmt: skip
 
-#: Below this the kernels run on every processor; asked first, since the smallest calls take microseconds.
+#: Below this size the kernels run on every processor; checked first, since the smallest calls take microseconds.
 _SDPA_LEAST: Final = min(min(row.sdpa_from) for row in TABLE if row.sdpa_from is not None)
-#: Who names an instruction set wants to run the kernels.
-_NAMED_SET: Final = Row(processors="any", dtypes=(_FLOAT32, _BFLOAT16, _FLOAT16), basis="CLEARHEAD_ISA is set")
+#: ``CLEARHEAD_ISA`` selects an instruction set of the kernels, so the kernels run.
+_ROW_OF_ISA: Final = ChoiceRow(processors="any", dtypes=(_FLOAT32, _BFLOAT16, _FLOAT16), basis="CLEARHEAD_ISA is set")
 
 
 @dataclass(frozen=True, eq=False)
-class Named:
-    """What is named in place of the table's answers; ``clearhead.testing`` names it. None leaves the answer.
+class Overrides:
+    """Choices that replace those of the table, set by ``clearhead.testing``. None keeps the table's choice.
 
     Attributes:
         gemm: the path of every GEMM large enough to have a choice.
-        attention: the backend that ``"auto"`` asks first.
-        processor: the processor whose rows count.
-        fused: False where attention with its projections, and layers, run op by op.
-        fused_calls: where the kind of each call of the block operator is written down.
+        attention: the backend that ``"auto"`` tries first.
+        processor: the processor whose rows of the table apply.
+        fused: False if attention with its projections, and layers, must run op by op.
+        fused_calls: a list to which the kind of each call of the block operator is appended.
     """
 
     gemm: str | None = None
@@ -234,65 +234,65 @@ class Named:
     fused_calls: list[str] | None = None
 
 
-_NAMED = Named()
+_OVERRIDES = Overrides()
 
 
-def named() -> Named:
-    """What is named now, for the whole process: backward runs on threads of autograd."""
-    return _NAMED
+def overrides() -> Overrides:
+    """The current overrides, of the whole process: backward runs on autograd's threads."""
+    return _OVERRIDES
 
 
-def name(new: Named) -> Named:
-    """Name choices, and return what was named before."""
-    global _NAMED
-    before, _NAMED = _NAMED, new
+def set_overrides(new: Overrides) -> Overrides:
+    """Set the overrides and return the previous ones."""
+    global _OVERRIDES
+    before, _OVERRIDES = _OVERRIDES, new
     return before
 
 
 def processor() -> Processor:
-    """The processor whose rows count.
+    """The processor whose rows of the table apply.
 
     >>> "neon" in processor().features or "avx2" in processor().features or not processor().features
     True
     """
-    return _NAMED.processor or _this_processor()
+    return _OVERRIDES.processor or _this_processor()
 
 
-def row_for(dtype: torch.dtype) -> Row:
-    """The row of the table that counts for a dtype of the kernels: ``float32``, ``bfloat16`` or ``float16``.
+def row_for(dtype: torch.dtype) -> ChoiceRow:
+    """The row of the table for a dtype of the kernels: ``float32``, ``bfloat16`` or ``float16``.
 
     >>> float32 = row_for(torch.float32)
     >>> torch.float32 in float32.dtypes
     True
     """
-    return _row(dtype, _NAMED)
+    return _row(dtype, _OVERRIDES)
 
 
 @lru_cache(maxsize=64)
-def _row(dtype: torch.dtype, names: Named) -> Row:
+def _row(dtype: torch.dtype, names: Overrides) -> ChoiceRow:
     isa = os.environ.get("CLEARHEAD_ISA", "").strip()
     if isa and names.processor is None:
-        return replace(_NAMED_SET, basis=f"CLEARHEAD_ISA={isa}")
+        return replace(_ROW_OF_ISA, basis=f"CLEARHEAD_ISA={isa}")
     here = names.processor or _this_processor()
     return next(row for row in TABLE if row.matches(dtype, here))
 
 
 def attention_path(dtype: torch.dtype, q_len: int, k_len: int, *, causal: bool, gradient: bool) -> str:
-    """The backend that ``"auto"`` asks first for a call on the CPU that torch's attention can run likewise.
+    """The backend that ``"auto"`` tries first for a call on the CPU that torch's attention can run too.
 
     Args:
         dtype: ``float32``, ``bfloat16`` or ``float16``.
-        q_len: queries.
-        k_len: keys.
-        causal: whether a mask is there.
-        gradient: whether autograd records the call. Only float32 goes to torch then: in 16 bits torch rounds sums
-            that the kernels do not.
+        q_len: number of queries.
+        k_len: number of keys.
+        causal: whether there is a causal mask.
+        gradient: whether autograd records the call. If so, only float32 goes to torch: in 16 bits torch rounds sums
+            that the kernels accumulate in float32.
 
     >>> attention_path(torch.float32, 1, 1, causal=False, gradient=False)
     'native'
     """
-    if _NAMED.attention is not None:
-        return _NAMED.attention
+    if _OVERRIDES.attention is not None:
+        return _OVERRIDES.attention
     if q_len < _SDPA_LEAST or k_len < _SDPA_LEAST:
         return "native"
     sizes = row_for(dtype).sdpa_from

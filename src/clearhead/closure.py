@@ -1,4 +1,4 @@
-"""What a user's function closes over: the tensors that it reaches, and its variables as they are at a call."""
+"""The variables of a user's function: the tensors that it reaches, and a copy of the function with their values."""
 
 from __future__ import annotations
 
@@ -19,122 +19,122 @@ from clearhead.torch_private import break_graph, constant_when_compiled, is_comp
 
 __all__ = ["Bound", "bound_now", "closed_over", "find_learned", "learned_by"]
 
-#: Learned tensors are not looked for in longer collections.
+#: Longer collections are not searched for learned tensors.
 _MOST_MEMBERS: Final = 1024
 _WRITES_GLOBALS: Final = {dis.opmap[name] for name in ("STORE_GLOBAL", "DELETE_GLOBAL")}
 _WRITES_CELLS: Final = {dis.opmap[name] for name in ("STORE_DEREF", "DELETE_DEREF")}
 _COLLECTIONS: Final = (dict, list, tuple, set, frozenset)
 #: Py_TPFLAGS_HEAPTYPE.
 _WRITTEN_IN_PYTHON: Final = 1 << 9
-#: What looks global variables up by names that a function's code does not tell.
+#: Builtins that look up global variables whose names are not in the function's code.
 _LOOKS_UP: Final = frozenset({"globals", "eval", "exec"})
-#: What an import within a function reads of its file.
+#: Global variables that an import statement within a function reads.
 _OF_A_FILE: Final = ("__builtins__", "__name__", "__package__", "__spec__", "__path__")
-#: A program that is exported here and run elsewhere must not find another function by the same name.
+#: Part of each handle, so that a program exported here and run elsewhere finds no other function of the same name.
 _PROCESS: Final = secrets.token_hex(4)
 _NUMBERS: Final = itertools.count()
-#: Where an object keeps a tensor, its name there, and the tensor.
-Held: TypeAlias = tuple[dict[Any, Any], Any, Tensor | None]
-#: What a name stands for that is no longer there.
+#: The dictionary in which an object stores a tensor, the key, and the tensor.
+TensorSlot: TypeAlias = tuple[dict[Any, Any], Any, Tensor | None]
+#: Stands for a key that was removed from its dictionary.
 _GONE: Final = object()
 
 
 class Bound:
-    """A record of one function: its name for compiled graphs, and itself as it is at a call."""
+    """A record of one function: its name in compiled graphs, and the values of its variables at a call."""
 
     fn: Callable[..., Any]
-    #: Compiled code is guarded by this text: of a function itself the compiler compares the code alone.
+    #: Compiled code is guarded by this text: for a function the compiler would compare the code alone.
     handle: str = ""
-    #: The tensors that it reaches and that want a gradient, as ``find_learned`` last found them.
+    #: The tensors that the function reaches and that require a gradient, after the last ``find_learned``.
     learned: tuple[Tensor, ...] = ()
-    #: The tensors that it reaches, as they were at a call; None before there was one.
+    #: The tensors that the function reached at a call; None before a call.
     reached: tuple[Tensor, ...] | None = None
-    #: Those of them that modules and other objects hold, and a module's further numbers.
-    held: tuple[Held, ...] = ()
+    #: Where modules and other objects store those tensors, and where modules store their other tensors.
+    slots: tuple[TensorSlot, ...] = ()
 
-    def hold(self, fn: Callable[..., Any]) -> None:
-        """Take the function."""
+    def set_function(self, fn: Callable[..., Any]) -> None:
+        """Set the function and give it a new handle."""
         if torch.compiler.is_compiling() and type(fn) is FunctionType and "<l" in fn.__qualname__:
-            # The compiler makes no constant of a function that was written within another: it comes from outside.
-            break_graph("Make a rule or mask of such a function once, outside of what is compiled.")
+            # The compiler cannot make a constant of a function that is defined within another one.
+            break_graph("Make a rule or mask of such a function once, outside of the compiled function.")
         self.fn, self.handle = fn, f"f{_PROCESS}_{next(_NUMBERS)}"
 
     def bound(self) -> Self:
-        """The same with the function's variables as they are now: a loop's have moved on when backward comes."""
+        """A copy with the current values of the function's variables: a loop has changed them by backward."""
         if torch.compiler.is_compiling():
             return self
         copy = object.__new__(type(self))
         objects = list(_reached_from(self.fn))
         reached = _without_results(self.fn, [one for one in objects if isinstance(one, Tensor)])
         copy.__dict__.update(
-            self.__dict__, fn=bound_now(self.fn), reached=reached, held=tuple(_held_in(objects, reached))
+            self.__dict__, fn=bound_now(self.fn), reached=reached, slots=tuple(_slots_in(objects, reached))
         )
         return copy
 
     def as_called(self) -> AbstractContextManager[None]:
-        """Objects with the tensors that they had at the call, for backward: ``functional_call`` takes a module's away
-        again, and a loop gives one object those of each layer."""
-        return _with_numbers(self.held) if self.held else nullcontext()
+        """Give objects the tensors that they had at the call, for backward: ``functional_call`` has restored those of a
+        module, and a loop may have given one object those of another layer."""
+        return _with_tensors(self.slots) if self.slots else nullcontext()
 
 
 @contextmanager
-def _with_numbers(held: tuple[Held, ...]) -> Iterator[None]:
-    moved = [(*one, one[0].get(one[1], _GONE)) for one in held if one[0].get(one[1], _GONE) is not one[2]]
+def _with_tensors(slots: tuple[TensorSlot, ...]) -> Iterator[None]:
+    moved = [(*one, one[0].get(one[1], _GONE)) for one in slots if one[0].get(one[1], _GONE) is not one[2]]
     try:
-        for holder, name, own, _ in moved:
-            holder[name] = own
+        for holder, name, at_call, _ in moved:
+            holder[name] = at_call
         yield
     finally:
-        for holder, name, own, now in moved:
-            # What the function wrote itself stays.
+        for holder, name, at_call, now in moved:
+            # Do not restore an entry that the function itself has written.
             if now is _GONE:
                 holder.pop(name, None)
-            elif holder.get(name) is own:
+            elif holder.get(name) is at_call:
                 holder[name] = now
 
 
 @constant_when_compiled
 def find_learned(rule: Bound) -> int:
-    """Look for a record's ``learned`` tensors; how many there are.
+    """Set a record's ``learned`` tensors and return their number.
 
-    The compiler lets it run while it traces, and then reads the tensors where they lie, as it does with a module's.
+    The compiler runs it while it traces, and reads the tensors from the record, as it reads a module's parameters.
     """
     rule.__dict__["learned"] = tuple(_read_by(rule.fn, learned_by(rule.fn)))
     return len(rule.learned)
 
 
 def _read_by(fn: Callable[..., Any], reached: tuple[Tensor, ...]) -> Iterator[Tensor]:
-    """Those of the tensors that a score depends on: who names a module reaches all that is learned in it."""
+    """Those of the tensors that a score depends on: a function that names a module reaches all its parameters."""
     if not reached:
         return
     place = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=reached[0].device)
     with torch.enable_grad():
         try:
             score = fn(torch.zeros_like(place, dtype=reached[0].dtype).requires_grad_(), *(place,) * 4)
-            # The graph behind a tensor that was computed is the caller's.
+            # A tensor that was computed belongs to the caller's graph, which must be retained.
             grads = torch.autograd.grad(score.sum(), reached, allow_unused=True, retain_graph=True)
         except Exception:
-            # What is wrong is told when the function is called with the scores.
+            # The call with the scores raises the error.
             grads = reached
     yield from (tensor for tensor, grad in zip(reached, grads, strict=True) if grad is not None)
 
 
 def learned_by(fn: Callable[..., Any]) -> tuple[Tensor, ...]:
-    """The tensors that a function reaches and that want a gradient, each once."""
+    """The tensors that a function reaches and that require a gradient, each once."""
     return tuple(tensor for tensor in closed_over(fn) if tensor.requires_grad)
 
 
 def bound_now(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that goes on with what its variables hold now, and those of the functions of its file that it names.
+    """A copy of a function that keeps the current values of its variables and of the functions of its file it names.
 
-    Variables that it writes itself stay shared; so does what is inside of objects.
+    Variables that it writes itself remain shared, and so do the attributes of objects.
     """
-    found: Callable[..., Any] = _Binding().bound(fn)
-    return found
+    bound: Callable[..., Any] = _Binding().bound(fn)
+    return bound
 
 
 class _Binding:
-    """One look at all variables: functions that name each other are bound once."""
+    """Copies functions with the values of their variables; functions that name each other are copied once."""
 
     def __init__(self) -> None:
         self._functions: dict[int, tuple[object, FunctionType]] = {}
@@ -172,24 +172,24 @@ class _Binding:
         return copy
 
     def _names(self, fn: FunctionType) -> dict[str, Any]:
-        """The global variables that a function looks up; its file's own where it writes some, or hides which."""
+        """The global variables that a function looks up; all of its file's if it writes some or uses ``eval``."""
         if _uses(fn.__code__, _WRITES_GLOBALS) or not _LOOKS_UP.isdisjoint(_names(fn.__code__)):
             return fn.__globals__
-        found = self._globals.setdefault(id(fn.__globals__), (fn.__globals__, {}))[1]
+        variables = self._globals.setdefault(id(fn.__globals__), (fn.__globals__, {}))[1]
         for name in (*_OF_A_FILE, *_names(fn.__code__)):
-            if name in fn.__globals__ and name not in found:
-                # A function that names itself finds the name taken.
-                found[name] = fn.__globals__[name]
-                found[name] = self._helper(found[name], fn)
-        return found
+            if name in fn.__globals__ and name not in variables:
+                # Set before the recursion, which ends at a function that names itself.
+                variables[name] = fn.__globals__[name]
+                variables[name] = self._helper(variables[name], fn)
+        return variables
 
     def _helper(self, value: Any, fn: FunctionType) -> Any:
-        """Functions of other files are libraries, which hold nothing that a loop moves."""
+        """A function of the same file is copied too; functions of other files have no variables that a loop changes."""
         return self.bound(value) if _is_of(fn, value) else value
 
 
 def _file_of(fn: object) -> object:
-    """What tells the file of a function, or of one that a library's decorator wraps; None for what is none."""
+    """The globals of a function's file, or of the function that a decorator wraps; None for other values."""
     wrapped = inspect.unwrap(fn, stop=is_compiled_function) if isinstance(fn, (FunctionType, MethodType)) else fn
     return getattr(wrapped, "__globals__", None)
 
@@ -201,59 +201,59 @@ def _is_of(fn: object, value: object) -> bool:
 
 
 def _uses(code: CodeType, operations: set[int]) -> bool:
-    """Whether a function's code, or that of one written inside it, may hold one of some operations."""
+    """Whether a function's code, or that of a function within it, may contain one of some operations."""
     inner = (part for part in code.co_consts if isinstance(part, CodeType))
     return not operations.isdisjoint(code.co_code[::2]) or any(_uses(part, operations) for part in inner)
 
 
 def _written_cells(code: CodeType) -> set[str]:
-    """Names from outside that a function, or one written inside it, writes."""
+    """Names of an enclosing scope that a function, or a function within it, writes."""
     if not code.co_freevars or not _uses(code, _WRITES_CELLS):
         return set()
-    own = {str(step.argval) for step in dis.get_instructions(code) if step.opcode in _WRITES_CELLS}
+    written = {str(step.argval) for step in dis.get_instructions(code) if step.opcode in _WRITES_CELLS}
     inner = (_written_cells(part) for part in code.co_consts if isinstance(part, CodeType))
-    return own.union(*inner)
+    return written.union(*inner)
 
 
 def closed_over(fn: Callable[..., Any]) -> Iterator[Tensor]:
-    """Tensors that a function reaches through what it names and what that holds, each once."""
+    """Tensors that a function reaches through the names that it reads, each once."""
     return (value for value in _reached_from(fn) if isinstance(value, Tensor))
 
 
-def _without_results(fn: Callable[..., Any], found: list[Tensor]) -> tuple[Tensor, ...]:
-    """Tensors without those that were computed and that a score does not depend on: a module may keep its last output,
-    and the graph behind it is not this call's."""
-    read = {id(tensor) for tensor in _read_by(fn, tuple(tensor for tensor in found if tensor.grad_fn is not None))}
-    return tuple(tensor for tensor in found if tensor.grad_fn is None or id(tensor) in read)
+def _without_results(fn: Callable[..., Any], tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """Tensors without computed ones that a score does not depend on: a module may store its last output, whose graph
+    does not belong to this call."""
+    read = {id(tensor) for tensor in _read_by(fn, tuple(tensor for tensor in tensors if tensor.grad_fn is not None))}
+    return tuple(tensor for tensor in tensors if tensor.grad_fn is None or id(tensor) in read)
 
 
-def _held_in(objects: list[object], reached: tuple[Tensor, ...]) -> Iterator[Held]:
-    """Where objects keep tensors that a later call may find others in place of, and which these are."""
+def _slots_in(objects: list[object], reached: tuple[Tensor, ...]) -> Iterator[TensorSlot]:
+    """The places where objects store tensors that may be replaced before backward, with the tensors."""
     learned = {id(tensor) for tensor in reached if tensor.requires_grad}
     for one in objects:
         for module in one.modules() if isinstance(one, torch.nn.Module) else ():
             for holder in tensors_of(module):
                 yield from ((holder, name, tensor) for name, tensor in holder.items())
         of_object = vars(one) if _is_plain(one) and hasattr(one, "__dict__") and not isinstance(one, type) else {}
-        own = one if isinstance(one, dict) else of_object
-        yield from ((own, name, tensor) for name, tensor in own.items() if id(tensor) in learned)
+        namespace = one if isinstance(one, dict) else of_object
+        yield from ((namespace, name, tensor) for name, tensor in namespace.items() if id(tensor) in learned)
 
 
 def _reached_from(fn: Callable[..., Any]) -> Iterator[object]:
-    """What a function reaches through what it names and what that holds, each once; of modules the parameters, of
-    plain objects and classes what functions name."""
+    """The objects that a function reaches through the names that it reads, each once: of modules the parameters, of
+    plain objects and classes the attributes that functions name."""
     waiting: list[object] = [fn]
-    # The objects themselves are kept, so that no later one can have the same address.
-    seen: dict[int, object] = {}
+    # The objects are kept alive, so that no later one can have the same address.
+    visited: dict[int, object] = {}
     functions: list[FunctionType] = []
     plain: list[object] = []
     while waiting:
         value = waiting.pop(0)
-        if id(value) in seen:
+        if id(value) in visited:
             continue
-        seen[id(value)] = value
+        visited[id(value)] = value
         yield value
-        # Only the rule's own file is asked what it names: a library's functions and objects lead anywhere.
+        # Only functions of the rule's file are searched: a library's functions and objects lead anywhere.
         if isinstance(value, FunctionType) and (not functions or _is_of(functions[0], value)):
             functions.append(value)
             waiting += [part for one in plain for part in _named_in(one, [value])]
@@ -261,11 +261,11 @@ def _reached_from(fn: Callable[..., Any]) -> Iterator[object]:
             plain.append(value)
             waiting += _named_in(value, functions)
         if not isinstance(value, Tensor):
-            waiting += value.parameters() if isinstance(value, torch.nn.Module) else _held_by(value)
+            waiting += value.parameters() if isinstance(value, torch.nn.Module) else _members_of(value)
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is an object of a class written in Python, or such a class, and none of torch's."""
+    """Whether a value is a class written in Python, or an object of one, and not torch's."""
     kind = value if isinstance(value, type) else type(value)
     written = kind is SimpleNamespace or bool(kind.__flags__ & _WRITTEN_IN_PYTHON)
     library = kind.__module__.partition(".")[0] == "torch"
@@ -273,23 +273,22 @@ def _is_plain(value: object) -> bool:
 
 
 def _named_in(value: object, functions: list[FunctionType]) -> Iterator[object]:
-    """What functions may read of an object by its name: what it or its class holds, and properties and methods of the
-    functions' files."""
+    """The attributes of an object that functions name: data, and properties and methods of the functions' files."""
     for fn in functions:
         for name in _names(fn.__code__):
-            found = inspect.getattr_static(value, name, None)
-            if isinstance(found, MemberDescriptorType):
-                found = getattr(value, name, None)
-            if isinstance(found, property):
-                found = found.fget
-            if isinstance(found, (staticmethod, classmethod)):
-                found = found.__func__
-            if _file_of(found) is None or _is_of(fn, found):
-                yield found
+            attribute = inspect.getattr_static(value, name, None)
+            if isinstance(attribute, MemberDescriptorType):
+                attribute = getattr(value, name, None)
+            if isinstance(attribute, property):
+                attribute = attribute.fget
+            if isinstance(attribute, (staticmethod, classmethod)):
+                attribute = attribute.__func__
+            if _file_of(attribute) is None or _is_of(fn, attribute):
+                yield attribute
 
 
-def _held_by(value: object) -> list[object]:
-    """What a collection, a function, a method or an object that can be called holds on to."""
+def _members_of(value: object) -> list[object]:
+    """The objects that a collection, a function, a method or a callable object refers to."""
     if isinstance(value, _COLLECTIONS):
         members = list(value.values() if isinstance(value, dict) else value)
         return members if len(members) <= _MOST_MEMBERS else []
@@ -298,17 +297,17 @@ def _held_by(value: object) -> list[object]:
     if isinstance(value, MethodType):
         return [value.__self__, getattr(value.__self__, "__dict__", None), value.__func__]
     if isinstance(value, FunctionType):
-        # An empty cell belongs to a name that is not bound yet.
-        held = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-        held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        # An empty cell belongs to a name without a value yet.
+        referenced = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        referenced += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         named = (value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__)
-        # Functions of other files are libraries, which hold nothing learned but could lead anywhere.
-        return held + [one for one in named if _file_of(one) is None or _is_of(value, one)]
+        # Functions of other files belong to libraries: they refer to nothing learned, and could lead anywhere.
+        return referenced + [one for one in named if _file_of(one) is None or _is_of(value, one)]
     call = next((vars(kind)["__call__"] for kind in type(value).__mro__ if "__call__" in vars(kind)), None)
     return [getattr(value, "__dict__", None), call] if isinstance(call, FunctionType) else []
 
 
 def _names(code: CodeType) -> list[str]:
-    """Names that a function and the functions written inside it look up."""
+    """Names that a function and the functions within it look up."""
     inner = (name for part in code.co_consts if isinstance(part, CodeType) for name in _names(part))
     return [*code.co_names, *inner]

@@ -26,7 +26,7 @@ __all__ = ["attention"]
 
 _LSE, _SOFTMAX, _OUTPUT32 = 1, 2, 4
 _FLOAT32: Final = torch.finfo(torch.float32)
-#: Lengths and positions that the kernels take.
+#: Limit of the kernels for lengths and positions.
 _MOST: Final = 2**30
 _KINDS: Final = {Alibi: SLOPE, RelativeBias: RELATIVE, DenseBias: DENSE, SoftCap: SOFTCAP}
 
@@ -43,22 +43,22 @@ def attention(
     query_offset: int | None,
     backend: str,
 ) -> Tensor | None:
-    """A call that the compiler traces, by the operator.
+    """``clearhead.attention`` under the compiler, as one C++ operator.
 
     Args:
-        query: as ``clearhead.attention`` takes it, and so are the other arguments.
-        key: likewise.
-        value: likewise.
-        mask: likewise.
-        scores: likewise, as a sequence.
-        scale: likewise.
-        dropout: likewise.
-        query_offset: likewise.
-        backend: likewise.
+        query: ``[batch, heads, q_len, head_dim]``; leading axes may be missing.
+        key: ``[batch, kv_heads, k_len, head_dim]``.
+        value: ``[batch, kv_heads, k_len, value_dim]``.
+        mask: which keys a query may attend to; None allows all.
+        scores: score rules, applied in order.
+        scale: factor on ``query @ key^T``; None for ``1 / sqrt(head_dim)``.
+        dropout: probability of dropping a weight.
+        query_offset: absolute position of the first query; None for 0.
+        backend: name of the backend.
 
     Returns:
-        The output; None where the mask is no band of positions, something is dropped, a rule is a user's function, or
-        an argument is wrong: the operators of ``torch_op`` compute it, or say why not.
+        The output; None if the mask is no band of positions, there is dropout, a rule is a user's function, or an
+        argument is wrong: the operators of ``torch_op`` then compute the call or raise the error.
     """
     band = (None, None) if mask is None else band_of(mask)
     if band is None or backend not in ("auto", native.BACKEND.name) or dropout or not _has_operator():
@@ -99,7 +99,7 @@ def _has_operator() -> bool:
 
 
 def _fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernels read these tensors, ``[batch, heads, len, channels]`` each."""
+    """Whether the kernels take these tensors, ``[batch, heads, len, channels]`` each."""
     for part in (query, key, value):
         if part.device.type != "cpu" or part.layout is not torch.strided or part.is_nested:
             return False
@@ -111,7 +111,7 @@ def _fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _rules_fit(rules: Sequence[ScoreRule], query: Tensor, key: Tensor) -> bool:
-    """Whether the kernels take the rules, and have gradients of those that learn."""
+    """Whether the kernels take the rules, and have gradients for the learned ones."""
     if len(rules) > MAX_RULES or any(type(rule) is not Sink and type(rule) not in _KINDS for rule in rules):
         return False
     for kind in (Sink, SoftCap):
@@ -141,8 +141,8 @@ def _call(
     key: Tensor,
     value: Tensor,
     scale: float,
-    before: int | None,
-    after: int | None,
+    keys_before: int | None,
+    keys_after: int | None,
     query_offset: int,
     rules: Sequence[ScoreRule],
 ) -> Tensor:
@@ -171,8 +171,8 @@ def _call(
         value,
         scale,
         returns,
-        before,
-        after,
+        keys_before,
+        keys_after,
         query_offset=query_offset,
         rule_kinds=kinds or None,
         rule_values=values or None,

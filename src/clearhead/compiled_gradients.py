@@ -1,7 +1,7 @@
 """``clearhead::attention_compiled_gradients``: gradients of attention in graphs of the compiler.
 
-The operator has a Python body: where NaN or infinity meets a mask, gradients are computed a second time without them,
-which no graph can say.
+The operator has a Python body: if there are NaNs or infinities under a mask, gradients are computed a second time
+without them, and a graph cannot contain that branch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from clearhead.scores import Alibi, DenseBias, RelativeBias, ScoreRule, Sink, So
 
 __all__ = ["gradients"]
 
-#: As far as any key is.
+#: A window of this size has no limit.
 _FAR: Final = 2**30
 
 
@@ -42,7 +42,7 @@ def gradients(
     sink: Tensor | None,
     learned: list[bool],
 ) -> list[Tensor]:
-    """Gradients of query, key, value and of the rules' tensors that learn."""
+    """Gradients of query, key, value and of the rules' learned tensors."""
     softmax, exact = rows[-2:]
     lse = rows[0] if sink is not None else None
     tables = [table.detach().requires_grad_(each) for table, each in zip(rule_tables, learned, strict=False)]
@@ -58,7 +58,7 @@ def gradients(
         scale=scale,
         query_offset=query_offset,
     )
-    # The parameters of the rules in their order, a sink's last.
+    # The rules' parameters in their order, a sink's last.
     return [part.contiguous() for part in native.gradients(problem, Saved(exact, lse, softmax), native.Arrived(grad))]
 
 

@@ -1,4 +1,4 @@
-"""Choosing a backend: an ordered list of names, read with each backend's capability."""
+"""The choice of a backend: the first of an ordered list whose capability covers the call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Final
 
 from clearhead import choices
-from clearhead.arguments import seen
+from clearhead.arguments import repr_of
 from clearhead.backends.capability import Backend
 from clearhead.backends.containment import without_autocast
 from clearhead.errors import UnsupportedError
@@ -19,9 +19,9 @@ from clearhead.statistics import Observation, Want
 
 __all__ = ["BACKENDS", "DispatchReport", "choose", "loaded", "report", "run"]
 
-#: Names that ``backend=`` takes besides ``"auto"``, which takes the first that has no reason against the problem.
+#: Names for ``backend=`` besides ``"auto"``, which runs the first backend that has no reason against the problem.
 BACKENDS: Final = ("native", "sdpa", "triton", "flex", "tiled", "reference")
-#: What "auto" takes only where statistics are wanted; attention alone stays with torch's own kernels on a GPU.
+#: A backend that "auto" uses for statistics only; attention without them runs by torch's own kernels on a GPU.
 _FOR_STATISTICS: Final = "triton"
 
 
@@ -30,8 +30,8 @@ class DispatchReport:
     """Which backend runs a call, and why each of the others does not.
 
     Attributes:
-        choice: name of the chosen backend, or None where none can run it.
-        reasons: for every backend its reasons against the call; empty for those that could run it.
+        choice: name of the chosen backend, or None if none can run the call.
+        reasons: for every backend its reasons against the call; an empty tuple for those that could run it.
     """
 
     choice: str | None
@@ -47,23 +47,25 @@ class DispatchReport:
 
 @cache
 def loaded(name: str) -> Backend:
-    """A backend of ``BACKENDS``, whose module is imported when it is first asked."""
+    """A backend of ``BACKENDS``; its module is imported on the first call."""
     backend: Backend = import_module(f"clearhead.backends.{name}").BACKEND
     return backend
 
 
 def _candidates(function: str, problem: Problem, want: Want, name: str) -> tuple[str, ...]:
-    """The backends to ask, in order."""
+    """The backends to try, in order."""
     if isinstance(name, str) and name == "auto":
         return _automatic(problem, want)
     if isinstance(name, str) and name in BACKENDS:
         return (name,)
-    known = ", ".join(map(repr, ("auto", *BACKENDS)))
-    raise UnsupportedError.about(function, "backend", must=f"be one of {known}", got=seen(name), then="'auto' chooses.")
+    names = ", ".join(map(repr, ("auto", *BACKENDS)))
+    raise UnsupportedError.about(
+        function, "backend", must=f"be one of {names}", got=repr_of(name), then="'auto' chooses."
+    )
 
 
 def choose(function: str, problem: Problem, want: Want, backend: str = "auto") -> Backend:
-    """The backend to run, the one asked for or the first that can.
+    """The backend to run: the named one, or the first that can run the problem.
 
     Raises:
         UnsupportedError: the named backend, or every backend, has reasons against the problem.
@@ -84,7 +86,7 @@ def choose(function: str, problem: Problem, want: Want, backend: str = "auto") -
 
 
 def _automatic(problem: Problem, want: Want) -> tuple[str, ...]:
-    """The backends that "auto" looks at, in order."""
+    """The backends that "auto" tries, in order."""
     order = [name for name in BACKENDS if want.names or name != _FOR_STATISTICS]
     if want.names and problem.needs_gradient:
         order.sort(key=lambda name: not want.names.isdisjoint(loaded(name).capability.without_gradient))
@@ -93,16 +95,16 @@ def _automatic(problem: Problem, want: Want) -> tuple[str, ...]:
 
 
 def _first(problem: Problem, want: Want) -> str | None:
-    """The backend that is named, or that the table puts first."""
+    """The backend that an override or the table puts first; None for neither."""
     dtype = problem.query.dtype
-    if choices.named().attention is not None:
-        return choices.named().attention
+    if choices.overrides().attention is not None:
+        return choices.overrides().attention
     if dtype not in DTYPES or problem.query.device.type != "cpu" or want.names or problem.dropout > 0.0:
         return None
     causal, gradient = problem.mask is not None, problem.needs_gradient
     path = choices.attention_path(dtype, problem.q_len, problem.k_len, causal=causal, gradient=gradient)
     if path == "sdpa":
-        # Most calls never need the module.
+        # Imported here, since most calls do not need the module.
         from clearhead.backends.sdpa import asks_flags
 
         return path if asks_flags(problem) else None
@@ -110,7 +112,7 @@ def _first(problem: Problem, want: Want) -> str | None:
 
 
 def run(function: str, problem: Problem, want: Want, backend: str = "auto") -> Observation:
-    """Choose and run; autocast stays outside, so that float32 inputs are computed in float32."""
+    """Choose a backend and run it, without autocast: float32 inputs are computed in float32."""
     chosen = choose(function, problem, want, backend)
     try:
         with without_autocast(problem.query.device.type):
@@ -120,7 +122,7 @@ def run(function: str, problem: Problem, want: Want, backend: str = "auto") -> O
 
 
 def report(function: str, problem: Problem, want: Want, backend: str = "auto") -> DispatchReport:
-    """The choice for a problem with the reasons of every backend."""
+    """The chosen backend of a problem and the reasons of every other one."""
     reasons = {name: tuple(loaded(name).capability.reasons_against(problem, want)) for name in BACKENDS}
     eligible = [name for name in _candidates(function, problem, want, backend) if not reasons[name]]
     return DispatchReport(choice=eligible[0] if eligible else None, reasons=reasons)

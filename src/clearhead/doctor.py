@@ -15,13 +15,13 @@ import torch
 
 from clearhead.benchmark.machine import load, machine, threads, torch_build, versions
 from clearhead.benchmark.timing import Timing, interleaved
-from clearhead.choices import TABLE, Row, processor, row_for
+from clearhead.choices import TABLE, ChoiceRow, processor, row_for
 from clearhead.dispatch import BACKENDS, loaded
 from clearhead.functional import attention, explain_dispatch
 from clearhead.ops import library as native_library
 from clearhead.ops import memory as native_memory
 from clearhead.ops.throughput import product_rate
-from clearhead.projection import DTYPES, KINDS, Choice, choice
+from clearhead.projection import DTYPES, KINDS, GemmChoice, choice
 from clearhead.projection.paths import ONEDNN
 
 __all__ = ["Diagnosis", "Rate", "diagnose"]
@@ -75,7 +75,7 @@ class Diagnosis:
     rates: Sequence[Rate]
     processor: str
     table: Sequence[Mapping[str, str]]
-    projections: Sequence[Choice]
+    projections: Sequence[GemmChoice]
     attentions: Sequence[Mapping[str, str]]
     missing: Sequence[str]
 
@@ -124,7 +124,7 @@ def _kernels() -> str:
     return f"{sets}, keep up to {native_memory.limit() // 2**20:,} MiB of results that are gone"
 
 
-def _table_row(row: Row) -> dict[str, str]:
+def _table_row(row: ChoiceRow) -> dict[str, str]:
     """A row of the table of choices, in words."""
     gemm = [row.forward, row.input_gradient, row.weight_gradient]
     return {
@@ -144,7 +144,7 @@ def _attention_row(dtype: torch.dtype) -> dict[str, str]:
     return {"dtype": str(dtype)[6:], "choice": _sizes(row), "reason": f"{row.processors}: {row.basis}"}
 
 
-def _sizes(row: Row) -> str:
+def _sizes(row: ChoiceRow) -> str:
     sizes = row.sdpa_from
     return "native" if sizes is None else f"sdpa from {sizes.full} keys, causal from {sizes.causal}; else native"
 

@@ -1,4 +1,4 @@
-"""The errors a user can cause, and the one sentence form that all of them share."""
+"""The errors that clearhead raises, and the form of their texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["ClearheadError", "DataError", "MaskError", "ShapeError", "Unsupporte
 
 
 class ClearheadError(ValueError):
-    """Base of every error that clearhead raises on purpose.
+    """Base class of the errors that clearhead raises for wrong arguments, data and combinations.
 
     >>> print(ShapeError.about("attention", "key", must="have 4 channels", got="3", then="Project it."))
     attention: key must have 4 channels; got 3. Project it.
@@ -16,29 +16,40 @@ class ClearheadError(ValueError):
 
     @classmethod
     def about(cls, function: str, argument: str, *, must: str, got: object, then: str) -> Self:
-        """Build the error ``<function>: <argument> must <rule>; got <what>. <what to do>`` on one line."""
+        """Make an error with the text ``<function>: <argument> must <must>; got <got>. <then>`` on one line.
+
+        Args:
+            function: the public name that was called.
+            argument: the name of the wrong argument.
+            must: the rule that it breaks.
+            got: the value, or what describes it.
+            then: what the caller can do.
+
+        Returns:
+            The error, to be raised.
+        """
         text = f"{function}: {argument} must {must}; got {got}. {then}"
         return cls(" ".join(text.split()))
 
 
 class ShapeError(ClearheadError):
-    """A shape, a length, an index or a number out of range."""
+    """Raised when a shape, a length, an index or a number does not fit or is out of range."""
 
 
 class MaskError(ClearheadError):
-    """A mask that does not fit the call, or whose positions are ambiguous."""
+    """Raised when a mask does not fit the call, or needs a ``query_offset`` that was not given."""
 
 
 class UnsupportedError(ClearheadError):
-    """A dtype, a device, a backend or a combination that cannot be served; says why."""
+    """Raised when a dtype, a device, a backend or a combination of arguments is not supported; the text says why."""
 
     @classmethod
     def from_operator(cls, error: RuntimeError) -> Self:
-        """What an operator refused, from the RuntimeError that torch makes of it; any other error is raised again."""
+        """The error that an operator raised, from torch's RuntimeError; any other RuntimeError is raised again."""
         if " must " not in str(error) or "; got " not in str(error):
             raise error
         return cls(str(error))
 
 
 class DataError(ClearheadError):
-    """A file, a table or a run folder that cannot be used as it is."""
+    """Raised when a file, a table of data or a run folder is missing, malformed or inconsistent."""

@@ -1,4 +1,4 @@
-"""The verbs: compute attention, observe it, and ask how it would be computed."""
+"""The public functions of attention: compute it, observe it, and report which backend would run."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ def attention(
         mask: which keys a query may attend to; ``None`` allows all. ``True`` in a mask means may attend.
         scores: score rules, applied to scaled scores in order, before the mask.
         scale: factor on ``query @ key^T``; by default ``1 / sqrt(head_dim)``.
-        dropout: probability with which a weight is dropped; the others are divided by ``1 - dropout``.
+        dropout: probability of dropping a weight; the others are divided by ``1 - dropout``.
         seed: seed of the dropout; by default drawn from torch's generator.
-        query_offset: absolute position of the first query, needed where ``q_len != k_len`` and positions matter.
-        backend: ``"auto"``, or a backend's name, which then runs or raises with its reasons.
+        query_offset: absolute position of the first query; required if ``q_len != k_len`` and positions matter.
+        backend: ``"auto"``, or the name of a backend, which runs the call or raises its reasons against it.
 
     Returns:
-        ``[batch, heads, q_len, value_dim]`` in query's dtype, with as many leading axes as ``query`` had. A query
-        that may attend to nothing gives 0, with gradient 0.
+        ``[batch, heads, q_len, value_dim]`` in query's dtype, with as many leading axes as ``query``. A query that may
+        attend to no key has an output of 0 and a gradient of 0.
 
     Raises:
         ShapeError: shapes, lengths or numbers do not fit.
         MaskError: the mask does not fit, or needs a ``query_offset``.
-        UnsupportedError: dtype, device or combination that the backend cannot serve.
+        UnsupportedError: the backend does not support the dtype, the device or the combination of arguments.
 
-    Cost: ``4 * batch * heads * q_len * k_len * head_dim`` operations less the tiles that the mask empties;
-    memory grows with the lengths, not their product, beyond small sizes.
+    Cost: ``4 * batch * heads * q_len * k_len * head_dim`` operations, without the tiles that the mask empties;
+    beyond small sizes memory grows with the lengths and not with their product.
 
     Paper: Vaswani et al. 2017, "Attention is all you need", section 3.2.1.
 
@@ -118,26 +118,31 @@ def observe_attention(
     query_offset: int | None = None,
     backend: str = "auto",
 ) -> Observation:
-    """Attention and statistics of its weights, in one call.
+    """Attention and statistics of its weights, computed in one call.
 
     Args:
-        want: which statistics; see ``Want``.
-        query: as in ``attention``, and so are the other arguments.
-        key: as in ``attention``.
-        value: as in ``attention``.
-        mask: as in ``attention``.
-        scores: as in ``attention``.
-        scale: as in ``attention``.
-        dropout: as in ``attention``; statistics describe the weights before dropout.
-        seed: as in ``attention``.
-        query_offset: as in ``attention``.
-        backend: as in ``attention``.
+        query: ``[batch, heads, q_len, head_dim]``; leading axes may be missing and then count as 1.
+        key: ``[batch, kv_heads, k_len, head_dim]``; ``kv_heads`` divides ``heads``.
+        value: ``[batch, kv_heads, k_len, value_dim]``.
+        want: a ``Want`` that names the statistics, such as ``Want(entropy=True, top_k=4)``.
+        mask: which keys a query may attend to; ``None`` allows all.
+        scores: score rules, applied to scaled scores in order, before the mask.
+        scale: factor on ``query @ key^T``; by default ``1 / sqrt(head_dim)``.
+        dropout: probability of dropping a weight; statistics describe the weights before dropout.
+        seed: seed of the dropout; by default drawn from torch's generator.
+        query_offset: absolute position of the first query; required if ``q_len != k_len`` and positions matter.
+        backend: ``"auto"``, or the name of a backend, which runs the call or raises its reasons against it.
 
     Returns:
-        An ``Observation`` with the output and the statistics asked for.
+        An ``Observation`` with the output and the requested statistics.
 
     Raises:
-        ShapeError, MaskError, UnsupportedError: as in ``attention``, and for statistics a backend cannot give.
+        ShapeError: shapes, lengths or numbers do not fit, or a field of ``want`` is out of range.
+        MaskError: the mask does not fit, or needs a ``query_offset``.
+        UnsupportedError: the backend does not support the call, or one of the statistics.
+
+    Cost: up to a second pass over the scores, besides that of ``attention``; no statistic but ``rows`` needs memory for
+    all weights.
 
     >>> import torch, clearhead as ch
     >>> x = torch.eye(2)
@@ -155,8 +160,8 @@ def observe_attention(
         query_offset=query_offset,
     )  # fmt: skip
     want.check("observe_attention", (problem.batch, problem.num_heads, problem.q_len, problem.k_len))
-    seen = run("observe_attention", problem, want, backend)
-    return seen.with_leading(problem.leading)
+    observation = run("observe_attention", problem, want, backend)
+    return observation.with_leading(problem.leading)
 
 
 def explain_dispatch(
@@ -173,12 +178,28 @@ def explain_dispatch(
     query_offset: int | None = None,
     backend: str = "auto",
 ) -> DispatchReport:
-    """Which backend a call would use, and why not each of the others; computes nothing.
+    """Report which backend would run a call, and the reasons against each of the others, without running it.
 
-    Takes the arguments of ``observe_attention``.
+    Args:
+        query: ``[batch, heads, q_len, head_dim]``; leading axes may be missing and then count as 1.
+        key: ``[batch, kv_heads, k_len, head_dim]``; ``kv_heads`` divides ``heads``.
+        value: ``[batch, kv_heads, k_len, value_dim]``.
+        want: a ``Want`` that names statistics; by default none.
+        mask: which keys a query may attend to; ``None`` allows all.
+        scores: score rules, applied to scaled scores in order, before the mask.
+        scale: factor on ``query @ key^T``; by default ``1 / sqrt(head_dim)``.
+        dropout: probability of dropping a weight.
+        seed: seed of the dropout.
+        query_offset: absolute position of the first query; required if ``q_len != k_len`` and positions matter.
+        backend: ``"auto"``, or the name of a backend.
 
     Returns:
         A ``DispatchReport``; its ``str`` is a short table.
+
+    Raises:
+        ShapeError: shapes, lengths or numbers do not fit.
+        MaskError: the mask does not fit, or needs a ``query_offset``.
+        UnsupportedError: no backend has the name, or ``want`` is no ``Want``.
 
     >>> import torch, clearhead as ch
     >>> x = torch.zeros(4, 8)

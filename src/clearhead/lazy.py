@@ -1,4 +1,4 @@
-"""Names of a package, and torch operators, whose modules are imported when they are first read (PEP 562)."""
+"""Lazy imports: names of a package and torch operators whose modules are imported on first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["lazy_names", "lazy_operators"]
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a package whose names and modules are imported when they are first read.
+    """``__getattr__`` and ``__dir__`` of a package whose names and modules are imported on first use.
 
     Args:
         package: the package's ``__name__``.
@@ -29,7 +29,7 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str]
     def read(name: str) -> Any:
         if name in sources:
             value = getattr(import_module(sources[name]), name)
-            # Later reads find the value in the package itself.
+            # Later reads find the value among the package's variables.
             setattr(sys.modules[package], name, value)
             return value
         if name.startswith("_") or find_spec(f"{package}.{name}") is None:
@@ -42,14 +42,14 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str]
     return read, names
 
 
-#: Registers what torch asks of the operators that are written in C++ besides their kernels.
+#: The module that registers fake kernels, gradients and operation counts of the operators written in C++.
 _LIBRARY: Final = "clearhead.ops.library"
 
 
 def lazy_operators(modules: Mapping[str, str]) -> None:
-    """Import the module that defines an operator when ``torch.ops.clearhead`` is first asked for it.
+    """Import the module that defines an operator on the first access to it in ``torch.ops.clearhead``.
 
-    ``torch.export.load`` asks for the operators of a program in a process that has imported clearhead alone.
+    ``torch.export.load`` looks up the operators of a program in a process that has only imported clearhead.
 
     Args:
         modules: for each module, the operators that it defines, separated by spaces.
@@ -58,7 +58,7 @@ def lazy_operators(modules: Mapping[str, str]) -> None:
 
     def define(name: str) -> Any:
         module = sources.get(name, _LIBRARY)
-        # A module that is being imported asks for its operators itself.
+        # A module that is being imported looks up its own operators.
         if module not in sys.modules:
             import_module(module)
         # torch then looks the operator up.

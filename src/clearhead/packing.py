@@ -1,4 +1,4 @@
-"""Sequences of different lengths laid end to end, so that work follows the real tokens, and back."""
+"""Packing: sequences of different lengths as one, without padding, and back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from clearhead.arguments import dense, seen, tensor_of, whole
+from clearhead.arguments import dense, repr_of, tensor_of, whole
 from clearhead.errors import ShapeError
 from clearhead.masks import Documents
 from clearhead.shapes import Int
@@ -22,10 +22,14 @@ def as_lengths(
     batch: int | None = None,
     longest: int | None = None,
 ) -> Int[Tensor, " batch"]:
-    """Sequence lengths as int64, checked: one for each of ``batch`` sequences, from 0 to ``longest``."""
-    found = tensor_of(lengths)
-    # What is no tensor, or one without numbers in it, is told with those of a wrong shape.
-    tensor = torch.empty(0, 0) if found is None or found.is_meta else found
+    """Sequence lengths as an int64 tensor, one for each of ``batch`` sequences, from 0 to ``longest``.
+
+    Raises:
+        ShapeError: they are no whole numbers, too many or too few, or out of range.
+    """
+    converted = tensor_of(lengths)
+    # Values that are no tensor, and meta tensors, fail the check of the shape below.
+    tensor = torch.empty(0, 0) if converted is None or converted.is_meta else converted
     empty = tensor.numel() == 0 and tensor.ndim == 1
     integral = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool) or empty
     if tensor.ndim != 1 or not integral or (batch is not None and tensor.shape[0] != batch):
@@ -33,7 +37,7 @@ def as_lengths(
             function,
             "lengths",
             must=f"be whole numbers, one per sequence{'' if batch is None else f' ({batch})'}",
-            got=seen(lengths) + (" on meta" if found is not None and found.is_meta else ""),
+            got=repr_of(lengths) + (" on meta" if converted is not None and converted.is_meta else ""),
             then="Count the real tokens of each sequence.",
         )
     tensor = tensor.to(torch.int64)
@@ -50,21 +54,21 @@ def as_lengths(
 
 
 def real_places(lengths: Int[Tensor, " batch"], length: int) -> Int[Tensor, " total"]:
-    """Where real tokens lie in a padded batch that has been flattened to ``[batch * length]``."""
+    """Indices of the real tokens of a padded batch that is flattened to ``[batch * length]``."""
     real = torch.arange(length, device=lengths.device) < lengths[:, None]
     return real.flatten().nonzero()[:, 0]
 
 
 def pack(x: Tensor, lengths: Sequence[int] | Int[Tensor, " batch"]) -> tuple[Tensor, Documents]:
-    """Leave the padding out: all real tokens in one row, and the mask that keeps sequences apart.
+    """Remove padding: the real tokens of a batch as one packed sequence, and the mask that separates the sequences.
 
     Args:
-        x: ``[batch, len, ...]``, padding to the right: embeddings, or token ids.
-        lengths: int ``[batch]``, real tokens of each sequence, from 0 to ``len``.
+        x: ``[batch, len, ...]`` with padding on the right: embeddings, or token ids.
+        lengths: int ``[batch]``, number of real tokens of each sequence, from 0 to ``len``.
 
     Returns:
-        ``[1, total, ...]``, where ``total`` is the sum of the lengths, and ``Documents(lengths)``. Attention over
-        the first under the second is attention over each sequence alone.
+        The packed sequence ``[1, total, ...]``, where ``total`` is the sum of the lengths, and ``Documents(lengths)``.
+        Attention over the packed sequence under this mask equals attention over each sequence alone.
 
     Raises:
         ShapeError: x or lengths do not fit.
@@ -81,7 +85,7 @@ def pack(x: Tensor, lengths: Sequence[int] | Int[Tensor, " batch"]) -> tuple[Ten
         dense("pack", "x", x)
     if not isinstance(x, Tensor) or x.ndim < 2:
         raise ShapeError.about(
-            "pack", "x", must="have axes [batch, len, ...]", got=_seen(x), then="Add a batch axis: x[None]."
+            "pack", "x", must="have axes [batch, len, ...]", got=_shape_or_type(x), then="Add a batch axis: x[None]."
         )
     counts = as_lengths("pack", lengths, batch=x.shape[0], longest=x.shape[1])
     places = real_places(counts, x.shape[1]).to(x.device)
@@ -89,18 +93,21 @@ def pack(x: Tensor, lengths: Sequence[int] | Int[Tensor, " batch"]) -> tuple[Ten
 
 
 def unpack(packed: Tensor, lengths: Sequence[int] | Int[Tensor, " batch"], max_len: int | None = None) -> Tensor:
-    """Undo ``pack``: a padded batch with zeros at the padding.
+    """Undo ``pack``: convert a packed sequence to a padded batch, with zeros at the padding.
 
     Args:
         packed: ``[1, total, ...]``.
-        lengths: int ``[batch]``, as given to ``pack``; they add up to ``total``.
-        max_len: length of the padded batch; by default the longest of ``lengths``.
+        lengths: int ``[batch]``, the lengths that were given to ``pack``; their sum is ``total``.
+        max_len: length of the padded batch; by default the largest of ``lengths``.
 
     Returns:
         ``[batch, max_len, ...]``.
 
     Raises:
-        ShapeError: the lengths do not add up, or one is above ``max_len``.
+        ShapeError: the sum of the lengths is not ``total``, or one is above ``max_len``.
+        UnsupportedError: packed is nested or sparse.
+
+    Cost: one copy of the tokens.
 
     >>> import torch
     >>> unpack(torch.tensor([[1, 2, 3]]), [2, 1])
@@ -118,7 +125,7 @@ def unpack(packed: Tensor, lengths: Sequence[int] | Int[Tensor, " batch"], max_l
             "unpack",
             "packed",
             must=f"have axes [1, {total}, ...], the sum of the lengths",
-            got=_seen(packed),
+            got=_shape_or_type(packed),
             then="Pass the lengths that it was packed with.",
         )
     length = max_len if max_len is not None else int(counts.max()) if counts.numel() else 0
@@ -128,5 +135,5 @@ def unpack(packed: Tensor, lengths: Sequence[int] | Int[Tensor, " batch"], max_l
     return batch
 
 
-def _seen(x: object) -> str:
+def _shape_or_type(x: object) -> str:
     return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

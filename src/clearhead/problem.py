@@ -1,4 +1,4 @@
-"""Problem: one immutable, validated statement of the work. Nothing below it checks anything again."""
+"""``Problem``: a validated, immutable call of attention. Backends check nothing a second time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from clearhead.arguments import dense, probability, real_number, seed_of, seen
+from clearhead.arguments import dense, probability, real_number, repr_of, seed_of
 from clearhead.errors import MaskError, ShapeError, UnsupportedError
 from clearhead.masks.base import Mask, does_as, index_tensors, resolve_offset
 from clearhead.masks.parts import Parts, parts_of
@@ -27,9 +27,9 @@ DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """An attention to compute: ``softmax(rules(scale * query @ key^T) under mask) @ value``.
+    """A call of attention: ``softmax(rules(scale * query @ key^T) under mask) @ value``.
 
-    Tensors are ``[batch, heads, len, dim]``; ``leading`` says how many of the first two axes the caller had.
+    Tensors are ``[batch, heads, len, dim]``; ``leading`` is the number of the first two axes that the caller passed.
     """
 
     query: Float[Tensor, "batch heads q_len head_dim"]
@@ -49,7 +49,7 @@ class Problem:
         scores: ScoreRule | Iterable[ScoreRule] = (), scale: float | None = None, dropout: float = 0.0,
         seed: int | None = None, query_offset: int | None = None,
     ) -> Problem:  # fmt: skip
-        """Validate a call; ``function`` is the public name that errors speak of."""
+        """Validate a call; ``function`` is the public name in error texts."""
         _check_tensors(function, query, key, value)
         leading = query.ndim - 2
         query, key, value = (_four_axes(tensor) for tensor in (query, key, value))
@@ -133,7 +133,7 @@ class Problem:
 
     @property
     def elementwise(self) -> tuple[ScoreRule, ...]:
-        """The rules that act on scores one by one."""
+        """The rules that act on each score, all but a sink."""
         return tuple(rule for rule in self.scores if not isinstance(rule, Sink))
 
     @cached_property
@@ -150,18 +150,18 @@ class Problem:
         return any(tensor.requires_grad for tensor in tensors) or bool(self.rule_parameters)
 
     def indices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """batch, head, q_pos and k_pos of the whole call, shaped to broadcast."""
+        """Index tensors batch, head, q_pos and k_pos of the whole call, which broadcast to its scores."""
         return index_tensors(self.batch, self.num_heads, self.q_len, self.k_len, self.query_offset, self.query.device)
 
     @cached_property
     def mask_parts(self) -> Parts:
-        """The mask as a band, runs of keys and tables."""
+        """The mask as a band, intervals of keys and tables."""
         size = (self.batch, self.num_heads, self.q_len, self.k_len)
         return parts_of(self.mask, size, self.query_offset, self.query.device)
 
     @cached_property
     def with_traced_rules(self) -> Problem:
-        """The same work with score functions written as the rules that they come to, where tracing tells."""
+        """The same problem with score functions replaced by equal rules, where tracing finds them."""
         if not any(isinstance(rule, ScoreFunction) for rule in self.scores):
             return self
         extent = Extent(
@@ -181,32 +181,32 @@ class Problem:
         return self._with(scores=tuple(written))
 
     def with_tensors(self, query: Tensor, key: Tensor, value: Tensor) -> Problem:
-        """The same work on other tensors of the same shapes."""
+        """The same problem with other tensors of the same shapes."""
         return self._with(query=query, key=key, value=value)
 
     def with_scores(self, scores: tuple[ScoreRule, ...]) -> Problem:
-        """The same work under rules of the same kinds."""
+        """The same problem with other rules of the same classes."""
         return self._with(scores=scores)
 
     def with_seed(self, seed: int) -> Problem:
-        """The same work with another seed."""
+        """The same problem with another seed."""
         return self._with(seed=seed)
 
     def with_table(self, table: Bool[Tensor, "batch heads q_len k_len"]) -> Problem:
-        """The same work with the mask's tables, and what is asked place by place, as a table that was written out."""
+        """The same problem with one table in place of the mask's tables and of masks evaluated place by place."""
         other = self._with()
         other.__dict__["mask_parts"] = self.mask_parts.with_table(table)
         return other
 
     def _with(self, **fields: Any) -> Problem:
-        """A copy that keeps the mask's parts, which depend on sizes alone."""
+        """A copy that shares the mask's parts, which depend on sizes alone."""
         other = replace(self, **fields)
         if (parts := self.__dict__.get("mask_parts")) is not None:
             other.__dict__["mask_parts"] = parts
         return other
 
-    def without_numbers(self) -> Problem:
-        """The same work on tensors that hold no memory, for ``with_tensors`` later."""
+    def without_elements(self) -> Problem:
+        """The same problem with tensors of one element, expanded to their shapes, for ``with_tensors`` later."""
         hollow = (tensor.new_empty(1).expand(tensor.shape) for tensor in (self.query, self.key, self.value))
         return self.with_tensors(*hollow)
 
@@ -245,7 +245,7 @@ def _check_tensors(function: str, query: Tensor, key: Tensor, value: Tensor) -> 
                 name,
                 must=wanted,
                 got=tensor.dtype,
-                then="Convert with .to(dtype); 16, 32 and 64 bit floats are served.",
+                then="Convert with .to(dtype); float16, bfloat16, float32 and float64 are supported.",
             )
         if tensor.device != query.device:
             raise UnsupportedError.about(
@@ -288,38 +288,38 @@ def _offset(
     q_len: int,
     k_len: int,
 ) -> int:
-    found = [resolve_offset(function, part, q_len, k_len, query_offset) for part in (mask, *rules)]
-    # Those that read no position say 0. The compiler knows no max with a key.
-    return max(found) or min(found)
+    offsets = [resolve_offset(function, part, q_len, k_len, query_offset) for part in (mask, *rules)]
+    # Masks and rules that read no position give 0. The compiler supports no max with a key.
+    return max(offsets) or min(offsets)
 
 
 def scale_of(function: str, scale: object, dtype: torch.dtype) -> float:
     """A factor on scores of queries of this dtype.
 
     Raises:
-        ShapeError: it is no number, or one that they do not hold.
+        ShapeError: ``scale`` is no finite number, or too large for the dtype of scores.
     """
-    held = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
-    found = real_number(scale)
-    # Compared alone, for the compiler traces no isfinite of a number that changes.
-    if found is None or not abs(found) <= held.max:
-        # A whole number that no float holds is finite too.
-        known = type(scale) is int if found is None else math.isfinite(found)
+    limits = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
+    factor = real_number(scale)
+    # A comparison, since the compiler cannot trace isfinite of a symbolic number.
+    if factor is None or not abs(factor) <= limits.max:
+        # An int too large for a float is finite too.
+        finite = type(scale) is int if factor is None else math.isfinite(factor)
         raise ShapeError.about(
             function,
             "scale",
-            must=f"be a number that float{held.bits} holds" if known else "be a finite number",
-            got=seen(scale),
-            then="A learned scale goes onto query before the call.",
+            must=f"be a number within float{limits.bits}'s range" if finite else "be a finite number",
+            got=repr_of(scale),
+            then="Multiply query by a learned scale before the call.",
         )
-    # Below the normal numbers some kernels would have digits that others lack.
-    return found if held.bits == 64 or abs(found) >= held.tiny else 0.0
+    # Backends differ in their treatment of subnormals.
+    return factor if limits.bits == 64 or abs(factor) >= limits.tiny else 0.0
 
 
 def draw_seed(dropout: float) -> int:
-    """One from torch's generator, so that ``torch.manual_seed`` reproduces it; 0 where nothing is dropped."""
+    """A seed from torch's generator, so that ``torch.manual_seed`` reproduces it; 0 without dropout."""
     if dropout <= 0.0:
         return 0
     drawn = torch.randint(2**62, (), device="cpu")
-    # A shape without a number, as whoever plans memory has.
+    # Under FakeTensorMode there is no element to read.
     return 0 if is_hollow(drawn) else int(drawn.item())

@@ -1,7 +1,7 @@
-"""Records: values made of named fields that can be moved, listed, printed, written and read back.
+"""Records: values with named fields that can be moved to a device, printed, encoded and decoded.
 
-Masks and score rules are records. Because a record can be written as a short text plus a list of
-tensors, one torch operator can carry any of them through ``torch.compile`` and ``torch.export``.
+Masks and score rules are records. A record is encoded as a short text and a list of tensors, so one torch operator
+can take any of them under ``torch.compile`` and ``torch.export``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Record:
     """A value described by its ``fields``: numbers, tensors, functions and other records, in order."""
 
     fields: ClassVar[tuple[str, ...]] = ()
-    #: Its name in a text; the class's own, but for one that another class has taken.
+    #: Its name in an encoded text: the class's name, with a number if another class has it.
     kind: ClassVar[str] = "Record"
-    #: The text that stands for its function, if it has one.
+    #: The text that stands for the record's function, if it has one.
     handle: str = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -38,14 +38,14 @@ class Record:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor in the record and in the records within it, in field order."""
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for name in self.fields:
             value = getattr(self, name)
             if isinstance(value, Tensor):
-                found.append(value)
+                tensors.append(value)
             elif isinstance(value, Record):
-                found.extend(value.tensors())
-        return found
+                tensors.extend(value.tensors())
+        return tensors
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same record with ``change`` applied to each tensor."""
@@ -60,13 +60,13 @@ class Record:
         return copy
 
     def to(self, device: torch.device) -> Self:
-        """The same record with its tensors on ``device``; itself where they already are."""
+        """The same record with its tensors on ``device``; the record itself if they already are."""
         if all(tensor.device == device for tensor in self.tensors()):
             return self
         return self.mapped(lambda tensor: tensor.to(device))
 
     def encode(self, tensors: list[Tensor]) -> str:
-        """The record as text, its tensors appended to ``tensors`` and named by their place there."""
+        """The record as text; its tensors are appended to ``tensors`` and named by their index."""
         parts = []
         for name in self.fields:
             parts.append(_encode(getattr(self, name), tensors, self.handle))
@@ -78,13 +78,16 @@ class Record:
 
 
 def _free_name(cls: type[Record]) -> str:
-    """The class's name, with a number where another class has it; one that is defined again keeps its own."""
-    known, number = _KINDS.get(cls.__name__), 1
+    """The class's name, with a number if another class has it; a class that is defined again keeps its name."""
+    registered, number = _KINDS.get(cls.__name__), 1
     name = cls.__name__
-    while known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+    while registered is not None and (registered.__module__, registered.__qualname__) != (
+        cls.__module__,
+        cls.__qualname__,
+    ):
         number += 1
         name = f"{cls.__name__}_{number}"
-        known = _KINDS.get(name)
+        registered = _KINDS.get(name)
     return name
 
 
@@ -103,7 +106,7 @@ def _encode(value: Any, tensors: list[Tensor], handle: str) -> str:
 def _named(function: Callable[..., Any], handle: str) -> str:
     """The text that stands for a user's function in this process.
 
-    A compiled graph names the function by this text only, so a function once named is kept.
+    A compiled graph refers to the function by this text only, so the function is kept alive.
     """
     name = handle or f"f_{id(function)}"
     _FUNCTIONS[name] = function
@@ -116,14 +119,14 @@ def _function(name: str) -> Callable[..., Any]:
             "attention",
             "mask or scores",
             must="name functions of this process",
-            got="a program exported elsewhere, which holds no functions",
+            got="a program exported by another process, which contains no functions",
             then="Export masks and rules made of ch.Causal, ch.Window, ch.RelativeBias and others.",
         )
     return _FUNCTIONS[name]
 
 
 def decode(text: str, tensors: Sequence[Tensor]) -> Any:
-    """Read back what ``encode`` wrote."""
+    """The record, tuple or value of a text that ``encode`` made."""
     return _decode(ast.parse(text, mode="eval").body, tensors)
 
 
@@ -145,7 +148,7 @@ def _decode(node: ast.expr, tensors: Sequence[Tensor]) -> Any:
 
 
 def describe(value: Any) -> str:
-    """A value in few words: a short tensor by its numbers, a long one by its type and shape."""
+    """A value as a short text: a small tensor by its elements, a large one by dtype and shape."""
     if isinstance(value, Tensor):
         if value.ndim <= 1 and value.numel() <= 8:
             return str(value.tolist())
@@ -157,5 +160,5 @@ def describe(value: Any) -> str:
 
 
 def as_index(value: Sequence[int] | Tensor | int) -> Tensor:
-    """Whole numbers as an int64 tensor, where they lie."""
+    """Whole numbers as an int64 tensor, on their device."""
     return torch.as_tensor(value).to(torch.int64)

@@ -1,7 +1,7 @@
-"""Score rules: what happens to scaled scores before the mask, in the order given.
+"""Score rules: functions applied to scaled scores before the mask, in the order given.
 
-A rule is one function of the score and its place, ``apply(score, batch, head, q_pos, k_pos)``, on
-tiles of any size. ``Sink`` is the exception: it leaves scores alone and adds a logit to the softmax.
+A rule is a function of a score and its place, ``apply(score, batch, head, q_pos, k_pos)``, on tiles of any size.
+``Sink`` is the exception: it does not change scores but adds a logit to the softmax.
 """
 
 from __future__ import annotations
@@ -15,26 +15,30 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from clearhead.arguments import number, seen, tensor_of, whole
+from clearhead.arguments import number, repr_of, tensor_of, whole
 from clearhead.closure import Bound, closed_over
 from clearhead.errors import ShapeError, UnsupportedError
-from clearhead.masks.function import call_user_function, function_name, tile_seen
+from clearhead.masks.function import call_user_function, function_name, tile_text
 from clearhead.record import Record
 from clearhead.shapes import Float, Int
 
 __all__ = ["Alibi", "DenseBias", "RelativeBias", "ScoreFunction", "ScoreRule", "Sink", "SoftCap"]
 
 
-#: Heads that a rule makes numbers for.
+#: Largest number of heads for which a rule computes its parameters.
 _MOST_HEADS: Final = 2**16
 
 
 class ScoreRule(Record, ABC):
-    """Base of all score rules."""
+    """Base class of score rules: functions of a score and its place, applied before the mask.
+
+    A subclass lists constructor arguments in ``fields`` and defines ``apply``. It sets ``position_dependent = True``
+    if ``apply`` reads ``q_pos``, and ``relative = True`` if ``apply`` depends on ``q_pos - k_pos`` alone.
+    """
 
     #: Reads the query's position, so ``q_len != k_len`` needs a ``query_offset``.
     position_dependent: bool = False
-    #: Depends on ``q_pos - k_pos`` alone.
+    #: Depends on positions through ``q_pos - k_pos`` alone, so it is the same inside a packed document.
     relative: bool = False
 
     def apply(
@@ -45,38 +49,54 @@ class ScoreRule(Record, ABC):
         q_pos: Int[Tensor, "..."],
         k_pos: Int[Tensor, "..."],
     ) -> Float[Tensor, "..."]:
-        """The new scores of a tile ``[batch, heads, q_len, k_len]``; index tensors broadcast to it."""
+        """The new scores of a tile.
+
+        Args:
+            score: scores of the tile, ``[batch, heads, q_len, k_len]``.
+            batch: batch indices, int64; like the other indices, a tensor that broadcasts to ``score``.
+            head: head indices.
+            q_pos: absolute positions of the queries.
+            k_pos: absolute positions of the keys.
+
+        Returns:
+            Scores of the shape and dtype of ``score``.
+        """
         return score
 
     def placed(self, query_offset: int) -> ScoreRule:
-        """The rule for a call whose first query stands at ``query_offset``."""
+        """The rule for a call whose first query is at position ``query_offset``."""
         return self
 
     def parameters(self) -> list[Tensor]:
-        """Tensors that may want a gradient."""
+        """The rule's tensors that may require a gradient."""
         return self.tensors()
 
     def check(self, function: str, batch: int, heads: int, q_len: int, k_len: int) -> None:
         """Raise ``ShapeError`` unless the rule fits a call of these sizes."""
 
 
-def _check_heads(function: str, rule: ScoreRule, own: int, heads: int) -> None:
-    if own not in (1, heads):
+def _check_heads(function: str, rule: ScoreRule, entries: int, heads: int) -> None:
+    if entries not in (1, heads):
         raise ShapeError.about(
             function,
             "scores",
             must=f"have one entry per query head ({heads})",
-            got=f"{own} in {rule!r}",
+            got=f"{entries} in {rule!r}",
             then="Make the rule for this call's number of heads.",
         )
 
 
 class Alibi(ScoreRule):
-    """Attention with linear biases: ``score - slope[head] * |q_pos - k_pos|`` (Press et al. 2022, section 3).
+    """Attention with linear biases: ``score - slope[head] * |q_pos - k_pos|``.
 
     Args:
-        num_heads: number of query heads, for the paper's geometric slopes; or
-        slopes: float ``[heads]``, slopes of your own.
+        num_heads: number of query heads, for the paper's geometric slopes. Pass either ``num_heads`` or ``slopes``.
+        slopes: float ``[heads]`` or ``[1]``, other slopes.
+
+    Raises:
+        ShapeError: both or neither are given, or ``slopes`` is not one axis of floating point numbers.
+
+    Paper: Press et al. 2022, "Train short, test long", section 3.
 
     >>> Alibi(4)
     Alibi(slopes=[0.25, 0.0625, 0.015625, 0.00390625])
@@ -111,7 +131,7 @@ class Alibi(ScoreRule):
 
 
 def _alibi_slopes(num_heads: int) -> list[float]:
-    """The paper's slopes; between powers of two, every other slope of the next one fills up."""
+    """The paper's slopes; a number of heads that is no power of two takes every other slope of the next power."""
     whole = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * (head + 1) / whole) for head in range(whole)]
     if whole < num_heads:
@@ -120,11 +140,20 @@ def _alibi_slopes(num_heads: int) -> list[float]:
 
 
 class RelativeBias(ScoreRule):
-    """A learned bias by distance: ``score + table[head, clip(q_pos - k_pos, -R, R) + R]``
-    (Shaw et al. 2018, section 3.2, with the bias on scores as in T5 and Swin).
+    """A learned bias of the distance: ``score + table[head, clip(q_pos - k_pos, -R, R) + R]``.
 
     Args:
-        table: float ``[heads, 2 * R + 1]``; the middle column is distance 0, the last ``R`` or more keys back.
+        table: float ``[heads, 2 * R + 1]`` or ``[1, 2 * R + 1]``; column ``R`` is distance 0, the last column the keys
+            ``R`` or more positions before the query.
+
+    Raises:
+        ShapeError: ``table`` is not floating point with 2 axes, or has an even number of columns.
+
+    Paper: Shaw et al. 2018, "Self-attention with relative position representations", section 3.2; the bias is added
+    to scores, as in T5 and Swin.
+
+    >>> RelativeBias(torch.zeros(4, 5))
+    RelativeBias(table=float32[4, 5])
     """
 
     fields = ("table",)
@@ -153,10 +182,18 @@ class RelativeBias(ScoreRule):
 
 
 class SoftCap(ScoreRule):
-    """Scores held within ``(-cap, cap)``: ``cap * tanh(score / cap)`` (Gemma 2 report, section 2).
+    """Limits scores to the interval ``(-cap, cap)``: ``cap * tanh(score / cap)``.
 
     Args:
         cap: a positive number.
+
+    Raises:
+        ShapeError: ``cap`` is not a positive number.
+
+    Paper: Gemma Team 2024, "Gemma 2", section 2.
+
+    >>> SoftCap(50.0)
+    SoftCap(cap=50.0)
     """
 
     fields = ("cap",)
@@ -172,11 +209,17 @@ class SoftCap(ScoreRule):
 
 
 class DenseBias(ScoreRule):
-    """Any bias, given in full: ``score + bias[batch, head, row, k_pos]``, one row per query of the call.
+    """A bias given as a tensor: ``score + bias[batch, head, row, k_pos]``, one row per query of the call.
 
     Args:
         bias: float ``[q_len, k_len]``, ``[heads, q_len, k_len]`` or ``[batch, heads, q_len, k_len]``;
             any axis may be 1.
+
+    Raises:
+        ShapeError: ``bias`` is not floating point with 2 to 4 axes; during the call, its shape does not broadcast.
+
+    >>> DenseBias(torch.zeros(3, 3))
+    DenseBias(bias=float32[1, 1, 3, 3], first=0)
     """
 
     fields = ("bias", "first")
@@ -188,7 +231,7 @@ class DenseBias(ScoreRule):
                 "DenseBias",
                 "bias",
                 must="be floating point with 2 to 4 axes",
-                got=seen(bias if tensor is None else tensor),
+                got=repr_of(bias if tensor is None else tensor),
                 then="Pass booleans as a mask: ch.Dense.",
             )
         self.bias = tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)
@@ -205,8 +248,8 @@ class DenseBias(ScoreRule):
         return score + self.bias[index[0], index[1], index[2], index[3]].to(score.dtype)
 
     def check(self, function: str, batch: int, heads: int, q_len: int, k_len: int) -> None:
-        for own, call in zip(self.bias.shape, (batch, heads, q_len, k_len), strict=True):
-            if own not in (1, call):
+        for size, call in zip(self.bias.shape, (batch, heads, q_len, k_len), strict=True):
+            if size not in (1, call):
                 raise ShapeError.about(
                     function,
                     "scores",
@@ -217,12 +260,20 @@ class DenseBias(ScoreRule):
 
 
 class Sink(ScoreRule):
-    """A logit per head that takes part in the softmax and has no value, so weights may sum to less than 1:
-    ``weights = exp(score) / (exp(logit[head]) + sum exp(score))`` (gpt-oss model card 2025; Miller 2023's
-    "off by one" is a logit of 0).
+    """An attention sink: a logit per head in the softmax's sum, without a value, so weights may sum to less than 1.
+
+    ``weights = exp(score) / (exp(logit[head]) + sum exp(score))``
 
     Args:
-        logits: float ``[heads]``, or one number for all.
+        logits: float ``[heads]``, or one number for all heads.
+
+    Raises:
+        ShapeError: ``logits`` is no number and not one axis of floating point numbers.
+
+    Paper: OpenAI 2025, "gpt-oss model card"; Miller 2023, "Attention is off by one", is a logit of 0.
+
+    >>> Sink(0.0)
+    Sink(logits=[0.0])
     """
 
     fields = ("logits",)
@@ -238,27 +289,27 @@ class Sink(ScoreRule):
 
 
 class ScoreFunction(Bound, ScoreRule):
-    """A user's rule ``fn(score, batch, head, q_pos, k_pos) -> score`` over a tile of scores.
+    """A rule defined by a function ``fn(score, batch, head, q_pos, k_pos) -> score`` over a tile of scores.
 
-    Learned tensors that the function closes over receive their gradients: those it names, and those in modules,
-    lists, dicts, objects and further functions that it names. Backward calls it as it was: with what its variables held
-    when attention was called, and the tensors in modules and objects. What else an object or a list holds, a plain
-    number or a function, is shared: bind what changes from layer to layer to a variable.
+    Learned tensors that the function closes over receive gradients: those that it names, and those in modules, lists,
+    dicts, objects and functions that it names. Backward calls the function with the values that its variables had at
+    the attention call, and with the tensors that modules and objects had then. Other attributes of objects and items
+    of lists are not copied: bind a value that changes from layer to layer to a variable of its own.
 
     Args:
-        fn: called with float scores ``[batch, heads, q_len, k_len]`` of a tile and int64 index tensors that
-            broadcast to it; must return the same shape and dtype, element by element, write into none of them and draw
-            no random numbers: backward calls it again.
+        fn: called with float scores ``[batch, heads, q_len, k_len]`` of a tile and int64 index tensors that broadcast
+            to them; must return scores of the same shape and dtype, computed element by element. It must not write
+            into its arguments or draw random numbers, since backward calls it a second time.
 
     Raises:
-        ShapeError: during the call, names the function and the tile: it raised, or returned something else.
-        UnsupportedError: likewise: it wrote into its arguments, drew random numbers on a CPU, or reaches a learned
-            tensor in another way.
+        ShapeError: during the attention call, if ``fn`` raises or returns something else; names ``fn`` and the tile.
+        UnsupportedError: during the attention call, if ``fn`` writes into its arguments, draws random numbers on a CPU,
+            or reads a learned tensor that it does not name.
 
-    Cost: called once a tile forward and, with its derivative, once a tile backward; memory of a few tiles. On a CPU it
-    is called on stand-ins first: one that adds a bias of ``head`` and ``q_pos - k_pos``, or of ``k_pos``, or caps the
-    score as ``SoftCap`` does, in torch's elementwise operations, costs what ``RelativeBias``, ``DenseBias`` of one row
-    and ``SoftCap`` cost; ``explain_dispatch`` tells.
+    Cost: one call per tile forward and, with its derivative, one per tile backward; memory of a few tiles. On a CPU
+    ``fn`` is traced first. If it adds a bias of ``head`` and ``q_pos - k_pos``, or of ``k_pos``, or caps the score as
+    ``SoftCap`` does, in torch's elementwise operations, it costs as much as ``RelativeBias``, a ``DenseBias`` of one
+    row, or ``SoftCap``. ``explain_dispatch`` reports which backend runs.
 
     >>> ScoreFunction(lambda score, batch, head, q_pos, k_pos: score - 0.1 * (q_pos - k_pos).abs())
     ScoreFunction(fn=<lambda>)
@@ -269,8 +320,8 @@ class ScoreFunction(Bound, ScoreRule):
 
     def __init__(self, fn: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
         if not callable(fn):
-            raise ShapeError.about("ScoreFunction", "fn", must="be callable", got=seen(fn), then="Pass a function.")
-        self.hold(fn)
+            raise ShapeError.about("ScoreFunction", "fn", must="be callable", got=repr_of(fn), then="Pass a function.")
+        self.set_function(fn)
 
     def apply(self, score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         with self.as_called():
@@ -281,7 +332,7 @@ class ScoreFunction(Bound, ScoreRule):
                 "fn",
                 must=f"return {str(score.dtype)[6:]} of the tile's shape {tuple(score.shape)}",
                 got=f"{str(result.dtype)[6:]} of shape {tuple(result.shape)} from {function_name(self.fn)} "
-                f"on {tile_seen(batch, head, q_pos, k_pos)}",
+                f"on {tile_text(batch, head, q_pos, k_pos)}",
                 then="Work element by element on the score it is given, and look tensors up by the indices, as in "
                 "table[head, q_pos - k_pos].",
             )
@@ -296,19 +347,19 @@ class ScoreFunction(Bound, ScoreRule):
 
 def differentiated(
     rules: Sequence[ScoreRule],
-    after: Tensor,
-    before: Tensor,
+    scores_out: Tensor,
+    scores_in: Tensor,
     parameters: Sequence[Tensor],
     grad: Tensor,
     indices: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of a tile's scores before the rules and of the parameters, from that of the scores after.
+    """Gradients of a tile's scores before the rules and of the parameters, from the gradient of the scores after them.
 
     Raises:
         UnsupportedError: a user's function among the rules has no derivative; names it and the tile.
     """
     try:
-        return _stopped_at(after, [before, *parameters], grad)
+        return _stopped_at(scores_out, [scores_in, *parameters], grad)
     except Exception as failure:
         names = [function_name(rule.fn) for rule in rules if isinstance(rule, ScoreFunction)]
         if not names:
@@ -317,51 +368,53 @@ def differentiated(
             "ScoreFunction",
             "fn",
             must="have a derivative",
-            got=f"{type(failure).__name__}: {failure} from {' or '.join(names)} on {tile_seen(*indices)}",
+            got=f"{type(failure).__name__}: {failure} from {' or '.join(names)} on {tile_text(*indices)}",
             then="Use differentiable tensor operations, out of place.",
         ) from failure
 
 
-def _stopped_at(after: Tensor, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of inputs, each as if the others were constants: autograd itself carries on from one that was computed
-    from another, once for the whole call."""
+def _stopped_at(output: Tensor, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of inputs, each as if the others were constants: autograd continues from an input that was computed
+    from another one, once for the whole call."""
     computed = [place for place, tensor in enumerate(inputs) if tensor.grad_fn is not None]
     if not computed:
-        # What a module computed once and keeps lies behind every tile.
-        return torch.autograd.grad(after, inputs, grad, allow_unused=True, retain_graph=True)
+        # The graph is shared by all tiles if a module computed a tensor once and stores it.
+        return torch.autograd.grad(output, inputs, grad, allow_unused=True, retain_graph=True)
     arrived: dict[int, Tensor] = {}
 
     def stopping(place: int) -> Callable[[Tensor], Tensor]:
-        def stop(own: Tensor) -> Tensor:
-            arrived[place] = own
-            return torch.zeros_like(own)
+        def stop(gradient: Tensor) -> Tensor:
+            arrived[place] = gradient
+            return torch.zeros_like(gradient)
 
         return stop
 
     hooks = [inputs[place].register_hook(stopping(place)) for place in computed]
     try:
-        # Graphs behind the inputs are walked with zeros, and are needed again.
-        found: list[Tensor | None] = [*torch.autograd.grad(after, inputs, grad, allow_unused=True, retain_graph=True)]
+        # The graphs of the inputs receive zeros, and are needed for the next tile.
+        grads: list[Tensor | None] = [*torch.autograd.grad(output, inputs, grad, allow_unused=True, retain_graph=True)]
     finally:
         for hook in hooks:
             hook.remove()
     for place in computed:
-        found[place] = arrived.get(place)
-    return tuple(found)
+        grads[place] = arrived.get(place)
+    return tuple(grads)
 
 
-def check_reached(rules: Sequence[ScoreRule], after: Tensor, before: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Raise ``UnsupportedError`` where a user's function depends on a learned tensor that ``parameters`` lacks."""
+def check_reached(
+    rules: Sequence[ScoreRule], scores_out: Tensor, scores_in: Tensor, parameters: Sequence[Tensor]
+) -> None:
+    """Raise ``UnsupportedError`` if a user's function depends on a learned tensor that is not in ``parameters``."""
     names = [function_name(rule.fn) for rule in rules if isinstance(rule, ScoreFunction)]
-    if not names or not after.requires_grad:
+    if not names or not scores_out.requires_grad:
         return
-    seen = {get_gradient_edge(tensor).node for tensor in (before, *parameters)}
-    waiting = [get_gradient_edge(after).node]
+    visited = {get_gradient_edge(tensor).node for tensor in (scores_in, *parameters)}
+    waiting = [get_gradient_edge(scores_out).node]
     while waiting:
         node = waiting.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             raise UnsupportedError.about(
@@ -383,14 +436,14 @@ def _float_tensor(function: str, argument: str, value: object, *, axes: int) -> 
             function,
             argument,
             must=f"be floating point with {axes} ax{'is' if axes == 1 else 'es'}",
-            got=seen(value if tensor is None else tensor),
-            then="See its documentation for the shape.",
+            got=repr_of(value if tensor is None else tensor),
+            then=f"See help(ch.{function}) for the shape.",
         )
     return tensor
 
 
 def as_rules(function: str, scores: object) -> tuple[ScoreRule, ...]:
-    """The rules of a call as a tuple; one rule alone is fine."""
+    """The rules of a call as a tuple; ``scores`` may be a single rule."""
     rules = tuple(scores) if isinstance(scores, Iterable) and not isinstance(scores, Tensor) else (scores,)
     for rule in rules:
         if not isinstance(rule, ScoreRule):

@@ -1,7 +1,7 @@
 """Axis names as types: ``Float[Tensor, "batch heads q_len head_dim"]``.
 
-A type checker reads these as plain tensors. At run time they cost nothing; only a test that loads
-jaxtyping before clearhead turns them into checks.
+A type checker reads these as plain tensors. At run time they cost nothing, unless jaxtyping is imported before
+clearhead, as a test does: then they are checked.
 """
 
 from __future__ import annotations

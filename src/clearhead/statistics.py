@@ -1,4 +1,4 @@
-"""What can be asked about an attention besides its output, and the answer."""
+"""Statistics of attention: ``Want`` names those to compute, ``Observation`` contains them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from clearhead.arguments import seen, tensor_of, whole_number
+from clearhead.arguments import repr_of, tensor_of, whole_number
 from clearhead.errors import ShapeError
 from clearhead.record import Record
 from clearhead.shapes import Float, Int
@@ -25,25 +25,32 @@ UNDIFFERENTIABLE: Final = ("top_indices", "top_weights", "heatmap_max", "heatmap
 class Want(Record):
     """The statistics to compute along with the output; all describe the weights before dropout, per query head.
 
-    A query that may attend to nothing has ``lse`` and ``max_score`` -inf and 0 elsewhere. A row that is NaN is so for
-    the keys it may attend to; the weight of a forbidden key is 0 always. A ``ch.Sink`` takes mass but is no key: it is
-    in ``lse`` and in no other statistic. Every backend that gives ``lse``, ``max_score``, ``entropy``, ``received``
-    and ``sink`` can differentiate them, ``distance`` too; ``reference`` and ``tiled`` also ``row_weights`` (with
-    respect to ``w`` too) and ``rows``, which ``native`` gives without a gradient. ``top_k`` and ``heatmap`` have none.
+    For a query that may attend to no key, ``lse`` and ``max_score`` are -inf and the other statistics 0. If a row of
+    scores contains NaN, its weights are NaN at the keys that it may attend to and 0 at forbidden keys. A ``ch.Sink`` is
+    part of ``lse`` and of no other statistic.
+
+    Gradients: ``lse``, ``max_score``, ``entropy``, ``received``, ``sink`` and ``distance`` are differentiable on every
+    backend with gradients; ``row_weights`` (with respect to ``w`` too) and ``rows`` on ``reference`` and ``tiled``;
+    ``top_k`` and ``heatmap`` have no gradient.
 
     Args:
-        lse: log-sum-exp of each row of scores, natural logarithm.
-        max_score: largest score of each row; its gradient is shared evenly among ties.
-        entropy: ``-sum p log p`` of each row over its keys, in nats.
-        top_k: this many largest weights of each row, ties to the lower key index; keys of weight 0, forbidden or
-            underflowed, come after all others in the order of their indices; 0 for none, at most ``k_len``.
-        received: attention each key receives, summed over queries.
-        row_weights: floating ``w [batch | 1, heads | 1, n, q_len]``: for ``w @ weights``, n weighted sums over queries.
-        heatmap: side of square tiles in places of the call, for their largest and mean weight; a cut tile's mean is
-            over the places it has, forbidden ones count; 0 for none.
-        sink: mass on the first this many keys; 0 for none, at most ``k_len``.
-        distance: mean ``|q_pos - k_pos|`` of each row, weighted: ``sum p |q_pos - k_pos|``.
-        rows: indices of queries whose exact weights are wanted, ``0 <= row < q_len``, in any order, repeated or not.
+        lse: whether to compute the log-sum-exp of each row of scores (natural logarithm).
+        max_score: whether to compute the largest score of each row; ties share its gradient evenly.
+        entropy: whether to compute ``-sum p log p`` of each row over its keys, in nats.
+        top_k: how many of the largest weights of each row to return, at most ``k_len``; 0 for none. Of equal weights
+            the lower key index comes first; keys of weight 0 come last, in the order of their indices.
+        received: whether to compute the attention that each key receives, summed over queries.
+        row_weights: float ``w [batch | 1, heads | 1, n, q_len]`` for ``w @ weights``, n weighted sums over queries;
+            None for none.
+        heatmap: side of square tiles, counted in queries and keys of the call, for the largest and mean weight of each
+            tile; 0 for none. Forbidden places count in the mean; tiles at the end average over fewer places.
+        sink: number of first keys for which to compute the sum of the weights, at most ``k_len``; 0 for none.
+        distance: whether to compute the mean distance of each row, ``sum p |q_pos - k_pos|``.
+        rows: indices of queries whose weights to return, ``0 <= row < q_len``, in any order, repeated or not; None for
+            none.
+
+    >>> Want(entropy=True, top_k=4).shapes(q_len=10, k_len=12)
+    {'entropy': (10,), 'top_indices': (10, 4), 'top_weights': (10, 4)}
     """
 
     lse: bool = False
@@ -62,26 +69,31 @@ class Want(Record):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        # As Python's own numbers, which can be written as a text and read back.
+        # As ints of Python, which can be encoded as a text.
         for name in ("top_k", "heatmap", "sink"):
             value = getattr(self, name)
-            if type(value) is not int and (found := whole_number(value)) is not None:
-                object.__setattr__(self, name, found)
+            if type(value) is not int and (integer := whole_number(value)) is not None:
+                object.__setattr__(self, name, integer)
         if isinstance(self.rows, (list, tuple, range)):
             object.__setattr__(self, "rows", _plain(self.rows))
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Which statistics are asked for."""
+        """The names of the requested statistics."""
         return frozenset(self._asked())
 
     def _asked(self) -> list[str]:
-        # Not from the cache: the compiler knows no lock, and a cached property takes one.
+        # Not cached: the compiler cannot trace a lock, and a cached property takes one.
         given = [(name, getattr(self, name)) for name in self.fields]
         return [name for name, value in given if not (value is None or (isinstance(value, (bool, int)) and not value))]
 
     def shapes(self, q_len: int, k_len: int) -> dict[str, tuple[int, ...]]:
-        """The fields of an ``Observation`` that answer, in its order, each with its axes after batch and heads."""
+        """The fields of the ``Observation`` that are not None, with their shapes after batch and heads.
+
+        Args:
+            q_len: number of queries.
+            k_len: number of keys.
+        """
         top, side = (q_len, self.top_k), max(1, self.heatmap)
         cells = (-(-q_len // side), -(-k_len // side))
         mixed = 0 if self.row_weights is None else self.row_weights.shape[2]
@@ -95,41 +107,43 @@ class Want(Record):
         return {name: shape for name, shape in every.items() if name in asked}
 
     def rows_on(self, device: torch.device) -> Int[Tensor, " rows"]:
-        """``rows`` as int64 on a device; none where none are asked for."""
+        """``rows`` as an int64 tensor on a device; empty if there are none."""
         return _as_rows(() if self.rows is None else self.rows).to(device, torch.int64)
 
     def check(self, function: str, sizes: tuple[int, int, int, int]) -> None:
-        """Raise ``ShapeError`` unless all that is asked for fits a call of ``(batch, heads, q_len, k_len)``."""
+        """Raise ``ShapeError`` unless every statistic fits a call of ``(batch, heads, q_len, k_len)``."""
         batch, heads, q_len, k_len = sizes
-        self._check_numbers(function, k_len)
+        self._check_scalars(function, k_len)
         if self.rows is not None:
             _check_rows(function, self.rows, q_len)
         if self.row_weights is not None:
             _check_row_weights(function, self.row_weights, (batch, heads, q_len))
 
-    def _check_numbers(self, function: str, k_len: int) -> None:
+    def _check_scalars(self, function: str, k_len: int) -> None:
         for name in ("lse", "max_score", "entropy", "received", "distance"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ShapeError.about(
-                    function, f"want.{name}", must="be True or False", got=seen(value), then="True asks for it."
+                    function, f"want.{name}", must="be True or False", got=repr_of(value), then="True asks for it."
                 )
         for name, high in (("top_k", k_len), ("sink", k_len), ("heatmap", None)):
             value = getattr(self, name)
             number = isinstance(value, int) and not isinstance(value, bool)
             if not number or value < 0 or (high is not None and value > high):
                 rule = "be 0 or more, a whole number" if high is None else f"be a whole number from 0 to k_len {high}"
-                raise ShapeError.about(function, f"want.{name}", must=rule, got=seen(value), then="0 asks for nothing.")
+                raise ShapeError.about(
+                    function, f"want.{name}", must=rule, got=repr_of(value), then="0 asks for nothing."
+                )
 
 
-#: Statistics that are answered by two fields.
+#: Statistics with two fields in an observation.
 _ANSWERS: Final = {"top_k": ("top_indices", "top_weights"), "heatmap": ("heatmap_max", "heatmap_mean")}
 
 
 def _plain(given: Sequence[int]) -> Sequence[int]:
-    """Whole numbers as a list of Python's own; anything else as it is."""
-    found = [whole_number(one) for one in given]
-    return given if None in found else found  # type: ignore[return-value]
+    """Whole numbers as a list of Python ints; anything else unmodified."""
+    integers = [whole_number(one) for one in given]
+    return given if None in integers else integers  # type: ignore[return-value]
 
 
 def _as_rows(given: Sequence[int] | Tensor) -> Tensor:
@@ -141,7 +155,7 @@ def _check_rows(function: str, given: Sequence[int] | Tensor, q_len: int) -> Non
     rows = given if isinstance(given, Tensor) else tensor_of(given, device="cpu")
     whole = rows is not None and (rows.numel() == 0 or not (rows.is_floating_point() or rows.dtype == torch.bool))
     if rows is None or not whole or rows.is_complex() or rows.ndim != 1 or rows.is_meta:
-        got = seen(given if rows is None else rows) + (" on meta" if rows is not None and rows.is_meta else "")
+        got = repr_of(given if rows is None else rows) + (" on meta" if rows is not None and rows.is_meta else "")
         raise ShapeError.about(function, "want.rows", must=must, got=got, then="Pass a list of whole numbers.")
     rows = rows.to(torch.int64)
     if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= q_len):
@@ -151,7 +165,7 @@ def _check_rows(function: str, given: Sequence[int] | Tensor, q_len: int) -> Non
             "want.rows",
             must=must,
             got=outside[:8].tolist(),
-            then="Rows are counted within the call, not by absolute position.",
+            then="Rows are indices of the call's queries, not absolute positions.",
         )
 
 
@@ -174,15 +188,31 @@ def _check_row_weights(function: str, weights: Tensor, sizes: tuple[int, int, in
             "want.row_weights",
             must=f"have shape {shape}",
             got=tuple(weights.shape),
-            then="One weight per query, in n rows.",
+            then="Give n rows of one weight per query.",
         )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Observation:
-    """The output of an attention and the statistics that were asked for; the others are None.
+    """The output of attention and the requested statistics; the others are None.
 
-    Leading axes are as in the call, so a call on ``[len, head_dim]`` gives statistics without batch and heads.
+    The leading axes ``[batch, heads]`` are those of the call's query: a call on ``[len, head_dim]`` gives statistics
+    without them.
+
+    Attributes:
+        output: ``[batch, heads, q_len, value_dim]``.
+        lse: log-sum-exp of each row of scores, ``[batch, heads, q_len]``.
+        max_score: largest score of each row, ``[batch, heads, q_len]``.
+        entropy: entropy of each row in nats, ``[batch, heads, q_len]``.
+        top_indices: key indices of the largest weights of each row, int64 ``[batch, heads, q_len, top_k]``.
+        top_weights: these weights, largest first, ``[batch, heads, q_len, top_k]``.
+        received: attention that each key receives, ``[batch, heads, k_len]``.
+        row_weights: weighted sums of rows, ``[batch, heads, n, k_len]``.
+        heatmap_max: largest weight of each tile, ``[batch, heads, ceil(q_len / side), ceil(k_len / side)]``.
+        heatmap_mean: mean weight of each tile, in the shape of ``heatmap_max``.
+        sink: sum of the weights of the first keys of each row, ``[batch, heads, q_len]``.
+        distance: mean distance of each row, ``[batch, heads, q_len]``.
+        rows: weights of the requested rows, ``[batch, heads, rows, k_len]``.
     """
 
     output: Float[Tensor, "*leading q_len value_dim"]
@@ -200,7 +230,7 @@ class Observation:
     rows: Float[Tensor, "*leading rows k_len"] | None = None
 
     def with_leading(self, axes: int) -> Observation:
-        """The same with only ``axes`` of the leading batch and heads axes left (0, 1 or 2)."""
+        """The same observation with only the last ``axes`` of the leading axes batch and heads (0, 1 or 2)."""
         squeezed = {}
         for field in fields(self):
             value: Tensor | None = getattr(self, field.name)
@@ -208,6 +238,6 @@ class Observation:
         return Observation(**squeezed)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
-        known = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        shown = ", ".join(f"{name}={list(value.shape)}" for name, value in known if value is not None)
+        values = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        shown = ", ".join(f"{name}={list(value.shape)}" for name, value in values if value is not None)
         return f"Observation({shown})"

@@ -1,4 +1,4 @@
-"""Whether a tensor has memory and elements that may be read, and whether calls are traced."""
+"""Checks: whether a tensor has memory and readable elements, and whether calls are traced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ traces: Final[Callable[[], bool]] = torch.jit.is_tracing  # type: ignore[attr-de
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether the tensor is its memory: False for those that ``torch.func`` and ``is_grads_batched`` wrap.
+    """Whether the tensor has memory of its own: False for wrappers of ``torch.func`` and ``is_grads_batched``.
 
     >>> has_memory(torch.zeros(2))
     True
@@ -37,7 +37,7 @@ def is_hollow(tensor: Tensor) -> bool:
         return True
     if type(tensor) in (Tensor, torch.nn.Parameter):
         return False
-    # A fake tensor names a device, and its storage is on the meta device.
+    # A fake tensor has a device, but its storage is on the meta device.
     try:
         return tensor.untyped_storage().device.type == "meta"
     except (NotImplementedError, RuntimeError):

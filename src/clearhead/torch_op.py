@@ -1,7 +1,7 @@
-"""Verbs of attention as torch operators, so that ``torch.compile`` and ``torch.export`` carry a call whole.
+"""Public functions of attention as torch operators, each one node in graphs of ``torch.compile`` and ``torch.export``.
 
-Masks, rules and what is wanted travel as a short text plus their tensors (``record``); inside, an operator validates,
-chooses and runs exactly as an eager call does.
+Masks, rules and the ``Want`` are encoded as a short text and a list of tensors (``record``). The operator's body
+validates, dispatches and runs the call as an eager call does.
 """
 
 from __future__ import annotations
@@ -24,42 +24,44 @@ from clearhead.torch_private import autograd_inside_operator
 
 __all__ = ["Operator", "attention", "observe_attention", "output_like"]
 
-#: What an operator's further tensors are: of a mask or rule, with a gradient or without; or what a user's function
-#: closes over, which it finds by itself.
+#: The kinds of an operator's further tensors: of a mask or rule, with or without a gradient; or closed over by a user's
+#: function, which finds them itself.
 _LEARNED, _FIXED, _CLOSED_OVER = "1", "0", "c"
-#: A verb's work: a problem, what is asked besides, and a backend's name; results with batch and heads.
+#: Computes results with axes batch and heads from a problem, the call's further arguments and a backend's name.
 Compute = Callable[[Problem, Any, str], Sequence[Tensor]]
-#: Tensors without numbers like those results, made of query, key, value and what is asked; leading axes as in query.
+#: Makes fake results from query, key, value and the call's further arguments, with the leading axes of query.
 Like = Callable[[Tensor, Tensor, Tensor, Any], Sequence[Tensor]]
 
 
 class Operator:
-    """A verb as the operator ``clearhead::name``, with a backward that computes the call once more with gradients.
+    """A function as the operator ``clearhead::name``, whose backward computes the call a second time with gradients.
 
     Args:
-        name: the verb's, which its errors speak of.
-        compute: the work.
-        like: the shapes and dtypes that it gives.
-        fixed: the places of those results that have no gradient.
+        name: name of the function, with which its errors start.
+        compute: computes the results.
+        like: makes fake results of the same shapes and dtypes.
+        fixed: the indices of the results without a gradient.
     """
 
     def __init__(
         self, name: str, compute: Compute, like: Like, *, fixed: Callable[[Any], Sequence[int]] = lambda asked: ()
     ) -> None:
         self._name, self._compute, self._like, self._fixed = name, compute, like, fixed
-        ahead = torch.library.custom_op(f"clearhead::{name}", self._forward, mutates_args=())
-        back = torch.library.custom_op(f"clearhead::{name}_backward", self._backward, mutates_args=())
-        ahead.register_fake(self._forward_like)
-        back.register_fake(self._backward_like)
-        ahead.register_autograd(self._pull, setup_context=self._keep)
-        self._own, self._own_backward = (getattr(torch.ops.clearhead, one) for one in (name, f"{name}_backward"))
+        forward = torch.library.custom_op(f"clearhead::{name}", self._forward, mutates_args=())
+        backward = torch.library.custom_op(f"clearhead::{name}_backward", self._backward, mutates_args=())
+        forward.register_fake(self._forward_like)
+        backward.register_fake(self._backward_like)
+        forward.register_autograd(self._pull, setup_context=self._keep)
+        self._operator, self._backward_operator = (
+            getattr(torch.ops.clearhead, one) for one in (name, f"{name}_backward")
+        )
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, asked: Any = None, mask: Mask | None = None,
         scores: ScoreRule | Iterable[ScoreRule] = (), scale: float | None = None, dropout: float = 0.0,
         seed: int | None = None, query_offset: int | None = None, backend: str = "auto",
     ) -> list[Tensor]:  # fmt: skip
-        """The verb's arguments as the operator's; traced by the compiler, so it only writes things down."""
+        """Call the operator with encoded arguments; the compiler traces this, so it reads no elements."""
         tensors: list[Tensor] = []
         rules = (scores,) if isinstance(scores, ScoreRule) else tuple(scores)
         mask_text = "None" if mask is None else mask.encode(tensors)
@@ -76,7 +78,7 @@ class Operator:
             seeds.append(
                 torch.randint(2**62, ()) if seed is None else torch.tensor(seed - 2**64 if seed >= 2**63 else seed)
             )
-        results: list[Tensor] = self._own(
+        results: list[Tensor] = self._operator(
             query, key, value, tensors, "".join(kinds), mask_text, f"({rule_texts})", asked_text, seeds,
             scale, dropout, query_offset, backend,
         )  # fmt: skip
@@ -128,12 +130,12 @@ class Operator:
             ends = [one for one, arrived in zip(results, given, strict=True) if arrived == "1"]
             pulled = torch.autograd.grad(ends, [*wanted, *others], grads, allow_unused=True)
         _check_all_compiled(self._name, pulled[len(wanted) :])
-        found = {id(tensor): own for tensor, own in zip(wanted, pulled, strict=False) if own is not None}
-        # What is there twice has all of its gradient the first time.
-        own_grads = (found.pop(id(tensor), None) for tensor in every)
+        grad_of = {id(tensor): grad for tensor, grad in zip(wanted, pulled, strict=False) if grad is not None}
+        # A tensor that occurs twice gets its whole gradient at its first place.
+        first_grads = (grad_of.pop(id(tensor), None) for tensor in every)
         return [
-            torch.zeros_like(tensor) if own is None else own.contiguous()
-            for tensor, own in zip(every, own_grads, strict=True)
+            torch.zeros_like(tensor) if grad is None else grad.contiguous()
+            for tensor, grad in zip(every, first_grads, strict=True)
         ]
 
     def _backward_like(
@@ -155,16 +157,16 @@ class Operator:
         tensors, seeds = others[: ctx.counts[0]], others[ctx.counts[0] :]
         given = "".join("0" if grad is None else "1" for grad in grads)
         arrived = [grad for grad in grads if grad is not None]
-        found = self._own_backward(arrived, given, query, key, value, tensors, *ctx.texts, seeds, *ctx.rest)
-        extra = [None if kind == _FIXED else own for own, kind in zip(found[3:], ctx.texts[0], strict=True)]
-        return (*found[:3], extra, None, None, None, None, [None] * ctx.counts[1], None, None, None, None)
+        pulled = self._backward_operator(arrived, given, query, key, value, tensors, *ctx.texts, seeds, *ctx.rest)
+        extra = [None if kind == _FIXED else grad for grad, kind in zip(pulled[3:], ctx.texts[0], strict=True)]
+        return (*pulled[:3], extra, None, None, None, None, [None] * ctx.counts[1], None, None, None, None)
 
 
 def _reached(name: str, functions: Iterable[ScoreFunction], tensors: Sequence[Tensor], kinds: str) -> list[Tensor]:
-    """The learned tensors that users' functions read, which have to be those that were compiled."""
-    found = [tensor for rule in functions if find_learned(rule) for tensor in rule.learned]
+    """The learned tensors that users' functions read; raises if they are not those of the compiled graph."""
+    learned = [tensor for rule in functions if find_learned(rule) for tensor in rule.learned]
     compiled = [tensor for tensor, kind in zip(tensors, kinds, strict=True) if kind == _CLOSED_OVER]
-    if [*map(_lies, found)] != [*map(_lies, compiled)]:
+    if [*map(_lies, learned)] != [*map(_lies, compiled)]:
         raise UnsupportedError.about(
             name,
             "scores",
@@ -172,11 +174,11 @@ def _reached(name: str, functions: Iterable[ScoreFunction], tensors: Sequence[Te
             got="others",
             then="Write to them in place, or make a new ch.ScoreFunction.",
         )
-    return found
+    return learned
 
 
 def _check_all_compiled(name: str, grads: Sequence[Tensor | None]) -> None:
-    """A learned tensor that a function reads at some places alone was not seen when it was compiled."""
+    """Raise if a function reads, at some places only, a learned tensor that the compiled graph lacks."""
     if any(grad is not None for grad in grads):
         raise UnsupportedError.about(
             name,
@@ -200,17 +202,17 @@ def _attention(problem: Problem, asked: None, backend: str) -> list[Tensor]:
 
 
 def output_like(query: Tensor, key: Tensor, value: Tensor, asked: object) -> list[Tensor]:
-    """An attention's output without its numbers."""
+    """The output of attention without its elements."""
     return [query.new_empty((*query.shape[:-1], value.shape[-1]))]
 
 
 def _observe(problem: Problem, want: Want, backend: str) -> list[Tensor]:
     want.check("observe_attention", (problem.batch, problem.num_heads, problem.q_len, problem.k_len))
-    seen = run("observe_attention", problem, want, backend)
-    return [seen.output, *(getattr(seen, name) for name in want.shapes(problem.q_len, problem.k_len))]
+    observation = run("observe_attention", problem, want, backend)
+    return [observation.output, *(getattr(observation, name) for name in want.shapes(problem.q_len, problem.k_len))]
 
 
-def _seen_like(query: Tensor, key: Tensor, value: Tensor, want: Want) -> list[Tensor]:
+def _observe_like(query: Tensor, key: Tensor, value: Tensor, want: Want) -> list[Tensor]:
     work = torch.float64 if query.dtype == torch.float64 else torch.float32
     shapes = want.shapes(query.shape[-2], key.shape[-2])
     return [
@@ -227,16 +229,16 @@ def _without_gradient(want: Want) -> list[int]:
 
 
 _ATTENTION: Final = Operator("attention", _attention, output_like)
-_OBSERVE: Final = Operator("observe_attention", _observe, _seen_like, fixed=_without_gradient)
+_OBSERVE: Final = Operator("observe_attention", _observe, _observe_like, fixed=_without_gradient)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """``attention``'s arguments, as one operator."""
+    """``clearhead.attention`` as one operator."""
     (output,) = _ATTENTION(query, key, value, **options)
     return output
 
 
 def observe_attention(query: Tensor, key: Tensor, value: Tensor, *, want: Want, **options: Any) -> Observation:
-    """``observe_attention``'s arguments, as one operator."""
-    output, *found = _OBSERVE(query, key, value, asked=want, **options)
-    return Observation(output=output, **dict(zip(want.shapes(0, 0), found, strict=True)))
+    """``clearhead.observe_attention`` as one operator."""
+    output, *statistics = _OBSERVE(query, key, value, asked=want, **options)
+    return Observation(output=output, **dict(zip(want.shapes(0, 0), statistics, strict=True)))

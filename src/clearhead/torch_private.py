@@ -1,6 +1,6 @@
-"""Every private name of torch and transformers that clearhead uses, its reason, and what happens without it.
+"""The private names of torch and transformers that clearhead uses, the reason for each, and what happens without it.
 
-A section is one use. The rest of clearhead calls these functions; a test finds private names elsewhere.
+Each section is one use. Other modules of clearhead call these functions; a test finds private names elsewhere.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def differentiates_forward() -> bool:
 
 # 2. Modes, and tensors that answer operators --------------------------------------------------------------------------
 
-# Without TorchDispatchMode nothing sees what users' functions read and draw, and the import fails.
+# Without TorchDispatchMode the tensors that users' functions read cannot be recorded, and the import fails.
 _dispatch_depth: Final[Callable[[], int]] = getattr(torch._C, "_len_torch_dispatch_stack", int)
 _function_modes: Final[Callable[[], list[object]] | None] = getattr(
     torch.overrides, "_get_current_function_mode_stack", None
@@ -86,15 +86,15 @@ _function_modes: Final[Callable[[], list[object]] | None] = getattr(
 
 
 def has_dispatch_mode() -> bool:
-    """Whether a mode sees operators: they must be torch's, or not be called for a look alone.
+    """Whether a dispatch mode observes operators: then only operators of the computation itself may be called.
 
-    Without the name the answer is no, and a mode sees clearhead's operators.
+    Without the name the answer is no, and a mode observes clearhead's operators.
     """
     return _dispatch_depth() > 0
 
 
 def has_function_mode() -> bool:
-    """Whether a mode sees torch's functions, apart from the one that sets a default device.
+    """Whether a function mode observes torch's functions, other than the mode of a default device.
 
     Without the name the answer is yes under any mode, and a default device costs the fast paths.
     """
@@ -114,19 +114,19 @@ def wrapper_tensor(
     return made
 
 
-#: ``__torch_function__`` of a class whose results are ordinary tensors, as torch's guide to extending it says.
+#: ``__torch_function__`` of a class whose results are plain tensors, from torch's guide to extending it.
 #: Without the name the import of the integration fails.
 no_torch_function: Final = torch._C._disabled_torch_function_impl
 
 
 @cache
 def _device_mode(modes: Callable[[], list[object]]) -> type:
-    """The class of the mode that a default device is."""
+    """The class of the mode that ``torch.set_default_device`` enters."""
     with torch.device("cpu"):
         return type(modes()[-1])
 
 
-# 3. What a module holds -----------------------------------------------------------------------------------------------
+# 3. The contents of a module ------------------------------------------------------------------------------------------
 
 # ``module.weight`` searches the class first and takes ten times as long as the module's dictionary.
 _global_hooks: Final[Callable[[], bool]] = getattr(torch_module, "_has_any_global_hook", bool)
@@ -149,13 +149,12 @@ def tensors_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _hooks: Final = itemgetter(*_HOOKS)
-#: Attributes of every module that say nothing about what it computes. They are those that ``nn.Module`` sets, but for
-#: these three.
+#: Attributes of every module that do not affect what it computes: those that ``nn.Module`` sets, without these three.
 UNREAD: Final = frozenset(vars(nn.Module())) - {"training", "_parameters", "_modules"}
 
 
 def any_hooks(attributes: Iterable[dict[str, Any]]) -> bool:
-    """Whether a hook sees the calls of one of the modules whose ``vars`` these are.
+    """Whether a hook observes the calls of one of the modules with these ``vars``.
 
     Without one of the attributes no module can be read.
     """
@@ -163,43 +162,44 @@ def any_hooks(attributes: Iterable[dict[str, Any]]) -> bool:
 
 
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
-    """The hooks that see the module's calls. Without one of the attributes no module can be read."""
+    """The hooks that observe the module's calls. Without one of the attributes no module can be read."""
     return [hook for name in _HOOKS for hook in getattr(module, name).values()]
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a hook sees the module's calls, they are compiled, or a ``forward`` was set on the object.
+    """Whether a hook observes the module's calls, they are compiled, or a ``forward`` was set on the object.
 
     Without one of the attributes no module can be read.
     """
-    # As a compiler can trace it.
+    # getattr of each name, which a compiler can trace.
     hooked = any(bool(getattr(module, name)) for name in _HOOKS)
     return hooked or "forward" in module.__dict__ or module._compiled_call_impl is not None
 
 
 def modules_are_hooked() -> bool:
-    """Whether a hook sees the calls of all modules.
+    """Whether a global hook observes the calls of all modules.
 
-    Without the name the answer is no, and such a hook misses what runs fused.
+    Without the name the answer is no, and such a hook misses fused modules.
     """
     return bool(_global_hooks())
 
 
-# 4. What a tensor is a view of, and how often it was written ----------------------------------------------------------
+# 4. The base of a view, and a tensor's version ------------------------------------------------------------------------
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that this one is a view of: a rule keeps the parameter itself, and a function returns no view.
+    """The tensor that this one is a view of, or None.
 
-    Without the name there is none: the rule's tensor is a buffer, and a view must not be changed in place.
+    A rule stores the parameter and not a view of it, and an autograd function returns no view. Without the name the
+    answer is None: the rule's tensor becomes a buffer, and an output that is a view cannot be changed in place.
     """
     return getattr(tensor, "_base", None)
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often the tensor was written, which tells whether what was read from it still holds.
+    """The version of the tensor, which grows with each write.
 
-    Of tensors made in inference mode the answer is 0. Without the name it always is, and a write is not noticed.
+    It is 0 for tensors made in inference mode. Without the name it is 0 for all, and a write is not noticed.
     """
     return 0 if tensor.is_inference() else int(getattr(tensor, "_version", 0))
 
@@ -210,13 +210,13 @@ def version_of(tensor: Tensor) -> int:
 def constant_when_compiled(function: Function) -> Function:
     """``torch.compiler.assume_constant_result`` without its import of torch's whole compiler, and of Triton with it.
 
-    Without the name the compiler traces the function, and says that it cannot.
+    Without the name the compiler traces the function, and reports that it cannot.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
-#: A module that ``torch.compile`` wraps, and so a part of the names of its parameters.
+#: The name under which ``torch.compile`` wraps a module, and so a part of the names of its parameters.
 #: Without the name such names keep the part that torch gives them.
 WRAPPED_MODULE: Final = "_orig_mod"
 
@@ -230,7 +230,7 @@ def is_compiled_module(module: nn.Module) -> bool:
 
 
 def is_compiled_function(function: object) -> bool:
-    """Whether this is what ``torch.compile`` made of a function: its graphs lie among the variables of its file.
+    """Whether a function is the result of ``torch.compile``, whose graphs are stored in the globals of its file.
 
     Without the names the answer is no, and such a function inside a rule is compiled anew.
     """
@@ -238,9 +238,9 @@ def is_compiled_function(function: object) -> bool:
 
 
 def break_graph(reason: str) -> None:
-    """End the graph that is being compiled here; the compiler makes no constant of a function made inside it.
+    """Break the graph that is being compiled: the compiler cannot make a constant of a function defined inside it.
 
-    Without the name the compiler's error says so instead.
+    Without the name the compiler raises an error instead.
     """
     torch._dynamo.graph_break(msg=reason)
 
@@ -313,7 +313,7 @@ def supports_sdpa(model: type) -> bool:
 def outputs_collected() -> Collection[str]:
     """The outputs that transformers collects from submodules around this call.
 
-    Without the name there are none, and attention weights that are asked for are missing.
+    Without the name there are none, and requested attention weights are missing.
     """
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
     return (collector.get() or ()) if collector is not None else ()

@@ -1,10 +1,10 @@
-"""What a user's function of a place does, found by calling it once on stand-ins.
+"""Traces a user's function of a place: calls it once on stand-ins and derives what its result depends on.
 
-``score - slope[head] * (q_pos - k_pos).abs()`` adds what depends on the head and the distance alone. Stand-ins for the
-score and the four indices go through the function; every torch operation on them is looked up in a table, which says
-what its result depends on: which of the indices, the score, and how it moves when both positions move by one. An
-operation that is not in the table, a decision taken in Python, a shape that was asked for: then nothing is known. What
-is known can be worked out again on other places, operation by operation.
+``score - slope[head] * (q_pos - k_pos).abs()`` adds a value that depends on the head and the distance alone. Tracing
+calls the function with stand-ins for the score and the four indices. A table gives the facts of each torch operation's
+result: the indices that it depends on, the score, and its change if both positions grow by one. Tracing fails at an
+operation that is not in the table, at a branch in Python and when the function reads a shape. A traced function can be
+evaluated at other places, operation by operation.
 """
 
 from __future__ import annotations
@@ -19,22 +19,35 @@ from torch import Tensor
 from torch.nn import functional as F
 
 __all__ = [
-    "BATCH", "COMPARISONS", "HEAD", "INDICES", "KEY", "MOST_POSITIONS", "QUERY", "SCORE", "Facts", "StandIn",
-    "facts_of", "few", "named", "trace", "worked_out",
+    "BATCH",
+    "COMPARISONS",
+    "HEAD",
+    "INDICES",
+    "KEY",
+    "MOST_POSITIONS",
+    "QUERY",
+    "SCORE",
+    "Facts",
+    "StandIn",
+    "evaluated",
+    "facts_of",
+    "few",
+    "named",
+    "trace",
 ]  # fmt: skip
 
-#: float32 counts positions exactly below it, so that a difference of two tells their distance.
+#: Below it float32 represents positions exactly, so that the difference of two is their distance.
 MOST_POSITIONS: Final = 2**24
 BATCH, HEAD, QUERY, KEY = range(4)
 _EXACT: Final = (torch.int32, torch.int64, torch.float32, torch.float64)
-#: Digits behind the binary point that a float32 has to spare beside a position.
+#: Binary digits of a fraction that float32 represents exactly in addition to a position.
 _BINARY_PLACES: Final = 4
-#: Operations one upon another that are worked out again.
+#: Largest depth of nested operations.
 _DEEPEST: Final = 100
 
 
 class _Unknown(BaseException):
-    """What a function does to its arguments is not in the table."""
+    """Raised when the table has no facts for an operation."""
 
 
 @dataclass
@@ -42,9 +55,9 @@ class _Look:
     """One call of a function on stand-ins.
 
     Attributes:
-        recording: whether autograd recorded where it began. Where that changes a gradient is cut off, or, within an
-            autograd function of the user's own, another one takes its place.
-        failed: something unknown was met, whatever the function made of the exception.
+        recording: whether autograd was enabled at the start. If the function changes that, it cuts off a gradient or
+            defines one of its own.
+        failed: whether an unknown operation occurred, even if the function caught the exception.
     """
 
     recording: bool
@@ -53,14 +66,14 @@ class _Look:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a number depends on.
+    """The facts of a value.
 
     Attributes:
-        axes: indices of the place.
-        shift: by how much it grows when both positions grow by one; None where that differs.
-        score: which part of ``cap * tanh(score / cap)`` it has come to; "" where it is none.
-        cap: the number there, if one was met.
-        added: whether what is said above was added to the score.
+        axes: the indices of the place that it depends on.
+        shift: by how much it grows if both positions grow by one; None if that differs between places.
+        score: the part of ``cap * tanh(score / cap)`` that it is; "" if it does not contain the score.
+        cap: the cap, if there is one.
+        added: whether a value with the facts above was added to the score.
     """
 
     axes: frozenset[int] = frozenset()
@@ -74,15 +87,15 @@ _CONSTANT: Final = Facts()
 SCORE: Final = Facts(score="score")
 #: The facts of a batch entry, a head, a query's position and a key's.
 INDICES: Final = tuple(Facts(frozenset({axis}), 1.0 if axis in (QUERY, KEY) else 0.0) for axis in range(4))
-_Way: TypeAlias = Callable[..., Facts]
+_FactsRule: TypeAlias = Callable[..., Facts]
 
 
 class StandIn(Tensor):
-    """A number of one place, with its facts and the operation that made it; torch's operations on it come by here."""
+    """A value at one place, with its facts and the operation that made it; intercepts torch's operations on it."""
 
     facts: Facts
     made_by: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]] | None
-    #: Which of a function's arguments it stands for.
+    #: The index of the function's argument that it stands for.
     argument: int | None
     depth: int
     look: _Look
@@ -94,14 +107,14 @@ class StandIn(Tensor):
         operands = () if made_by is None else (*made_by[1], *made_by[2].values())
         stand_in.depth = 1 + max((part.depth for part in operands if isinstance(part, StandIn)), default=0)
         if stand_in.depth > _DEEPEST:
-            raise _Unknown("a long way")
+            raise _Unknown("too many nested operations")
         return stand_in
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # torch's implementation calls what it is given with stand-ins as plain tensors.
+        # Tensor.__torch_function__ converts stand-ins to plain tensors and calls _applied.
         return Tensor.__torch_function__(cls._applied, (), (func, args, kwargs or {}))  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -110,13 +123,13 @@ class StandIn(Tensor):
             return func(*args, **options)
         look = _look_of((*args, *options.values()))
         try:
-            way = _WAYS.get(func)
-            if way is None or options.get("inplace") or "out" in options:
+            rule = _FACTS_RULES.get(func)
+            if rule is None or options.get("inplace") or "out" in options:
                 raise _Unknown(getattr(func, "__name__", func))
             if torch.is_grad_enabled() != look.recording:
                 raise _Unknown("a gradient of its own")
-            made, facts = func(*args, **options), way(*args, **options)
-            # Other dtypes do not count positions exactly: what is made with them does not move evenly.
+            made, facts = func(*args, **options), rule(*args, **options)
+            # Other dtypes do not represent positions exactly, so the shift is not constant.
             facts = facts if made.dtype in _EXACT or facts.shift == 0.0 else replace(facts, shift=None)
             return cls.of(made, facts, look, made_by=(func, args, options))
         except _Unknown:
@@ -134,27 +147,27 @@ def _look_of(values: Sequence[Any]) -> _Look:
 
 
 def trace(fn: Callable[..., Any], arguments: Sequence[tuple[Tensor, Facts]]) -> StandIn | None:
-    """What a function makes of numbers of one place each; None where that cannot be told."""
+    """Call a function on stand-ins for values at one place; None if tracing fails."""
     look = _Look(torch.is_grad_enabled())
-    # Five axes: what code that torch does not show us makes of stand-ins is known by them from a user's own numbers.
-    given = (StandIn.of(value[None], facts, look, argument=own) for own, (value, facts) in enumerate(arguments))
+    # Five axes distinguish tensors derived from stand-ins by code that bypasses __torch_function__ from the user's own.
+    given = (StandIn.of(value[None], facts, look, argument=index) for index, (value, facts) in enumerate(arguments))
     try:
         result = fn(*given)
-    except (Exception, _Unknown):  # what is wrong with a function, a tile will tell
+    except (Exception, _Unknown):  # if the function is wrong, the call on a tile raises the error
         return None
     return result if isinstance(result, StandIn) and not look.failed else None
 
 
 def few(size: int) -> Tensor:
-    """Some places of an axis, its ends among them: where what was found is tried against the function itself."""
+    """A few places of an axis, with both ends, at which the result of tracing is compared with the function."""
     return torch.tensor(
         sorted({place for place in (0, 1, size // 3, size * 5 // 8, size - 2, size - 1) if 0 <= place < size})
     )
 
 
-def worked_out(result: StandIn, arguments: Sequence[Tensor]) -> Tensor:
-    """What a function that was traced makes of other arguments; differentiable in what it closes over."""
-    known: dict[int, Tensor] = {}
+def evaluated(result: StandIn, arguments: Sequence[Tensor]) -> Tensor:
+    """A traced function evaluated on other arguments; differentiable in the tensors that it closes over."""
+    computed: dict[int, Tensor] = {}
 
     def value(part: Any) -> Any:
         if isinstance(part, tuple):
@@ -163,19 +176,19 @@ def worked_out(result: StandIn, arguments: Sequence[Tensor]) -> Tensor:
             return part
         if part.argument is not None:
             return arguments[part.argument]
-        if id(part) not in known:
+        if id(part) not in computed:
             assert part.made_by is not None
             func, args, options = part.made_by
-            own = {name: value(one) for name, one in options.items()}
-            known[id(part)] = func(*(value(one) for one in args), **own)
-        return known[id(part)]
+            keywords = {name: value(one) for name, one in options.items()}
+            computed[id(part)] = func(*(value(one) for one in args), **keywords)
+        return computed[id(part)]
 
-    found: Tensor = value(result)
-    return found
+    output: Tensor = value(result)
+    return output
 
 
 def facts_of(value: object) -> Facts:
-    """Those of an operand: a stand-in, a number, or a tensor that broadcasts over batch entries and heads alone."""
+    """The facts of an operand: a stand-in, a number, or a tensor that depends on batch entries and heads alone."""
     if isinstance(value, StandIn):
         return value.facts
     if value is None or isinstance(value, (bool, int, float)):
@@ -193,20 +206,20 @@ def _joined(operands: Sequence[Facts]) -> frozenset[int]:
 
 
 def _scoreless(values: Sequence[object]) -> list[Facts]:
-    found = [facts_of(value) for value in values]
-    if any(facts.score for facts in found):
+    operands = [facts_of(value) for value in values]
+    if any(facts.score for facts in operands):
         raise _Unknown("a score that is not only added to")
-    return found
+    return operands
 
 
 def _any_function(*values: object, **options: object) -> Facts:
-    """Element by element: where nothing moves with the positions, the result does not either."""
-    found = _scoreless([*values, *options.values()])
-    return Facts(_joined(found), 0.0 if all(facts.shift == 0.0 for facts in found) else None)
+    """An elementwise function: the result is constant under a shift if all operands are."""
+    operands = _scoreless([*values, *options.values()])
+    return Facts(_joined(operands), 0.0 if all(facts.shift == 0.0 for facts in operands) else None)
 
 
 def _comparison(left: object, right: object) -> Facts:
-    """Two numbers that move alike compare as before."""
+    """A comparison: the result is constant under a shift if both operands shift by the same amount."""
     one, other = _scoreless([left, right])
     return Facts(_joined([one, other]), 0.0 if one.shift is not None and one.shift == other.shift else None)
 
@@ -217,10 +230,10 @@ def _sum(left: object, right: object, *, sign: float = 1.0) -> Facts:
         raise _Unknown("two scores, or a score that is subtracted")
     if {one.score, other.score} - {"", "score"}:
         raise _Unknown("a score that is not capped yet")
-    known = one.shift is not None and other.shift is not None
-    shift = one.shift + sign * other.shift if known else None  # type: ignore[operator]
-    # A number that is rounded with each position it is added to: sums of these do not move evenly.
-    still = [value for value, own in ((left, one), (right, other)) if own.shift == 0.0 and not own.score]
+    shifts_known = one.shift is not None and other.shift is not None
+    shift = one.shift + sign * other.shift if shifts_known else None  # type: ignore[operator]
+    # If adding a value to a position rounds, the sum's shift is not constant.
+    still = [value for value, facts in ((left, one), (right, other)) if facts.shift == 0.0 and not facts.score]
     if shift != 0.0 and not all(map(_is_exact, still)):
         shift = None
     score = one if one.score else other
@@ -236,33 +249,33 @@ def _reversed_difference(left: object, right: object) -> Facts:
 
 
 def _is_exact(value: object) -> bool:
-    """Whether a number, or every number of a tensor, can be added to positions without rounding: halves and such."""
+    """Whether a value can be added to positions without rounding, such as a multiple of 1/2."""
     if isinstance(value, Tensor):
         return not value.is_floating_point()
     return isinstance(value, (int, float)) and float(value * 2**_BINARY_PLACES).is_integer()
 
 
 def _scales_exactly(moving: object, factor: float) -> bool:
-    """Whether a position times a number is not rounded."""
+    """Whether a position times a factor is exact."""
     whole = isinstance(factor, int) and isinstance(moving, Tensor) and not moving.is_floating_point()
     return whole or abs(math.frexp(factor)[0]) == 0.5
 
 
 def _product(left: object, right: object) -> Facts:
     for moving, factor in ((left, right), (right, left)):
-        own = facts_of(moving)
+        facts = facts_of(moving)
         if not isinstance(factor, (int, float)):
             continue
-        if own.score:
-            return _scaled(own, factor)
-        if own.shift is not None:
-            even = own.shift == 0.0 or _scales_exactly(moving, factor)
-            return Facts(own.axes, own.shift * factor if even else None)
+        if facts.score:
+            return _scaled(facts, factor)
+        if facts.shift is not None:
+            even = facts.shift == 0.0 or _scales_exactly(moving, factor)
+            return Facts(facts.axes, facts.shift * factor if even else None)
     return _any_function(left, right)
 
 
 def _scaled(score: Facts, factor: float) -> Facts:
-    """A score on its way to a cap, times a number."""
+    """A score times a factor: a step of ``cap * tanh(score / cap)``."""
     if score == SCORE and factor > 0.0 and 0.0 < 1.0 / factor < math.inf:
         return Facts(score="score / cap", cap=1.0 / factor)
     if score.score == "tanh(score / cap)" and score.cap is not None and math.isclose(factor, score.cap, rel_tol=1e-12):
@@ -275,8 +288,8 @@ def _quotient(left: object, right: object) -> Facts:
 
 
 def _tanh(value: object) -> Facts:
-    own = facts_of(value)
-    return replace(own, score="tanh(score / cap)") if own.score == "score / cap" else _any_function(value)
+    facts = facts_of(value)
+    return replace(facts, score="tanh(score / cap)") if facts.score == "score / cap" else _any_function(value)
 
 
 def _negated(value: object) -> Facts:
@@ -284,24 +297,24 @@ def _negated(value: object) -> Facts:
 
 
 def _converted(value: StandIn, *targets: object, **options: object) -> Facts:
-    """To another dtype; the score keeps its own, and what moves a dtype that counts positions exactly."""
+    """A conversion to another dtype: not of the score, and positions only to a dtype that represents them exactly."""
     given = [*targets, *options.values()]
     facts, wanted = facts_of(value), [one.dtype if isinstance(one, Tensor) else one for one in given]
     if any(not isinstance(one, torch.dtype) for one in wanted):
         raise _Unknown("a conversion that is not to a dtype")
     if facts.score and any(one != value.dtype for one in wanted):
         raise _Unknown("a score in another dtype")
-    # A float that is cut to a whole number no longer moves evenly.
+    # The shift of a float that is truncated to a whole number is not constant.
     exact = all(one in _EXACT and (one.is_floating_point or not value.is_floating_point()) for one in wanted)
     return facts if exact or facts.shift == 0.0 else Facts(facts.axes, None)
 
 
-def _to(dtype: torch.dtype) -> _Way:
+def _to(dtype: torch.dtype) -> _FactsRule:
     return lambda value: _converted(value, dtype)
 
 
 def _looked_up(table: Tensor, index: object) -> Facts:
-    """``table[head, distance]``: one index for each axis, a place or a number."""
+    """``table[head, distance]``: one index for each axis, a stand-in or an int."""
     indices = index if isinstance(index, tuple) else (index,)
     places = [one for one in indices if isinstance(one, StandIn)]
     whole = all(isinstance(one, (StandIn, int)) and not isinstance(one, bool) for one in indices)
@@ -319,7 +332,7 @@ def _bucket(value: object, boundaries: Tensor, **options: object) -> Facts:
 
 
 def named(names: str) -> Iterator[Callable[..., Any]]:
-    """torch's functions and methods of these names, and the operators by which Python calls them."""
+    """torch's functions, methods and operators of these names."""
     for name in names.split():
         yield from (getattr(holder, name) for holder in (torch, Tensor, F) if callable(getattr(holder, name, None)))
 
@@ -345,8 +358,8 @@ _ELEMENTWISE: Final = """
 """
 
 
-def _table() -> dict[Callable[..., Any], _Way]:
-    ways: dict[str, _Way] = {
+def _table() -> dict[Callable[..., Any], _FactsRule]:
+    rules: dict[str, _FactsRule] = {
         "add __add__ __radd__": _sum,
         "sub subtract __sub__": _difference,
         "rsub __rsub__": _reversed_difference,
@@ -365,9 +378,9 @@ def _table() -> dict[Callable[..., Any], _Way]:
         "tanh": _tanh,
         _ELEMENTWISE: _any_function,
     }
-    return {func: way for names, way in ways.items() for func in named(names)}
+    return {func: rule for names, rule in rules.items() for func in named(names)}
 
 
-_WAYS: Final = _table()
-#: What may be asked of a stand-in: a tile's answer would be the same.
+_FACTS_RULES: Final = _table()
+#: Attributes of a stand-in that are equal to those of a tile.
 _READ: Final = frozenset({Tensor.dtype.__get__, Tensor.device.__get__})  # type: ignore[attr-defined]

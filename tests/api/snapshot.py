@@ -35,7 +35,7 @@ INTERNAL: Final = frozenset({
     "clearhead.bridges.transformers.attentions", "clearhead.bridges.transformers.check",
     "clearhead.bridges.transformers.hand_over", "clearhead.bridges.transformers.models",
     "clearhead.bridges.transformers.take_back", "clearhead.positions.MOST_POSITIONS", "clearhead.positions.as_rotary",
-    "clearhead.positions.table_of", "clearhead.positions.turned", "clearhead.nn.MultiHeadAttention.cache_view",
+    "clearhead.positions.table_of", "clearhead.positions.rotated", "clearhead.nn.MultiHeadAttention.cache_view",
     "clearhead.nn.MultiHeadAttention.projections", "clearhead.nn.FeedForward.plain_layers",
     "clearhead.nn.Encoder.layout", "clearhead.nn.Encoder.run", "clearhead.nn.Decoder.layout",
     "clearhead.nn.Decoder.run",

@@ -1,4 +1,4 @@
-"""NaN and inf stay with those who may attend to them; empty rows are 0 and leave no gradient."""
+"""NaN and infinity affect only queries that may attend to them; empty rows are 0 with gradients of 0."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ BACKENDS = ["reference", "tiled", "native", "auto"]
     ids=repr,
 )
 @pytest.mark.parametrize("rules", [(), (ch.SoftCap(2.0), ch.Alibi(4))], ids=["plain", "rules"])
-def test_masked_keys_touch_nothing(backend: str, poison: float, mask: ch.Mask, rules: tuple[ch.ScoreRule, ...]) -> None:
+def test_masked_nan_keys_affect_nothing(
+    backend: str, poison: float, mask: ch.Mask, rules: tuple[ch.ScoreRule, ...]
+) -> None:
     query, key, value = tensors()
     with torch.no_grad():
         poisoned = [tensor.clone() for tensor in (key, value)]
@@ -60,7 +62,7 @@ def test_attended_nan_is_not_hidden(backend: str) -> None:
     "mask", [None, ch.Causal(), ch.MaskFunction(lambda b, h, i, j: (i + j + h) % 3 != 0)], ids=repr
 )
 @pytest.mark.parametrize("backend", ["reference", "tiled", "native"])
-def test_a_value_spoils_its_own_channel_alone(backend: str, mask: ch.Mask | None, poison: float) -> None:
+def test_nan_value_affects_its_channel_only(backend: str, mask: ch.Mask | None, poison: float) -> None:
     query, key, value = (tensor.detach().clone() for tensor in tensors())
     clean = ch.attention(query, key, value, mask=mask, backend="reference")
     value[:, 1, 6, 2] = poison
@@ -114,7 +116,7 @@ def test_sdpa_by_name_refuses_nan_under_a_mask() -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "tiled", "native", "sdpa"])
 @pytest.mark.parametrize(("q_len", "k_len"), [(0, 5), (5, 0), (0, 0)])
-def test_no_queries_or_no_keys(backend: str, q_len: int, k_len: int) -> None:
+def test_empty_lengths_give_zeros(backend: str, q_len: int, k_len: int) -> None:
     inputs = tensors(q_len=q_len, k_len=k_len)
     output = ch.attention(*inputs, backend=backend)
     assert output.shape == (2, 4, q_len, 6)

@@ -1,4 +1,4 @@
-"""Dropout: the published generator, the right share, the same weights everywhere and in backward."""
+"""Dropout: the published generator, the share of dropped weights, and equal weights on all backends and in backward."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.backends.dropout import bits, kept, philox
+from clearhead.backends.dropout import bits, keep_mask, philox
 from clearhead.masks.base import index_tensors
 from tests.problems import tensors
 
@@ -31,7 +31,7 @@ def test_philox_gives_the_published_words(
     assert tuple(int(word) for word in philox((c0, c1, c2, c3), key[0] | key[1] << 32)) == words
 
 
-def test_a_column_has_a_quarter_of_a_number_of_its_counter() -> None:
+def test_column_bits_are_a_quarter_of_a_64_bit_word() -> None:
     seed, row = 2**40 + 17, (2**32 - 3, 5, 6)
     drawn = bits(seed, torch.tensor([3, 0]), tuple(torch.tensor([word]) for word in row))
     assert drawn.shape == (128,)
@@ -43,7 +43,7 @@ def test_a_column_has_a_quarter_of_a_number_of_its_counter() -> None:
 
 
 @pytest.mark.parametrize("probability", [1e-7, 1 - 1e-7])
-def test_probabilities_near_none_and_all(probability: float) -> None:
+def test_probabilities_near_0_and_1(probability: float) -> None:
     """The nearest of 65,536 levels is 0, or would drop all."""
     inputs = tensors(q_len=200, k_len=200)
     native, tiled = (
@@ -55,8 +55,8 @@ def test_probabilities_near_none_and_all(probability: float) -> None:
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
-def test_share_of_kept_weights(probability: float) -> None:
-    mask = kept(3, probability, *index_tensors(2, 3, 200, 201, 0, torch.device("cpu"))).double()
+def test_share_of_dropped_weights_is_the_probability(probability: float) -> None:
+    mask = keep_mask(3, probability, *index_tensors(2, 3, 200, 201, 0, torch.device("cpu"))).double()
     deviation = (probability * (1 - probability) / mask.numel()) ** 0.5
     assert abs(mask.mean().item() - (1 - probability)) < 5 * deviation
     # Heads, batches and neighbours are independent.
@@ -71,10 +71,10 @@ def test_share_of_kept_weights(probability: float) -> None:
         assert abs(correlation) < 5 / one.numel() ** 0.5
 
 
-def test_a_tile_is_a_piece_of_the_whole() -> None:
+def test_tile_drops_the_same_weights_as_the_whole() -> None:
     whole = index_tensors(2, 2, 10, 30, 0, torch.device("cpu"))
     tile = (whole[0], whole[1], whole[2][:, :, 3:7], whole[3][..., 5:26])
-    assert torch.equal(kept(9, 0.5, *tile), kept(9, 0.5, *whole)[:, :, 3:7, 5:26])
+    assert torch.equal(keep_mask(9, 0.5, *tile), keep_mask(9, 0.5, *whole)[:, :, 3:7, 5:26])
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_backends_drop_the_same_weights_forward_and_backward(mask: ch.Mask | Non
         output = ch.attention(*inputs, mask=mask, dropout=0.3, seed=5, backend=backend)
         return [output, *torch.autograd.grad(output.square().sum(), inputs)]
 
-    for found, right in zip(run("tiled"), run("reference"), strict=True):
-        torch.testing.assert_close(found, right)
+    for actual, right in zip(run("tiled"), run("reference"), strict=True):
+        torch.testing.assert_close(actual, right)
 
 
-def test_seed_decides() -> None:
+def test_equal_seeds_drop_equal_weights() -> None:
     inputs = tensors()
     same = [ch.attention(*inputs, dropout=0.5, seed=4) for _ in range(2)]
     assert torch.equal(*same)
@@ -117,8 +117,8 @@ def test_statistics_are_from_before_dropout() -> None:
     assert torch.equal(dropped, plain)
 
 
-def test_documents_longer_than_a_tile_beside_shorter_ones() -> None:
-    """Padding at the end of a group reaches into tiles of its own."""
+def test_dropout_in_documents_of_different_lengths() -> None:
+    """Padding at the end of a group fills whole tiles."""
     lengths = [90, 70, 88, 66] * 20
     query, key, value = tensors(batch=1, heads=8, kv_heads=8, q_len=sum(lengths), k_len=sum(lengths))
     mask = ch.Documents(lengths=lengths)

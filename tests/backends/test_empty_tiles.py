@@ -1,4 +1,4 @@
-"""Tables of blocks over many tiles of the CPU kernels, most of them empty: what is skipped changes no number."""
+"""Tables of blocks over many tiles of the CPU kernels, most of them empty: skipping them changes no result."""
 
 from __future__ import annotations
 
@@ -29,9 +29,15 @@ def test_blocks_give_the_formula_over_many_tiles(size: int, share: float, q_len:
     ]
     results = []
     for backend in ("native", "reference"):
-        seen = ch.observe_attention(*tensors, mask=mask, query_offset=offset, backend=backend, want=WANT)
+        observation = ch.observe_attention(*tensors, mask=mask, query_offset=offset, backend=backend, want=WANT)
         output = ch.attention(*tensors, mask=mask, query_offset=offset, backend=backend)
         grads = torch.autograd.grad(output.square().sum(), tensors)
-        statistics = (seen.lse, seen.entropy, seen.received, seen.heatmap_max, seen.heatmap_mean)
+        statistics = (
+            observation.lse,
+            observation.entropy,
+            observation.received,
+            observation.heatmap_max,
+            observation.heatmap_mean,
+        )
         results.append([output, *statistics, *grads])
     torch.testing.assert_close(*results, rtol=2e-4, atol=2e-4)

@@ -1,4 +1,4 @@
-"""Our masks and rules as FlexAttention's; the uncompiled call stands in for the GPU's."""
+"""Masks and rules as FlexAttention's; the uncompiled function replaces the GPU's."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def _flex(*arguments: Any, **options: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:.*return_lse")
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("rule", ["none", "alibi", "function"])
-def test_translation(mask: NamedMask, rule: str) -> None:
+def test_masks_and_rules_translate_to_flex(mask: NamedMask, rule: str) -> None:
     query, key, value = (tensor.detach() for tensor in tensors(value_dim=8))
     rules = RULES[rule].rules
     problem = Problem.of("attention", query, key, value, mask=mask.mask, scores=rules)
-    seen = flex.run(problem, Want(lse=True), call=_flex)
+    observation = flex.run(problem, Want(lse=True), call=_flex)
     want = ch.Want(lse=True)
     right = ch.observe_attention(query, key, value, mask=mask.mask, scores=rules, want=want, backend="reference")
-    torch.testing.assert_close(seen.output, right.output, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(observation.output, right.output, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:.*return_lse")
-def test_offset() -> None:
+def test_query_offset_translates_to_flex() -> None:
     query, key, value = (tensor.detach() for tensor in tensors(q_len=4, value_dim=8))
     problem = Problem.of("attention", query, key, value, mask=ch.Causal(), query_offset=9)
-    seen = flex.run(problem, Want(), call=_flex)
+    observation = flex.run(problem, Want(), call=_flex)
     right = ch.attention(query, key, value, mask=ch.Causal(), query_offset=9, backend="reference")
-    torch.testing.assert_close(seen.output, right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(observation.output, right, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.backends.dropout import kept
+from clearhead.backends.dropout import keep_mask
 from clearhead.masks.base import index_tensors
 from clearhead.ops.library import isa_names, library
 from tests.agreement import compare, needs_native
 from tests.problems import MASKS, RULES, tensors
-from tests.processes import told
+from tests.processes import reported
 
 pytestmark = needs_native
 SETS = isa_names()
@@ -47,12 +47,12 @@ class TestInstructionSets:
             ("nothing", "sink"),
         ],
     )  # fmt: skip
-    def test_masks_and_rules(self, mask: str, rule: str) -> None:
+    def test_every_set_agrees_under_masks_and_rules(self, mask: str, rule: str) -> None:
         compare("native", tensors(), mask=MASKS[mask].mask, scores=RULES[rule].rules)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("mask", ["none", "causal", "padding to nothing", "dense", "blocks"])
-    def test_dtypes(self, mask: str, dtype: torch.dtype) -> None:
+    def test_every_set_agrees_in_all_dtypes(self, mask: str, dtype: torch.dtype) -> None:
         compare("native", tensors(dtype=dtype), mask=MASKS[mask].mask)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -67,14 +67,14 @@ class TestInstructionSets:
         ],
         ids=str,
     )
-    def test_odd_sizes(self, sizes: dict[str, int], dtype: torch.dtype) -> None:
+    def test_every_set_agrees_in_odd_sizes(self, sizes: dict[str, int], dtype: torch.dtype) -> None:
         inputs = tensors(dtype=dtype, **sizes)
         compare("native", inputs, mask=None)
         compare("native", inputs, mask=ch.Causal() & ch.Window(50), query_offset=sizes["k_len"] - sizes["q_len"])
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize(("q_len", "heads"), [(1, 2), (1, 4), (3, 2), (2, 4), (5, 2), (4, 6)], ids=str)
-    def test_a_few_rows_read_keys_where_they_lie(self, q_len: int, heads: int, dtype: torch.dtype) -> None:
+    def test_few_rows_read_keys_without_packing(self, q_len: int, heads: int, dtype: torch.dtype) -> None:
         """One row to twelve for a key head, as many at a time as have registers; keys in fours and a rest."""
         inputs = tensors(dtype=dtype, q_len=q_len, k_len=1103, heads=heads, kv_heads=2, head_dim=64, value_dim=96)
         compare("native", inputs, mask=None)
@@ -82,7 +82,7 @@ class TestInstructionSets:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize(("head_dim", "value_dim"), [(80, 48), (48, 80), (24, 40), (16, 16), (96, 112)], ids=str)
-    def test_odd_numbers_of_vectors(self, head_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+    def test_head_sizes_of_odd_numbers_of_vectors(self, head_dim: int, value_dim: int, dtype: torch.dtype) -> None:
         """Vectors that come two by two, and one more; panels as wide as each other."""
         for q_len in (2, 40):
             inputs = tensors(dtype=dtype, q_len=q_len, k_len=301, head_dim=head_dim, value_dim=value_dim)
@@ -90,15 +90,15 @@ class TestInstructionSets:
             compare("native", inputs, mask=ch.Causal(), query_offset=301 - q_len)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-    def test_what_is_read_where_it_lies_and_what_is_not(self, dtype: torch.dtype) -> None:
-        """A tile with a hidden NaN is packed and cleaned, the others are read as they lie, all by the same queries."""
+    def test_tensors_read_in_place_and_packed_ones_agree(self, dtype: torch.dtype) -> None:
+        """A tile with a masked NaN is packed without it, the others are read in place, for the same queries."""
         query, key, value = tensors(dtype=dtype, q_len=2, k_len=1103, head_dim=64, value_dim=64)
         spoiled = value.detach().clone()
         spoiled[..., 1101, 5] = torch.nan
         compare("native", (query, key, spoiled.requires_grad_()), mask=ch.Padding([1100] * len(query)))
 
     @pytest.mark.parametrize("width", [3, 16, 19])
-    def test_halves_that_are_not_normal(self, width: int) -> None:
+    def test_subnormal_float16_inputs_agree(self, width: int) -> None:
         """They are normal floats, which attention does not take for 0; nor does it write them as 0."""
         query, key, value = (torch.full((1, 2, 40, width), 2.0**-place).half() for place in (1, 20, 24))
         output = ch.attention(query, key, value, scale=2.0**10, backend="native")
@@ -113,7 +113,7 @@ class TestInstructionSets:
         query, value = torch.zeros(2, 3, 7, 8, dtype=dtype), torch.eye(71, dtype=dtype).expand(2, 3, 71, 71)
         key = torch.zeros(2, 3, 71, 8, dtype=dtype)
         output = ch.attention(query, key, value, dropout=0.5, seed=2**40 + 3, query_offset=9, backend="native")
-        right = kept(2**40 + 3, 0.5, *index_tensors(2, 3, 7, 71, 9, torch.device("cpu")))
+        right = keep_mask(2**40 + 3, 0.5, *index_tensors(2, 3, 7, 71, 9, torch.device("cpu")))
         assert torch.equal(output != 0, right)
 
 
@@ -135,7 +135,7 @@ def _bits() -> str:
 )
 def test_the_variable_reaches_the_kernels() -> None:
     name = SETS[-1]
-    done = told(f"{BITS}\nprint(found)", environment={"CLEARHEAD_ISA": name, "CLEARHEAD_NATIVE": ""})
+    done = reported(f"{BITS}\nprint(found)", environment={"CLEARHEAD_ISA": name, "CLEARHEAD_NATIVE": ""})
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() != _bits_of(SETS[0])
     assert done.stdout.strip() == _bits_of(name)

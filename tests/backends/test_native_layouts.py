@@ -1,4 +1,4 @@
-"""The CPU kernels on tensors as they lie: views, layouts seen before, a cache that grows."""
+"""The CPU kernels on tensors of any layout: views, repeated calls, and a growing KV cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = needs_native
 
 
 class TestLayouts:
-    """Tensors are read where they lie."""
+    """Tensors are read without a copy."""
 
     def views(self) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         packed = draw(2, 50, 3 * 4 * 16, grad=False)
@@ -43,7 +43,7 @@ class TestLayouts:
         ["packed projection", "sliced cache", "heads expanded", "batch expanded", "one key over and over",
          "last axis strided", "every other row", "odd offsets", "one query, sliced cache", "several tiles"],
     )  # fmt: skip
-    def test_views_give_what_copies_give(self, name: str, dtype: torch.dtype) -> None:
+    def test_views_equal_copies(self, name: str, dtype: torch.dtype) -> None:
         """The same bits from a copy, forward and backward; the gradients reach what the views show."""
         views = self.views()[name]
         if dtype != torch.float32:
@@ -55,14 +55,15 @@ class TestLayouts:
             options = {"mask": mask, "query_offset": offset}
             plain = [ch.attention(*inputs, backend="native", **options) for inputs in (views, copies)]
             assert torch.equal(*plain)
-            found, right = (
-                results(tuple(own.detach().requires_grad_() for own in inputs), **options) for inputs in (views, copies)
+            of_views, right = (
+                results(tuple(tensor.detach().requires_grad_() for tensor in inputs), **options)
+                for inputs in (views, copies)
             )
-            assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
+            assert all(torch.equal(one, other) for one, other in zip(of_views, right, strict=True))
 
     @pytest.mark.parametrize("q_len", [16, 200])
-    def test_only_sound_values_are_read_where_they_lie(self, q_len: int) -> None:
-        """What nobody may attend to is NaN in one tile of several: that one is cleaned, the tensor is not."""
+    def test_masked_nan_values_are_not_read_and_not_modified(self, q_len: int) -> None:
+        """A forbidden key is NaN in one tile of several: the kernel ignores it and does not modify the tensor."""
         query = draw(1, 2, q_len, 64, grad=False)
         key, value = (draw(1, 2, 600, 64, seed=seed, grad=False) for seed in (1, 2))
         mask = ch.Padding(torch.tensor([599]))
@@ -76,8 +77,8 @@ class TestLayouts:
     def _recast(view: Tensor, dtype: torch.dtype) -> Tensor:
         """The view in another dtype with the same strides."""
         steps = sum(stride * (size - 1) for size, stride in zip(view.shape, view.stride(), strict=True))
-        room = torch.zeros(view.storage_offset() + steps + 1, dtype=dtype)
-        new = room.as_strided(view.shape, view.stride(), view.storage_offset())
+        memory = torch.zeros(view.storage_offset() + steps + 1, dtype=dtype)
+        new = memory.as_strided(view.shape, view.stride(), view.storage_offset())
         if 0 in view.stride():
             first = tuple(slice(0, 1) if s == 0 else slice(None) for s in view.stride())
             new[first].copy_(view[first])
@@ -86,10 +87,10 @@ class TestLayouts:
         return new
 
     @pytest.mark.parametrize("grad", [False, True])
-    def test_the_output_lies_as_query_does(self, grad: bool) -> None:
+    def test_output_has_the_layout_of_query(self, grad: bool) -> None:
         query = draw(2, 50, 4, 16, grad=grad)
         key = draw(2, 4, 50, 16, grad=grad)
-        for _ in range(2):  # the second call may be played back
+        for _ in range(2):
             side_by_side = ch.attention(query.transpose(1, 2), key, key, backend="native")
             assert side_by_side.transpose(1, 2).is_contiguous()
             assert ch.attention(key, key, key, backend="native").is_contiguous()
@@ -110,23 +111,23 @@ class TestLayouts:
         torch.testing.assert_close(run(packed, "native").double(), right, rtol=1e-4, atol=1e-5)
 
     @pytest.mark.parametrize("grad", [False, True])
-    def test_a_lazy_negative(self, grad: bool) -> None:
-        """The imaginary part of a conjugate holds its numbers with the other sign."""
+    def test_negative_view_is_resolved(self, grad: bool) -> None:
+        """The imaginary part of a conjugate is a view with a lazy sign."""
         lazy = torch.complex(draw(1, 2, 9, 8, grad=False), draw(1, 2, 9, 8, seed=1, grad=False)).conj().imag
         assert lazy.is_neg()
         other = draw(1, 2, 9, 8, seed=2, grad=grad)
         for place in range(3):
             inputs = [other, other, other]
             inputs[place] = lazy
-            found = ch.attention(*inputs, backend="native")
+            output = ch.attention(*inputs, backend="native")
             inputs[place] = lazy.resolve_neg()
-            torch.testing.assert_close(found, ch.attention(*inputs, backend="reference"))
+            torch.testing.assert_close(output, ch.attention(*inputs, backend="reference"))
 
 
 class TestAgain:
-    """A call whose layout was seen before takes a shorter way, and must be the same call."""
+    """Repeated calls with changed options compute what the options say."""
 
-    def test_what_differs_is_seen(self) -> None:
+    def test_options_change_the_result(self) -> None:
         query, key, value = (draw(1, 2, n, 16, seed=n, grad=False) for n in (6, 40, 40))
         plain = ch.attention(query, key, value, backend="native")
         for options in (
@@ -141,8 +142,8 @@ class TestAgain:
             assert torch.equal(ch.attention(query, key, value, backend="native"), plain)
         assert ch.attention(query.requires_grad_(), key, value, backend="native").requires_grad
 
-    def test_mistakes_stay_mistakes(self) -> None:
-        """No offset was given: that another call gave one does not help."""
+    def test_missing_offset_raises_after_a_valid_call(self) -> None:
+        """A missing offset raises, although an earlier call had one."""
         query, key = draw(1, 2, 6, 16, grad=False), draw(1, 2, 40, 16, grad=False)
         for offset in (0, 34):
             ch.attention(query, key, key, mask=ch.Causal(), query_offset=offset, backend="native")
@@ -154,7 +155,7 @@ class TestDecoding:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("mask", [ch.Causal(), ch.Causal() & ch.Window(40)], ids=repr)
     @pytest.mark.parametrize("head_dim", [24, 64])
-    def test_step_by_step_equals_the_whole(self, dtype: torch.dtype, mask: ch.Mask, head_dim: int) -> None:
+    def test_decoding_equals_the_whole(self, dtype: torch.dtype, mask: ch.Mask, head_dim: int) -> None:
         """A prompt, then tokens one by one and three by three, through a cache."""
         query = draw(2, 8, 140, head_dim, dtype=dtype, grad=False)
         key, value = (draw(2, 2, 140, head_dim, seed=seed, dtype=dtype, grad=False) for seed in (1, 2))
@@ -169,6 +170,6 @@ class TestDecoding:
             start += count
         assert start == 140
         stepped = torch.cat(parts, dim=2)
-        # Each is as near to the exact numbers as the other may be, twice over.
+        # Both errors are within the budget, so the difference is within twice the budget.
         within_budget("stepped", stepped, whole, exact, terms=140)
         within_budget("whole", whole, stepped, exact, terms=140)

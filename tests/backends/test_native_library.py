@@ -1,4 +1,4 @@
-"""Loading the compiled kernels: found, refused with a reason, and held against the C header."""
+"""Loading of the compiled kernels: found, refused with a reason, and compared with the C header."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clearhead.ops import binary
 from clearhead.ops import library as native_library
 from clearhead.ops.dropout import LEVELS
 from clearhead.ops.kinds import DTYPES, MAX_HEAD_DIM, MAX_RULES, Activation, Feature, Gate, NormKind
-from tests.processes import told
+from tests.processes import reported
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = ROOT / "native" / "include" / "clearhead_native.h"
@@ -45,7 +45,7 @@ def header() -> str:
 
 def in_a_new_process(code: str, **environment: str) -> str:
     cleared = {"CLEARHEAD_NATIVE": "", "CLEARHEAD_ISA": ""}
-    done = told(
+    done = reported(
         f"from clearhead.ops import library as n\n{code}",
         environment=cleared | environment,
     )
@@ -54,7 +54,7 @@ def in_a_new_process(code: str, **environment: str) -> str:
 
 
 def a_library(folder: Path, source: str) -> Path:
-    """Compile a few lines of C into a library that stands in for ours."""
+    """Compile a few lines of C into a library that replaces the kernels'."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("there is no C compiler")
@@ -105,9 +105,9 @@ class TestHeader:
         assert {prefix + one.name: str(one.value) for one in kinds}.items() <= declared.items()
 
     def test_dtypes(self) -> None:
-        found = re.search(r"enum ch_dtype \{(.*?)\}", header(), flags=re.DOTALL)
-        assert found
-        names = [name.lower() for name in re.findall(r"CH_(\w+) =", found[1])]
+        match = re.search(r"enum ch_dtype \{(.*?)\}", header(), flags=re.DOTALL)
+        assert match
+        names = [name.lower() for name in re.findall(r"CH_(\w+) =", match[1])]
         assert names == [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 
     @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ class TestHeader:
         [("ABI", binary.ABI), ("LEVELS", LEVELS), ("MAX_HEAD_DIM", MAX_HEAD_DIM), ("MAX_RULES", MAX_RULES)],
     )
     def test_limits(self, name: str, number: int) -> None:
-        found = re.search(rf"#define CH_{name} (\d+)", header())
-        assert found
-        assert int(found[1]) == number
+        match = re.search(rf"#define CH_{name} (\d+)", header())
+        assert match
+        assert int(match[1]) == number
 
 
 @needs_library
@@ -127,7 +127,7 @@ class TestLoaded:
         assert native_library.library() is not None
 
     def test_intel_widens_bfloat16(self, fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The widest set, but for dot products of bfloat16 on Intel's processors."""
+        """The widest set, except bf16 dot-product instructions on Intel's processors."""
         monkeypatch.delenv("CLEARHEAD_ISA", raising=False)
         library, names = native_library.library(), native_library.isa_names()
         assert library is not None
@@ -138,8 +138,8 @@ class TestLoaded:
         assert native_library.isa_name() == (intel if is_intel else other)
 
     def test_every_process_takes_the_same_set(self, fresh: None) -> None:
-        seen = {in_a_new_process("print(n.isa_name())").strip() for _ in range(5)}
-        assert seen == {native_library.isa_name()}
+        printed = {in_a_new_process("print(n.isa_name())").strip() for _ in range(5)}
+        assert printed == {native_library.isa_name()}
 
     @pytest.mark.parametrize("switch", ["", "0"])
     def test_import_loads_it_unless_it_is_switched_off(self, switch: str) -> None:
@@ -151,11 +151,11 @@ class TestLoaded:
         assert done.stdout.strip() == str(not switch)
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-    def test_a_child_that_was_forked_after_use_still_answers(self) -> None:
+    def test_forked_child_computes(self) -> None:
         """GNU's OpenMP waits for ever for the threads that the parent had."""
         assert in_a_new_process(FORK) == "0"
 
-    def test_it_brings_no_openmp_of_its_own(self) -> None:
+    def test_library_links_no_openmp(self) -> None:
         """torch's is the only one; the C++ library and libtorch are those that torch has loaded."""
         readelf = shutil.which("readelf")
         if readelf is None:
@@ -174,50 +174,50 @@ class TestChoice:
         monkeypatch.setenv("CLEARHEAD_ISA", forced)
         assert native_library.isa_name() == forced
 
-    def test_a_set_that_is_none(self, fresh: None) -> None:
-        seen = in_a_new_process("print(n.reason(), n.library(), n.isa_index(), sep='\\n')", CLEARHEAD_ISA="avx9")
-        said, library, index = seen.splitlines()
+    def test_unknown_instruction_set_is_refused(self, fresh: None) -> None:
+        printed = in_a_new_process("print(n.reason(), n.library(), n.isa_index(), sep='\\n')", CLEARHEAD_ISA="avx9")
+        said, library, index = printed.splitlines()
         names = ", ".join(native_library.isa_names())
         assert said == f"cannot run: CLEARHEAD_ISA='avx9' names no instruction set; here there are {names}"
         assert (library, index) == ("None", "-1")
 
     def test_switched_off(self) -> None:
-        seen = in_a_new_process("print(n.reason(), n.library(), n.isa_name(), n.isa_names())", CLEARHEAD_NATIVE="0")
-        assert seen == "is switched off by CLEARHEAD_NATIVE=0 None None []"
+        printed = in_a_new_process("print(n.reason(), n.library(), n.isa_name(), n.isa_names())", CLEARHEAD_NATIVE="0")
+        assert printed == "is switched off by CLEARHEAD_NATIVE=0 None None []"
 
 
 @pytest.mark.usefixtures("fresh")
 class TestRefused:
-    def test_not_built(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_reason_without_a_build(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(binary, "PATH", tmp_path / "absent.so")
         assert native_library.library() is None
         assert (native_library.reason() or "").startswith("is not built")
 
-    def test_not_a_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_reason_for_a_file_that_is_no_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "text.so").write_text("text", encoding="utf-8")
         monkeypatch.setattr(binary, "PATH", tmp_path / "text.so")
         said = native_library.reason() or ""
         assert said.startswith("was built for another machine")
         assert "\n" not in said
 
-    def test_functions_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_reason_for_missing_functions(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = a_library(tmp_path, f"int ch_abi(void) {{ return {binary.ABI}; }}")
         monkeypatch.setattr(binary, "PATH", path)
         assert "ch_isa_best" in (native_library.reason() or "")
 
-    def test_another_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_reason_for_another_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         abi = binary.ABI + 1
         monkeypatch.setattr(binary, "PATH", a_library(tmp_path, f"int ch_abi(void) {{ return {abi}; }}"))
         assert native_library.library() is None
         expected = f"is of another version of clearhead ({abi} instead of {binary.ABI}): install again"
         assert native_library.reason() == expected
 
-    def test_operators_that_torch_refuses(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_reason_when_torch_refuses_the_operators(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(binary, "PATH", a_library(tmp_path, FAKE % (binary.ABI, "no such symbol")))
         assert native_library.library() is None
         assert native_library.reason() == "was built for another torch (no such symbol)"
 
-    def test_a_processor_that_lacks_a_set(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_instruction_set_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(binary, "PATH", a_library(tmp_path, GOOD))
         monkeypatch.setenv("CLEARHEAD_ISA", "modern")
         assert native_library.reason() == (

@@ -42,36 +42,36 @@ def _in_strips(inputs: tuple[Tensor, ...], slope: Tensor, causal: bool, dtype: t
 
 class TestLongRows:
     @pytest.mark.parametrize("mask", [None, ch.Causal(), ch.Window(20_000)], ids=repr)
-    def test_32k_keys(self, mask: ch.Mask | None) -> None:
+    def test_32k_keys_keep_the_budget(self, mask: ch.Mask | None) -> None:
         inputs = tensors(batch=1, heads=2, kv_heads=1, q_len=3, k_len=2**15, head_dim=64, value_dim=64)
         compare("native", inputs, mask=mask, query_offset=2**15 - 3)
 
     @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
-    def test_8k_squared(self, causal: bool) -> None:
+    def test_8k_tokens_keep_the_budget(self, causal: bool) -> None:
         inputs = tuple(draw(1, 1, 8192, 16, seed=seed) for seed in range(3))
         slope = draw(1, 1, 8192, 16, seed=3, grad=False)
         output = ch.attention(*inputs, mask=ch.Causal() if causal else None, backend="native")
-        found = [output, *torch.autograd.grad(output, inputs, slope)]
+        results = [output, *torch.autograd.grad(output, inputs, slope)]
         textbook, exact = (_in_strips(inputs, slope, causal, dtype) for dtype in (torch.float32, torch.float64))
-        for name, *three in zip(("output", "dquery", "dkey", "dvalue"), found, textbook, exact, strict=True):
+        for name, *three in zip(("output", "dquery", "dkey", "dvalue"), results, textbook, exact, strict=True):
             within_budget(name, *three, terms=8192)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("q_len", [97, 200, 17_000])
     def test_several_tiles_of_keys_read_the_same_queries(self, q_len: int, dtype: torch.dtype) -> None:
-        """Backward lays queries out once for all tiles, or, where they are too many to keep, again for each."""
+        """Backward packs queries once for all tiles, or once per tile if they are too many."""
         drawn = [draw(1, 1, n, 64, seed=seed, dtype=dtype) for seed, n in enumerate((q_len, 600, 600))]
         inputs, slope = tuple(drawn), draw(1, 1, q_len, 64, seed=3, dtype=dtype, grad=False)
         output = ch.attention(*inputs, backend="native")
-        found = [output, *torch.autograd.grad(output, inputs, slope)]
+        results = [output, *torch.autograd.grad(output, inputs, slope)]
         textbook, exact = (_in_strips(inputs, slope, False, kind) for kind in (dtype, torch.float64))
-        for name, *three in zip(("output", "dquery", "dkey", "dvalue"), found, textbook, exact, strict=True):
+        for name, *three in zip(("output", "dquery", "dkey", "dvalue"), results, textbook, exact, strict=True):
             within_budget(name, *three, terms=max(q_len, 600))
 
     @pytest.mark.parametrize(
         ("q_len", "k_len", "summed"), [(256, 16384, ("dquery",)), (16384, 256, ("dkey", "dvalue"))]
     )
-    def test_bfloat16_is_nearer_than_sdpa(self, q_len: int, k_len: int, summed: tuple[str, ...]) -> None:
+    def test_bfloat16_error_is_below_that_of_sdpa(self, q_len: int, k_len: int, summed: tuple[str, ...]) -> None:
         """Gradients of long rows are summed in float32, torch's in bfloat16: measured 3.3 to 4.2 times as far off."""
         inputs = tuple(draw(1, 2, n, 64, seed=n + 1, dtype=torch.bfloat16) for n in (q_len, k_len, k_len))
         slope = draw(1, 2, q_len, 64, seed=3, dtype=torch.bfloat16, grad=False)
@@ -88,9 +88,9 @@ class TestLongRows:
         self, run: Callable[..., Tensor], inputs: tuple[Tensor, ...], slope: Tensor, exact: list[Tensor]
     ) -> dict[str, float]:
         output = run(*inputs)
-        found = [output, *torch.autograd.grad(output, inputs, slope)]
+        results = [output, *torch.autograd.grad(output, inputs, slope)]
         names = ("output", "dquery", "dkey", "dvalue")
         return {
             name: (one.double() - right).square().mean().sqrt().item()
-            for name, one, right in zip(names, found, exact, strict=True)
+            for name, one, right in zip(names, results, exact, strict=True)
         }

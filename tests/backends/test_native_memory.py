@@ -1,4 +1,4 @@
-"""Memory of results that are gone, kept for others: what a tensor in it is and can do, and what is kept."""
+"""The cache of freed memory for results: properties of tensors in it, and its size."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 import clearhead as ch
 from clearhead.ops import library as native_library
 from clearhead.ops.memory import kept_memory, limit
-from tests.processes import told
+from tests.processes import reported
 
-pytestmark = pytest.mark.skipif(native_library.library() is None, reason="the CPU kernels are not here")
+pytestmark = pytest.mark.skipif(native_library.library() is None, reason="the CPU kernels are not installed")
 
 MIB = 2**20
 
@@ -45,17 +45,17 @@ def a_mib(count: int = 1) -> Tensor:
 @pytest.mark.parametrize("shape", [(3, 0, 5), (7,), (1024, 1024), (2, 3, 512, 512), (2, 2, 2, 512, 256)])
 def test_a_result_is_a_plain_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     plain = torch.zeros(shape, dtype=dtype)
-    found = result_of(plain)
-    assert (found.shape, found.stride(), found.dtype) == (plain.shape, plain.stride(), dtype)
-    assert type(found) is Tensor
-    assert found.is_contiguous()
-    assert not found._is_view()
-    assert not found.requires_grad
-    assert found.nbytes < MIB or found.data_ptr() % 64 == 0
-    assert torch.equal(found.fill_(2.0), plain.fill_(2.0))
+    result = result_of(plain)
+    assert (result.shape, result.stride(), result.dtype) == (plain.shape, plain.stride(), dtype)
+    assert type(result) is Tensor
+    assert result.is_contiguous()
+    assert not result._is_view()
+    assert not result.requires_grad
+    assert result.nbytes < MIB or result.data_ptr() % 64 == 0
+    assert torch.equal(result.fill_(2.0), plain.fill_(2.0))
 
 
-def test_what_is_gone_is_used_again() -> None:
+def test_freed_memory_is_reused() -> None:
     first = a_mib(6)
     place = first.data_ptr()
     assert kept_memory() == 0
@@ -66,7 +66,7 @@ def test_what_is_gone_is_used_again() -> None:
     assert kept_memory() == 0
 
 
-def test_a_part_of_a_result_keeps_all_of_it() -> None:
+def test_view_keeps_the_allocation_alive() -> None:
     whole = a_mib(4)
     part = whole.fill_(3.0)[1, :5]
     del whole
@@ -75,45 +75,45 @@ def test_a_part_of_a_result_keeps_all_of_it() -> None:
     assert part.tolist() == [3.0] * 5
 
 
-def test_small_results_are_the_c_librarys() -> None:
+def test_small_results_use_the_c_allocator() -> None:
     result_of(torch.zeros(1024))
     assert kept_memory() == 0
 
 
-def test_release_tells_what_was_kept() -> None:
+def test_release_returns_the_cached_bytes() -> None:
     a_mib(3)
     assert ch.release_memory() == 3 * MIB
     assert kept_memory() == ch.release_memory() == 0
 
 
-def test_attention_and_its_gradients_use_it() -> None:
+def test_attention_and_its_gradients_use_the_cache() -> None:
     parts = [torch.randn(1, 8, 512, 64, requires_grad=True) for _ in range(3)]
     output = ch.attention(*parts, backend="native")
     first = torch.autograd.grad(output, parts, torch.ones_like(output))
-    kept = kept_memory()
+    cached = kept_memory()
     # What the output leaves, here its gradients took.
     del output, first
-    assert kept_memory() == kept + 4 * MIB
+    assert kept_memory() == cached + 4 * MIB
     with torch.no_grad():
         outputs = [ch.attention(*parts, backend="native") for _ in range(2)]
-    assert kept_memory() == kept + 2 * MIB
+    assert kept_memory() == cached + 2 * MIB
     assert torch.equal(*outputs)
 
 
 def test_a_tensor_can_be_saved_shared_changed_and_given_to_numpy() -> None:
-    own = a_mib(2).fill_(5.0)
+    tensor = a_mib(2).fill_(5.0)
     buffer = io.BytesIO()
-    torch.save(own, buffer)
+    torch.save(tensor, buffer)
     buffer.seek(0)
-    assert torch.equal(torch.load(buffer, weights_only=True), own)
-    assert own.numpy().sum() == 5.0 * own.numel()
-    assert own.add_(1.0)[0, 0] == 6.0
-    assert own.clone().share_memory_()[0, 0] == 6.0
-    assert torch.equal(own.share_memory_(), own)
-    assert own.to(torch.float64)[0, 0] == 6.0
+    assert torch.equal(torch.load(buffer, weights_only=True), tensor)
+    assert tensor.numpy().sum() == 5.0 * tensor.numel()
+    assert tensor.add_(1.0)[0, 0] == 6.0
+    assert tensor.clone().share_memory_()[0, 0] == 6.0
+    assert torch.equal(tensor.share_memory_(), tensor)
+    assert tensor.to(torch.float64)[0, 0] == 6.0
 
 
-def test_a_learned_tensor_may_lie_in_it() -> None:
+def test_parameter_may_use_cached_memory() -> None:
     weight = torch.nn.Parameter(a_mib().zero_())
     optimizer = torch.optim.AdamW([weight])
     weight.grad = a_mib().fill_(1.0)
@@ -127,8 +127,8 @@ def test_threads_do_not_share_a_block() -> None:
 
     def work(number: int) -> None:
         for round in range(60):
-            own = a_mib(1 + (number + round) % 3).fill_(float(number))
-            if not bool((own == number).all()):
+            tensor = a_mib(1 + (number + round) % 3).fill_(float(number))
+            if not bool((tensor == number).all()):
                 wrong.append(number)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
@@ -183,6 +183,6 @@ def test_a_bad_variable_is_refused() -> None:
 
 
 def ask(*values: str) -> list[str]:
-    done = told(ASK, values)
+    done = reported(ASK, values)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""The CPU kernels on documents and padding: each segment an attention of its own."""
+"""The CPU kernels on documents and padding: each segment is a separate attention."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(query: Tensor, key: Tensor, value: Tensor, arrived: Tensor, mask: ch.Mas
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("lengths", [LENGTHS, LONG], ids=["many", "long"])
 @pytest.mark.parametrize("dim", [16, 32])
-def test_a_packed_document_has_the_bits_it_has_alone(
+def test_packed_document_is_bitwise_equal_to_it_alone(
     lengths: list[int], causal: bool, dtype: torch.dtype, dim: int
 ) -> None:
     given = tensors(1, 4, sum(lengths), dim, dtype=dtype)
@@ -48,7 +48,7 @@ def test_a_packed_document_has_the_bits_it_has_alone(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_padded_sequence_has_the_bits_it_has_alone(dtype: torch.dtype) -> None:
+def test_padded_sequence_is_bitwise_equal_to_it_alone(dtype: torch.dtype) -> None:
     lengths = [60, 33, 0, 1]
     given = tensors(4, 3, 60, 16, dtype=dtype)
     padded = run(*given, mask=ch.Padding(torch.tensor(lengths)))
@@ -66,7 +66,7 @@ def test_a_padded_sequence_has_the_bits_it_has_alone(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_what_is_not_finite_stays_in_its_document(bad: float, causal: bool) -> None:
+def test_nan_stays_in_its_document(bad: float, causal: bool) -> None:
     given = tensors(1, 2, 100, 16, dtype=torch.float32)
     mask: ch.Mask = ch.Documents([40, 60])
     mask = mask & ch.Causal() if causal else mask
@@ -79,7 +79,7 @@ def test_what_is_not_finite_stays_in_its_document(bad: float, causal: bool) -> N
 
 
 @pytest.mark.parametrize("k_len", [256, 257])
-def test_the_exact_output_is_saved_only_where_keys_are_many(k_len: int) -> None:
+def test_float32_output_is_saved_for_many_keys_only(k_len: int) -> None:
     query, key, value = (draw(1, 2, length, 16, seed=length).bfloat16() for length in (30, k_len, k_len))
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda each: [saved.append(each), each][1], lambda each: each):
@@ -88,22 +88,22 @@ def test_the_exact_output_is_saved_only_where_keys_are_many(k_len: int) -> None:
     assert len(exact) == (k_len > 256)
 
 
-def test_backward_says_where_a_mask_meets_nan() -> None:
+def test_backward_reports_nan_under_a_mask() -> None:
     """The operator's last result; its gradients are then of no use."""
     query, key, value, arrived = tensors(1, 2, 40, 16, dtype=torch.float32)
     _, softmax = torch.ops.clearhead.attention_forward(query, key, value, 0.25, 2, after=0)
     for bad, finite in ((0.0, True), (float("nan"), False), (float("inf"), False)):
         key[0, 1, 39, 3] = bad
-        found = torch.ops.clearhead.attention_gradients(arrived, query, key, value, softmax, None, 0.25, after=0)
-        assert found[1] is finite
+        grads = torch.ops.clearhead.attention_gradients(arrived, query, key, value, softmax, None, 0.25, after=0)
+        assert grads[1] is finite
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("keys", [0, 600])
-def test_a_thread_that_was_never_asked_before_sees_nothing_at_first(keys: int, dtype: torch.dtype) -> None:
-    """What a thread keeps between calls is not there yet, and such queries need none of it."""
+def test_first_call_of_a_thread_without_keys_gives_zeros(keys: int, dtype: torch.dtype) -> None:
+    """A new thread has no workspace yet, and queries without keys need none."""
     query, key, value, arrived = tensors(1, 2, 600, 16, dtype=dtype)
     mask = ch.Padding([0]) if keys else None
     with ThreadPoolExecutor(1) as fresh:
-        found = fresh.submit(run, query, key[:, :, :keys], value[:, :, :keys], arrived, mask).result()
-    assert all(not tensor.any() for tensor in found)
+        results = fresh.submit(run, query, key[:, :, :keys], value[:, :, :keys], arrived, mask).result()
+    assert all(not tensor.any() for tensor in results)

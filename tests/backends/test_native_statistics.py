@@ -1,4 +1,4 @@
-"""Statistics of the CPU kernels, beyond what every backend is asked: bits, instruction sets, memory."""
+"""Statistics of the CPU kernels, besides the tests of every backend: bitwise results, instruction sets, memory."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def inputs_of(way: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tenso
     return tuple(draw(batch, h, t, dim, seed=s, dtype=dtype, grad=False) for s, (h, t) in enumerate(sizes))
 
 
-def tensors_of(seen: ch.Observation) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in vars(seen).items() if value is not None}
+def tensors_of(observation: ch.Observation) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in vars(observation).items() if value is not None}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.usefixtures("_threads")
-def test_every_way_and_the_same_bits_at_any_thread_count(way: str, causal: bool, dtype: torch.dtype) -> None:
+def test_statistics_are_bitwise_equal_at_any_thread_count(way: str, causal: bool, dtype: torch.dtype) -> None:
     inputs = inputs_of(way, dtype)
     q_len, k_len = inputs[0].shape[2], inputs[1].shape[2]
     options = {"mask": ch.Causal() if causal else None, "query_offset": k_len - q_len}
@@ -60,9 +60,9 @@ def test_every_way_and_the_same_bits_at_any_thread_count(way: str, causal: bool,
     alone = ch.observe_attention(*inputs, want=want, backend="native", **options)
     for threads in (2, 5):
         torch.set_num_threads(threads)
-        again = ch.observe_attention(*inputs, want=want, backend="native", **options)
+        second = ch.observe_attention(*inputs, want=want, backend="native", **options)
         for name, right in tensors_of(alone).items():
-            assert torch.equal(getattr(again, name), right), f"{name} at {threads} threads"
+            assert torch.equal(getattr(second, name), right), f"{name} at {threads} threads"
 
 
 @pytest.mark.parametrize("name", native_library.isa_names())
@@ -75,25 +75,25 @@ def test_every_instruction_set(name: str, mask: str, rule: str) -> None:
     check_statistics("native", inputs, everything(inputs, top_k=20), mask=MASKS[mask].mask, scores=RULES[rule].rules)
 
 
-def test_what_has_no_gradient_says_so() -> None:
+def test_statistics_without_gradient_do_not_require_one() -> None:
     inputs = tensors()
-    seen = ch.observe_attention(*inputs, want=everything(inputs), backend="native")
-    learned = {name for name, value in tensors_of(seen).items() if value.requires_grad}
+    observation = ch.observe_attention(*inputs, want=everything(inputs), backend="native")
+    learned = {name for name, value in tensors_of(observation).items() if value.requires_grad}
     assert learned == {"output", "lse", "max_score", "entropy", "distance", "sink", "received"}
 
 
 @pytest.mark.parametrize("want", [ch.Want(rows=[0]), ch.Want(lse=True, row_weights=torch.ones(1, 1, 2, 1))])
-def test_auto_gives_exact_rows_and_row_weights_with_a_gradient_where_one_is_needed(want: ch.Want) -> None:
+def test_auto_gives_rows_and_row_weights_a_gradient_when_needed(want: ch.Want) -> None:
     query, key, value = tensors()
     inputs = query[:, :, :1], key, value
-    seen = ch.observe_attention(*inputs, want=want)
-    assert all(each.requires_grad for each in tensors_of(seen).values())
+    observation = ch.observe_attention(*inputs, want=want)
+    assert all(each.requires_grad for each in tensors_of(observation).values())
     assert ch.explain_dispatch(*inputs, want=want).choice == "tiled"
     with torch.no_grad():
         assert ch.explain_dispatch(*inputs, want=want).choice == "native"
 
 
-def test_learned_row_weights_go_where_they_learn() -> None:
+def test_learned_row_weights_choose_a_backend_with_their_gradient() -> None:
     inputs = tensors()
     want = ch.Want(row_weights=torch.ones(1, 1, 1, inputs[0].shape[2], requires_grad=True))
     assert ch.explain_dispatch(*inputs, want=want).choice == "tiled"
@@ -102,14 +102,16 @@ def test_learned_row_weights_go_where_they_learn() -> None:
 
 
 def test_the_largest_score_of_a_decoded_token_has_a_gradient() -> None:
-    # Forward reads such keys where they lie, backward packs them: their largest scores differ in the last bit.
+    # Forward reads such keys in place, backward packs them: their largest scores differ by 1 ULP.
     query, key, value = (tensor.requires_grad_() for tensor in inputs_of("keys where they lie"))
-    seen = ch.observe_attention(query, key, value, want=ch.Want(max_score=True), backend="native", query_offset=298)
-    found = torch.autograd.grad(seen.max_score.sum(), query)[0]
+    observation = ch.observe_attention(
+        query, key, value, want=ch.Want(max_score=True), backend="native", query_offset=298
+    )
+    grad = torch.autograd.grad(observation.max_score.sum(), query)[0]
     groups = query.shape[1] // key.shape[1]
     scores = query.detach() @ key.detach().repeat_interleave(groups, dim=1).transpose(-2, -1)
     best = key.detach().repeat_interleave(groups, dim=1).gather(2, scores.argmax(dim=-1)[..., None].expand_as(query))
-    torch.testing.assert_close(found, best * query.shape[-1] ** -0.5)
+    torch.testing.assert_close(grad, best * query.shape[-1] ** -0.5)
 
 
 LONG = """
@@ -131,7 +133,7 @@ print((peak() - before) // 1024, round(float(seen.received.double().sum())))
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of resident memory from Linux's /proc")
-def test_everything_at_32768_tokens_in_400_mib() -> None:
+def test_all_statistics_of_32768_tokens_fit_400_mib() -> None:
     done = subprocess.run([sys.executable, "-c", LONG], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     mib, mass = map(int, done.stdout.split())

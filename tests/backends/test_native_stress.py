@@ -1,4 +1,4 @@
-"""The CPU kernels among threads and processes: same bits with any number of threads, many callers, forks, no leaks."""
+"""The CPU kernels with threads and processes: bitwise equal results at any thread count, concurrent callers, forks."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def test_any_number_of_threads_gives_the_same_bits(name: str, dtype: torch.dtype
     shape, options = DIVIDED[name]
     inputs = tuple(tensor.detach().to(dtype).requires_grad_() for tensor in _shape(*shape))
     plain = tuple(tensor.detach() for tensor in inputs)
-    seen = []
+    runs = []
     for threads in (1, 2, 3, 5, 1):
         torch.set_num_threads(threads)
         assert torch.get_num_threads() == threads
-        found = results(inputs, **options)
-        seen.append([*found, ch.attention(*plain, backend="native", **options)])
+        run = results(inputs, **options)
+        runs.append([*run, ch.attention(*plain, backend="native", **options)])
     names = ("output", "lse", "dquery", "dkey", "dvalue")
-    for threads, found in zip((2, 3, 5, 1), seen[1:], strict=True):
-        for place, (one, other) in enumerate(zip(seen[0], found, strict=True)):
+    for threads, run in zip((2, 3, 5, 1), runs[1:], strict=True):
+        for place, (one, other) in enumerate(zip(runs[0], run, strict=True)):
             what = names[place] if place < len(names) else "inference, or a rule's gradient"
             assert torch.equal(one, other), f"{what} with {threads} threads is not that with 1"
 
@@ -76,18 +76,18 @@ def test_any_number_of_threads_gives_the_same_bits(name: str, dtype: torch.dtype
 def test_forward_and_backward_need_not_have_the_same_threads() -> None:
     inputs = _shape(1, 3, 3, 500, 1100, 32)
     slope = draw(1, 3, 500, 32, seed=4, grad=False)
-    found = []
+    grads = []
     for forward, backward in ((1, 1), (5, 2), (2, 5)):
         torch.set_num_threads(forward)
         output = ch.attention(*inputs, mask=ch.Window(700, 100), query_offset=600, backend="native")
         torch.set_num_threads(backward)
-        found.append([output, *torch.autograd.grad(output, inputs, slope)])
-    for others in found[1:]:
-        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+        grads.append([output, *torch.autograd.grad(output, inputs, slope)])
+    for others in grads[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(grads[0], others, strict=True))
 
 
 class TestCallers:
-    """Python threads that call at once, each with its own work."""
+    """Python threads that call concurrently, each with different inputs."""
 
     SECONDS = 1.0
 
@@ -99,20 +99,20 @@ class TestCallers:
     def test_eight_at_once(self, threads: int) -> None:
         torch.set_num_threads(threads)
         work = self.work()
-        alone = [self.once(inputs, options) for inputs, options in work]
+        alone = [self.run_call(inputs, options) for inputs, options in work]
         barrier, wrong, counts = threading.Barrier(len(work)), [], [0] * len(work)
 
-        def call(own: int) -> None:
+        def call(caller: int) -> None:
             barrier.wait()
             stop = time.monotonic() + self.SECONDS
             while time.monotonic() < stop:
-                place = (own + counts[own]) % len(work)
-                found = self.once(*work[place])
-                if not all(torch.equal(one, right) for one, right in zip(found, alone[place], strict=True)):
+                place = (caller + counts[caller]) % len(work)
+                results = self.run_call(*work[place])
+                if not all(torch.equal(one, right) for one, right in zip(results, alone[place], strict=True)):
                     wrong.append(place)
-                counts[own] += 1
+                counts[caller] += 1
 
-        callers = [threading.Thread(target=call, args=(own,)) for own in range(len(work))]
+        callers = [threading.Thread(target=call, args=(caller,)) for caller in range(len(work))]
         for caller in callers:
             caller.start()
         for caller in callers:
@@ -122,14 +122,14 @@ class TestCallers:
         assert all(counts)
 
     @staticmethod
-    def once(inputs: tuple[Tensor, ...], options: dict[str, Any]) -> list[Tensor]:
-        plain = tuple(own.detach() for own in inputs)
+    def run_call(inputs: tuple[Tensor, ...], options: dict[str, Any]) -> list[Tensor]:
+        plain = tuple(tensor.detach() for tensor in inputs)
         return [ch.attention(*plain, backend="native", **options), *results(inputs, **options)]
 
     def test_the_number_of_threads_may_change_meanwhile(self) -> None:
         """Another thread's set_num_threads moves nothing but the speed."""
         inputs, options = _shape(1, 3, 3, 300, 600, 32), {"mask": ch.Causal(), "query_offset": 300}
-        right, stop = self.once(inputs, options), threading.Event()
+        right, stop = self.run_call(inputs, options), threading.Event()
 
         def change() -> None:
             while not stop.is_set():
@@ -141,8 +141,8 @@ class TestCallers:
         try:
             for count in (2, 1, 5, 3) * 3:
                 torch.set_num_threads(count)
-                found = self.once(inputs, options)
-                assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
+                results = self.run_call(inputs, options)
+                assert all(torch.equal(one, other) for one, other in zip(results, right, strict=True))
         finally:
             stop.set()
             changer.join()
@@ -198,8 +198,8 @@ def resident() -> int:
 
 @pytest.mark.skipif(not STATM.exists(), reason="this system does not say how much memory is in use")
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_thread_takes_its_memory_along(threads: int) -> None:
-    """Scratch is kept between the calls of a thread, and freed with it."""
+def test_thread_frees_its_workspace_at_its_end(threads: int) -> None:
+    """A thread's workspace is reused between its calls, and freed with the thread."""
     torch.set_num_threads(threads)
     inputs = _shape(1, 4, 4, 97, 8000, 64)
 
@@ -208,13 +208,13 @@ def test_a_thread_takes_its_memory_along(threads: int) -> None:
 
     def one_after_another(count: int) -> None:
         for _ in range(count):
-            own = threading.Thread(target=call)
-            own.start()
-            own.join()
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
 
     one_after_another(5)
     before = resident()
     one_after_another(50)
     grown = resident() - before
-    # One thread's keys alone, packed for all four heads, are 16 MB: kept by all, 800. The allocator holds some back.
+    # One thread's packed keys of all four heads are 16 MB: kept alive by all, 800. The allocator caches some memory.
     assert grown < 50 * 2**24 / 10, f"50 threads left {grown / 2**20:.0f} MiB behind"

@@ -1,4 +1,4 @@
-"""Masks that are neither bands nor runs reach the CPU kernels as a table: how it is asked for, and what is skipped."""
+"""Masks that are neither bands nor intervals become a table for the CPU kernels: its evaluation, and skipped tiles."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ pytestmark = needs_native
 
 
 @pytest.mark.parametrize("strip", [1, 7 * 71, 2**20])
-def test_a_function_is_asked_in_strips(strip: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mask_function_is_evaluated_in_strips(strip: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "_STRIP", strip)
-    seen: list[int] = []
+    rows: list[int] = []
 
     def sparse(batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        seen.append(max(q_pos.shape[2], 1) * k_pos.shape[3])
+        rows.append(max(q_pos.shape[2], 1) * k_pos.shape[3])
         return (q_pos * 7 + k_pos * 13 + head) % 5 > 1
 
     inputs = tensors(q_len=61, k_len=71)
     compare("native", inputs, mask=ch.MaskFunction(sparse), query_offset=3)
     if strip == 1:
-        assert 71 in seen  # a row at a time
+        assert 71 in rows  # a row at a time
 
 
 @pytest.mark.parametrize("by_head", [False, True])
-def test_one_place_tells_whether_heads_differ(by_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_place_shows_whether_heads_differ(by_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same table for all heads counts once against the limit."""
     monkeypatch.setattr(native, "_MAX_TABLE_ENTRIES", 13 * 13)
     mask = ch.MaskFunction(lambda b, h, i, j: ((i * 7 + j * 13) % 5 > 1) | ((h if by_head else 0) == 1))
@@ -41,7 +41,7 @@ def test_one_place_tells_whether_heads_differ(by_head: bool, monkeypatch: pytest
 
 @pytest.mark.parametrize("before", [0, 5, 8, 31])
 @pytest.mark.parametrize("start", [0, 3, 64])
-def test_empty_stretches_of_a_table_are_passed_over(before: int, start: int) -> None:
+def test_empty_intervals_of_a_table_are_skipped(before: int, start: int) -> None:
     """Eight places at a time, and the last few one by one, from both ends and at any place."""
     inputs = tensors(q_len=130, k_len=203)
     window = ch.Window(before).dense(130, 203, query_offset=start)

@@ -1,4 +1,4 @@
-"""OpenMP that a library brought for itself alone is found by others afterwards, and none is loaded for that."""
+"""An OpenMP library that was loaded with local symbols becomes global, and no second one is loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from clearhead.ops import openmp
-from tests.processes import told
+from tests.processes import reported
 
 MAPS = Path("/proc/self/maps")
 needs_maps = pytest.mark.skipif(not MAPS.exists(), reason="this system does not list what is loaded")
@@ -41,14 +41,14 @@ ALONE = """if True:
 def the_one_of_torch() -> str:
     """The file of the OpenMP in use here."""
     paths = (line.split(maxsplit=5)[-1] for line in MAPS.read_text().splitlines() if "/" in line)
-    found = [path for path in paths if re.search(r"/lib(gomp|omp|iomp5)[^/]*$", path)]
-    if not found:
+    libraries = [path for path in paths if re.search(r"/lib(gomp|omp|iomp5)[^/]*$", path)]
+    if not libraries:
         pytest.skip("this torch has no OpenMP of its own")
-    return found[0]
+    return libraries[0]
 
 
 @needs_maps
-def test_what_was_loaded_for_one_is_shown_to_all() -> None:
+def test_openmp_symbols_become_global() -> None:
     module = str(Path(openmp.__file__))
     run = [sys.executable, "-I", "-c", ALONE, module, the_one_of_torch()]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60)
@@ -68,7 +68,7 @@ def test_the_kernels_share_torch_s_threads() -> None:
         torch.set_num_threads(3)
         print(ctypes.CDLL(None).omp_get_max_threads())
     """
-    done = told(code)
+    done = reported(code)
     assert done.stdout.strip() == "3", done.stderr
 
 
@@ -84,5 +84,5 @@ def test_the_kernels_share_torch_s_threads() -> None:
         ("libgomp.txt", False),
     ],
 )
-def test_names(name: str, is_one: bool) -> None:
+def test_names_of_openmp_libraries(name: str, is_one: bool) -> None:
     assert bool(openmp._FILE.match(name)) is is_one

@@ -1,4 +1,4 @@
-"""The specification against NumPy, for every mask and rule, and against numbers worked out by hand."""
+"""The specification against NumPy, for every mask and rule, and against values computed by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _arrays(tensor: Tensor) -> np.ndarray:
 
 def _both(mask: NamedMask, rule: NamedRule) -> tuple[ch.Observation, tuple[np.ndarray, np.ndarray, np.ndarray]]:
     query, key, value = tensors(dtype=torch.float64)
-    seen = ch.observe_attention(
+    observation = ch.observe_attention(
         query, key, value, mask=mask.mask, scores=rule.rules, want=EVERYTHING, backend="reference"
     )
     exact = attend(
@@ -35,61 +35,65 @@ def _both(mask: NamedMask, rule: NamedRule) -> tuple[ch.Observation, tuple[np.nd
         rules=rule.plain,
         sink=None if rule.sink is None else _arrays(rule.sink),
     )
-    return seen, exact
+    return observation, exact
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_reference_is_the_formula(mask: NamedMask, rule: NamedRule) -> None:
-    seen, (output, weights, lse) = _both(mask, rule)
-    np.testing.assert_allclose(_arrays(seen.output), output, atol=1e-12)
-    np.testing.assert_allclose(_arrays(seen.lse), lse, atol=1e-12)
-    np.testing.assert_allclose(_arrays(seen.rows), weights[:, :, [0, 5]], atol=1e-12)
+    observation, (output, weights, lse) = _both(mask, rule)
+    np.testing.assert_allclose(_arrays(observation.output), output, atol=1e-12)
+    np.testing.assert_allclose(_arrays(observation.lse), lse, atol=1e-12)
+    np.testing.assert_allclose(_arrays(observation.rows), weights[:, :, [0, 5]], atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["none", "causal", "padding to nothing", "dense"])
 def test_statistics_are_sums_over_the_weights(name: str) -> None:
-    seen, (_, weights, _) = _both(MASKS[name], RULES["alibi"])
+    observation, (_, weights, _) = _both(MASKS[name], RULES["alibi"])
     positions = np.arange(weights.shape[-1])
     distance = np.abs(positions[:, None] - positions[None, :])
     logs = np.where(weights > 0, np.log(np.where(weights > 0, weights, 1.0)), 0.0)
-    np.testing.assert_allclose(_arrays(seen.entropy), -(weights * logs).sum(-1), atol=1e-12)
-    np.testing.assert_allclose(_arrays(seen.received), weights.sum(-2), atol=1e-12)
-    np.testing.assert_allclose(_arrays(seen.sink), weights[..., :2].sum(-1), atol=1e-12)
-    np.testing.assert_allclose(_arrays(seen.distance), (weights * distance).sum(-1), atol=1e-12)
+    np.testing.assert_allclose(_arrays(observation.entropy), -(weights * logs).sum(-1), atol=1e-12)
+    np.testing.assert_allclose(_arrays(observation.received), weights.sum(-2), atol=1e-12)
+    np.testing.assert_allclose(_arrays(observation.sink), weights[..., :2].sum(-1), atol=1e-12)
+    np.testing.assert_allclose(_arrays(observation.distance), (weights * distance).sum(-1), atol=1e-12)
     ordered = -np.sort(-weights, axis=-1)
-    np.testing.assert_allclose(_arrays(seen.top_weights), ordered[..., :3], atol=1e-12)
-    taken = np.take_along_axis(weights, seen.top_indices.numpy(), axis=-1)
-    np.testing.assert_allclose(taken, ordered[..., :3], atol=1e-12)
+    np.testing.assert_allclose(_arrays(observation.top_weights), ordered[..., :3], atol=1e-12)
+    chosen = np.take_along_axis(weights, observation.top_indices.numpy(), axis=-1)
+    np.testing.assert_allclose(chosen, ordered[..., :3], atol=1e-12)
     corner = weights[:, :, 4:8, 8:12]
-    np.testing.assert_allclose(_arrays(seen.heatmap_max)[:, :, 1, 2], corner.max((-2, -1)), atol=1e-12)
-    np.testing.assert_allclose(_arrays(seen.heatmap_mean)[:, :, 1, 2], corner.mean((-2, -1)), atol=1e-12)
-    edge = weights[:, :, 12:, 12:]
-    np.testing.assert_allclose(_arrays(seen.heatmap_mean)[:, :, 3, 3], edge.mean((-2, -1)), atol=1e-12)
+    np.testing.assert_allclose(_arrays(observation.heatmap_max)[:, :, 1, 2], corner.max((-2, -1)), atol=1e-12)
+    np.testing.assert_allclose(_arrays(observation.heatmap_mean)[:, :, 1, 2], corner.mean((-2, -1)), atol=1e-12)
+    corner = weights[:, :, 12:, 12:]
+    np.testing.assert_allclose(_arrays(observation.heatmap_mean)[:, :, 3, 3], corner.mean((-2, -1)), atol=1e-12)
 
 
 def test_row_weights_are_weighted_column_sums() -> None:
     query, key, value = tensors(dtype=torch.float64)
     rows = torch.rand(2, 4, 3, 13, dtype=torch.float64)
-    seen = ch.observe_attention(query, key, value, want=ch.Want(row_weights=rows, rows=range(13)), backend="reference")
-    torch.testing.assert_close(seen.row_weights, rows @ seen.rows)
+    observation = ch.observe_attention(
+        query, key, value, want=ch.Want(row_weights=rows, rows=range(13)), backend="reference"
+    )
+    torch.testing.assert_close(observation.row_weights, rows @ observation.rows)
 
 
 def test_ties_go_to_the_lower_index() -> None:
     zero = torch.zeros(1, 4)
-    seen = ch.observe_attention(zero, torch.zeros(5, 4), torch.ones(5, 4), want=ch.Want(top_k=3), backend="reference")
-    assert seen.top_indices.tolist() == [[0, 1, 2]]
+    observation = ch.observe_attention(
+        zero, torch.zeros(5, 4), torch.ones(5, 4), want=ch.Want(top_k=3), backend="reference"
+    )
+    assert observation.top_indices.tolist() == [[0, 1, 2]]
 
 
 def test_two_tokens_by_hand() -> None:
     query = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
     key = torch.tensor([[0.0], [math.log(3.0)]], dtype=torch.float64)
     value = torch.tensor([[4.0], [8.0]], dtype=torch.float64)
-    seen = ch.observe_attention(query, key, value, want=ch.Want(lse=True, rows=[0, 1]), backend="reference")
+    observation = ch.observe_attention(query, key, value, want=ch.Want(lse=True, rows=[0, 1]), backend="reference")
     # exp(0) : exp(ln 3) = 1 : 3, and 1 : 9 for the query twice as long.
-    torch.testing.assert_close(seen.rows, torch.tensor([[0.25, 0.75], [0.1, 0.9]], dtype=torch.float64))
-    torch.testing.assert_close(seen.output, torch.tensor([[7.0], [7.6]], dtype=torch.float64))
-    torch.testing.assert_close(seen.lse, torch.tensor([4.0, 10.0], dtype=torch.float64).log())
+    torch.testing.assert_close(observation.rows, torch.tensor([[0.25, 0.75], [0.1, 0.9]], dtype=torch.float64))
+    torch.testing.assert_close(observation.output, torch.tensor([[7.0], [7.6]], dtype=torch.float64))
+    torch.testing.assert_close(observation.lse, torch.tensor([4.0, 10.0], dtype=torch.float64).log())
 
 
 def test_gradients_are_right_in_float64() -> None:
@@ -116,7 +120,7 @@ def test_statistics_have_their_gradients_in_float64() -> None:
         want = ch.Want(
             lse=True, max_score=True, entropy=True, received=True, row_weights=rows, sink=2, distance=True, rows=[1, 3]
         )
-        seen = ch.observe_attention(
+        observation = ch.observe_attention(
             query,
             key,
             value,
@@ -126,7 +130,9 @@ def test_statistics_have_their_gradients_in_float64() -> None:
             scores=(ch.RelativeBias(table), ch.SoftCap(2.0), ch.Sink(logits)),
         )
         # The empty row's largest score is -inf, which finite differences cannot subtract.
-        return seen.lse, *(getattr(seen, name).masked_fill(getattr(seen, name) == -torch.inf, 0.0) for name in names)
+        return observation.lse, *(
+            getattr(observation, name).masked_fill(getattr(observation, name) == -torch.inf, 0.0) for name in names
+        )
 
     assert torch.autograd.gradcheck(run, (query, key, table, logits, rows))
 
@@ -138,11 +144,13 @@ def test_gradients_stay_finite_where_weights_are_zero() -> None:
     bias[4] = -torch.inf
     want = ch.Want(lse=True, max_score=True, entropy=True, received=True, sink=3, distance=True)
     mask = ch.Causal() & ch.Dense(torch.arange(13)[:, None] != 7)
-    seen = ch.observe_attention(query, key, value, want=want, mask=mask, scores=ch.DenseBias(bias), backend="reference")
-    assert bool((seen.entropy[:, :, [4, 7]] == 0).all())
-    assert bool((seen.max_score[:, :, [4, 7]] == -torch.inf).all())
+    observation = ch.observe_attention(
+        query, key, value, want=want, mask=mask, scores=ch.DenseBias(bias), backend="reference"
+    )
+    assert bool((observation.entropy[:, :, [4, 7]] == 0).all())
+    assert bool((observation.max_score[:, :, [4, 7]] == -torch.inf).all())
     for name in want.names:
-        statistic = getattr(seen, name)
+        statistic = getattr(observation, name)
         grads = torch.autograd.grad(statistic.sum(), (query, key), retain_graph=True)
         assert all(torch.isfinite(grad).all() for grad in grads), name
         assert bool((grads[0][:, :, [4, 7]] == 0).all()), name
@@ -151,13 +159,13 @@ def test_gradients_stay_finite_where_weights_are_zero() -> None:
 def test_a_nan_row_leaves_forbidden_keys_at_zero() -> None:
     query, key, value = (tensor.detach() for tensor in tensors())
     query[0, 0, 3] = torch.nan
-    seen = ch.observe_attention(
+    observation = ch.observe_attention(
         query, key, value, want=ch.Want(received=True, rows=[3], top_k=6), mask=ch.Causal(), backend="reference"
     )
-    assert seen.rows[0, 0, 0, :4].isnan().all()
-    assert bool((seen.rows[0, 0, 0, 4:] == 0).all())
-    assert seen.received[0, 0].isnan().tolist() == [True] * 4 + [False] * 9
-    assert seen.top_indices[0, 0, 3].tolist() == [0, 1, 2, 3, 4, 5]
+    assert observation.rows[0, 0, 0, :4].isnan().all()
+    assert bool((observation.rows[0, 0, 0, 4:] == 0).all())
+    assert observation.received[0, 0].isnan().tolist() == [True] * 4 + [False] * 9
+    assert observation.top_indices[0, 0, 3].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_statistics_by_hand() -> None:
@@ -174,7 +182,7 @@ def test_statistics_by_hand() -> None:
         distance=True,
         row_weights=torch.full((1, 1, 1, 1), 2.0),
     )
-    seen = ch.observe_attention(
+    observation = ch.observe_attention(
         query, key, key, want=want, scores=ch.Sink(torch.tensor([math.log(4.0)])), query_offset=3, backend="reference"
     )
     weights = [0.125, 0.375]
@@ -191,6 +199,6 @@ def test_statistics_by_hand() -> None:
         "distance": [0.125 * 3 + 0.375 * 2],
     }
     for name, numbers in expected.items():
-        found = getattr(seen, name)
-        torch.testing.assert_close(found, torch.tensor(numbers, dtype=found.dtype), rtol=1e-6, atol=1e-6, msg=name)
-    assert seen.top_indices.tolist() == [[1, 0]]
+        values = getattr(observation, name)
+        torch.testing.assert_close(values, torch.tensor(numbers, dtype=values.dtype), rtol=1e-6, atol=1e-6, msg=name)
+    assert observation.top_indices.tolist() == [[1, 0]]

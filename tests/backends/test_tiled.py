@@ -1,4 +1,4 @@
-"""What only the tiles promise: memory that grows with the length, and no work on empty tiles."""
+"""Guarantees of the tiled backend: memory linear in the length, and no work on empty tiles."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ print(high_water() - before)
         pytest.param("forward", "functions", marks=pytest.mark.slow),
     ],
 )
-def test_memory_grows_with_the_length_alone(direction: str, by: str) -> None:
+def test_memory_is_linear_in_the_length(direction: str, by: str) -> None:
     """16,384 tokens of 4 heads: T x T scores would take 4 GB. What is measured here is mostly the allocator."""
     command = [sys.executable, "-c", PEAK, "16384", direction, by]
     megabytes = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -85,14 +85,14 @@ print(high_water() - before)
 
 @on_linux
 @pytest.mark.slow
-def test_memory_of_statistics_grows_with_the_length_alone() -> None:
+def test_memory_of_statistics_is_linear_in_the_length() -> None:
     """8,192 tokens of 2 heads: T x T weights would take 512 MiB.
 
-    Inputs, output and statistics are 10 MiB, a tile's scores half a MiB, of which sorting and pooling hold a dozen
-    at a time; the rest is room for the allocator.
+    Inputs, output and statistics are 10 MiB, a tile's scores half a MiB, of which sorting and pooling need a dozen
+    at a time; the rest is a margin for the allocator.
     """
-    found = subprocess.run([sys.executable, "-c", STATISTICS], check=True, capture_output=True, text=True).stdout
-    assert float(found) < 64
+    printed = subprocess.run([sys.executable, "-c", STATISTICS], check=True, capture_output=True, text=True).stdout
+    assert float(printed) < 64
 
 
 def test_statistics_skip_empty_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,19 +131,21 @@ def test_second_order_gradients_are_the_references(name: str) -> None:
     def second(backend: str) -> Tensor:
         query = torch.linspace(-1.0, 1.0, 20).view(1, 1, 5, 4).requires_grad_()
         want = ch.Want(entropy=True, received=True)
-        seen = ch.observe_attention(query, query, query, want=want, scores=ch.SoftCap(1.0), backend=backend)
-        (grad,) = torch.autograd.grad(getattr(seen, name).square().sum(), query, create_graph=True)
+        observation = ch.observe_attention(query, query, query, want=want, scores=ch.SoftCap(1.0), backend=backend)
+        (grad,) = torch.autograd.grad(getattr(observation, name).square().sum(), query, create_graph=True)
         return torch.autograd.grad(grad.square().sum(), query)[0]
 
     torch.testing.assert_close(second("tiled"), second("reference"), rtol=1e-4, atol=1e-5)
 
 
-def test_statistics_without_a_gradient_say_so() -> None:
+def test_statistics_without_gradient_do_not_require_one() -> None:
     query = torch.randn(1, 1, 5, 4, requires_grad=True)
     for backend in ("tiled", "reference"):
-        seen = ch.observe_attention(query, query, query, want=ch.Want(top_k=2, heatmap=2), backend=backend)
-        assert seen.output.requires_grad
-        assert not any(each.requires_grad for each in (seen.top_weights, seen.heatmap_max, seen.heatmap_mean))
+        observation = ch.observe_attention(query, query, query, want=ch.Want(top_k=2, heatmap=2), backend=backend)
+        assert observation.output.requires_grad
+        assert not any(
+            each.requires_grad for each in (observation.top_weights, observation.heatmap_max, observation.heatmap_mean)
+        )
 
 
 def test_auto_takes_tiles_for_long_rows() -> None:
@@ -154,38 +156,38 @@ def test_auto_takes_tiles_for_long_rows() -> None:
 
 
 def test_a_function_runs_once_a_tile_in_each_direction() -> None:
-    seen, probed = [], []
+    calls, probed = [], []
 
     def counting(score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        # One place alone tells which learned tensors the function reads.
-        places = probed if score.numel() == 1 else seen
+        # One call on one place finds the learned tensors that the function reads.
+        places = probed if score.numel() == 1 else calls
         places.append((int(q_pos[0, 0, 0, 0]), int(k_pos[0, 0, 0, 0]), score.requires_grad))
         return score * 0.5
 
     query = torch.randn(1, 1, 2048, 4, requires_grad=True)
     mask = ch.MaskFunction(lambda batch, head, q_pos, k_pos: (k_pos <= q_pos) & (q_pos - k_pos <= 100))
     output = ch.attention(query, query, query, mask=mask, scores=ch.ScoreFunction(counting), backend="tiled")
-    assert len(seen) == len(set(seen)) == 16 + 3, "the tiles that the mask empties are left out"
-    assert not any(with_gradient for *_, with_gradient in seen)
+    assert len(calls) == len(set(calls)) == 16 + 3, "the tiles that the mask empties are left out"
+    assert not any(with_gradient for *_, with_gradient in calls)
     output.sum().backward()
-    assert len(seen) == len(set(seen)) == 2 * (16 + 3)
+    assert len(calls) == len(set(calls)) == 2 * (16 + 3)
     assert len(probed) == 1
 
 
 @pytest.mark.parametrize(("batch", "kv_heads"), [(1, 4), (3, 4), (3, 2), (3, 1)])
-def test_inputs_lie_in_memory_as_they_like(batch: int, kv_heads: int) -> None:
-    """Tokens before heads, as modules have them: gradients are summed in place or beside it, the same numbers."""
+def test_inputs_of_any_layout_agree(batch: int, kv_heads: int) -> None:
+    """Layouts [batch, len, heads, dim] and [batch, heads, len, dim]: equal gradients, summed in place or not."""
     sizes = (4, kv_heads, kv_heads)
     plain = [torch.randn(batch, heads, 150, 8, requires_grad=True) for heads in sizes]
-    found = []
+    results = []
     for inputs in (plain, [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in plain]):
         output = ch.attention(*inputs, mask=ch.Causal(), scores=ch.SoftCap(3.0), dropout=0.2, seed=1, backend="tiled")
-        found.append([output, *torch.autograd.grad(output.square().sum(), plain)])
-    for one, other in zip(*found, strict=True):
+        results.append([output, *torch.autograd.grad(output.square().sum(), plain)])
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_statistics_leave_the_outputs_bits_alone() -> None:
+def test_statistics_do_not_change_the_output() -> None:
     inputs = [torch.randn(2, 3, 700, 8) for _ in range(3)]
     rule = ch.ScoreFunction(lambda s, b, h, i, j: s - 0.01 * (i - j).abs())
     options = {"mask": ch.Causal(), "scores": rule, "backend": "tiled"}

@@ -1,4 +1,4 @@
-"""Tensors that a user's score function closes over, on the tiles: which get a gradient, and which are refused."""
+"""Tensors that a user's score function closes over, on ``tiled``: which get a gradient, and which are refused."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class _Module(torch.nn.Module):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_learned_tensor_out_of_reach_is_refused_in_forward(grad: bool) -> None:
+def test_unreachable_learned_tensor_is_refused_in_forward(grad: bool) -> None:
     weight = torch.nn.Parameter(torch.ones(()))
-    kept = lru_cache(lambda: weight)
-    rule = ch.ScoreFunction(lambda score, b, h, i, j: score * kept())
+    memoised = lru_cache(lambda: weight)
+    rule = ch.ScoreFunction(lambda score, b, h, i, j: score * memoised())
     with pytest.raises(ch.UnsupportedError, match="name the learned tensors it reads"):
         ch.attention(*inputs(grad), scores=rule, backend="tiled")
     with torch.no_grad():
         assert not ch.attention(*inputs(grad), scores=rule, backend="tiled").requires_grad
 
 
-def test_what_no_tile_reached_has_no_gradient() -> None:
-    module, own = _Module(), inputs(True)
-    ch.attention(*own, scores=ch.ScoreFunction(module.rule), backend="tiled").square().sum().backward()
+def test_tensor_read_by_no_tile_has_no_gradient() -> None:
+    module, tensors = _Module(), inputs(True)
+    ch.attention(*tensors, scores=ch.ScoreFunction(module.rule), backend="tiled").square().sum().backward()
     assert module.used.grad is not None
     assert module.unused.grad is None
 
 
 @pytest.mark.parametrize("rule", [ch.RelativeBias, ch.DenseBias], ids=lambda rule: rule.__name__)
-def test_a_rule_that_no_tile_reached_has_a_gradient_of_zero(rule: Any) -> None:
+def test_rule_applied_to_no_tile_has_a_gradient_of_zero(rule: Any) -> None:
     bias = torch.zeros(2, 5) if rule is ch.RelativeBias else torch.zeros(6, 6)
     bias.requires_grad_()
     nothing = ch.Window(0) & ~ch.Window(0)
@@ -55,10 +55,10 @@ def test_a_rule_that_no_tile_reached_has_a_gradient_of_zero(rule: Any) -> None:
     assert torch.equal(torch.autograd.grad(output.sum(), bias)[0], torch.zeros_like(bias))
 
 
-def test_a_tensor_that_a_function_reads_may_not_be_written_into() -> None:
-    """What else its module holds may be."""
-    module, own = _Module(), inputs(True)
-    output = ch.attention(*own, scores=ch.ScoreFunction(module.rule), backend="tiled")
+def test_writing_into_a_closed_over_tensor_raises() -> None:
+    """Writes to other tensors of the module are allowed."""
+    module, tensors = _Module(), inputs(True)
+    output = ch.attention(*tensors, scores=ch.ScoreFunction(module.rule), backend="tiled")
     with torch.no_grad():
         module.unused.fill_(7.0)
     output.sum().backward(retain_graph=True)
@@ -68,15 +68,15 @@ def test_a_tensor_that_a_function_reads_may_not_be_written_into() -> None:
         output.sum().backward()
 
 
-def test_a_function_that_one_place_does_not_serve_still_runs() -> None:
+def test_function_that_fails_on_one_place_still_runs() -> None:
     added = torch.linspace(0.0, 1.0, 6, requires_grad=True)
-    own = inputs(True)
+    tensors = inputs(True)
     rule = ch.ScoreFunction(lambda score, b, h, i, j: score + added * score)
-    found, right = (
-        torch.autograd.grad(ch.attention(*own, scores=rule, backend=name).square().sum(), [*own, added])
+    actual, right = (
+        torch.autograd.grad(ch.attention(*tensors, scores=rule, backend=name).square().sum(), [*tensors, added])
         for name in ("tiled", "reference")
     )
-    for one, other in zip(found, right, strict=True):
+    for one, other in zip(actual, right, strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -84,9 +84,9 @@ def test_second_derivative_through_row_weights_alone_is_the_references() -> None
     def second(backend: str) -> Tensor:
         weights = torch.ones(1, 1, 2, 6, requires_grad=True)
         want = ch.Want(row_weights=weights)
-        seen = ch.observe_attention(*inputs(False), want=want, backend=backend).row_weights
-        assert seen is not None
-        (grad,) = torch.autograd.grad(seen.pow(3).sum(), weights, create_graph=True)
+        mixed = ch.observe_attention(*inputs(False), want=want, backend=backend).row_weights
+        assert mixed is not None
+        (grad,) = torch.autograd.grad(mixed.pow(3).sum(), weights, create_graph=True)
         return torch.autograd.grad(grad.square().sum(), weights)[0]
 
     torch.testing.assert_close(second("tiled"), second("reference"))

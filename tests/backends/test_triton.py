@@ -33,7 +33,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs the
 
 
 def _check(inputs: tuple[Tensor, ...], want: dict[str, Any] | None = None, **options: Any) -> None:
-    """Every statistic, or those wanted, of the kernels against the specification; and the output."""
+    """All statistics, or the requested ones, and the output of the kernels against the specification."""
     from tests.statistics_agreement import check_statistics, everything
 
     inputs = tuple(tensor.detach() for tensor in inputs)
@@ -45,18 +45,18 @@ def _check(inputs: tuple[Tensor, ...], want: dict[str, Any] | None = None, **opt
 def _check_output(inputs: tuple[Tensor, ...], **options: Any) -> None:
     from tests.budget import within_budget
 
-    exact, textbook, found = (
-        ch.attention(*(tensor.to(kind) for tensor in inputs), backend=own, **options)
-        for kind, own in ((torch.float64, "reference"), (inputs[0].dtype, "reference"), (inputs[0].dtype, "triton"))
+    exact, textbook, actual = (
+        ch.attention(*(tensor.to(kind) for tensor in inputs), backend=name, **options)
+        for kind, name in ((torch.float64, "reference"), (inputs[0].dtype, "reference"), (inputs[0].dtype, "triton"))
     )
-    assert torch.equal(found.isnan(), exact.isnan()), "NaN elsewhere"
+    assert torch.equal(actual.isnan(), exact.isnan()), "NaN elsewhere"
     if inputs[0].dtype != torch.float32:
         # Weights are rounded to 16 bits before they meet the values.
         textbook = textbook + torch.finfo(inputs[0].dtype).eps * inputs[2].abs().max().item()
     size = inputs[2][torch.isfinite(inputs[2])].double().square().mean().sqrt().item() if inputs[2].numel() else 1.0
     within_budget(
         "triton output",
-        *(each.nan_to_num() for each in (found, textbook, exact)),
+        *(each.nan_to_num() for each in (actual, textbook, exact)),
         size=size,
         terms=max(1, inputs[1].shape[2]),
     )
@@ -70,7 +70,7 @@ def _mask_and_rule(mask: str, rule: str) -> Callable[[], None]:
 
 
 def _blocks_of_both(mask: ch.Mask | None, dtype: torch.dtype = torch.float32, offset: int = 4) -> Callable[[], None]:
-    """More than one block of queries and of keys, neither whole; heads in groups; channels that are padded."""
+    """Several blocks of queries and of keys, the last ones partial; grouped heads; padded channels."""
 
     def run() -> None:
         inputs = tensors(
@@ -117,11 +117,11 @@ def _equal_weights_and_zeros() -> None:
     """Ties go to the lower key; keys without weight follow in order, forbidden ones too."""
     key = torch.tensor([1.0, 2.0, 0.0, 2.0, 1.0]).repeat(20)[None, None, :, None]
     query = torch.ones(1, 1, 2, 1)
-    seen = ch.observe_attention(query, key, key, want=ch.Want(top_k=4), backend="triton")
-    assert seen.top_indices.tolist() == [[[[1, 3, 6, 8]] * 2]]
+    observation = ch.observe_attention(query, key, key, want=ch.Want(top_k=4), backend="triton")
+    assert observation.top_indices.tolist() == [[[[1, 3, 6, 8]] * 2]]
     late = ch.Dense((torch.arange(100) >= 98)[None])
-    seen = ch.observe_attention(query, key * 0, key, want=ch.Want(top_k=5), mask=late, backend="triton")
-    assert seen.top_indices.tolist() == [[[[98, 99, 0, 1, 2]] * 2]]
+    observation = ch.observe_attention(query, key * 0, key, want=ch.Want(top_k=5), mask=late, backend="triton")
+    assert observation.top_indices.tolist() == [[[[98, 99, 0, 1, 2]] * 2]]
 
 
 def _one_changes_no_other() -> None:
@@ -131,8 +131,10 @@ def _one_changes_no_other() -> None:
     want = everything(inputs)
     whole = ch.observe_attention(*inputs, want=want, mask=ch.Causal(), backend="triton")
     for name in ("entropy", "top_k", "received"):
-        seen = ch.observe_attention(*inputs, want=everything(inputs, only=[name]), mask=ch.Causal(), backend="triton")
-        for field, value in vars(seen).items():
+        observation = ch.observe_attention(
+            *inputs, want=everything(inputs, only=[name]), mask=ch.Causal(), backend="triton"
+        )
+        for field, value in vars(observation).items():
             assert value is None or torch.equal(value, getattr(whole, field)), f"{name}: {field}"
 
 
@@ -175,7 +177,7 @@ def _on_this_cpu(name: str) -> Backend:
 
 
 def _multiply_bfloat16() -> None:
-    """Triton 3.9's interpreter multiplies the bits of bfloat16 numbers; have it multiply the numbers."""
+    """Triton 3.9's interpreter multiplies the bits of bfloat16 values; make it multiply the values."""
     from triton import language
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -206,7 +208,7 @@ def _interpret() -> None:
 
 
 class _Hopper:
-    """What triton asks a driver before it compiles."""
+    """The methods of a driver that triton calls before it compiles."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -237,7 +239,7 @@ def _compile() -> None:
         done = kernel.warmup(*arguments, **constants, num_warps=warps, enable_fp_fusion=True, grid=(programs,))
         print(name, len(done.asm["cubin"]))
 
-    triton._Call.launch = launch  # type: ignore[method-assign]
+    triton._KernelCall.launch = launch  # type: ignore[method-assign]
     query = torch.zeros(1, 2, 256, 64, dtype=torch.float16)
     want = ch.Want(
         lse=True, max_score=True, entropy=True, top_k=8, received=True, heatmap=16, sink=4, distance=True, rows=[0],
@@ -276,7 +278,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @needs_triton
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted(name: str, interpreted: dict[str, str]) -> None:
+def test_interpreted_kernels_equal_the_specification(name: str, interpreted: dict[str, str]) -> None:
     assert interpreted[name] == "", interpreted[name]
 
 
@@ -293,15 +295,15 @@ def test_reasons_without_a_gpu() -> None:
     inputs = tensors()
     if not torch.cuda.is_available():
         reasons = ch.explain_dispatch(*inputs, want=ch.Want(lse=True)).reasons["triton"]
-        assert reasons == ("needs a CUDA device, and torch sees none",)
+        assert reasons == ("needs a CUDA device, and torch finds none",)
         with pytest.raises(ch.UnsupportedError, match="triton: needs a CUDA device"):
             ch.attention(*inputs, backend="triton")
     else:
         assert ch.explain_dispatch(*inputs).reasons["triton"] == ("runs on cuda, not cpu", "has no gradient")
 
 
-def test_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only by name or for statistics, and never where a gradient is wanted."""
+def test_auto_chooses_triton_for_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only by name or for statistics, and never if a gradient is needed."""
     monkeypatch.setattr(dispatch, "BACKENDS", ("sdpa", "triton", "tiled", "reference"))
     monkeypatch.setattr(dispatch, "loaded", _on_this_cpu)
     inputs = tensors(value_dim=8)
@@ -332,12 +334,12 @@ def test_tables_of_masks_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_the_device(dtype: torch.dtype) -> None:
     inputs = tuple(tensor.detach().cuda() for tensor in tensors(dtype=dtype, q_len=300, k_len=300, head_dim=64))
     want = ch.Want(lse=True, entropy=True, top_k=1, received=True, rows=[0, 299])
-    seen, right = (
-        ch.observe_attention(*inputs, want=want, mask=ch.Causal(), backend=own) for own in ("triton", "reference")
+    observation, right = (
+        ch.observe_attention(*inputs, want=want, mask=ch.Causal(), backend=name) for name in ("triton", "reference")
     )
     for name in ("lse", "entropy", "top_weights", "received", "rows"):
-        torch.testing.assert_close(getattr(seen, name), getattr(right, name), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(seen.output, right.output, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(getattr(observation, name), getattr(right, name), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(observation.output, right.output, rtol=1e-2, atol=1e-2)
 
 
 if __name__ == "__main__":

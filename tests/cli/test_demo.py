@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.processes import told
+from tests.processes import reported
 
 from clearhead.inspector import validate
 
@@ -116,7 +116,7 @@ def test_its_page_opens_offline(quick: Quick) -> None:
 )
 def test_wrong_use_is_one_line_and_2(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
     (tmp_path / "file").write_text("")
-    done = told(REFUSED, [str(tmp_path), *arguments])
+    done = reported(REFUSED, [str(tmp_path), *arguments])
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1

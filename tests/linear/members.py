@@ -1,4 +1,4 @@
-"""Every member of the family with its inputs, and its meaning in NumPy beside it."""
+"""Every function of linear attention with its inputs, and its formula in NumPy."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ class Member:
                     gate = np.broadcast_to(gate, key.shape[2:])
                 if self.decay is not None:
                     gate = np.full(key.shape[2:], self.decay[h])
-                own = query[b, h], key[b, h], value[b, h]
+                triple = query[b, h], key[b, h], value[b, h]
                 if self.corrects:
                     rate = inputs.extra["rate"][b, h].detach().numpy()
-                    output[b, h] = oracle.fast_weights(*own, rate, phi=self.phi, gate=gate, scale=scale)
+                    output[b, h] = oracle.fast_weights(*triple, rate, phi=self.phi, gate=gate, scale=scale)
                 else:
                     output[b, h] = oracle.weighted(
-                        *own,
+                        *triple,
                         lambda i, b=b: present(b, i),
                         phi=self.phi,
                         normalized=self.normalized,
@@ -103,8 +103,8 @@ _DRAWN = linear.PositiveRandomFeatures.draw(SHAPE[3], 7, seed=3)
 
 
 def _random_features(x: Any) -> Any:
-    found = x @ _DRAWN.weights.numpy().T * math.sqrt(_DRAWN.scale) - _DRAWN.scale * (x * x).sum() / 2
-    return np.exp(found) / math.sqrt(7)
+    exponents = x @ _DRAWN.weights.numpy().T * math.sqrt(_DRAWN.scale) - _DRAWN.scale * (x * x).sum() / 2
+    return np.exp(exponents) / math.sqrt(7)
 
 
 _DECAY = (0.5, 0.97, 1.0)

@@ -1,4 +1,4 @@
-"""The family's formulas in NumPy float64, written without a look at the library: loops over queries and keys.
+"""The formulas of linear attention in NumPy float64, independent of the library: loops over queries and keys.
 
 A token's gate is an array of one number per feature; what a document or a padded batch is, the caller says by
 ``present``: for each query the keys it may read, in order.
@@ -51,9 +51,9 @@ def weighted(
         for j in present(i):
             faded = phi(key[j])
             if gate is not None:
-                for between in present(i):
-                    if j < between <= i:
-                        faded = faded * gate[between]
+                for step in present(i):
+                    if j < step <= i:
+                        faded = faded * gate[step]
             weight = scale * float(np.dot(phi(query[i]), faded))
             total += weight
             output[i] += weight * value[j]

@@ -1,4 +1,4 @@
-"""Feature maps: what they are, that their slopes are theirs, and that Performer's estimate is unbiased."""
+"""Feature maps: their values and slopes, and that Performer's estimate is unbiased."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from clearhead.linear import PositiveRandomFeatures, feature_maps, linear_attent
 from clearhead.linear.feature_maps import FEATURE_MAPS
 
 
-@pytest.mark.parametrize("name", [name for name, found in FEATURE_MAPS.items() if found.slope is not None])
+@pytest.mark.parametrize("name", [name for name, feature_map in FEATURE_MAPS.items() if feature_map.slope is not None])
 def test_the_slope_is_the_derivative_and_absent_has_no_features(name: str) -> None:
-    found = FEATURE_MAPS[name]
+    feature_map = FEATURE_MAPS[name]
     x = torch.cat([torch.linspace(-30, 3, 200, dtype=torch.float64), torch.tensor([1e-9, -1e-9], dtype=torch.float64)])
     x.requires_grad_()
-    features = found.key(x)
+    features = feature_map.key(x)
     (derivative,) = torch.autograd.grad(features.sum(), x)
-    assert found.slope is not None
-    torch.testing.assert_close(found.slope(features.detach()) * torch.ones_like(x), derivative, rtol=1e-12, atol=0)
-    assert found.absent is not None
-    empty = torch.tensor([found.absent, 1.0], requires_grad=True)
-    taken = found.key(empty)
-    assert float(taken[0].detach()) == 0.0
-    assert bool(torch.autograd.grad(taken.sum(), empty)[0].isfinite().all())
+    assert feature_map.slope is not None
+    torch.testing.assert_close(
+        feature_map.slope(features.detach()) * torch.ones_like(x), derivative, rtol=1e-12, atol=0
+    )
+    assert feature_map.absent is not None
+    empty = torch.tensor([feature_map.absent, 1.0], requires_grad=True)
+    of_absent = feature_map.key(empty)
+    assert float(of_absent[0].detach()) == 0.0
+    assert bool(torch.autograd.grad(of_absent.sum(), empty)[0].isfinite().all())
 
 
-def test_elu_keeps_the_digits_of_small_features() -> None:
+def test_elu_is_exact_for_small_features() -> None:
     x = torch.tensor([-12.0, -0.5, 0.0, 2.0])
     torch.testing.assert_close(
         FEATURE_MAPS["elu"].key(x), torch.tensor([math.exp(-12), math.exp(-0.5), 1.0, 3.0]), rtol=1e-6, atol=0
@@ -41,7 +43,7 @@ def test_performers_estimate_is_unbiased(orthogonal: bool) -> None:
     dim, draws = 8, 1500
     query, key = 0.5 * torch.randn(2, 5, dim, generator=generator, dtype=torch.float64)
     wanted = torch.exp((query * key).sum(-1) / math.sqrt(dim))
-    found = torch.stack(
+    estimates = torch.stack(
         [
             (features.features(query) * features.features(key)).sum(-1)
             for features in (
@@ -50,13 +52,13 @@ def test_performers_estimate_is_unbiased(orthogonal: bool) -> None:
         ]
     )
     # Means of many independent draws are nearly normal: five standard errors are passed once in some 1.7 million.
-    error = found.std(dim=0) / math.sqrt(draws)
-    assert bool(((found.mean(dim=0) - wanted).abs() < 5.0 * error).all())
-    # The test could tell a wrong factor of 10 % (Choromanski et al. 2021: without |x|^2 / 2 it is far more).
+    error = estimates.std(dim=0) / math.sqrt(draws)
+    assert bool(((estimates.mean(dim=0) - wanted).abs() < 5.0 * error).all())
+    # The test detects a wrong factor of 10 % (Choromanski et al. 2021: without |x|^2 / 2 it is far more).
     assert bool((5.0 * error < 0.1 * wanted).all())
 
 
-def test_a_single_estimates_variance_is_that_of_the_paper() -> None:
+def test_variance_of_one_feature_is_that_of_the_paper() -> None:
     # Choromanski et al. 2021, lemma 2: one feature's variance is SM(x, y)^2 (exp(|x + y|^2) - 1) for independent rows.
     x = torch.tensor([[0.3, -0.2, 0.4]], dtype=torch.float64)
     y = torch.tensor([[0.1, 0.5, 0.2]], dtype=torch.float64)
@@ -82,9 +84,9 @@ def test_rows_are_orthogonal_in_blocks_and_as_long_as_normal_ones() -> None:
     assert float((lower @ lower.mT).triu(1).abs().max()) > 0.1
 
 
-def test_the_draw_is_its_seeds() -> None:
-    first, again, other = (PositiveRandomFeatures.draw(4, seed=seed).weights for seed in (0, 0, 1))
-    assert torch.equal(first, again)
+def test_equal_seeds_draw_equal_features() -> None:
+    first, repeated, other = (PositiveRandomFeatures.draw(4, seed=seed).weights for seed in (0, 0, 1))
+    assert torch.equal(first, repeated)
     assert not torch.equal(first, other)
 
 
@@ -94,35 +96,35 @@ def test_performer_comes_near_softmax_attention_with_many_features() -> None:
     exact = ch.attention(query, key, value, mask=ch.Causal())
     errors = []
     for count in (16, 1024, 16384):
-        found, _ = linear_attention(
+        output, _ = linear_attention(
             query, key, value, causal=True, feature_map=PositiveRandomFeatures.draw(8, count, seed=2)
         )
-        errors.append(float((found - exact).square().mean().sqrt()))
+        errors.append(float((output - exact).square().mean().sqrt()))
     # Errors fall with the square root of the number of features, here by 8 and by 4, give or take a factor.
     assert errors[0] > 3 * errors[1] > 6 * errors[2]
     assert errors[2] < 0.01
 
 
-def test_keys_too_long_for_performer_are_refused_where_a_head_has_no_other() -> None:
+def test_underflowing_performer_keys_are_refused() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 2, 3, 20, 64, generator=generator).unbind(0)
     far = 10 * key
     for causal in (False, True):
-        with pytest.raises(ch.UnsupportedError, match=r"key must have features that torch\.float32 can hold"):
+        with pytest.raises(ch.UnsupportedError, match=r"key must have features within torch\.float32"):
             linear_attention(query, far, value, feature_map="performer", causal=causal)
         exact, _ = linear_attention(
             query.double(), far.double(), value.double(), feature_map="performer", causal=causal
         )
         assert float(exact.abs().max()) > 0.1
-        # One key within reach has all the weight; a memory that holds keys goes on past one out of reach.
+        # One key that does not underflow has all the weight; a state with keys continues after one that underflows.
         near = torch.cat([far[:, :, 1:], key[:, :, :1]], dim=2)
         _, state = linear_attention(query, near, value, feature_map="performer", causal=causal)
         last = [part[:, :, :1] for part in (query, far, value)]
-        found, _ = linear_attention(*last, feature_map="performer", causal=causal, state=state)
-        torch.testing.assert_close(found, value[:, :, -1:], rtol=1e-4, atol=1e-4)
+        output, _ = linear_attention(*last, feature_map="performer", causal=causal, state=state)
+        torch.testing.assert_close(output, value[:, :, -1:], rtol=1e-4, atol=1e-4)
 
 
-def test_keys_that_are_not_there_are_not_missed_by_performer() -> None:
+def test_absent_keys_do_not_count_as_underflow() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 2, 3, 20, 64, generator=generator).unbind(0)
     _, state = linear_attention(query, key, value, feature_map="performer", mask=ch.Padding([20, 0]))
@@ -148,7 +150,7 @@ def test_large_queries_do_not_overflow_performer() -> None:
 
 
 @pytest.mark.parametrize("form", ["recurrent", "chunked", "parallel"])
-def test_a_key_without_direction_has_no_feature_and_no_gradient(form: str) -> None:
+def test_zero_key_has_zero_features_and_gradient(form: str) -> None:
     generator = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(1, 1, 7, 4, generator=generator) for _ in range(3))
     key[:, :, 2] = 0.0
@@ -163,7 +165,7 @@ def test_a_key_without_direction_has_no_feature_and_no_gradient(form: str) -> No
         assert float(part.abs().max()) < 100.0
 
 
-def test_what_is_kept_of_performer_is_nobodys() -> None:
+def test_cached_performer_map_has_no_gradient() -> None:
     def spoil(x: torch.Tensor) -> None:
         feature_maps.performer_map.cache_clear()
         linear_attention(x, x, x, feature_map="performer")
@@ -172,9 +174,9 @@ def test_what_is_kept_of_performer_is_nobodys() -> None:
     expected = linear_attention(x, x, x, feature_map="performer")[0]
     with torch.inference_mode():
         spoil(x)
-    own = x.clone().requires_grad_()
-    found = linear_attention(own, own, own, feature_map="performer")[0]
-    assert bool(torch.autograd.grad(found.sum(), own)[0].isfinite().all())
+    leaf = x.clone().requires_grad_()
+    output = linear_attention(leaf, leaf, leaf, feature_map="performer")[0]
+    assert bool(torch.autograd.grad(output.sum(), leaf)[0].isfinite().all())
     with torch.device("meta"):
         spoil(x)
     assert torch.equal(linear_attention(x, x, x, feature_map="performer")[0], expected)
@@ -184,7 +186,7 @@ def test_what_is_kept_of_performer_is_nobodys() -> None:
     assert torch.equal(linear_attention(x, x, x, feature_map="performer")[0], expected)
 
 
-def test_a_module_made_without_memory_keeps_its_random_features_there() -> None:
+def test_module_made_on_meta_has_features_on_meta() -> None:
     with torch.device("meta"):
         module = ch.nn.LinearAttention(12, 2, feature_map="performer")
     assert module.random_features.device.type == "meta"

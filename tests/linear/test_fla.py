@@ -1,4 +1,4 @@
-"""The way to flash-linear-attention's kernels: what they are handed, and what is made of what they give back.
+"""Calls of flash-linear-attention's kernels: their arguments, and the use of their results.
 
 Their kernels need a GPU. Here stand-ins with their documented signatures compute token by token; a machine with a GPU
 and the package runs the real ones.
@@ -19,7 +19,7 @@ from clearhead.linear.recurrence import Recurrence
 from tests.linear.members import MEMBERS, Member
 
 #: Members that they have a kernel for; bfloat16 has eight bits.
-KNOWN = [name for name in MEMBERS if name != "delta, gate per channel"]
+SUPPORTED = [name for name in MEMBERS if name != "delta, gate per channel"]
 ROUGH = 2.0**-8
 
 
@@ -60,7 +60,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[Recurrence]:
-    """Every call of a form goes to the stand-ins; the calls are kept."""
+    """Every call of a form uses the stand-ins, which record it."""
     calls: list[Recurrence] = []
     whole = fla.fla_chunks
 
@@ -74,9 +74,9 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[Recurrence]:
     return calls
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", SUPPORTED)
 @pytest.mark.parametrize("group", [1, 2])
-def test_the_numbers_are_those_of_the_formula(name: str, group: int, everywhere: list[Recurrence]) -> None:
+def test_fla_kernels_equal_the_formula(name: str, group: int, everywhere: list[Recurrence]) -> None:
     member: Member = MEMBERS[name]
     inputs = member.draw(dtype=torch.float64)
     if group == 2:
@@ -97,19 +97,19 @@ def test_the_numbers_are_those_of_the_formula(name: str, group: int, everywhere:
 
 
 @pytest.mark.usefixtures("everywhere")
-@pytest.mark.parametrize("name", KNOWN)
-def test_a_split_sequence_goes_on_from_the_state(name: str) -> None:
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_split_sequence_continues_from_the_state(name: str) -> None:
     member: Member = MEMBERS[name]
     inputs = member.draw().mapped(lambda part: part.to(torch.bfloat16))
     whole, last = member.run(inputs, form="chunked")
     first, state = member.run(inputs.cut(0, 9), form="chunked")
-    second, after = member.run(inputs.cut(9, 21), form="chunked", state=state)
+    second, final = member.run(inputs.cut(9, 21), form="chunked", state=state)
     scale = float(whole.abs().max())
     assert float((torch.cat([first, second], dim=2) - whole).abs().max()) <= 2 * ROUGH * scale
-    assert float((after.matrix - last.matrix).abs().max()) <= 1e-5 * float(last.matrix.abs().max())
+    assert float((final.matrix - last.matrix).abs().max()) <= 1e-5 * float(last.matrix.abs().max())
 
 
-def test_a_cpu_is_left_to_kernels_of_our_own() -> None:
+def test_cpu_calls_do_not_use_fla() -> None:
     inputs = MEMBERS["elu"].draw(dtype=torch.bfloat16)
     call = Recurrence(
         query=inputs.query, key=inputs.key, value=inputs.value, feature_map=linear_map(), given=torch.bfloat16
@@ -124,7 +124,7 @@ def linear_map() -> Any:
 
 
 @pytest.mark.skipif(not (torch.cuda.is_available() and fla.installed()), reason="needs a GPU and the extra 'fla'")
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", SUPPORTED)
 def test_the_real_kernels_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     member = MEMBERS[name]

@@ -1,4 +1,4 @@
-"""Every member against its formula in NumPy, and its forms and splits against each other."""
+"""Every function against its formula in NumPy, and its forms and splits against each other."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def test_the_forms_are_the_formula(member: Member, form: str) -> None:
 def test_the_forms_agree_in_state_and_gradients(member: Member) -> None:
     inputs = member.draw()
     _, start = member.run(member.draw(seed=1))
-    outputs, states, found = {}, {}, {}
+    outputs, states, grads = {}, {}, {}
     for form in FORMS:
         outputs[form], states[form] = member.run(inputs, state=start, form=form, chunk_size=4)
-        found[form] = gradients(member, inputs, start, form=form, chunk_size=4)
+        grads[form] = gradients(member, inputs, start, form=form, chunk_size=4)
     for form in ("chunked", "parallel"):
         near(outputs[form], outputs["recurrent"])
         near(states[form].matrix, states["recurrent"].matrix)
         if start.normalizer is not None:
             near(states[form].normalizer, states["recurrent"].normalizer)
-        for one, other in zip(found[form], found["recurrent"], strict=True):
+        for one, other in zip(grads[form], grads["recurrent"], strict=True):
             near(one, other)
 
 
@@ -79,7 +79,7 @@ def test_the_size_of_chunks_changes_nothing(member: Member, chunk_size: int) -> 
 @every_member
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(cuts=st.lists(st.integers(0, SHAPE[2]), max_size=4), forms=st.lists(st.sampled_from([*FORMS]), min_size=5))
-def test_any_split_of_the_sequence_gives_the_same_numbers(member: Member, cuts: list[int], forms: list[str]) -> None:
+def test_split_sequence_equals_the_whole(member: Member, cuts: list[int], forms: list[str]) -> None:
     inputs = member.draw((1, 3, SHAPE[2], SHAPE[3]))
     whole, last = member.run(inputs)
     edges = [0, *sorted(cuts), SHAPE[2]]
@@ -105,7 +105,7 @@ def test_gradients_flow_through_the_state(member: Member) -> None:
 
 
 @every_member
-def test_decoding_gives_the_prefill_in_memory_that_does_not_grow(member: Member) -> None:
+def test_decoding_equals_prefill_with_constant_memory(member: Member) -> None:
     inputs = member.draw()
     prefill, last = member.run(inputs, form="chunked", chunk_size=8)
     state, sizes = None, set()
@@ -125,24 +125,24 @@ def test_nothing_leaks_from_the_future(member: Member, form: str) -> None:
     changed = inputs.mapped(lambda part: part.clone())
     for part in changed.tensors():
         part[:, :, place:] = part[:, :, place:] * 2.0 - 0.25 * part[:, :, place:].abs()
-    after = member.run(changed, form=form, chunk_size=8)[0]
-    near(after[:, :, :place], before[:, :, :place])
-    assert float((after[:, :, place] - before[:, :, place]).abs().max()) > 1e-3
+    output_after = member.run(changed, form=form, chunk_size=8)[0]
+    near(output_after[:, :, :place], before[:, :, :place])
+    assert float((output_after[:, :, place] - before[:, :, place]).abs().max()) > 1e-3
     tracked = inputs.mapped(lambda part: part.requires_grad_())
-    seen = member.run(tracked, form=form, chunk_size=8)[0][:, :, :place].sum()
-    for gradient in torch.autograd.grad(seen, tracked.tensors()):
+    prefix_sum = member.run(tracked, form=form, chunk_size=8)[0][:, :, :place].sum()
+    for gradient in torch.autograd.grad(prefix_sum, tracked.tensors()):
         assert float(gradient[:, :, place:].abs().max()) == 0.0
 
 
 @every_member
-def test_gradients_are_those_of_differences_and_can_be_differentiated_again(member: Member) -> None:
+def test_gradients_pass_gradcheck_and_gradgradcheck(member: Member) -> None:
     inputs = member.draw((1, 3, 5, SHAPE[3])).mapped(lambda part: part.requires_grad_())
     _, start = member.run(member.draw((1, 3, 4, SHAPE[3]), seed=1))
     names = list(inputs.extra)
 
     def call(query: Tensor, key: Tensor, value: Tensor, *extra: Tensor) -> Tensor:
-        own = Inputs(query, key, value, dict(zip(names, extra, strict=True)))
-        output: Tensor = member.run(own, state=start, form="chunked", chunk_size=2)[0]
+        given = Inputs(query, key, value, dict(zip(names, extra, strict=True)))
+        output: Tensor = member.run(given, state=start, form="chunked", chunk_size=2)[0]
         return output[:, :, :, :2]
 
     if "log_gate" in names:
@@ -154,7 +154,7 @@ def test_gradients_are_those_of_differences_and_can_be_differentiated_again(memb
 
 @pytest.mark.parametrize("form", ["auto", *FORMS])
 @pytest.mark.parametrize("name", ["elu", "relu", "identity", "performer"])
-def test_without_an_order_every_query_reads_every_key(name: str, form: str) -> None:
+def test_noncausal_query_reads_every_key(name: str, form: str) -> None:
     member = MEMBERS[name]
     inputs = member.draw()
     fewer = Inputs(inputs.query[:, :, :4], inputs.key, inputs.value, {})
@@ -200,14 +200,14 @@ def test_documents_are_a_batch_of_their_own(member: Member, padding: bool) -> No
         lengths = lengths[:3]
     mask = ch.Documents(ids=ids)
     output, state = member.run(inputs, mask=mask, chunk_size=4)
-    again, _ = member.run(inputs, mask=mask, state=state, chunk_size=4)
+    continued, _ = member.run(inputs, mask=mask, state=state, chunk_size=4)
     first = 0
     for number, length in enumerate(lengths):
-        own = inputs.cut(first, first + length)
-        alone, end = member.run(own)
+        document = inputs.cut(first, first + length)
+        alone, end = member.run(document)
         near(output[:, :, first : first + length], alone)
         near(state.matrix[number : number + 1], end.matrix)
-        near(again[:, :, first : first + length], member.run(own, state=end)[0])
+        near(continued[:, :, first : first + length], member.run(document, state=end)[0])
         first += length
     assert state.matrix.shape[0] == len(lengths)
     assert float(output[:, :, first:].abs().sum()) == 0.0
@@ -224,7 +224,7 @@ def test_a_document_without_tokens_has_no_entry_in_the_state() -> None:
     near(state.matrix, full.matrix)
 
 
-def test_documents_without_an_order() -> None:
+def test_noncausal_documents_are_separate() -> None:
     member = MEMBERS["elu"]
     inputs = member.draw((1, 3, 21, SHAPE[3]))
     owner = [0] * 9 + [1] * 12
@@ -252,7 +252,7 @@ def test_a_row_without_weight_is_0_with_gradient_0() -> None:
 
 
 @every_member
-def test_no_tokens(member: Member) -> None:
+def test_calls_without_tokens_return_zeros(member: Member) -> None:
     inputs = member.draw()
     none = inputs.cut(0, 0)
     output, state = member.run(none)
@@ -274,12 +274,12 @@ def test_the_state_is_float32_and_the_output_as_exact_as_its_dtype(member: Membe
     assert state.matrix.dtype == torch.float32
     # Twice what the recurrence in float32 is off, and the rounding of the output itself.
     size = float(exact.abs().max())
-    own = float((serial.double() - exact).abs().max())
+    error = float((serial.double() - exact).abs().max())
     floor = 8 * torch.finfo(torch.float32).eps * 130**0.5 + torch.finfo(dtype).eps
-    assert float((output.double() - exact).abs().max()) <= 2 * own + floor * size
+    assert float((output.double() - exact).abs().max()) <= 2 * error + floor * size
 
 
-def test_weights_too_small_for_a_reciprocal_count_as_none() -> None:
+def test_weight_sum_without_reciprocal_counts_as_0() -> None:
     x = torch.full((1, 1, 6, 4), -46.0, requires_grad=True)
     for form in FORMS:
         output, _ = linear_attention(x, x, x, causal=True, form=form)
@@ -295,11 +295,11 @@ def test_missing_axes_and_views() -> None:
     assert state.matrix.shape == (1, 1, SHAPE[3], 5)
     member = MEMBERS["elu"]
     inputs = member.draw()
-    turned = inputs.mapped(lambda part: part.transpose(1, 2).contiguous().transpose(1, 2))
-    near(member.run(turned, chunk_size=4)[0], member.run(inputs)[0])
+    views = inputs.mapped(lambda part: part.transpose(1, 2).contiguous().transpose(1, 2))
+    near(member.run(views, chunk_size=4)[0], member.run(inputs)[0])
 
 
-def test_groups_of_chunks_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouping_of_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from clearhead.linear import chunks
 
     for name in ("elu", "identity"):
@@ -316,7 +316,7 @@ def test_groups_of_chunks_change_no_number(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.undo()
 
 
-def test_an_own_feature_map() -> None:
+def test_custom_feature_map() -> None:
     square = ch.linear.FeatureMap(name="square", query=torch.square, key=torch.square, nonnegative=True)
     member = Member(linear_attention, {"causal": True, "feature_map": square}, phi=lambda x: x * x, normalized=True)
     inputs = member.draw()
@@ -333,8 +333,8 @@ def test_the_oracle_can_fail() -> None:
 
 
 @every_member
-def test_training_holds_memory_in_proportion_to_the_tokens(member: Member) -> None:
-    def held(length: int) -> int:
+def test_training_memory_is_linear_in_the_tokens(member: Member) -> None:
+    def saved_bytes(length: int) -> int:
         sizes: dict[int, int] = {}
 
         def keep(tensor: Tensor) -> Tensor:
@@ -347,14 +347,14 @@ def test_training_holds_memory_in_proportion_to_the_tokens(member: Member) -> No
         assert output.requires_grad
         return sum(sizes.values())
 
-    assert 1.8 * held(256) < held(512) < 2.2 * held(256)
+    assert 1.8 * saved_bytes(256) < saved_bytes(512) < 2.2 * saved_bytes(256)
     if member.fixed.get("feature_map", "elu") in ("elu", "relu", "identity") and "causal" in member.fixed:
         # Queries, keys, values, the output, and 6 x 5 + 6 + 8 numbers of state and divisors for each chunk of 8.
-        assert held(512) <= 8 * 3 * (512 * (6 + 6 + 5 + 5) + 64 * (30 + 6 + 8) + 6 * 6)
+        assert saved_bytes(512) <= 8 * 3 * (512 * (6 + 6 + 5 + 5) + 64 * (30 + 6 + 8) + 6 * 6)
 
 
 @pytest.mark.parametrize("name", ["elu", "gate per channel", "delta"])
-def test_a_compiled_call_gives_the_same_numbers(name: str) -> None:
+def test_compiled_call_equals_eager(name: str) -> None:
     member = MEMBERS[name]
     inputs = member.draw()
     torch.compiler.reset()
@@ -364,14 +364,14 @@ def test_a_compiled_call_gives_the_same_numbers(name: str) -> None:
 
 @every_member
 @every_form
-def test_autocast_does_not_reach_the_sums(member: Member, form: str) -> None:
+def test_autocast_does_not_round_sums(member: Member, form: str) -> None:
     inputs = member.draw(dtype=torch.float32)
     expected, state = member.run(inputs, form=form)
     wanted = gradients(member, inputs, form=form)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output, after = member.run(inputs, form=form)
-        found = gradients(member, inputs, form=form)
+        output, last = member.run(inputs, form=form)
+        grads = gradients(member, inputs, form=form)
     assert torch.equal(output, expected)
-    assert torch.equal(after.matrix, state.matrix)
-    for one, other in zip(found, wanted, strict=True):
+    assert torch.equal(last.matrix, state.matrix)
+    for one, other in zip(grads, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

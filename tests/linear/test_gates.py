@@ -1,4 +1,4 @@
-"""Gates and decays: the strongest that a dtype holds, those of absent tokens, and on which device."""
+"""Gates and decays: the smallest of a dtype, those of absent tokens, and their device."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_strong_gates_neither_overflow_nor_lose_the_last_token() -> None:
             serial, _ = MEMBERS["gate per channel"].run(strong, form="recurrent")
             torch.testing.assert_close(output, serial, rtol=1e-4, atol=1e-4)
         if strength == -1e4:
-            own = (inputs.query * inputs.key).sum(-1, keepdim=True) / 8**0.5 * inputs.value
-            torch.testing.assert_close(output, own, rtol=1e-5, atol=1e-5)
+            last_alone = (inputs.query * inputs.key).sum(-1, keepdim=True) / 8**0.5 * inputs.value
+            torch.testing.assert_close(output, last_alone, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("name", ["gate per token", "gate per channel", "delta, gate per token"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_gates_at_the_end_of_a_dtype_forget_all_and_no_more(
+def test_smallest_log_gates_clear_the_earlier_state_only(
     name: str, dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not native:
@@ -54,11 +54,11 @@ def test_gates_at_the_end_of_a_dtype_forget_all_and_no_more(
                 close = {torch.float64: 1e-8, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
                 torch.testing.assert_close(output, serial, rtol=close, atol=close)
                 torch.testing.assert_close(state.matrix, last.matrix, rtol=close, atol=close)
-                for own, other in zip(gradients(member, given_, form=form), wanted, strict=True):
-                    torch.testing.assert_close(own, other, rtol=close, atol=close * max(1.0, float(other.abs().max())))
+                for grad, other in zip(gradients(member, given_, form=form), wanted, strict=True):
+                    torch.testing.assert_close(grad, other, rtol=close, atol=close * max(1.0, float(other.abs().max())))
 
 
-def test_a_compiled_call_takes_gates_at_the_end_of_a_dtype() -> None:
+def test_compiled_call_takes_smallest_log_gates() -> None:
     member = MEMBERS["gate per channel"]
     inputs = member.draw(dtype=torch.float32)
     inputs.extra["log_gate"][:, :, 5:9] = torch.finfo(torch.float32).min
@@ -81,14 +81,14 @@ def test_gates_of_tokens_in_no_document_are_not_read(name: str) -> None:
         MEMBERS[name].run(inputs, mask=mask)
 
 
-def test_decays_go_to_where_the_keys_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
+def test_decays_move_to_the_device_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[Any] = []
     # Torch has no autocast to switch off on this device, so the call ends here.
-    monkeypatch.setattr("clearhead.linear.attention.run", lambda member, *given: seen.append(member))
+    monkeypatch.setattr("clearhead.linear.attention.run", lambda member, *given: devices.append(member))
     x = torch.empty(1, 3, 8, 4, device="meta")
     for decay in (None, [0.5, 0.9, 1.0], torch.tensor([0.5, 0.9, 1.0])):
         ch.linear.retention(x, x, x, decay=decay)
-    assert [member.log_decay.device.type for member in seen] == ["meta"] * 3
+    assert [member.log_decay.device.type for member in devices] == ["meta"] * 3
 
 
 @pytest.mark.parametrize("use_native", [True, False], ids=["kernels", "torch"])
@@ -98,9 +98,9 @@ def test_a_module_can_be_checkpointed(kind: Any, use_native: bool, monkeypatch: 
         monkeypatch.setattr("clearhead.linear.native.library", lambda: None)
     module = ch.nn.LinearAttention(16, 2, kind=kind)
     grads = []
-    for kept in (True, False):
+    for plain in (True, False):
         x = torch.randn(2, 50, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
-        if kept:
+        if plain:
             output = module(x, mask=ch.Causal())
         else:
             output = checkpoint(lambda x: module(x, mask=ch.Causal()), x, use_reentrant=False)
@@ -111,9 +111,7 @@ def test_a_module_can_be_checkpointed(kind: Any, use_native: bool, monkeypatch: 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["parallel", "chunked", "chunked, kernels"])
 @pytest.mark.parametrize("name", ["gate per token", "gate per channel", "delta, gate per token"])
-def test_a_sum_of_many_decays_keeps_the_digits_of_those_behind_it(
-    name: str, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sum_of_many_decays_keeps_precision(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not form.endswith("kernels"):
         monkeypatch.setattr("clearhead.linear.native.takes", lambda *given: False)
     form, member = form.removesuffix(", kernels"), MEMBERS[name]
@@ -125,12 +123,12 @@ def test_a_sum_of_many_decays_keeps_the_digits_of_those_behind_it(
     # A float32 sum of 32 such gates has steps of 2e-4, of four, as in a chunk, 3e-5.
     torch.testing.assert_close(member.run(given_, form=form)[0], serial, rtol=2e-6, atol=2e-6)
     wanted = gradients(member, given_, form="recurrent")
-    for own, other in zip(gradients(member, given_, form=form), wanted, strict=True):
-        torch.testing.assert_close(own, other, rtol=0, atol=1e-5 * max(1.0, float(other.abs().max())))
+    for grad, other in zip(gradients(member, given_, form=form), wanted, strict=True):
+        torch.testing.assert_close(grad, other, rtol=0, atol=1e-5 * max(1.0, float(other.abs().max())))
 
 
 @pytest.mark.parametrize("name", ["gate per token", "gate per channel", "delta, gate per token", "retention"])
-def test_numbers_that_nobody_can_look_at_are_not_asked_for(name: str) -> None:
+def test_unreadable_gates_are_not_checked(name: str) -> None:
     member = MEMBERS[name]
     inputs = member.draw(dtype=torch.float32)
 
@@ -139,18 +137,18 @@ def test_numbers_that_nobody_can_look_at_are_not_asked_for(name: str) -> None:
         extra = dict(zip(inputs.extra, (part[None] for part in parts[3:]), strict=True))
         return member.run(Inputs(tokens.query, tokens.key, tokens.value, extra))[0][0]
 
-    found = torch.vmap(one)(*inputs.tensors())
-    torch.testing.assert_close(found, member.run(inputs)[0], rtol=1e-4, atol=1e-5)
+    mapped = torch.vmap(one)(*inputs.tensors())
+    torch.testing.assert_close(mapped, member.run(inputs)[0], rtol=1e-4, atol=1e-5)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = inputs.mapped(mode.from_tensor)
-        assert member.run(fake)[0].shape == found.shape
+        assert member.run(fake)[0].shape == mapped.shape
 
 
-def test_decays_may_be_mapped_over_and_default_ones_are_numbers() -> None:
+def test_decays_can_be_vmapped_and_default_ones_are_on_the_cpu() -> None:
     x = torch.randn(1, 3, 9, 4, generator=torch.Generator().manual_seed(1))
     decays = torch.tensor([[0.5, 0.9, 1.0], [0.1, 0.2, 0.3]])
-    found = torch.vmap(lambda decay: ch.linear.retention(x, x, x, decay=decay)[0])(decays)
-    for one, decay in zip(found, decays, strict=True):
+    mapped = torch.vmap(lambda decay: ch.linear.retention(x, x, x, decay=decay)[0])(decays)
+    for one, decay in zip(mapped, decays, strict=True):
         torch.testing.assert_close(one, ch.linear.retention(x, x, x, decay=decay)[0], rtol=1e-4, atol=1e-5)
     with torch.device("meta"):
         assert ch.linear.retention(x, x, x)[0].device.type == "cpu"
@@ -177,12 +175,12 @@ def test_gradients_of_small_decays_are_as_exact_as_those_token_by_token(mask: ch
         assert bool(((gradient(form, torch.float32, decays) - exact).abs() <= 2 * serial + 1e-5 * exact.abs()).all())
 
 
-def test_gradients_of_small_decays_can_be_differentiated_again_and_forward() -> None:
+def test_small_decays_have_second_and_forward_derivatives() -> None:
     x = MEMBERS["retention"].draw((1, 2, 7, 3)).query
 
     def call(decay: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = ch.linear.retention(x, x, x, decay=decay, form="chunked", chunk_size=4)[0]
-        return found
+        output: torch.Tensor = ch.linear.retention(x, x, x, decay=decay, form="chunked", chunk_size=4)[0]
+        return output
 
     decay = torch.tensor([1e-2, 0.5], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(call, decay, check_forward_ad=True)
@@ -194,9 +192,9 @@ def test_running_sums_of_decays_are_exact_without_float64() -> None:
     for length, strongest in ((1, 1.0), (64, 128.0), (64, 1e-6), (4096, 1.0), (4096, 128.0)):
         given_ = -strongest * torch.rand(length, 3, generator=generator)
         given_[::16] = -128.0
-        found, exact = _Decays.of(given_, faint=False), given_.double().cumsum(dim=0)
-        assert found.low is not None
-        assert float((found.high.double() + found.low.double() - exact).abs().max()) < 1e-9
+        sums, exact = _Decays.of(given_, faint=False), given_.double().cumsum(dim=0)
+        assert sums.low is not None
+        assert float((sums.high.double() + sums.low.double() - exact).abs().max()) < 1e-9
 
 
 class _WithoutFloat64(TorchDispatchMode):
@@ -211,7 +209,7 @@ class _WithoutFloat64(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("form", ["recurrent", "chunked", "parallel"])
-def test_no_device_is_asked_for_float64(form: str) -> None:
+def test_float64_is_not_required_of_the_device(form: str) -> None:
     x, gates = torch.empty(1, 3, 9, 4, device="meta"), torch.empty(1, 3, 9, 4, device="meta")
     learned = torch.tensor([0.5, 0.9, 1.0], requires_grad=True)
     with _WithoutFloat64():

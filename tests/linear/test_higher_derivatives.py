@@ -1,4 +1,4 @@
-"""Gradients by torch's operations in place of the kernels': second ones, many at once; and those of empty calls."""
+"""Gradients by torch's operations in place of the kernels': second and batched ones; and gradients of empty calls."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def test_autocast_does_not_reach_recorded_gradients(name: str, dtype: torch.dtyp
 
     expected = gradient(False)
     with torch.autocast("cpu", torch.bfloat16):
-        found = gradient(True)
-    close(found, expected)
+        under_autocast = gradient(True)
+    close(under_autocast, expected)
 
 
 @every_name
 @every_pass
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_many_gradients_at_once_are_those_one_by_one(name: str, dtype: torch.dtype) -> None:
+def test_batched_gradients_equal_single_ones(name: str, dtype: torch.dtype) -> None:
     member = MEMBERS[name]
     inputs = member.draw((1, 3, 9, 6), dtype=dtype)
     inputs.key.requires_grad_()
@@ -91,18 +91,18 @@ def test_many_gradients_at_once_are_those_one_by_one(name: str, dtype: torch.dty
 @pytest.mark.parametrize("name", ["identity", "retention", "gate per channel", "delta"])
 def test_an_output_that_is_not_divided_may_be_changed_in_place(name: str) -> None:
     inputs = MEMBERS[name].draw(dtype=torch.float32)
-    found = []
+    grads = []
     for change in (Tensor.mul_, Tensor.mul):
         inputs.key.requires_grad_()
         output = change(MEMBERS[name].run(inputs, form="chunked")[0], 2.0)
-        found.append(torch.autograd.grad(output.square().sum(), inputs.key)[0])
-    assert torch.equal(*found)
+        grads.append(torch.autograd.grad(output.square().sum(), inputs.key)[0])
+    assert torch.equal(*grads)
 
 
 @every_name
 @every_pass
 @pytest.mark.parametrize("shape", [(0, 3, 9, 6), (2, 3, 0, 6), (0, 3, 0, 6)], ids=["batch", "length", "both"])
-def test_of_nothing_there_are_gradients_of_nothing(name: str, dtype: torch.dtype, shape: Any) -> None:
+def test_empty_inputs_have_empty_gradients(name: str, dtype: torch.dtype, shape: Any) -> None:
     member = MEMBERS[name]
     for form in ("auto", "recurrent", "chunked", "parallel"):
         inputs = member.draw(shape, dtype=dtype).mapped(lambda part: part.requires_grad_())
@@ -114,7 +114,7 @@ def test_of_nothing_there_are_gradients_of_nothing(name: str, dtype: torch.dtype
             assert grad.shape == part.shape
 
 
-def test_meta_tensors_tell_shapes() -> None:
+def test_meta_tensors_give_shapes() -> None:
     x = torch.empty(2, 3, 9, 6, device="meta")
     for output, state in (linear_attention(x, x, x, causal=True), linear_attention(x, x, x), retention(x, x, x)):
         assert output.device.type == state.matrix.device.type == "meta"

@@ -1,4 +1,4 @@
-"""The family's CPU kernels: float32 against float64, both ways of handing out work, and what they must not do."""
+"""The CPU kernels of linear attention: float32 against float64, both schedules of work, and containment of NaN."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int = 0) -> tuple[Member, Inputs, LinearState, dict[str, Any]]:
-    """A member's call in float32: inputs, a first state, and what else it is told."""
+    """A call in float32: inputs, a first state, and further arguments."""
     member = MEMBERS[name]
     batch, heads, kv_heads, length, head_dim, value_dim, _ = shape
     generator = torch.Generator().manual_seed(seed)
@@ -55,12 +55,12 @@ def draw(name: str, shape: tuple[int, ...], seed: int = 0) -> tuple[Member, Inpu
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator)
 
-    own = (batch, kv_heads, length)
+    tokens = (batch, kv_heads, length)
     extra, fixed = {}, dict(member.fixed)
     if member.gates:
-        extra["log_gate"] = -0.5 * normal(*own, 1 if member.gates == 1 else head_dim).square()
+        extra["log_gate"] = -0.5 * normal(*tokens, 1 if member.gates == 1 else head_dim).square()
     if member.corrects:
-        extra["rate"] = torch.sigmoid(normal(*own))
+        extra["rate"] = torch.sigmoid(normal(*tokens))
     if member.decay is not None:
         fixed["decay"] = [1.0 - 0.5**place for place in range(1, kv_heads + 1)]
     features = head_dim
@@ -71,7 +71,7 @@ def draw(name: str, shape: tuple[int, ...], seed: int = 0) -> tuple[Member, Inpu
     if name == "relu":
         # A query with hardly a feature divides by next to nothing: what is left of its gradient is rounding.
         query = query.abs() + 0.1
-    inputs = Inputs(query, normal(*own, head_dim), normal(*own, value_dim), extra)
+    inputs = Inputs(query, normal(*tokens, head_dim), normal(*tokens, value_dim), extra)
     state = LinearState(
         matrix=normal(batch, kv_heads, features, value_dim),
         normalizer=normal(batch, kv_heads, features).abs() + 0.5 if member.normalized else None,
@@ -93,15 +93,15 @@ def results(
             **fixed,
             "feature_map": linear.PositiveRandomFeatures(weights=drawn.weights.to(dtype), scale=drawn.scale),
         }
-    own, begin = inputs.mapped(moved), state.mapped(moved)
-    output, after = member.verb(
-        own.query, own.key, own.value, **own.extra, **fixed, state=begin, form="chunked", chunk_size=chunk
+    leaves, begin = inputs.mapped(moved), state.mapped(moved)
+    output, last = member.verb(
+        leaves.query, leaves.key, leaves.value, **leaves.extra, **fixed, state=begin, form="chunked", chunk_size=chunk
     )
-    found = [output, *(part for part in (after.matrix, after.normalizer) if part is not None)]
+    outputs = [output, *(part for part in (last.matrix, last.normalizer) if part is not None)]
     generator = torch.Generator().manual_seed(9)
-    upstream = [torch.randn(part.shape, generator=generator).to(dtype) for part in found]
-    asked = own.tensors() + [part for part in (begin.matrix, begin.normalizer) if part is not None]
-    return found + list(torch.autograd.grad(found, asked, upstream))
+    upstream = [torch.randn(part.shape, generator=generator).to(dtype) for part in outputs]
+    asked = leaves.tensors() + [part for part in (begin.matrix, begin.normalizer) if part is not None]
+    return outputs + list(torch.autograd.grad(outputs, asked, upstream))
 
 
 def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -120,10 +120,10 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture(params=native_library.isa_names())
 def instruction_set(request: pytest.FixtureRequest) -> None:
     """Every set that this processor has."""
-    found = library()
-    assert found is not None
-    index = next(place for place in range(99) if found.ch_isa_name(place) == request.param.encode())
-    found.ch_use_isa(index)
+    loaded = library()
+    assert loaded is not None
+    index = next(place for place in range(99) if loaded.ch_isa_name(place) == request.param.encode())
+    loaded.ch_use_isa(index)
 
 
 @every_member
@@ -139,20 +139,20 @@ def test_outputs_states_and_gradients_are_those_of_float64(
     ours = results(member, inputs, state, fixed, torch.float32, shape[-1])
     assert calls
     monkeypatch.setattr(native, "takes", lambda *given: False)
-    # The textbook adds decays up in float32; torch's operations and the kernels keep what that leaves out.
+    # The textbook formula sums decays in float32; torch's operations and the kernels keep the rounding errors.
     monkeypatch.setattr(forms._Decays, "of", lambda given, **_: forms._Decays(given.cumsum(dim=-2), None))
     plain = results(member, inputs, state, fixed, torch.float32, shape[-1])
-    for own, textbook, true in zip(ours, plain, exact, strict=True):
+    for actual, textbook, true in zip(ours, plain, exact, strict=True):
         size = float(true.detach().abs().max())
         # Twice the error of torch's operations in the same precision, and the rounding of a sum of some tens of terms.
         allowed = 2 * float((textbook.detach().double() - true.detach()).abs().max()) + 8 * EPS * size
-        assert float((own.detach().double() - true.detach()).abs().max()) <= allowed
+        assert float((actual.detach().double() - true.detach()).abs().max()) <= allowed
 
 
 @pytest.mark.parametrize("name", ["elu", "relu", "identity", "performer"])
 @every_shape
 @pytest.mark.usefixtures("instruction_set")
-def test_without_an_order_outputs_states_and_gradients_are_those_of_float64(
+def test_noncausal_results_are_those_of_float64(
     name: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forms, "_WORTH_KERNELS", 1)
@@ -161,14 +161,14 @@ def test_without_an_order_outputs_states_and_gradients_are_those_of_float64(
     fixed["causal"] = False
     # Fewer queries than keys, as in cross-attention.
     fewer = Inputs(inputs.query[:, :, : max(1, shape[3] // 2)], inputs.key, inputs.value, inputs.extra)
-    for own in (inputs, fewer):
-        exact = results(member, own, state, fixed, torch.float64, shape[-1])
+    for some_inputs in (inputs, fewer):
+        exact = results(member, some_inputs, state, fixed, torch.float64, shape[-1])
         assert not calls
-        ours = results(member, own, state, fixed, torch.float32, shape[-1])
+        ours = results(member, some_inputs, state, fixed, torch.float32, shape[-1])
         assert len(calls) == 2
-        with monkeypatch.context() as apart:
-            apart.setattr(native, "takes", lambda *given: False)
-            plain = results(member, own, state, fixed, torch.float32, shape[-1])
+        with monkeypatch.context() as without_kernels:
+            without_kernels.setattr(native, "takes", lambda *given: False)
+            plain = results(member, some_inputs, state, fixed, torch.float32, shape[-1])
         calls.clear()
         for got, textbook, true in zip(ours, plain, exact, strict=True):
             size = float(true.detach().abs().max())
@@ -177,7 +177,7 @@ def test_without_an_order_outputs_states_and_gradients_are_those_of_float64(
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_without_an_order_a_bad_query_reaches_its_own_row_only(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noncausal_nan_query_affects_its_row_only(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms, "_WORTH_KERNELS", 1)
     member, inputs, _, fixed = draw("elu", (1, 2, 1, 60, 16, 16, 32))
     fixed["causal"] = False
@@ -189,7 +189,7 @@ def test_without_an_order_a_bad_query_reaches_its_own_row_only(number: float, mo
     assert not output[:, :, 21].isfinite().all()
 
 
-def test_without_an_order_padding_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noncausal_padding_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms, "_WORTH_KERNELS", 1)
     member, inputs, _, fixed = draw("elu", (2, 2, 2, 40, 16, 16, 32))
     fixed["causal"] = False
@@ -201,34 +201,34 @@ def test_without_an_order_padding_counts_for_nothing(monkeypatch: pytest.MonkeyP
 
 @own_features
 @pytest.mark.parametrize("heads", [1, 3])
-def test_the_same_bits_at_any_number_of_threads(name: str, heads: int, threads: Callable[[int], None]) -> None:
-    """One head is handed out chunk by chunk to two threads, and stays whole with one."""
+def test_results_are_bitwise_equal_at_any_thread_count(name: str, heads: int, threads: Callable[[int], None]) -> None:
+    """With two threads the chunks of one head are distributed, with one thread they are not."""
     shape = (1, 2 * heads, heads, 203, 20, 33, 16)
-    found = []
+    runs = []
     for count in (1, 2, 5):
         threads(count)
-        found.append(results(*draw(name, shape), torch.float32, 16))
-    for other in found[1:]:
-        for one, two in zip(found[0], other, strict=True):
+        runs.append(results(*draw(name, shape), torch.float32, 16))
+    for other in runs[1:]:
+        for one, two in zip(runs[0], other, strict=True):
             assert torch.equal(one, two)
 
 
 @every_member
-def test_keeping_states_for_backward_changes_no_bit(name: str) -> None:
+def test_saving_states_for_backward_changes_no_bit(name: str) -> None:
     member, inputs, state, fixed = draw(name, (1, 4, 2, 90, 16, 16, 32))
     options: dict[str, Any] = {**fixed, "state": state, "form": "chunked", "chunk_size": 32}
     tracked = inputs.mapped(lambda part: part.clone().requires_grad_())
-    plain, after = member.verb(inputs.query, inputs.key, inputs.value, **inputs.extra, **options)
-    kept, last = member.verb(tracked.query, tracked.key, tracked.value, **tracked.extra, **options)
-    assert torch.equal(plain, kept)
-    assert torch.equal(after.matrix, last.matrix)
+    plain, last_plain = member.verb(inputs.query, inputs.key, inputs.value, **inputs.extra, **options)
+    recorded, last = member.verb(tracked.query, tracked.key, tracked.value, **tracked.extra, **options)
+    assert torch.equal(plain, recorded)
+    assert torch.equal(last_plain.matrix, last.matrix)
 
 
 @every_member
 @pytest.mark.parametrize("spoiled", ["query", "key", "value"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_what_is_not_finite_reaches_no_earlier_token(name: str, spoiled: str, number: float) -> None:
-    """Also within a chunk, whose products are made of blocks of rows."""
+def test_nan_reaches_no_earlier_token(name: str, spoiled: str, number: float) -> None:
+    """Also within a chunk, whose GEMMs consist of blocks of rows."""
     place = 21
     member, inputs, _, fixed = draw(name, (1, 2, 1, 60, 16, 16, 32))
     clean, _ = member.verb(
@@ -247,19 +247,21 @@ def test_what_is_not_finite_reaches_no_earlier_token(name: str, spoiled: str, nu
 
 
 @every_member
-def test_a_gradient_that_is_not_finite_reaches_no_later_token(name: str) -> None:
+def test_nan_gradient_reaches_no_later_token(name: str) -> None:
     member, inputs, _, fixed = draw(name, (1, 2, 1, 60, 16, 16, 32))
-    own = inputs.mapped(lambda part: part.clone().requires_grad_())
-    output, _ = member.verb(own.query, own.key, own.value, **own.extra, **fixed, form="chunked", chunk_size=32)
+    leaves = inputs.mapped(lambda part: part.clone().requires_grad_())
+    output, _ = member.verb(
+        leaves.query, leaves.key, leaves.value, **leaves.extra, **fixed, form="chunked", chunk_size=32
+    )
     upstream = torch.ones_like(output)
     upstream[:, :, 21] = float("nan")
-    for gradient in torch.autograd.grad(output, own.tensors(), upstream):
+    for gradient in torch.autograd.grad(output, leaves.tensors(), upstream):
         assert gradient[:, :, 22:].isfinite().all()
         assert not gradient[:, :, :22].isfinite().all()
 
 
 @own_features
-def test_strided_tensors_need_no_copy_and_give_the_same_numbers(name: str) -> None:
+def test_strided_tensors_equal_contiguous_ones(name: str) -> None:
     """Heads within a token, as projections leave them, and a last axis that is not contiguous."""
     member, inputs, state, fixed = draw(name, (2, 4, 2, 50, 8, 8, 16))
     plain = results(member, inputs, state, fixed, torch.float32, 16)
@@ -283,12 +285,12 @@ def test_second_derivatives_are_those_of_torch(name: str, monkeypatch: pytest.Mo
     member, inputs, state, fixed = draw(name, (1, 2, 1, 11, 4, 3, 4))
 
     def twice() -> list[Tensor]:
-        own = inputs.mapped(lambda part: part.clone().requires_grad_())
+        leaves = inputs.mapped(lambda part: part.clone().requires_grad_())
         output, _ = member.verb(
-            own.query, own.key, own.value, **own.extra, **fixed, state=state, form="chunked", chunk_size=4
+            leaves.query, leaves.key, leaves.value, **leaves.extra, **fixed, state=state, form="chunked", chunk_size=4
         )
-        first = torch.autograd.grad(output.sin().sum(), own.tensors(), create_graph=True)
-        return list(torch.autograd.grad(sum(part.square().sum() for part in first), own.tensors()))
+        first = torch.autograd.grad(output.sin().sum(), leaves.tensors(), create_graph=True)
+        return list(torch.autograd.grad(sum(part.square().sum() for part in first), leaves.tensors()))
 
     ours = twice()
     monkeypatch.setattr(native, "takes", lambda *given: False)
@@ -307,7 +309,7 @@ def test_grouped_heads_are_repeated_keys(name: str, form: str, dtype: torch.dtyp
         fixed["feature_map"] = linear.PositiveRandomFeatures(weights=drawn.weights.double(), scale=drawn.scale)
     inputs, state = inputs.mapped(lambda part: part.to(dtype)), state.mapped(lambda part: part.to(dtype))
     options: dict[str, Any] = {**fixed, "form": form, "chunk_size": 8}
-    output, after = member.verb(inputs.query, inputs.key, inputs.value, **inputs.extra, **options, state=state)
+    output, final = member.verb(inputs.query, inputs.key, inputs.value, **inputs.extra, **options, state=state)
 
     def repeated(part: Tensor) -> Tensor:
         return part.repeat_interleave(3, dim=1)
@@ -324,10 +326,10 @@ def test_grouped_heads_are_repeated_keys(name: str, form: str, dtype: torch.dtyp
     )
     eps = torch.finfo(dtype).eps
     assert float((output - whole).abs().max()) <= 32 * eps * float(whole.abs().max())
-    assert float((after.matrix - last.matrix[:, ::3]).abs().max()) <= 32 * eps * float(last.matrix.abs().max())
+    assert float((final.matrix - last.matrix[:, ::3]).abs().max()) <= 32 * eps * float(last.matrix.abs().max())
 
 
-def test_grouped_heads_without_an_order() -> None:
+def test_noncausal_grouped_heads() -> None:
     member, inputs, _, _ = draw("elu", (2, 6, 2, 19, 8, 5, 8))
     for form in ("recurrent", "chunked", "parallel"):
         output, _ = member.verb(inputs.query, inputs.key, inputs.value, form=form)
@@ -345,7 +347,7 @@ def test_grouped_heads_without_an_order() -> None:
     ],
     ids=["float64", "320 channels"],
 )
-def test_what_the_kernels_do_not_take_goes_to_torch(
+def test_unsupported_calls_run_by_torch(
     change: Callable[[list[Tensor]], list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = used(monkeypatch)
@@ -355,7 +357,7 @@ def test_what_the_kernels_do_not_take_goes_to_torch(
     assert not calls
 
 
-def test_many_threads_compute_what_one_computes() -> None:
+def test_concurrent_callers_get_equal_results() -> None:
     """Members, shapes and gradients mixed; each thread starts elsewhere."""
     calls = [draw(name, shape) for name, shape in itertools.product(("elu", "retention", "delta"), SHAPES[1:4])]
     expected = [results(*call, torch.float32, 16) for call in calls]
@@ -368,7 +370,7 @@ def test_many_threads_compute_what_one_computes() -> None:
         assert all(itertools.chain.from_iterable(pool.map(run, range(8))))
 
 
-def test_transforms_and_forward_mode_get_torch() -> None:
+def test_transforms_and_forward_mode_run_by_torch() -> None:
     _, inputs, _, _ = draw("elu", (1, 1, 1, 12, 8, 8, 8))
 
     def call(query: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The benchmark's rows of the family: checked against float64 before they are timed, full attention timed beside."""
+"""The benchmark's rows of linear attention: checked against float64, then timed together with full attention."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_operations_are_those_of_the_chunks() -> None:
     assert replace(row, verb="delta").operations is None
 
 
-def test_rows_reach_from_256_to_32768_tokens_on_both_sides_of_the_crossing() -> None:
+def test_rows_cover_256_to_32768_tokens() -> None:
     rows = [row for row in linear_rows() if row.verb == "linear" and row.training]
     assert [rows[0].shape[2], rows[-1].shape[2]] == [256, 32768]
     assert {row.group for row in rows if row.shape[2] >= CROSSING} == {"linear, training, from 1024 tokens"}

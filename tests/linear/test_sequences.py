@@ -1,4 +1,4 @@
-"""Masks as the family reads them: their kinds and no others, what is laid beside documents, and traced lengths."""
+"""Masks of linear attention: supported classes, padding of documents, and traced lengths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Strict(ch.Causal):
         return k_pos < q_pos
 
 
-class _Behind(ch.Padding):
+class _ShiftedPadding(ch.Padding):
     def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         return k_pos >= self.lengths[batch]
 
@@ -30,8 +30,10 @@ class _Across(ch.Documents):
         return self.ids[0][q_pos] != self.ids[0][k_pos]
 
 
-@pytest.mark.parametrize("mask", [_Strict(), _Behind([4]), _Across([4, 5])], ids=lambda mask: type(mask).__name__)
-def test_a_mask_that_means_something_else_is_refused(mask: ch.Mask) -> None:
+@pytest.mark.parametrize(
+    "mask", [_Strict(), _ShiftedPadding([4]), _Across([4, 5])], ids=lambda mask: type(mask).__name__
+)
+def test_overridden_mask_is_refused(mask: ch.Mask) -> None:
     x = torch.zeros(1, 2, 9, 4)
     with pytest.raises(MaskError, match="must be None, Causal"):
         linear_attention(x, x, x, mask=mask)
@@ -43,22 +45,20 @@ def test_a_mask_that_means_something_else_is_refused(mask: ch.Mask) -> None:
 
 @pytest.mark.parametrize("native", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("name", ["elu", "identity", "gate per token"])
-def test_what_is_not_finite_comes_back_from_no_place_behind_a_document(
-    name: str, native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_after_a_document_affects_no_gradient(name: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native:
         monkeypatch.setattr("clearhead.linear.native.takes", lambda *given: False)
     member = MEMBERS[name]
     inputs = member.draw((1, 3, 18, 6), dtype=torch.float32)
-    # The second document is shorter than the first, and places behind it repeat its first token.
+    # The second document is shorter than the first, and its padding repeats its first token.
     inputs.query[:, :, 10] = torch.nan
     inputs.value[:, :, 16] = torch.nan
 
     def spoiled(given: Inputs, mask: ch.Mask | None) -> list[list[int]]:
-        own = given.mapped(lambda part: part.clone().requires_grad_())
-        output, _ = member.run(own, mask=mask, form="chunked", chunk_size=1)
-        found = torch.autograd.grad(output[:, :, -8:].sum(), own.tensors())
-        return [(~part[..., -8:, :].isfinite()).any(dim=(0, 1, 3)).nonzero().flatten().tolist() for part in found]
+        leaves = given.mapped(lambda part: part.clone().requires_grad_())
+        output, _ = member.run(leaves, mask=mask, form="chunked", chunk_size=1)
+        grads = torch.autograd.grad(output[:, :, -8:].sum(), leaves.tensors())
+        return [(~part[..., -8:, :].isfinite()).any(dim=(0, 1, 3)).nonzero().flatten().tolist() for part in grads]
 
     assert spoiled(inputs, ch.Documents([10, 8])) == spoiled(inputs.cut(10, 18), None)
 
@@ -89,17 +89,17 @@ def test_documents_are_one_graph_under_compile(name: str) -> None:
     inputs = member.draw((1, 3, 12, 6))
 
     def call(inputs: Inputs, mask: ch.Mask, state: LinearState | None) -> tuple[Tensor, LinearState]:
-        output, after = member.run(inputs, mask=mask, state=state)
-        return output, after
+        output, last = member.run(inputs, mask=mask, state=state)
+        return output, last
 
-    def found(run: Any, mask: ch.Mask, start: LinearState | None) -> list[Tensor]:
-        own = inputs.mapped(lambda part: part.clone().requires_grad_())
+    def results(run: Any, mask: ch.Mask, start: LinearState | None) -> list[Tensor]:
+        leaves = inputs.mapped(lambda part: part.clone().requires_grad_())
         begin = None if start is None else start.mapped(lambda part: part.detach().clone().requires_grad_())
-        output, after = run(own, mask, begin)
-        states = [part for part in (after.matrix, after.normalizer) if part is not None]
+        output, last = run(leaves, mask, begin)
+        states = [part for part in (last.matrix, last.normalizer) if part is not None]
         firsts = [] if begin is None else [part for part in (begin.matrix, begin.normalizer) if part is not None]
         loss = output.sin().sum() + sum(part.square().sum() for part in states)
-        return [output, *states, *torch.autograd.grad(loss, [*own.tensors(), *firsts])]
+        return [output, *states, *torch.autograd.grad(loss, [*leaves.tensors(), *firsts])]
 
     torch._dynamo.reset()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
@@ -109,7 +109,7 @@ def test_documents_are_one_graph_under_compile(name: str) -> None:
         (ch.Documents([1, 2, 9]), None),
         (padded, call(inputs, padded, None)[1]),
     ):
-        for one, other in zip(found(compiled, mask, start), found(call, mask, start), strict=True):
+        for one, other in zip(results(compiled, mask, start), results(call, mask, start), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 

@@ -1,4 +1,4 @@
-"""What masks take and what they refuse: numbers beyond all positions, nothing at all, and tensors that change later."""
+"""Arguments of masks: out of range, empty, and tensors that change later."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ BAD: list[Callable[[], Any]] = [
 
 
 @pytest.mark.parametrize("make", BAD)
-def test_refused_in_one_form(make: Callable[[], Any]) -> None:
+def test_bad_arguments_raise_one_form(make: Callable[[], Any]) -> None:
     with pytest.raises(ch.ClearheadError) as caught:
         make()
     assert re.fullmatch(r"[\w.]+: \w+ must .+; got .+\. .+\.", str(caught.value))
 
 
 @pytest.mark.parametrize("backend", ["native", "sdpa", "tiled", "reference"])
-def test_the_farthest_reach_is_everything(backend: str) -> None:
+def test_largest_window_allows_everything(backend: str) -> None:
     query, key, value = torch.randn(3, 1, 2, 6, 4)
     if ch.explain_dispatch(query, key, value).reasons[backend]:
         pytest.skip(backend)
@@ -57,7 +57,7 @@ def test_lengths_of_any_whole_dtype(dtype: torch.dtype) -> None:
     assert ch.Padding(torch.tensor([1, 3], dtype=dtype)).lengths.tolist() == [1, 3]
 
 
-def test_nothing_is_a_mask_too() -> None:
+def test_empty_masks_work() -> None:
     assert ch.Documents(ids=torch.empty(0, dtype=torch.int64)).ids.shape == (1, 0)
     for mask in (ch.Documents(lengths=[0, 0]), ch.Padding([]), ch.Documents(ids=torch.empty(2, 0, dtype=torch.int64))):
         assert str(mask).startswith(type(mask).__name__)
@@ -69,25 +69,25 @@ def test_ids_that_are_written_into_later_are_copied() -> None:
     ids[1] = 1
     assert mask.ids.tolist() == [[0, 0, 1, 1]]
     query = torch.randn(1, 1, 4, 4)
-    found = ch.attention(query, query, query, mask=mask)
-    torch.testing.assert_close(found, ch.attention(query, query, query, mask=mask, backend="reference"))
+    output = ch.attention(query, query, query, mask=mask)
+    torch.testing.assert_close(output, ch.attention(query, query, query, mask=mask, backend="reference"))
 
 
-def test_a_field_that_is_set_later_is_another_mask() -> None:
+def test_changed_field_changes_the_parts() -> None:
     padding = ch.Padding([5]) & ch.Prefix(2)
     first = parts_of(padding, (1, 1, 6, 6), 0)
     assert parts_of(padding, (1, 1, 6, 6), 0) is first
     padding.right.length = 4  # type: ignore[attr-defined]
     other = parts_of(padding, (1, 1, 6, 6), 0)
     assert other is not first
-    assert other.edges[1].max() == 4
+    assert other.interval_bounds[1].max() == 4
 
 
 def test_a_large_mask_is_printed_from_its_corner() -> None:
     mask = ch.Documents(lengths=[3000, 3000])
     asked: list[int] = []
-    told = ch.MaskFunction(lambda b, h, i, j: _counted(asked, i, j))
-    drawn = (mask & told).picture()
+    counting = ch.MaskFunction(lambda b, h, i, j: _counted(asked, i, j))
+    drawn = (mask & counting).picture()
     assert max(asked) <= 24 * 24
     assert drawn.endswith("(the first 24 of 6000 queries, 24 of 6000 keys)")
     assert len(drawn.splitlines()) == 25
@@ -107,7 +107,7 @@ class _Named(ch.Causal):
     """The same predicate under another name."""
 
 
-def test_what_a_parent_knows_is_not_inherited_with_another_predicate() -> None:
+def test_overridden_predicate_drops_intervals() -> None:
     index = torch.arange(4).view(1, 1, -1, 1)
     assert _Even().intervals(index, index, index, 4) is None
     assert not _Even().relative
@@ -129,7 +129,7 @@ def test_what_a_parent_knows_is_not_inherited_with_another_predicate() -> None:
         lambda table: ch.Sink(table.float()[0]),
     ],
 )
-def test_a_tensor_stays_where_it_is(made: Callable[[Tensor], Any]) -> None:
+def test_tensors_keep_their_device(made: Callable[[Tensor], Any]) -> None:
     """Whatever device is the default one: a model may be built on another."""
     table = torch.ones(3, 3, dtype=torch.bool, device="cpu")
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Masks as booleans, intervals, tile maps, words and pictures."""
+"""Masks as booleans, intervals, tile maps, texts and pictures."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _full(mask: ch.Mask, batch: int = 2) -> torch.Tensor:
 
 @settings(max_examples=150, deadline=None)
 @given(expressions, expressions)
-def test_algebra(one: ch.Mask, other: ch.Mask) -> None:
+def test_and_or_not_follow_boolean_algebra(one: ch.Mask, other: ch.Mask) -> None:
     assert torch.equal(_full(one & other), _full(one) & _full(other))
     assert torch.equal(_full(one | other), _full(one) | _full(other))
     assert torch.equal(_full(~one), ~_full(one))
@@ -98,7 +98,7 @@ def test_intervals_are_the_predicate(mask: ch.Mask) -> None:
     rows = mask.intervals(batch, head, q_pos, N)
     if rows is None:
         return
-    assert rows.runs <= MAX_INTERVALS
+    assert rows.count <= MAX_INTERVALS
     inside = (k_pos[..., None] >= rows.start[..., None, :]) & (k_pos[..., None] < rows.stop[..., None, :])
     assert torch.equal(inside.any(-1).expand(2, 1, N, N), _full(mask))
     assert int(inside.sum(-1).max()) <= 1  # runs are disjoint
@@ -122,8 +122,8 @@ def test_tile_map_is_exact(mask: ch.Mask, q_tile: int, k_tile: int) -> None:
 @given(expressions)
 def test_written_and_read_back(mask: ch.Mask) -> None:
     tensors: list[torch.Tensor] = []
-    again = decode(mask.encode(tensors), tensors)
-    assert torch.equal(_full(again), _full(mask))
+    decoded = decode(mask.encode(tensors), tensors)
+    assert torch.equal(_full(decoded), _full(mask))
 
 
 @pytest.mark.parametrize(
@@ -139,10 +139,10 @@ def test_written_and_read_back(mask: ch.Mask) -> None:
     ],
     ids=repr,
 )
-def test_runs_per_row(mask: ch.Mask, runs: int | None) -> None:
+def test_intervals_per_row(mask: ch.Mask, runs: int | None) -> None:
     batch, head, q_pos, _ = index_tensors(2, 1, N, N, 0, CPU)
     rows = mask.intervals(batch, head, q_pos, N)
-    assert (None if rows is None else rows.runs) == runs
+    assert (None if rows is None else rows.count) == runs
 
 
 def test_tile_map_of_a_long_causal_mask_is_small() -> None:
@@ -155,7 +155,7 @@ def test_tile_map_of_a_long_causal_mask_is_small() -> None:
 # --- words and pictures ------------------------------------------------------------------------------
 
 
-def test_words() -> None:
+def test_repr_names_the_fields() -> None:
     assert repr(ch.Causal() & ch.Window(2)) == "Causal() & Window(before=2, after=0)"
     assert repr(~(ch.Causal() | ch.Prefix(2)) & ch.Padding([3, 4])) == (
         "(~(Causal() | Prefix(length=2))) & Padding(lengths=[3, 4])"
@@ -214,32 +214,32 @@ def test_padding_from_tokens() -> None:
 class TestPartsOf:
     """What a mask comes to is remembered between the layers that share it, and never past a change."""
 
-    def test_the_same_call_again_is_not_worked_out_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_parts_of_an_equal_call_are_cached(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[object] = []
-        own = parts.take_apart
-        monkeypatch.setattr(parts, "take_apart", lambda *call: asked.append(call) or own(*call))
+        original = parts.compute_parts
+        monkeypatch.setattr(parts, "compute_parts", lambda *call: asked.append(call) or original(*call))
         mask = ch.Documents(lengths=[3, 4])
         first = parts.parts_of(mask, (1, 2, 7, 7), 0)
         assert parts.parts_of(mask, (1, 2, 7, 7), 0) is first
         assert parts.parts_of(mask, (1, 2, 5, 7), 2) is not first
         assert len(asked) == 2
 
-    def test_masks_that_are_combined_are_remembered_too(self) -> None:
+    def test_parts_of_combined_masks_are_cached(self) -> None:
         mask = ch.Causal() & ch.Documents(lengths=[3, 4])
         assert mask.placed(0) is mask
         assert parts.parts_of(mask, (1, 2, 7, 7), 0) is parts.parts_of(mask.placed(0), (1, 2, 7, 7), 0)
         table = ch.Causal() & ch.Dense(torch.ones(7, 7, dtype=torch.bool))
         assert table.placed(2) is not table
 
-    def test_numbers_that_changed_are_seen(self) -> None:
+    def test_changed_elements_invalidate_the_cache(self) -> None:
         lengths = torch.tensor([2, 5])
         mask = ch.Padding(lengths)
         before = parts.parts_of(mask, (2, 1, 5, 5), 0)
         lengths[0] = 4
-        after = parts.parts_of(mask, (2, 1, 5, 5), 0)
-        assert before.edges[1].flatten().tolist() != after.edges[1].flatten().tolist()
-        for tensors in (after.edges, parts.take_apart(mask, (2, 1, 5, 5), 0).edges):
-            assert [edge.flatten().unique().tolist() for edge in tensors] == [[0], [4, 5]]
+        changed = parts.parts_of(mask, (2, 1, 5, 5), 0)
+        assert before.interval_bounds[1].flatten().tolist() != changed.interval_bounds[1].flatten().tolist()
+        for tensors in (changed.interval_bounds, parts.compute_parts(mask, (2, 1, 5, 5), 0).interval_bounds):
+            assert [bound.flatten().unique().tolist() for bound in tensors] == [[0], [4, 5]]
 
     def test_parts_of_a_deleted_mask_are_freed(self) -> None:
         mask = ch.Documents(lengths=[3, 4])
@@ -249,9 +249,9 @@ class TestPartsOf:
         gc.collect()
         assert cached() is None
 
-    def test_edges_are_within_the_keys(self) -> None:
-        found = parts.take_apart(ch.Padding(torch.tensor([9, 2])) & ch.Documents(lengths=[4, 3]), (2, 1, 7, 7), 0)
-        start, stop = found.edges
+    def test_interval_bounds_are_within_the_keys(self) -> None:
+        computed = parts.compute_parts(ch.Padding(torch.tensor([9, 2])) & ch.Documents(lengths=[4, 3]), (2, 1, 7, 7), 0)
+        start, stop = computed.interval_bounds
         assert start.dtype is stop.dtype is torch.int32
         assert start.is_contiguous()
         assert int(start.min()) >= 0
@@ -274,11 +274,11 @@ class TestPartsOf:
     ],
     ids=repr,
 )
-def test_what_is_a_band(mask: ch.Mask, band: object) -> None:
+def test_band_of_masks(mask: ch.Mask, band: object) -> None:
     assert band_of(mask) == band
 
 
-def test_a_class_of_ones_own_is_no_band() -> None:
+def test_subclass_is_no_band() -> None:
     class Other(ch.Window):
         def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
             return k_pos == q_pos

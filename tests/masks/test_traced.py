@@ -1,4 +1,4 @@
-"""Predicates that come to runs of keys: found where they do, and always the predicate's own answer."""
+"""Predicates traced to intervals of keys, which equal the predicate at every place."""
 
 from __future__ import annotations
 
@@ -71,57 +71,57 @@ PLACES: dict[str, Predicate] = {
 }
 
 
-def _found(fn: Predicate, q_len: int = LENGTH, k_len: int = LENGTH, offset: int = 0) -> Intervals | None:
+def _traced(fn: Predicate, q_len: int = LENGTH, k_len: int = LENGTH, offset: int = 0) -> Intervals | None:
     batch, head, q_pos, _ = index_tensors(BATCH, HEADS, q_len, k_len, offset, None)
     return ch.MaskFunction(fn).intervals(batch, head, q_pos, k_len)
 
 
-def _places(found: Intervals, k_len: int) -> Tensor:
+def _places(intervals: Intervals, k_len: int) -> Tensor:
     keys = torch.arange(k_len).view(1, 1, 1, -1, 1)
-    return ((keys >= found.start[..., None, :]) & (keys < found.stop[..., None, :])).any(dim=-1)
+    return ((keys >= intervals.start[..., None, :]) & (keys < intervals.stop[..., None, :])).any(dim=-1)
 
 
 @pytest.mark.parametrize("offset", [0, 20])
 @pytest.mark.parametrize("name", RUNS)
-def test_a_predicate_is_runs_of_keys(name: str, offset: int) -> None:
+def test_predicate_becomes_intervals(name: str, offset: int) -> None:
     fn, most = RUNS[name]
-    found = _found(fn, LENGTH - offset, LENGTH, offset)
-    assert found is not None
-    assert found.runs <= most
+    intervals = _traced(fn, LENGTH - offset, LENGTH, offset)
+    assert intervals is not None
+    assert intervals.count <= most
     index = index_tensors(BATCH, HEADS, LENGTH - offset, LENGTH, offset, None)
     right = fn(*index).expand(BATCH, HEADS, LENGTH - offset, LENGTH)
-    assert torch.equal(_places(found, LENGTH).expand_as(right), right)
+    assert torch.equal(_places(intervals, LENGTH).expand_as(right), right)
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_what_is_not_runs_is_asked_place_by_place(name: str) -> None:
-    assert _found(PLACES[name]) is None
+def test_other_predicates_are_evaluated_place_by_place(name: str) -> None:
+    assert _traced(PLACES[name]) is None
 
 
 @pytest.mark.parametrize("name", [*RUNS, *PLACES])
-def test_attention_is_the_same_either_way(name: str) -> None:
+def test_traced_and_evaluated_masks_agree(name: str) -> None:
     fn = RUNS[name][0] if name in RUNS else PLACES[name]
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(BATCH, HEADS, LENGTH, 8, generator=generator, requires_grad=True) for _ in range(3)]
-    found = {}
+    outputs = {}
     for backend in ("auto", "tiled", "reference"):
         output = ch.attention(*inputs, mask=ch.MaskFunction(fn), backend=backend)
-        found[backend] = [output, *torch.autograd.grad(output.square().sum(), inputs)]
+        outputs[backend] = [output, *torch.autograd.grad(output.square().sum(), inputs)]
     for backend in ("auto", "tiled"):
-        for one, right in zip(found[backend], found["reference"], strict=True):
+        for one, right in zip(outputs[backend], outputs["reference"], strict=True):
             torch.testing.assert_close(one, right, rtol=1e-4, atol=1e-5)
 
 
-def test_combinations_with_other_masks_are_runs_too() -> None:
+def test_combinations_with_other_masks_have_intervals() -> None:
     mask = ch.MaskFunction(RUNS["documents"][0]) & ch.Causal()
     inputs = [torch.randn(BATCH, HEADS, LENGTH, 8) for _ in range(3)]
     parts = Problem.of("attention", *inputs, mask=mask).mask_parts
     assert parts.rest == ()
-    assert parts.after == 0
-    assert parts.runs is not None
+    assert parts.keys_after == 0
+    assert parts.intervals is not None
 
 
-def test_a_length_that_no_table_could_hold_is_no_matter() -> None:
+def test_lengths_beyond_any_table_are_traced() -> None:
     """A byte for each place would take 4 GiB."""
     inputs = [torch.randn(1, 1, 65_536, 8) for _ in range(3)]
     near = ch.MaskFunction(lambda b, h, i, j: (i >= j) & (i - j < 64))
@@ -129,16 +129,16 @@ def test_a_length_that_no_table_could_hold_is_no_matter() -> None:
     torch.testing.assert_close(ch.attention(*inputs, mask=near), right, rtol=1e-5, atol=1e-6)
 
 
-def test_it_is_asked_again_at_each_call() -> None:
+def test_predicate_is_traced_at_each_call() -> None:
     width = [3]
     mask = ch.MaskFunction(lambda b, h, i, j: (i - j).abs() <= width[0])
-    before = mask.dense(6, 6).sum(), _found(mask.fn)
+    before = mask.dense(6, 6).sum(), _traced(mask.fn)
     width[0] = 1
-    after = mask.dense(6, 6).sum(), _found(mask.fn)
-    assert before[0] > after[0]
+    second = mask.dense(6, 6).sum(), _traced(mask.fn)
+    assert before[0] > second[0]
     assert before[1] is not None
-    assert after[1] is not None
-    assert int((after[1].stop - after[1].start).max()) == 3
+    assert second[1] is not None
+    assert int((second[1].stop - second[1].start).max()) == 3
 
 
 _Number = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
@@ -172,13 +172,13 @@ _TRUTHS: st.SearchStrategy[_Number] = st.recursive(
 
 @settings(deadline=None, max_examples=500)
 @given(truth=_TRUTHS, offset=st.integers(0, 9), q_len=st.integers(1, 12), k_len=st.integers(1, 40))
-def test_what_is_found_is_the_predicates_own_answer(truth: _Number, offset: int, q_len: int, k_len: int) -> None:
-    found = _found(truth, q_len, k_len, offset)
-    if found is None:
+def test_intervals_equal_the_predicate(truth: _Number, offset: int, q_len: int, k_len: int) -> None:
+    intervals = _traced(truth, q_len, k_len, offset)
+    if intervals is None:
         return
     index = index_tensors(BATCH, HEADS, q_len, k_len, offset, None)
     right = truth(*index).expand(BATCH, HEADS, q_len, k_len)
-    assert torch.equal(_places(found, k_len).expand_as(right), right)
+    assert torch.equal(_places(intervals, k_len).expand_as(right), right)
 
 
 def test_thirds_are_rounded_where_the_function_rounds_them() -> None:
@@ -189,7 +189,7 @@ def test_thirds_are_rounded_where_the_function_rounds_them() -> None:
         torch.testing.assert_close(one, right)
 
 
-def test_ids_that_are_no_numbers_are_like_none() -> None:
+def test_nan_ids_equal_nothing() -> None:
     ids = torch.full((200,), torch.nan)
     ids[95:105] = 1.0
     mask = ch.MaskFunction(lambda b, h, i, j: ids[i] == ids[j])
@@ -199,4 +199,4 @@ def test_ids_that_are_no_numbers_are_like_none() -> None:
 
 
 def test_a_predicate_may_say_that_it_has_no_gradient() -> None:
-    assert _found(torch.no_grad()(lambda b, h, i, j: i >= j)) is not None
+    assert _traced(torch.no_grad()(lambda b, h, i, j: i >= j)) is not None

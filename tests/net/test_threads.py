@@ -19,7 +19,7 @@ import clearhead as ch
 from tests.net.calls import distance, results
 from tests.net.families import FAMILIES, TOKENS
 from tests.net.modules import MODULES, modules, tokens
-from tests.processes import told
+from tests.processes import reported
 
 THREADS, ROUNDS = 8, 3
 FAR = {torch.float32: 1e-5, torch.bfloat16: 0.05}
@@ -131,7 +131,7 @@ print(sizes[0], max(sizes))
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the memory in use from /proc")
 def test_20_000_calls_of_2_000_shapes_leave_memory_where_it_was() -> None:
-    done = told(_MEMORY, timeout=300)
+    done = reported(_MEMORY, timeout=300)
     assert done.returncode == 0, done.stderr
     first, most = map(int, done.stdout.split())
     assert most < 1.05 * first

@@ -12,7 +12,7 @@ from clearhead.nn.feedforward import FeedForward
 from clearhead.ops import library as native_library
 from clearhead.ops.dropout import LEVELS
 from clearhead.problem import draw_seed
-from tests.dropped import kept
+from tests.dropped import keep_mask
 
 pytestmark = pytest.mark.skipif(native_library.library() is None, reason=f"{native_library.reason()}")
 
@@ -23,7 +23,7 @@ SHAPES = [(), (1,), (64, 4), (128, 128), (7, 5, 500), (2**14,), (2**10, 17), (2,
 def _kept(shape: tuple[int, ...], levels: int, seed: int) -> Tensor:
     """Where elements survive, from the definition."""
     width = shape[-1] if shape else 1
-    return kept(torch.Size(shape).numel() // width, width, levels, seed).view(shape)
+    return keep_mask(torch.Size(shape).numel() // width, width, levels, seed).view(shape)
 
 
 def _seeded(seed: int) -> int:

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 import clearhead as ch
 from clearhead import choices as sizes
 from clearhead.nn.linear import Linear
-from clearhead.projection import KINDS, choice, products
+from clearhead.projection import KINDS, choice, linear
 from clearhead.projection.paths import PATHS
 from tests.budget import within_budget
 
@@ -158,8 +158,8 @@ def test_attention_has_the_same_gradients_with_the_joint_product(
     # Attention and all in one step is another road, which tests/nn/test_fused_attention.py holds against this one.
     monkeypatch.setattr("clearhead.nn.attention.fused_attention", lambda *args, **options: None)
     chosen: list[str] = []
-    own = products.path_of
-    monkeypatch.setattr(products, "path_of", lambda kind, *sizes: chosen.append(kind) or own(kind, *sizes))
+    own = linear.path_of
+    monkeypatch.setattr(linear, "path_of", lambda kind, *sizes: chosen.append(kind) or own(kind, *sizes))
     monkeypatch.setattr(sizes, "SMALL", 1)
     monkeypatch.setattr(sizes, "SMALL_UNPREPARED", 1)
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from clearhead import choices as sizes
 from clearhead.nn.linear import Linear, linear_each
-from clearhead.projection import KINDS, paths, products, project_each
+from clearhead.projection import KINDS, linear, paths, project_each
 from tests.budget import within_budget
 
 PATHS = [
@@ -42,8 +42,8 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of product for which a path was chosen, in order; empty where ``F.linear`` itself ran."""
     kinds: list[str] = []
-    own = products.path_of
-    monkeypatch.setattr(products, "path_of", lambda kind, *sizes: kinds.append(kind) or own(kind, *sizes))
+    own = linear.path_of
+    monkeypatch.setattr(linear, "path_of", lambda kind, *sizes: kinds.append(kind) or own(kind, *sizes))
     return kinds
 
 

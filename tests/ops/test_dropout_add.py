@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clearhead.ops.dropout import LEVELS
 from tests.agreement import needs_native
-from tests.dropped import kept
+from tests.dropped import keep_mask
 
 pytestmark = needs_native
 
@@ -41,7 +41,7 @@ def dropout_add(x: Tensor, residual: Tensor | None, levels: int, seed: int) -> T
 def test_it_is_its_definition(dtype: torch.dtype, shape: tuple[int, ...], levels: int, added: bool) -> None:
     x, residual, seed = draw(*shape, dtype=dtype), draw(*shape, seed=1, dtype=dtype), 2**40 + 7
     rows = x.numel() // shape[-1]
-    keeps = kept(rows, shape[-1], levels, seed).view(shape)
+    keeps = keep_mask(rows, shape[-1], levels, seed).view(shape)
     exact = torch.where(keeps, x.double() * (LEVELS / (LEVELS - levels)), 0.0)
     exact = exact + residual.double() if added else exact
     found = dropout_add(x, residual if added else None, levels, seed)
@@ -68,14 +68,14 @@ def test_strides_do_not_change_bits(dtype: torch.dtype, layout: str, which: str)
 def test_every_seed_counts(seed: int) -> None:
     x = torch.ones(4, 256)
     found = dropout_add(x, None, LEVELS // 2, seed)
-    assert torch.equal(found != 0, kept(4, 256, LEVELS // 2, seed % 2**64))
+    assert torch.equal(found != 0, keep_mask(4, 256, LEVELS // 2, seed % 2**64))
     assert not torch.equal(found, dropout_add(x, None, LEVELS // 2, seed ^ 1))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
 def test_what_is_dropped_is_0_whatever_it_was(bad: float) -> None:
     found = dropout_add(torch.full((8, 128), bad), torch.ones(8, 128), LEVELS // 2, 3)
-    keeps = kept(8, 128, LEVELS // 2, 3)
+    keeps = keep_mask(8, 128, LEVELS // 2, 3)
     assert bool((found[~keeps] == 1.0).all())
     assert not bool(found[keeps].isfinite().any())
 

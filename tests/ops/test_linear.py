@@ -14,7 +14,7 @@ from clearhead.ops.kinds import Activation
 from clearhead.ops.library import isa_names
 from tests.agreement import needs_native
 from tests.budget import within_budget
-from tests.processes import told
+from tests.processes import reported
 
 pytestmark = needs_native
 
@@ -248,14 +248,14 @@ print(isa_name())
 
 @pytest.mark.parametrize("name", isa_names())
 def test_every_instruction_set(name: str) -> None:
-    done = told(ON_A_SET, environment={"CLEARHEAD_ISA": name, "CLEARHEAD_NATIVE": ""})
+    done = reported(ON_A_SET, environment={"CLEARHEAD_ISA": name, "CLEARHEAD_NATIVE": ""})
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [name]
 
 
 def test_the_same_bits_in_another_process() -> None:
     code = "from tests.ops.test_linear import digest\nprint(digest())"
-    done = told(code, environment={"CLEARHEAD_NATIVE": ""})
+    done = reported(code, environment={"CLEARHEAD_NATIVE": ""})
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [digest()]
 

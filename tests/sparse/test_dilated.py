@@ -1,4 +1,4 @@
-"""Dilated attention against the same pattern as a mask in float64, and that it is no square."""
+"""Dilated attention against the same pattern as a mask in float64, and its cost."""
 
 from __future__ import annotations
 
@@ -30,18 +30,20 @@ def same(ours: Tensor, masked: Tensor, inputs: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stride", "before", "after"), list(itertools.product((1, 3, 4), (None, 0, 2), (None, 0, 1))), ids=str
+    ("stride", "keys_before", "keys_after"), list(itertools.product((1, 3, 4), (None, 0, 2), (None, 0, 1))), ids=str
 )
 @pytest.mark.parametrize("length", [1, 12, 31])
-def test_it_is_attention_under_the_mask(length: int, stride: int, before: int | None, after: int | None) -> None:
+def test_dilated_attention_equals_attention_under_the_mask(
+    length: int, stride: int, keys_before: int | None, keys_after: int | None
+) -> None:
     inputs = tensors(length)
-    ours = dilated_attention(*inputs, stride=stride, before=before, after=after)
-    same(ours, ch.attention(*inputs, mask=dilated(stride, before, after)), inputs)
+    ours = dilated_attention(*inputs, stride=stride, before=keys_before, after=keys_after)
+    same(ours, ch.attention(*inputs, mask=dilated(stride, keys_before, keys_after)), inputs)
 
 
 @pytest.mark.parametrize(("stride", "local"), [(4, 3), (4, 1), (3, 7), (5, 5), (1, 2)])
 @pytest.mark.parametrize("before", [None, 2])
-def test_with_the_nearest_keys_besides(stride: int, local: int, before: int | None) -> None:
+def test_local_keys_are_added(stride: int, local: int, before: int | None) -> None:
     inputs = tensors(31)
     mask = dilated(stride, before) | (ch.Causal() & ch.Window(local))
     ours = dilated_attention(*inputs, stride=stride, local=local, before=before, scale=0.9)
@@ -69,8 +71,8 @@ def test_no_leak_from_the_future() -> None:
     before = dilated_attention(query, key, value, stride=4, local=3)
     for tensor in (query, key, value):
         tensor[:, :, 17:] = torch.randn_like(tensor[:, :, 17:])
-    after = dilated_attention(query, key, value, stride=4, local=3)
-    torch.testing.assert_close(before[:, :, :17], after[:, :, :17], atol=0.0, rtol=0.0)
+    changed = dilated_attention(query, key, value, stride=4, local=3)
+    torch.testing.assert_close(before[:, :, :17], changed[:, :, :17], atol=0.0, rtol=0.0)
 
 
 def test_missing_axes_stay_missing() -> None:
@@ -78,17 +80,17 @@ def test_missing_axes_stay_missing() -> None:
     assert dilated_attention(*inputs, stride=2).shape == (9, 6)
 
 
-def test_bad_calls_are_one_line() -> None:
+def test_bad_calls_raise_one_line() -> None:
     query, key, value = tensors(8)
     with pytest.raises(ch.ShapeError, match="dilated_attention: stride must be a whole number of at least 1; got 0"):
         dilated_attention(query, key, value, stride=0)
     with pytest.raises(ch.ShapeError, match="dilated_attention: key must have query's length 5"):
         dilated_attention(query[:, :, :5], key, value, stride=2)
-    with pytest.raises(ch.UnsupportedError, match="local must be 0 where keys ahead are seen"):
+    with pytest.raises(ch.UnsupportedError, match="local must be 0 unless after is 0"):
         dilated_attention(query, key, value, stride=2, after=1, local=1)
 
 
-def test_a_stride_beyond_the_sequence_fills_nothing_up() -> None:
+def test_large_stride_adds_no_padding() -> None:
     x = torch.randn(1, 1, 6, 4)
     torch.testing.assert_close(ch.sparse.dilated_attention(x, x, x, stride=2**40), x)
     near = ch.sparse.dilated_attention(x, x, x, stride=2**40, local=2)

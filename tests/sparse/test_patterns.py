@@ -1,4 +1,4 @@
-"""Patterns against their papers' sentences in plain loops, and that kernels skip what they leave out."""
+"""Patterns against their papers' definitions in plain loops, and that kernels skip their empty blocks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,20 @@ def test_longformer_is_a_window_and_global_tokens_both_ways(window: int, num_glo
 
 
 @pytest.mark.parametrize(
-    ("stride", "before", "after"), list(itertools.product((1, 2, 5), (None, 0, 3), (None, 0, 2))), ids=str
+    ("stride", "keys_before", "keys_after"), list(itertools.product((1, 2, 5), (None, 0, 3), (None, 0, 2))), ids=str
 )
-def test_dilated_is_every_strideth_key_within_reach(stride: int, before: int | None, after: int | None) -> None:
+def test_dilated_is_every_strideth_key_within_reach(
+    stride: int, keys_before: int | None, keys_after: int | None
+) -> None:
     def allowed(i: int, j: int) -> bool:
         steps = (i - j) / stride
-        return (i - j) % stride == 0 and (before is None or steps <= before) and (after is None or -steps <= after)
+        return (
+            (i - j) % stride == 0
+            and (keys_before is None or steps <= keys_before)
+            and (keys_after is None or -steps <= keys_after)
+        )
 
-    assert torch.equal(dilated(stride, before, after).dense(LENGTH, LENGTH), table(allowed))
+    assert torch.equal(dilated(stride, keys_before, keys_after).dense(LENGTH, LENGTH), table(allowed))
 
 
 def test_strided_is_the_last_ones_and_every_strideth_before() -> None:
@@ -81,45 +87,45 @@ class TestBigBird:
 class TestCovered:
     @pytest.mark.parametrize("name", [name for name, one in MASKS.items() if one.mask is not None])
     @pytest.mark.parametrize("size", [1, 4, 64])
-    def test_it_allows_the_same(self, name: str, size: int) -> None:
+    def test_covered_mask_allows_the_same_places(self, name: str, size: int) -> None:
         mask = MASKS[name].mask
         assert mask is not None
         heads = 2 if name == "function" else None
-        told = covered(mask, LEN, size=size, num_heads=heads)
-        both = (part.dense(LEN, LEN, num_heads=heads) for part in (mask, told))
+        table = covered(mask, LEN, size=size, num_heads=heads)
+        both = (part.dense(LEN, LEN, num_heads=heads) for part in (mask, table))
         first, second = torch.broadcast_tensors(*both)
         assert torch.equal(first, second)
 
-    def test_further_queries_and_other_lengths(self) -> None:
+    def test_covered_mask_with_query_offset(self) -> None:
         mask = ch.Window(5) | ch.Global(2)
-        told = covered(mask, 10, 26, query_offset=16, size=4)
-        assert torch.equal(told.dense(10, 26, query_offset=16), mask.dense(10, 26, query_offset=16))
+        table = covered(mask, 10, 26, query_offset=16, size=4)
+        assert torch.equal(table.dense(10, 26, query_offset=16), mask.dense(10, 26, query_offset=16))
 
-    def test_a_function_that_tells_heads_apart_has_to_say_how_many(self) -> None:
+    def test_head_dependent_function_needs_num_heads(self) -> None:
         wider = ch.MaskFunction(lambda b, h, i, j: (i - j).abs() <= 4 * (h + 1)) & ch.Causal()
         with pytest.raises(ch.ShapeError, match="covered: num_heads must be given for a mask that reads it"):
             covered(wider, 64, size=4)
-        told = covered(wider, 64, size=4, num_heads=3)
-        assert torch.equal(told.dense(64, 64), wider.dense(64, 64, num_heads=3))
+        table = covered(wider, 64, size=4, num_heads=3)
+        assert torch.equal(table.dense(64, 64), wider.dense(64, 64, num_heads=3))
         assert torch.equal(covered(wider, 64, num_heads=1).dense(64, 64), wider.dense(64, 64))
 
-    def test_a_function_that_tells_batch_entries_apart_has_to_say_how_many(self) -> None:
+    def test_batch_dependent_function_needs_batch(self) -> None:
         lengths = torch.tensor([10, 40])
         padded = ch.MaskFunction(lambda b, h, i, j: j < lengths[b])
         with pytest.raises(ch.ShapeError, match="covered: batch must be given for a mask that reads it"):
             covered(padded, 64, size=4)
-        told = covered(padded, 64, size=4, batch=2)
-        assert torch.equal(told.dense(64, 64), padded.dense(64, 64, batch=2))
+        table = covered(padded, 64, size=4, batch=2)
+        assert torch.equal(table.dense(64, 64), padded.dense(64, 64, batch=2))
 
     def test_an_offset_between_blocks_is_refused(self) -> None:
         with pytest.raises(ch.ShapeError, match="covered: query_offset must be a multiple of size 4; got 3"):
             covered(ch.Window(5), 10, 26, query_offset=3, size=4)
 
-    def test_the_table_is_no_larger_than_it_must_be(self) -> None:
-        told = covered(ch.Window(64) | ch.Global(1), 1024)
+    def test_table_marks_the_blocks_of_the_mask(self) -> None:
+        mask = covered(ch.Window(64) | ch.Global(1), 1024)
         place = torch.arange(16)
         expected = (place <= place[:, None]) & (place[:, None] - place <= 1) | (place == 0) | (place[:, None] == 0)
-        blocks = told.right  # type: ignore[attr-defined]
+        blocks = mask.right  # type: ignore[attr-defined]
         assert torch.equal(blocks.table[0, 0], expected)
 
 
@@ -137,8 +143,8 @@ def test_every_backend_agrees_and_differentiates(mask: ch.Mask) -> None:
         output = ch.attention(query, key, value, mask=mask, backend=backend)
         results[backend] = [output, *torch.autograd.grad(output.square().sum(), [query, key, value])]
     assert {"tiled", "reference"} < set(results)
-    for found in results.values():
-        for got, wanted in zip(found, results["reference"], strict=True):
+    for result in results.values():
+        for got, wanted in zip(result, results["reference"], strict=True):
             torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
 
 
@@ -155,7 +161,7 @@ def test_the_kernels_take_it_at_32k_tokens_and_few_blocks_are_left(pattern: Call
     row = torch.zeros(1, 1, 1, 64).expand(1, 2, 32768, 64)
     report = ch.explain_dispatch(row, row, row, mask=pattern(32768))
     assert report.choice == "native" or native.BACKEND.capability.requires() is not None, report
-    # Keys that a query is computed at, whole blocks counted: the same however long the sequence is.
+    # Keys that are computed per query, in whole blocks: independent of the sequence's length.
     computed = []
     for length in (2048, 4096):
         kinds = tile_map(pattern(length), index_tensors(1, 1, length, length, 0, None), 64, 64)
@@ -163,7 +169,7 @@ def test_the_kernels_take_it_at_32k_tokens_and_few_blocks_are_left(pattern: Call
     assert computed[1] < 1.1 * computed[0] < 1024
 
 
-def test_a_wrong_number_is_told_of_the_pattern_that_got_it() -> None:
+def test_errors_name_the_pattern() -> None:
     with pytest.raises(ch.ShapeError, match="longformer: length must be a whole number of at least 1; got 0"):
         longformer(0, 4)
     with pytest.raises(ch.ShapeError, match="longformer: num_global must be a whole number of at least 0; got -1"):
@@ -173,7 +179,7 @@ def test_a_wrong_number_is_told_of_the_pattern_that_got_it() -> None:
 
 
 def test_a_covered_mask_refuses_lengths_that_it_was_not_made_for() -> None:
-    """Its table ends with a whole block, of which the keys beyond the length had no say."""
+    """The last block of its table includes keys beyond the length, which did not influence the table."""
     mask = covered(ch.MaskFunction(lambda b, h, i, j: (j < 60) | (j > 65)), 65)
     x = torch.randn(1, 1, 100, 4)
     with pytest.raises(ch.MaskError, match="cover queries 0 to 99 and 100 keys; got one that was made for queries 0 t"):
@@ -182,7 +188,7 @@ def test_a_covered_mask_refuses_lengths_that_it_was_not_made_for() -> None:
     torch.testing.assert_close(
         ch.attention(part, part, part, mask=mask), ch.attention(part, part, part, mask=mask, backend="reference")
     )
-    # Fewer tokens, as while decoding, see what they would in the whole.
+    # Fewer tokens, as in decoding, attend to the same keys as in the whole sequence.
     row = ch.attention(fewer[:, :, -1:], fewer, fewer, mask=mask, query_offset=39)
     torch.testing.assert_close(row, ch.attention(fewer, fewer, fewer, mask=mask, backend="reference")[:, :, -1:])
 
@@ -190,7 +196,7 @@ def test_a_covered_mask_refuses_lengths_that_it_was_not_made_for() -> None:
 def test_a_covered_mask_travels_as_text() -> None:
     tensors: list[Tensor] = []
     mask = covered(ch.Window(5), 70)
-    again = decode(mask.encode(tensors), tensors)
-    assert torch.equal(again.dense(70, 70), mask.dense(70, 70))
+    decoded = decode(mask.encode(tensors), tensors)
+    assert torch.equal(decoded.dense(70, 70), mask.dense(70, 70))
     with pytest.raises(ch.MaskError, match="made for queries 0 to 69 and 70 keys"):
-        again.dense(71, 71)
+        decoded.dense(71, 71)

@@ -1,4 +1,4 @@
-"""The router: which blocks it picks, that its own is always there, and that the future has no say."""
+"""The router: the blocks it chooses, its own block included, and that later tokens cannot influence the choice."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def by_hand(query: Tensor, key: Tensor, keep: int, causal: bool) -> Tensor:
     """The choice of one head in loops: bool ``[q_blocks, k_blocks]``."""
     q_blocks, k_blocks = query.split(SIZE), key.split(SIZE)
     chosen = torch.zeros(len(q_blocks), len(k_blocks), dtype=torch.bool)
-    for row, own in enumerate(q_blocks):
-        asked = own[0] if causal else own.mean(dim=0)
+    for row, own_block in enumerate(q_blocks):
+        asked = own_block[0] if causal else own_block.mean(dim=0)
         rivals = [place for place in range(len(k_blocks)) if place != row and not (causal and place > row)]
         rivals.sort(key=lambda place: -float(asked @ k_blocks[place].mean(dim=0)))
         for place in [row, *rivals][:keep]:
@@ -34,7 +34,7 @@ def by_hand(query: Tensor, key: Tensor, keep: int, causal: bool) -> Tensor:
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("keep", [1, 3, 50])
-def test_it_keeps_the_best_blocks_and_its_own(keep: int, causal: bool) -> None:
+def test_best_blocks_and_own_block_are_chosen(keep: int, causal: bool) -> None:
     query, key, _ = tensors()
     mask = routed(query, key, keep=keep, size=SIZE, causal=causal)
     blocks = mask.right if causal else mask  # type: ignore[attr-defined]
@@ -45,7 +45,7 @@ def test_it_keeps_the_best_blocks_and_its_own(keep: int, causal: bool) -> None:
             assert torch.equal(blocks.table[batch, head], expected)
 
 
-def test_a_key_that_fits_is_found_far_back() -> None:
+def test_matching_key_is_found_far_back() -> None:
     query, key, _ = (tensor * 0.01 for tensor in tensors())
     query[:, :, 24], key[:, :, 9] = 3.0, 3.0
     allowed = routed(query, key, keep=2, size=SIZE).dense(LENGTH, LENGTH)
@@ -66,12 +66,12 @@ def test_no_leak_from_the_future_by_perturbation(changed: int) -> None:
     before = ch.attention(query, key, value, mask=routed(query, key, keep=2, size=SIZE))
     for tensor in (query, key, value):
         tensor[:, :, changed] = torch.randn_like(tensor[:, :, changed]) * 100.0
-    after = ch.attention(query, key, value, mask=routed(query, key, keep=2, size=SIZE))
-    torch.testing.assert_close(before[:, :, :changed], after[:, :, :changed], atol=0.0, rtol=0.0)
-    assert not torch.equal(before[:, :, changed], after[:, :, changed])
+    output_after = ch.attention(query, key, value, mask=routed(query, key, keep=2, size=SIZE))
+    torch.testing.assert_close(before[:, :, :changed], output_after[:, :, :changed], atol=0.0, rtol=0.0)
+    assert not torch.equal(before[:, :, changed], output_after[:, :, changed])
 
 
-def test_the_perturbation_would_find_a_leak() -> None:
+def test_perturbation_detects_a_leak() -> None:
     """Means over blocks of queries, cut by a causal mask, are the mistake that the router avoids."""
     query, key, value = tensors()
 
@@ -88,21 +88,21 @@ def test_decoding_chooses_where_a_block_begins() -> None:
     whole = ch.attention(query, key, value, mask=routed(query, key, keep=2, size=SIZE))
     mask: ch.Mask | None = None
     for place in range(LENGTH):
-        now, seen = slice(place, place + 1), slice(0, place + 1)
+        now, so_far = slice(place, place + 1), slice(0, place + 1)
         if place % SIZE == 0:
-            mask = routed(query[:, :, now], key[:, :, seen], keep=2, size=SIZE, query_offset=place)
-        output = ch.attention(query[:, :, now], key[:, :, seen], value[:, :, seen], mask=mask, query_offset=place)
+            mask = routed(query[:, :, now], key[:, :, so_far], keep=2, size=SIZE, query_offset=place)
+        output = ch.attention(query[:, :, now], key[:, :, so_far], value[:, :, so_far], mask=mask, query_offset=place)
         torch.testing.assert_close(output, whole[:, :, now], atol=1e-12, rtol=1e-12)
 
 
-def test_a_later_part_chooses_as_the_whole_does() -> None:
+def test_part_with_offset_chooses_like_the_whole() -> None:
     query, key, _ = tensors()
     masks = [routed(query[:, :, start:], key, keep=2, size=SIZE, query_offset=start) for start in (0, 12)]
     whole, part = masks[0].dense(LENGTH, LENGTH), masks[1].dense(LENGTH - 12, LENGTH, query_offset=12)
     assert torch.equal(whole[:, :, 12:], part)
 
 
-def test_what_is_not_finite_stays_in_its_block() -> None:
+def test_nan_stays_in_its_block() -> None:
     query, key, _ = tensors()
     key[:, :, 9] = torch.nan
     blocks = routed(query, key, keep=3, size=SIZE).right  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def test_missing_axes_and_other_lengths() -> None:
         ({"keep": 2, "first": 2}, "first must be less than keep 2; got 2"),
     ],
 )
-def test_bad_numbers_are_one_line(arguments: dict[str, int], message: str) -> None:
+def test_bad_numbers_raise_one_line(arguments: dict[str, int], message: str) -> None:
     query, key, _ = tensors()
     with pytest.raises(ch.ShapeError, match=f"routed: {message}"):
         routed(query, key, **arguments)  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def test_bad_numbers_are_one_line(arguments: dict[str, int], message: str) -> No
         routed(query[:, :, 5:], key, keep=1, size=4, query_offset=5)
 
 
-def test_autocast_chooses_no_other_blocks() -> None:
+def test_autocast_does_not_change_the_choice() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(4, 8, 512, 32, generator=generator) for _ in range(2))
     plain = routed(query, key, keep=3, size=16).dense(512, 512)
@@ -153,7 +153,7 @@ def test_autocast_chooses_no_other_blocks() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("batch", "length"), [(0, 8), (2, 0)])
-def test_a_call_of_nothing_is_routed(batch: int, length: int, causal: bool) -> None:
+def test_empty_calls_are_routed(batch: int, length: int, causal: bool) -> None:
     query, key = torch.randn(batch, 4, length, 8, requires_grad=True), torch.randn(batch, 2, length, 8)
     mask = routed(query, key, keep=2, size=4, causal=causal)
     for backend in ("auto", "tiled", "reference"):

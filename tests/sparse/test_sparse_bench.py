@@ -1,4 +1,4 @@
-"""clearhead bench --sparse: what is wrong is not timed, where a pattern overtakes, and the command from outside."""
+"""clearhead bench --sparse: wrong results are not timed, the crossover, and the command line."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_lengths_go_from_1k_to_32k_in_both_modes() -> None:
 @pytest.mark.parametrize("training", [False, True])
 def test_every_pattern_is_right_and_timed(training: bool) -> None:
     row = SparseRow(length=200, training=training, heads=2, head_dim=8)
-    found = module.measure_sparse(row, repeats=3, seconds=0.0)
-    assert len(found.timings) == 8
-    assert all(len(timing.runs) == 3 for timing in found.timings.values())
-    assert SparsePoint.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    measured = module.measure_sparse(row, repeats=3, seconds=0.0)
+    assert len(measured.timings) == 8
+    assert all(len(timing.runs) == 3 for timing in measured.timings.values())
+    assert SparsePoint.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
 
 
-def test_a_pattern_that_is_another_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_pattern_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = module.contenders_of
 
     def off_by_one(length: int, query: torch.Tensor, key: torch.Tensor) -> dict[str, module.SparseContender]:
@@ -54,7 +54,7 @@ def test_a_pattern_that_is_another_one_is_refused(monkeypatch: pytest.MonkeyPatc
         module.measure_sparse(row, repeats=1, seconds=0.0)
 
 
-def test_a_pattern_overtakes_where_it_stays_ahead() -> None:
+def test_crossover_is_where_a_pattern_remains_faster() -> None:
     points = [point(1, 1.0, 0.5), point(2, 2.0, 3.0), point(4, 4.0, 3.5), point(8, 8.0, 4.0)]
     assert overtaken_at(points, "other") == 4
     assert overtaken_at(points[:2], "other") is None
@@ -75,12 +75,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = json.loads((tmp_path / "sparse.json").read_text())
     assert written["head"]["command"] == "clearhead bench --sparse --quick --repeats 3"
     assert [row["length"] for row in written["rows"]] == [128, 256]
-    again = CliRunner().invoke(app, [*words, "--resume"])
-    assert again.exit_code == 0
+    resumed = CliRunner().invoke(app, [*words, "--resume"])
+    assert resumed.exit_code == 0
     assert json.loads((tmp_path / "sparse.json").read_text())["rows"] == written["rows"]
 
 
-def test_shapes_do_not_go_with_it() -> None:
+def test_shapes_option_is_refused() -> None:
     result = CliRunner().invoke(app, ["bench", "--sparse", "--shape", "1,1,8,8"])
     assert result.exit_code == 2
     assert "--shape must not stand with --sparse" in result.stderr

@@ -1,4 +1,4 @@
-"""Top-k attention against a dense oracle: which keys, their numbers, their gradients, and what is held meanwhile."""
+"""Top-k attention against a dense oracle: keys, outputs, gradients, and memory."""
 
 from __future__ import annotations
 
@@ -144,12 +144,12 @@ def test_no_leak_from_the_future() -> None:
     query, key, value = tensors()
     before = top_k_attention(query, key, value, k=3, mask=ch.Causal())
     key[:, :, 9:], value[:, :, 9:] = 50.0, torch.nan
-    after = top_k_attention(query, key, value, k=3, mask=ch.Causal())
-    assert torch.equal(before[:, :, :9], after[:, :, :9])
-    assert not torch.equal(before[:, :, 9:], after[:, :, 9:])
+    changed = top_k_attention(query, key, value, k=3, mask=ch.Causal())
+    assert torch.equal(before[:, :, :9], changed[:, :, :9])
+    assert not torch.equal(before[:, :, 9:], changed[:, :, 9:])
 
 
-def test_what_is_not_finite_reaches_only_who_may_attend_to_it() -> None:
+def test_nan_reaches_only_queries_that_may_attend_to_it() -> None:
     query, key, value = tensors(torch.float32)
     key[:, :, 6] = torch.nan
     key.requires_grad_()
@@ -170,26 +170,26 @@ def test_large_scores_keep_the_budget() -> None:
 
 
 @pytest.mark.slow
-def test_gradients_can_be_differentiated_again() -> None:
+def test_gradients_have_second_derivatives() -> None:
     inputs = [tensor.requires_grad_() for tensor in tensors()]
     assert torch.autograd.gradgradcheck(lambda *given: top_k_attention(*given, k=2), inputs)
 
 
 @pytest.mark.slow
-def test_gradient_of_a_learned_bias_can_be_differentiated_again() -> None:
+def test_gradient_of_a_learned_bias_has_a_second_derivative() -> None:
     bias = torch.zeros(LEN, LEN, dtype=torch.float64, requires_grad=True)
     inputs = tensors()
     assert torch.autograd.gradgradcheck(
-        lambda own: top_k_attention(*inputs, k=2, scores=[ch.SoftCap(3.0), ch.DenseBias(own)]), bias
+        lambda learned: top_k_attention(*inputs, k=2, scores=[ch.SoftCap(3.0), ch.DenseBias(learned)]), bias
     )
 
 
-def test_autocast_does_not_reach_float32() -> None:
+def test_autocast_does_not_round_float32() -> None:
     query, key, value = (tensor.float().requires_grad_() for tensor in tensors())
     expected = top_k_attention(query, key, value, k=4, mask=ch.Causal())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = top_k_attention(query, key, value, k=4, mask=ch.Causal())
-    assert torch.equal(found, expected)
+        output = top_k_attention(query, key, value, k=4, mask=ch.Causal())
+    assert torch.equal(output, expected)
 
 
 @pytest.mark.parametrize("rules", [(), (ch.Sink(torch.zeros(HEADS, dtype=torch.float64)), ch.SoftCap(5.0))])
@@ -222,24 +222,24 @@ def test_a_function_without_a_derivative_is_named() -> None:
         output.sum().backward()
 
 
-def test_a_learned_tensor_out_of_reach_is_told() -> None:
+def test_unreachable_learned_tensor_is_refused() -> None:
     class Holder:
         __slots__ = ("weight",)
 
         def __init__(self) -> None:
             self.weight = torch.ones((), dtype=torch.float64, requires_grad=True)
 
-    held = [Holder()] * 2000
+    holders = [Holder()] * 2000
 
     def hidden(score: Tensor, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        return score * next(iter(held)).weight
+        return score * next(iter(holders)).weight
 
     inputs = [tensor.requires_grad_() for tensor in tensors()]
     with pytest.raises(ch.UnsupportedError, match="name the learned tensors it reads; got one of shape"):
         top_k_attention(*inputs, k=3, scores=ch.ScoreFunction(hidden))
 
 
-def test_rules_that_let_no_gradient_through_leave_0() -> None:
+def test_rules_without_gradient_give_0() -> None:
     inputs = [tensor.requires_grad_() for tensor in tensors()]
     logits = torch.zeros(HEADS, dtype=torch.float64, requires_grad=True)
     constant = ch.ScoreFunction(lambda score, batch, head, q_pos, k_pos: score.detach() - 0.1 * k_pos)
@@ -256,26 +256,26 @@ def test_one_tensor_of_a_rule_and_the_sink_gets_both_gradients() -> None:
         return top_k_attention(query, key, value, k=3, scores=[rule, ch.Sink(other)]).square().sum()
 
     first, second = (torch.full((HEADS,), 0.3, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    apart = torch.autograd.grad(run(first, second), [first, second])
+    separate = torch.autograd.grad(run(first, second), [first, second])
     (both,) = torch.autograd.grad(run(first, first), first)
-    torch.testing.assert_close(both, apart[0] + apart[1], atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(both, separate[0] + separate[1], atol=1e-12, rtol=1e-12)
 
 
-def test_backward_keeps_indices_and_no_square() -> None:
+def test_backward_saves_indices_not_scores() -> None:
     length, k = 512, 4
     query = torch.randn(1, 2, length, 16, requires_grad=True)
-    kept: list[int] = []
+    sizes: list[int] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor.numel())
+        sizes.append(tensor.numel())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         top_k_attention(query, query, query, k=k)
-    assert sum(kept) <= 2 * length * (3 * 16 + k)
+    assert sum(sizes) <= 2 * length * (3 * 16 + k)
 
 
-def test_no_square_is_ever_held() -> None:
+def test_memory_is_linear_in_the_length() -> None:
     length = 4096
     query, key, value = (torch.randn(1, 1, length, 16, requires_grad=True) for _ in range(3))
 
@@ -299,12 +299,12 @@ def test_an_empty_batch_gives_an_empty_batch() -> None:
     assert output.shape == x.shape
 
 
-def test_transforms_are_refused_in_one_line() -> None:
+def test_transforms_raise_one_line() -> None:
     x = torch.randn(2, 2, 5, 4, requires_grad=True)
-    with pytest.raises(ch.UnsupportedError, match="top_k_attention: query must be seen outside"):
+    with pytest.raises(ch.UnsupportedError, match="top_k_attention: query must not be under a transform"):
         torch.vmap(lambda one: ch.sparse.top_k_attention(one, one, one, k=2))(x)
     output = ch.sparse.top_k_attention(x, x, x, k=2)
     batched = torch.randn(3, *x.shape)
-    (found,) = torch.autograd.grad(output, x, batched, is_grads_batched=True, retain_graph=True)
-    for grad, one in zip(found, batched, strict=True):
+    (batched_grad,) = torch.autograd.grad(output, x, batched, is_grads_batched=True, retain_graph=True)
+    for grad, one in zip(batched_grad, batched, strict=True):
         torch.testing.assert_close(grad, torch.autograd.grad(output, x, one, retain_graph=True)[0])

@@ -1,1 +1,1 @@
-"""The backends: each one runs a ``Problem``; none knows another."""
+"""The backends: each runs a ``Problem``, independently of the others."""

@@ -1,4 +1,4 @@
-"""What a backend can do, as data: the one record behind the choice, its reasons, the table and the tests."""
+"""The capability of a backend as data, used by dispatch, its reasons, the documentation's table and the tests."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ ALL_STATISTICS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Capability:
-    """What a backend can do. ``None`` means without limit.
+    """What a backend supports. ``None`` means no limit.
 
     Args:
-        devices: device types it runs on.
+        devices: device types that it runs on.
         dtypes: dtypes of query, key and value.
-        rules: kinds of score rules.
-        statistics: names of the statistics it can give.
+        rules: classes of score rules.
+        statistics: names of the statistics that it computes.
         dropout: whether it drops weights reproducibly from one seed.
         max_head_dim: largest head size.
-        max_scores: largest number of scores that it may hold at once, ``batch * heads * q_len * k_len``.
-        gradient: whether it can be differentiated.
-        without_gradient: names of the statistics that it gives without a gradient; ``Want.row_weights`` may then not
-            require one either. "auto" prefers another backend where the call needs gradients.
-        requires: why it cannot run in this process at all, or None.
-        also: further reasons against a problem that no field can say.
+        max_scores: largest number of scores in memory at once, ``batch * heads * q_len * k_len``.
+        gradient: whether it is differentiable.
+        without_gradient: names of the statistics that it computes without a gradient; ``Want.row_weights`` may then not
+            require one either. "auto" prefers another backend if the call needs gradients.
+        requires: returns why it cannot run in this process at all, or None.
+        also: returns further reasons against a problem, which depend on more than one field.
     """
 
     devices: frozenset[str] | None = None
@@ -51,7 +51,7 @@ class Capability:
     also: Callable[[Problem], list[str]] = lambda problem: []
 
     def reasons_against(self, problem: Problem, want: Want) -> list[str]:
-        """Why the backend cannot take the problem, one sentence part each; empty where it can."""
+        """Why the backend cannot run the problem, as parts of a sentence; empty if it can."""
         missing = self.requires()
         if missing is not None:
             return [missing]
@@ -73,7 +73,7 @@ class Capability:
             reasons.append(f"takes head sizes up to {self.max_head_dim}")
         size = problem.batch * problem.num_heads * problem.q_len * problem.k_len
         if self.max_scores is not None and size > self.max_scores:
-            reasons.append(f"would hold {size:,} scores at once (limit {self.max_scores:,})")
+            reasons.append(f"would need memory for {size:,} scores (limit {self.max_scores:,})")
         if problem.needs_gradient and not self.gradient:
             reasons.append("has no gradient")
         weights = want.row_weights
@@ -82,11 +82,11 @@ class Capability:
             reasons.append("has no gradient for row_weights")
         missing = sorted(want.names - self.statistics)
         if missing:
-            reasons.append(f"cannot give {', '.join(missing)}")
+            reasons.append(f"cannot compute {', '.join(missing)}")
         return reasons
 
     def row(self) -> dict[str, str]:
-        """The record in words, for tables."""
+        """The capability in words, for tables."""
         return {
             "usable": self.requires() or "yes",
             "devices": _listed(self.devices) if self.devices is not None else "any",
@@ -106,13 +106,13 @@ def _listed(names: frozenset[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """A named way to run a problem.
+    """A backend of attention.
 
     Attributes:
-        name: what ``backend=`` takes.
-        summary: what it is, in a few words.
-        capability: what it can do.
-        run: computes.
+        name: its name for ``backend=``.
+        summary: a description in a few words.
+        capability: what it supports.
+        run: computes a problem's output and statistics.
     """
 
     name: str

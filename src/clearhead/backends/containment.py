@@ -1,9 +1,9 @@
-"""Keeping NaN and inf where they belong: a token that nobody may attend to touches nobody.
+"""Containment of NaN and infinity: a token that no query may attend to affects no output and no gradient.
 
-Zero weight times NaN is NaN, so a product with masked tokens in it spreads them. Tokens that are not
-finite are therefore zeroed before the products, and put back as NaN where the mask lets them through:
-a row that attends to such a key is NaN, a row that attends to such a value is NaN in that channel. Backward
-likewise: a gradient that arrives at a row and is not finite reaches the keys that this row may attend to.
+A weight of zero times NaN is NaN, so a matrix multiplication spreads NaN from masked tokens. Tokens with NaN or
+infinity are therefore zeroed before the multiplication, and NaN is written where the mask allows them: a row that
+attends to such a key is NaN, a row that attends to such a value is NaN in that channel. Backward does the same: a NaN
+or infinite gradient of a row reaches the keys that the row may attend to.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ __all__ = [
     "all_finite",
     "clean_rows",
     "contained",
-    "has_numbers",
+    "is_readable",
+    "matmul",
     "only_finite",
-    "product",
     "without_autocast",
 ]
 
-#: Queries whose masks are written out at a time.
+#: Queries whose masks are evaluated at a time.
 _STRIP: Final = 128
 
 
-def has_numbers(tensor: Tensor) -> bool:
-    """Whether the tensor's numbers may be looked at: not those of meta and fake tensors, nor those of vmap."""
+def is_readable(tensor: Tensor) -> bool:
+    """Whether the tensor's elements can be read: False for meta and fake tensors and under vmap."""
     if is_hollow(tensor):
         return False
     if has_memory(tensor):
         return True
-    # Of the wrapped tensors those of `torch.func.grad` and `jvp` can be read, and those of vmap raise.
+    # Wrappers of `torch.func.grad` and `jvp` can be read, those of vmap raise.
     try:
         tensor.detach().sum().item()
     except RuntimeError:
@@ -53,9 +53,9 @@ def has_numbers(tensor: Tensor) -> bool:
 
 
 def all_finite(*tensors: Tensor) -> bool:
-    """Whether every entry is finite, in one pass and without a copy.
+    """Whether every element is finite, in one pass and without a copy.
 
-    A sum that overflows on finite entries gives a harmless false alarm.
+    False too if the sum of finite elements overflows; callers then take the slower path.
     """
     return all(math.isfinite(float(tensor.detach().sum(dtype=_sum_dtype(tensor)))) for tensor in tensors)
 
@@ -67,51 +67,51 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
 def clean_rows(
     tensor: Float[Tensor, "batch heads len dim"],
 ) -> tuple[Float[Tensor, "batch heads len dim"], Bool[Tensor, "batch heads len"]]:
-    """The tensor with tokens that are not finite set to 0, and which tokens those were."""
+    """The tensor with 0 for tokens that contain NaN or infinity, and a boolean for each token that marks those."""
     bad = ~torch.isfinite(tensor).all(dim=-1)
     return tensor.masked_fill(bad[..., None], 0.0), bad
 
 
 def only_finite(tensor: Tensor) -> Tensor:
-    """The tensor with 0 in place of each number that is not finite."""
+    """The tensor with 0 in place of NaN and infinity."""
     return tensor.masked_fill(~torch.isfinite(tensor), 0.0)
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Autocast off where it is on: backward may be called within it, and it would round products to 16 bits."""
+    """Disable autocast where it is enabled: it would round matrix multiplications, in backward too, to 16 bits."""
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
 
 
-def product(
+def matmul(
     left: Float[Tensor, "*batch rows x"],
     right: Float[Tensor, "*batch x columns"],
     allowed: Bool[Tensor, "*batch rows x"] | None = None,
 ) -> Float[Tensor, "*batch rows columns"]:
-    """``left @ right``, differentiable any number of times, and in this precision also where autocast is on by then.
+    """``left @ right``, differentiable any number of times; backward keeps the precision under autocast.
 
-    With ``allowed``, what is not finite in ``right``, or arrives as a gradient of the product, makes NaN where a row
-    may read it and touches nothing else; ``left`` is 0 at what is not allowed.
+    With ``allowed``, NaN and infinity in ``right``, or in the gradient of the output, make NaN in the rows that may
+    read them and affect nothing else; ``left`` is 0 at places that are not allowed.
     """
-    # A function of our own is no part of a trace, and torch would forget what its tangents depend on.
+    # An autograd function cannot be traced, and has no rule for forward-mode differentiation.
     if traces() or differentiates_forward():
         return _multiplied(left, right, allowed)
-    found: Tensor = _Product.apply(left, right, allowed)  # type: ignore[no-untyped-call]
-    return found
+    output: Tensor = _Matmul.apply(left, right, allowed)  # type: ignore[no-untyped-call]
+    return output
 
 
 def _multiplied(left: Tensor, right: Tensor, allowed: Tensor | None) -> Tensor:
     if allowed is None:
         return left @ right
     bad = ~torch.isfinite(right)
-    if has_numbers(right) and not bool(bad.any()):
+    if is_readable(right) and not bool(bad.any()):
         return left @ right
     touched = allowed.to(right.dtype) @ bad.to(right.dtype) > 0
     return (left @ right.masked_fill(bad, 0.0)).masked_fill(touched, torch.nan)
 
 
-class _Product(torch.autograd.Function):
+class _Matmul(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
@@ -128,21 +128,21 @@ class _Product(torch.autograd.Function):
         of_left, of_right, _ = ctx.needs_input_grad
         with without_autocast(grad.device.type):
             return (
-                product(grad, right.mT) if of_left else None,
-                product(left.mT, grad, None if allowed is None else allowed.mT) if of_right else None,
+                matmul(grad, right.mT) if of_left else None,
+                matmul(left.mT, grad, None if allowed is None else allowed.mT) if of_right else None,
                 None,
             )
 
 
 @dataclass(frozen=True)
 class Contained:
-    """A problem whose tokens that are not finite were set to 0, and what that hides.
+    """A problem whose tokens with NaN or infinity were set to 0, and the rows that they affect.
 
     Attributes:
-        problem: the work on finite tensors.
-        spoiled: rows whose scores have no finite gradient.
-        unweighted: those of them whose very weights are not finite.
-        channels: what of a row is not finite to the values that it attends to.
+        problem: the problem with finite tensors.
+        spoiled: rows whose scores have a NaN gradient.
+        unweighted: those of them whose weights are NaN.
+        channels: channels in which a row's gradient to values is NaN.
     """
 
     problem: Problem
@@ -152,13 +152,13 @@ class Contained:
 
     @classmethod
     def of_arrived(cls, problem: Problem, grad_output: Tensor) -> Contained:
-        """Where nothing but the gradient that arrived is not finite."""
+        """Only the output's gradient contains NaN or infinity."""
         channels = ~torch.isfinite(grad_output)
         rows = channels.any(dim=-1)
         return cls(problem, rows & _attending(problem), torch.zeros_like(rows), channels)
 
     def spoil(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of query, key and value with NaN where a spoiled row reaches, and nowhere else."""
+        """Gradients of query, key and value with NaN at the places that spoiled rows affect."""
         query, key, value = grads
         of_values = self.channels | self.unweighted[..., None]
         reached = _reached(self.problem, torch.cat([self.spoiled[..., None], of_values], dim=-1))
@@ -169,7 +169,7 @@ class Contained:
         ]
 
     def spoil_learned(self, rule: ScoreRule, grad: Tensor) -> Tensor:
-        """The gradient of a bias's tensor with NaN where a spoiled row reads it."""
+        """The gradient of a bias tensor with NaN at the elements that spoiled rows read."""
         (learned,) = rule.parameters()
         batch, head, q_pos, k_pos = self.problem.indices()
         read = torch.zeros_like(learned)
@@ -188,9 +188,14 @@ def contained(
     grad_output: Tensor,
     rows: Bool[Tensor, "batch heads q_len"] | None,
 ) -> Contained:
-    """Prepare a backward pass over numbers that are not all finite.
+    """Prepare a backward pass over tensors with NaN or infinity.
 
-    ``output`` and ``lse`` are what forward gave, ``rows`` those at which another gradient arrives that is not finite.
+    Args:
+        problem: the problem.
+        output: the output of forward.
+        lse: the log-sum-exp of forward.
+        grad_output: the output's gradient.
+        rows: rows at which a gradient of a statistic is NaN or infinite; None for none.
     """
     query, key, value = (clean_rows(tensor)[0] for tensor in (problem.query, problem.key, problem.value))
     channels = ~torch.isfinite(grad_output)
@@ -201,26 +206,28 @@ def contained(
 
 
 def _attending(problem: Problem) -> Bool[Tensor, "batch heads q_len"]:
-    """Rows that may attend to anything: the others are empty, and their gradients 0 whatever arrives."""
-    found = torch.zeros(problem.batch, problem.num_heads, problem.q_len, dtype=torch.bool, device=problem.query.device)
+    """Rows that may attend to a key. The others are empty: their gradients are 0 for every gradient of the output."""
+    attending = torch.zeros(
+        problem.batch, problem.num_heads, problem.q_len, dtype=torch.bool, device=problem.query.device
+    )
     for rows, allowed in _strips(problem):
-        found[:, :, rows] = allowed.any(dim=-1)
-    return found
+        attending[:, :, rows] = allowed.any(dim=-1)
+    return attending
 
 
 def _reached(
-    problem: Problem, marks: Bool[Tensor, "batch heads q_len marks"]
-) -> Bool[Tensor, "batch kv_heads k_len marks"]:
-    """The marks of the rows that may attend to each key."""
-    found = torch.zeros(problem.batch, problem.num_heads, problem.k_len, marks.shape[3], device=marks.device)
+    problem: Problem, flags: Bool[Tensor, "batch heads q_len flags"]
+) -> Bool[Tensor, "batch kv_heads k_len flags"]:
+    """For each key and flag, whether a row with the flag may attend to the key."""
+    counts = torch.zeros(problem.batch, problem.num_heads, problem.k_len, flags.shape[3], device=flags.device)
     for rows, allowed in _strips(problem):
-        found += allowed.mT.to(found.dtype) @ marks[:, :, rows].to(found.dtype)
-    grouped: Tensor = (found > 0.0).unflatten(1, (problem.num_kv_heads, -1)).any(dim=2)
+        counts += allowed.mT.to(counts.dtype) @ flags[:, :, rows].to(counts.dtype)
+    grouped: Tensor = (counts > 0.0).unflatten(1, (problem.num_kv_heads, -1)).any(dim=2)
     return grouped
 
 
 def _strips(problem: Problem) -> Iterator[tuple[slice, Bool[Tensor, "batch heads rows k_len"]]]:
-    """Which keys the rows may attend to, a strip of queries at a time."""
+    """Strips of queries, and the keys that their rows may attend to."""
     batch, head, q_pos, k_pos = problem.indices()
     for start in range(0, problem.q_len, _STRIP):
         rows = slice(start, start + _STRIP)
@@ -228,18 +235,18 @@ def _strips(problem: Problem) -> Iterator[tuple[slice, Bool[Tensor, "batch heads
 
 
 def _allowed(problem: Problem, rows: slice, indices: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """The mask of some rows from its parts: a user's function was asked when they were made, and is not asked again."""
+    """The mask of some rows from its parts, so that a user's function is not called a second time."""
     _, _, q_pos, k_pos = indices
     allowed = torch.ones_like(q_pos - k_pos, dtype=torch.bool)
     if problem.mask is None:
         return allowed
     parts = problem.mask_parts
-    if parts.before is not None:
-        allowed &= q_pos - k_pos <= parts.before
-    if parts.after is not None:
-        allowed &= k_pos - q_pos <= parts.after
-    if parts.runs is not None:
-        start, stop = (_rows_of(edge, rows)[..., None, :] for edge in parts.edges)
+    if parts.keys_before is not None:
+        allowed &= q_pos - k_pos <= parts.keys_before
+    if parts.keys_after is not None:
+        allowed &= k_pos - q_pos <= parts.keys_after
+    if parts.intervals is not None:
+        start, stop = (_rows_of(bound, rows)[..., None, :] for bound in parts.interval_bounds)
         allowed = allowed & ((k_pos[..., None] >= start) & (k_pos[..., None] < stop)).any(dim=-1)
     if parts.dense is not None:
         allowed = allowed & _rows_of(parts.dense.allowed, rows)
@@ -249,5 +256,5 @@ def _allowed(problem: Problem, rows: slice, indices: tuple[Tensor, Tensor, Tenso
 
 
 def _rows_of(tensor: Tensor, rows: slice) -> Tensor:
-    """A strip of a tensor whose axis of queries may be 1 for all of them."""
+    """A strip of a tensor whose axis of queries may be of size 1."""
     return tensor if tensor.shape[2] == 1 else tensor[:, :, rows]

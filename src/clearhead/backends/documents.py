@@ -1,8 +1,7 @@
-"""Packed documents laid side by side: groups of documents of similar length, as padded batches.
+"""Packed documents as padded batches: groups of documents of similar length.
 
-In a packed sequence each document is a small square on the diagonal of the scores. Batched work wants
-those squares stacked: documents sorted by length, cut into groups whose shortest is not much shorter than
-the longest, so that little of the stack is padding.
+In a packed sequence each document is a square on the diagonal of the scores. Documents are sorted by length and split
+into groups whose shortest is not much shorter than the longest, so that little of each batch is padding.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from clearhead.shapes import Bool, Float, Int
 
 __all__ = ["Group", "documents_in", "groups"]
 
-#: A group takes documents down to this share of its longest: at most half of its scores are padding.
+#: The shortest document of a group has at least this share of the longest: at most half of the scores are padding.
 _SHORTEST_SHARE: Final = 0.7
 _SLACK: Final = 4
 
@@ -31,28 +30,28 @@ class Group:
     """Documents of similar length.
 
     Attributes:
-        slots: which token of the packed sequence lies at each place; padding repeats the document's first token.
-        valid: which places hold a token.
+        slots: the index in the packed sequence of the token at each place; padding repeats the document's first token.
+        valid: whether the place is a token, not padding.
     """
 
     slots: Int[Tensor, "documents len"]
     valid: Bool[Tensor, "documents len"]
 
     def take(self, packed: Float[Tensor, "1 heads total dim"]) -> Float[Tensor, "documents heads len dim"]:
-        """The group's tokens out of a packed tensor."""
+        """The group's tokens of a packed tensor, as a padded batch."""
         return packed[0][:, self.slots].transpose(0, 1)
 
     def take_rows(self, packed: Float[Tensor, "1 heads total"]) -> Float[Tensor, "documents heads len"]:
-        """The same for a number per token."""
+        """The same for one value per token."""
         return self.take(packed[..., None])[..., 0]
 
     def put(self, packed: Float[Tensor, "1 heads total dim"], batch: Float[Tensor, "documents heads len dim"]) -> None:
-        """Write the group's tokens into a packed tensor, in place; padding is left out."""
+        """Write the group's tokens, without padding, into a packed tensor in place."""
         packed[0][:, self.slots[self.valid]] = batch.transpose(0, 1)[:, self.valid].to(packed.dtype)
 
 
 def documents_in(problem: Problem) -> Documents | None:
-    """The documents that a packed call's mask confines attention to, where it does."""
+    """The ``Documents`` in the mask of a packed call; None if there is none, or the call is not packed."""
     packed = problem.batch == 1 and problem.q_len == problem.k_len and problem.query_offset == 0
     if not packed or problem.mask is None:
         return None
@@ -63,16 +62,16 @@ def documents_in(problem: Problem) -> Documents | None:
 
 
 def rest_of(mask: Mask, documents: Documents) -> list[Mask]:
-    """The other masks that ``documents`` is combined with by ``&``."""
+    """The masks that are combined with ``documents`` by ``&``."""
     return [part for part in conjuncts(mask) if part is not documents]
 
 
 def groups(documents: Documents) -> Iterator[Group]:
     """The groups of a packed sequence, longest documents first."""
     ids = documents.ids[0]
-    numbers, counts = torch.unique_consecutive(ids, return_counts=True)
+    document_ids, counts = torch.unique_consecutive(ids, return_counts=True)
     starts = counts.cumsum(0) - counts
-    real = numbers >= 0
+    real = document_ids >= 0
     starts, counts = starts[real], counts[real]
     counts, order = counts.sort(descending=True, stable=True)
     starts = starts[order]

@@ -1,4 +1,4 @@
-"""torch's FlexAttention, compiled, on CUDA: our masks and rules as its mask_mod and score_mod."""
+"""torch's FlexAttention, compiled, on CUDA: masks as its mask_mod, score rules as its score_mod."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["BACKEND", "block_mask", "score_mod"]
 
 
 def block_mask(mask: Mask, problem: Problem) -> BlockMask:
-    """The mask as FlexAttention's block mask; queries there count from 0, here from the offset."""
+    """The mask as FlexAttention's block mask, whose queries count from 0; a mask's count from ``query_offset``."""
 
     def mask_mod(batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
         return mask.allows(batch, head, q_index + problem.query_offset, k_index)
@@ -55,11 +55,11 @@ def _compiled() -> Callable[..., Any]:
 
 
 def _requires() -> str | None:
-    return None if torch.cuda.is_available() else "needs a CUDA device, and torch sees none"
+    return None if torch.cuda.is_available() else "needs a CUDA device, and torch finds none"
 
 
 def run(problem: Problem, want: Want, call: Callable[..., Any] | None = None) -> Observation:
-    """Output, and log-sum-exp where wanted, through FlexAttention; ``call`` replaces the compiled one."""
+    """Output, and log-sum-exp on request, by FlexAttention; ``call`` replaces the compiled function, in tests."""
     flex = call or _compiled()
     output, lse = flex(
         problem.query,

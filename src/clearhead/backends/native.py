@@ -1,4 +1,4 @@
-"""The CPU kernels: a problem written down as one description, run by the compiled library."""
+"""The backend of the CPU kernels: converts a problem to a call of the compiled library, forward and backward."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from clearhead.torch_private import differentiates_forward, transforms
 
 __all__ = ["BACKEND", "Arrived", "gradients", "plain"]
 
-#: The largest table of booleans that is written out for a mask that is neither runs of keys nor a table of its own.
+#: The largest table of booleans that is computed for a mask that is neither intervals of keys nor a table.
 _MAX_TABLE_ENTRIES: Final = 2**26
-#: Statistics that backward reads.
+#: Statistics that are saved for backward.
 _SAVED: Final = ("entropy", "distance", "sink", "ties")
 _FLOAT32: Final = torch.finfo(torch.float32)
 _PLAIN_TYPES: Final = (Tensor, torch.nn.Parameter)
@@ -61,7 +61,7 @@ def _rule_reasons(problem: Problem) -> list[str]:
     if sum(isinstance(rule, SoftCap) for rule in problem.scores) > 1:
         reasons.append("takes one SoftCap")
     if any(isinstance(rule, SoftCap) and not _FLOAT32.tiny <= rule.cap <= _FLOAT32.max for rule in problem.scores):
-        reasons.append("takes a cap that float32 holds")
+        reasons.append("takes a cap within float32's range")
     if len(problem.elementwise) > MAX_RULES:
         reasons.append(f"takes {MAX_RULES} score rules")
     for rule in problem.scores if problem.needs_gradient else ():
@@ -88,7 +88,7 @@ def _size_reasons(problem: Problem) -> list[str]:
 
 
 def _table_entries(problem: Problem) -> int:
-    """Entries of the table that has to be written out for the mask."""
+    """Entries of the table that must be computed for the mask."""
     rest = problem.mask_parts.rest if problem.mask is not None else ()
     if not rest:
         return 0
@@ -96,15 +96,15 @@ def _table_entries(problem: Problem) -> int:
     most = problem.batch * problem.num_heads * places
     if most <= _MAX_TABLE_ENTRIES:
         return most
-    # One place tells whether batch entries and heads differ; a user's function does not say it otherwise.
+    # The shape at one place shows whether batch entries and heads differ, which a user's function does not declare.
     batch, head, q_pos, k_pos = problem.indices()
     sizes = [part.allows(batch, head, q_pos[:, :, :1], k_pos[..., :1]).shape[:2] for part in rest]
-    batches, heads = (max(own) for own in zip(*sizes, strict=True))
+    batches, heads = (max(axis) for axis in zip(*sizes, strict=True))
     return int(batches * heads * places)
 
 
 def _forward(problem: Problem, want: Want) -> Observation:
-    """Output, and the statistics that are wanted."""
+    """Output and the requested statistics."""
     done = attend(problem, want, for_backward=False)
     return Observation(output=done.output, lse=done.lse, **done.statistics)
 
@@ -112,10 +112,11 @@ def _forward(problem: Problem, want: Want) -> Observation:
 def plain(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: object, auto: bool = False
 ) -> Tensor | None:
-    """Attention without rules, dropout or a mask but ``Causal()``, straight by the operator, which validates it.
+    """Attention without rules, dropout or a mask other than ``Causal()``, by the operator, which validates the call.
 
-    None where something about the call needs a closer look, or the operator refuses it: ``Problem.of`` then says why.
-    None too where the choice is ``auto`` and the table names another backend.
+    Returns:
+        The output; None if the call needs the general path, the operator raises (``Problem.of`` then raises the error),
+        or ``auto`` is true and the table selects another backend.
     """
     tensors = (query, key, value)
     if any(type(tensor) not in _PLAIN_TYPES or not tensor.is_cpu for tensor in tensors):
@@ -143,7 +144,7 @@ def plain(
 
 
 class _Plain(torch.autograd.Function):
-    """A plain or causal call, of which backward reads no output with one tile of keys."""
+    """A full or causal call, whose backward does not need the output if all keys fit one tile."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> Tensor:
@@ -168,7 +169,7 @@ class _Plain(torch.autograd.Function):
 
 
 class _Native(torch.autograd.Function):
-    """Output, log-sum-exp and statistics; rule parameters ride along so that autograd knows them."""
+    """Output, log-sum-exp and statistics; rule parameters are inputs so that autograd knows them."""
 
     @staticmethod
     def forward(
@@ -176,12 +177,13 @@ class _Native(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         done = attend(problem, want, for_backward=True)
         names.extend(done.statistics)
-        # What is saved below goes when backward is done; the problem stays as long as the output does.
-        ctx.problem, ctx.names, ctx.want = problem.without_numbers(), names, replace(want, lse=True)
+        # Saved tensors are freed after backward; the problem stays alive as long as the output, so it holds no
+        # elements.
+        ctx.problem, ctx.names, ctx.want = problem.without_elements(), names, replace(want, lse=True)
         ctx.set_materialize_grads(False)
         fixed = (tensor for name, tensor in done.statistics.items() if name not in DIFFERENTIABLE)
         ctx.mark_non_differentiable(*fixed)
-        # Small ones, and what a gradient of them needs.
+        # Statistics of rows, which are small, and those that their gradients need.
         ctx.save_for_backward(
             *tensors[:3],
             done.exact,
@@ -189,7 +191,7 @@ class _Native(torch.autograd.Function):
             done.softmax,
             done.written,
             *(done.statistics.get(name) for name in _SAVED),
-            *_read_again(problem),
+            *_read_in_backward(problem),
         )
         return done.output, done.lse, *done.statistics.values()
 
@@ -206,43 +208,44 @@ class _Native(torch.autograd.Function):
             named = {"output": grad_output, "lse": grad_lse, **given}
             arrived = {name: grad for name, grad in named.items() if grad is not None}
             return None, None, None, *recorded_attention(problem, ctx.want, arrived, ctx.needs_input_grad[3:])
-        found = dict(zip(_SAVED, small[: len(_SAVED)], strict=True))
+        row_statistics = dict(zip(_SAVED, small[: len(_SAVED)], strict=True))
         if grad_output is None:
             grad_output = query.new_zeros((*softmax.shape[:3], problem.value_dim))
-        arrived_grads = Arrived(grad_output, grad_lse, given, found, ctx.want.sink)
+        arrived_grads = Arrived(grad_output, grad_lse, given, row_statistics, ctx.want.sink)
         return None, None, None, *gradients(problem, rows, arrived_grads)
 
 
-def _read_again(problem: Problem) -> list[Tensor]:
-    """Tensors of rules and mask that backward reads where they lie; autograd tells if one was written into."""
-    found = [tensor for rule in problem.scores for tensor in rule.tensors()]
+def _read_in_backward(problem: Problem) -> list[Tensor]:
+    """Tensors of rules and mask that backward reads without a copy; autograd raises if one was written into."""
+    tensors = [tensor for rule in problem.scores for tensor in rule.tensors()]
     if problem.mask is not None:
         parts = problem.mask_parts
-        found += [] if parts.dense is None else [parts.dense.allowed]
-        found += [] if parts.blocks is None else [parts.blocks.table]
-    return [tensor for tensor in found if not tensor.is_inference()]
+        tensors += [] if parts.dense is None else [parts.dense.allowed]
+        tensors += [] if parts.blocks is None else [parts.blocks.table]
+    return [tensor for tensor in tensors if not tensor.is_inference()]
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """Gradients that came in: of the output, the log-sum-exp, and statistics by name; and forward's row statistics."""
+    """Incoming gradients: of the output, the log-sum-exp, and statistics by name; and forward's row statistics."""
 
     output: Tensor
     lse: Tensor | None = None
     statistics: dict[str, Tensor] = field(default_factory=dict)
-    found: dict[str, Tensor] = field(default_factory=dict)
+    row_statistics: dict[str, Tensor] = field(default_factory=dict)
     sink_keys: int = 0
 
     def finite(self) -> Arrived:
-        """The same with 0 for what is not finite."""
+        """The same with 0 for NaN and infinity."""
         return replace(
             self,
             output=only_finite(self.output),
             lse=None if self.lse is None else only_finite(self.lse),
             statistics={name: only_finite(grad) for name, grad in self.statistics.items()},
-            # The largest score of an empty row is -inf, which backward knows it by.
-            found={
-                name: own if own is None or name == "ties" else only_finite(own) for name, own in self.found.items()
+            # Backward recognises an empty row by its largest score of -inf.
+            row_statistics={
+                name: values if values is None or name == "ties" else only_finite(values)
+                for name, values in self.row_statistics.items()
             },
         )
 
@@ -252,11 +255,11 @@ def gradients(problem: Problem, rows: Saved, arrived: Arrived) -> list[Tensor]:
     pulls = _Pulls.of(problem, rows, arrived)
     grads = _backward(problem, rows, arrived.output, pulls)
     if grads is None:
-        # Rare, so what was not kept for it is computed again.
-        again = _forward(problem, Want(lse=True))
-        assert again.lse is not None
-        clean = contained(problem, again.output, again.lse, arrived.output, pulls.bad_rows)
-        # A row with an infinite largest score and no share has no weights.
+        # NaN under a mask is rare, so what it needs is not saved but recomputed.
+        recomputed = _forward(problem, Want(lse=True))
+        assert recomputed.lse is not None
+        clean = contained(problem, recomputed.output, recomputed.lse, arrived.output, pulls.bad_rows)
+        # A row maximum of infinity and a reciprocal sum of 0 make all weights of the row 0.
         gone = rows.softmax.new_tensor([torch.inf, 0.0])
         softmax = torch.where(clean.unweighted[..., None], gone, rows.softmax)
         finite = Saved(None if rows.output is None else only_finite(rows.output), rows.lse, softmax)
@@ -264,11 +267,14 @@ def gradients(problem: Problem, rows: Saved, arrived: Arrived) -> list[Tensor]:
         grads = _backward(clean.problem, finite, arrived.output, _Pulls.of(problem, rows, arrived).finite())
         assert grads is not None
         _spoil(clean, grads)
-    return [*grads.tensors, *(_parameter_gradient(problem, own, grads, rows.lse) for own in problem.rule_parameters)]
+    return [
+        *grads.tensors,
+        *(_parameter_gradient(problem, parameter, grads, rows.lse) for parameter in problem.rule_parameters),
+    ]
 
 
 def _spoil(clean: Contained, grads: Gradients) -> None:
-    """Put NaN back into what the kernel made of finite numbers."""
+    """Write NaN into the gradients that the kernel computed from finite tensors."""
     grads.tensors = clean.spoil(grads.tensors)
     grads.delta = grads.delta.masked_fill(clean.spoiled, torch.nan)
     for rule in clean.problem.elementwise:
@@ -278,20 +284,20 @@ def _spoil(clean: Contained, grads: Gradients) -> None:
 
 
 def _received_mean(problem: Problem, grad: Tensor) -> Tensor:
-    """Each row's weighted mean of a number per key, ``[batch, heads, q_len]``: attention to a value one wide."""
+    """Each row's weighted mean of one value per key, ``[batch, heads, q_len]``: attention with ``value_dim`` 1."""
     group = problem.num_heads // problem.num_kv_heads
     query, key = (tensor.detach().to(torch.float32) for tensor in (problem.query, problem.key))
     values = grad.to(torch.float32)[..., None]
     alone = replace(problem, query=query, key=key.repeat_interleave(group, dim=1), value=values, dropout=0.0)
     if problem.mask is not None:
-        # What the mask came to in forward: a user's function is not asked again.
+        # Forward's parts of the mask, so that a user's function is not called a second time.
         alone.__dict__["mask_parts"] = problem.mask_parts
     return _forward(alone, Want()).output[..., 0]
 
 
 @dataclass(frozen=True)
 class _Pulls:
-    """What gradients other than the output's come to: a sum for each row, and what statistics add key by key."""
+    """The effect of gradients other than the output's: a sum for each row, and what statistics add key by key."""
 
     row_sums: Tensor | None
     by_key: StatisticGradients | None = None
@@ -301,16 +307,16 @@ class _Pulls:
     def of(cls, problem: Problem, rows: Saved, arrived: Arrived) -> _Pulls:
         if not arrived.statistics:
             return cls(arrived.lse)
-        found, received = arrived.found, arrived.statistics.get("received")
+        row_statistics, received = arrived.row_statistics, arrived.statistics.get("received")
         if received is not None:
-            found = {**found, "received_mean": _received_mean(problem, received)}
+            row_statistics = {**row_statistics, "received_mean": _received_mean(problem, received)}
         assert rows.lse is not None
-        by_key = StatisticGradients(problem, arrived.statistics, found, rows.lse, arrived.sink_keys)
+        by_key = StatisticGradients(problem, arrived.statistics, row_statistics, rows.lse, arrived.sink_keys)
         return cls(-by_key.row_sums if arrived.lse is None else arrived.lse - by_key.row_sums, by_key, received)
 
     @property
     def bad_rows(self) -> Tensor | None:
-        """Rows at which what is not finite arrives."""
+        """Rows with a gradient of NaN or infinity."""
         return None if self.row_sums is None else ~torch.isfinite(self.row_sums)
 
     def finite(self) -> _Pulls:
@@ -319,8 +325,8 @@ class _Pulls:
 
 
 def _backward(problem: Problem, rows: Saved, grad_output: Tensor, pulls: _Pulls) -> Gradients | None:
-    """The kernel's call; None where numbers that are not finite meet a mask."""
-    # The kernel looks at tokens and rows; a key that nobody may attend to is in no row's sum.
+    """The kernel's call; None if there is NaN or infinity under a mask."""
+    # The kernel checks tokens and rows; the gradient of a key that no query may attend to is in no row's sum.
     received = pulls.received
     if problem.mask is not None and received is not None and not bool(torch.isfinite(received).all()):
         return None
@@ -331,9 +337,9 @@ def _parameter_gradient(problem: Problem, parameter: Tensor, grads: Gradients, l
     """One parameter's gradient in its own dtype."""
     if problem.sink is not None and parameter is problem.sink.logits:
         assert lse is not None
-        # A sink's weight is exp(logit - lse) and its value nothing, so its gradient is -weight * delta.
+        # A sink's weight is exp(logit - lse) and its value 0, so its gradient is -weight * delta.
         logits = parameter.detach().to(torch.float32).view(1, -1, 1)
-        # A logit of -inf beside an empty row is -inf less -inf.
+        # In an empty row a logit of -inf gives -inf - -inf, which is NaN.
         weight = torch.exp(logits - lse).masked_fill(logits == -torch.inf, 0.0)
         per_head = -(weight * grads.delta).sum(dim=(0, 2))
         grad = per_head if parameter.shape == per_head.shape else per_head.sum().view(1)
@@ -343,7 +349,7 @@ def _parameter_gradient(problem: Problem, parameter: Tensor, grads: Gradients, l
 
 
 def run(problem: Problem, want: Want) -> Observation:
-    """Output, and the statistics that are wanted."""
+    """Output and the requested statistics."""
     problem = problem.with_traced_rules
     if not problem.needs_gradient:
         return _forward(problem, want)
@@ -351,9 +357,9 @@ def run(problem: Problem, want: Want) -> Observation:
     output, lse, *others = _Native.apply(  # type: ignore[no-untyped-call]
         problem, want, names, problem.query, problem.key, problem.value, *problem.rule_parameters
     )
-    found = dict(zip(names, others, strict=True))
-    found.pop("ties", None)
-    return Observation(output=output, lse=lse if want.lse else None, **found)
+    statistics = dict(zip(names, others, strict=True))
+    statistics.pop("ties", None)
+    return Observation(output=output, lse=lse if want.lse else None, **statistics)
 
 
 BACKEND = Backend(

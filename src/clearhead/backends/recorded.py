@@ -1,8 +1,8 @@
-"""Gradients that autograd records, by torch's operations: for second derivatives and batches of gradients.
+"""Differentiable gradients by torch's operations: for second derivatives and batched gradients.
 
-The kernels compute gradients without a history. Where a gradient is to be differentiated (``create_graph=True``, or
-forward differentiation), or many gradients arrive as one (``is_grads_batched=True``), forward is computed once more by
-torch's operations and differentiated by autograd.
+The kernels' gradients have no graph. If a gradient must be differentiable (``create_graph=True``, or forward-mode
+differentiation) or gradients are batched (``is_grads_batched=True``), forward is recomputed by torch's operations and
+differentiated by autograd.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["is_recorded", "recorded_attention", "recorded_gradients", "with_lear
 
 
 def is_recorded(*grads: Tensor | None) -> bool:
-    """Whether a backward pass with these gradients must be made of torch's operations."""
+    """Whether a backward pass with these gradients must consist of torch's operations."""
     return (
         torch.is_grad_enabled()
         or differentiates_forward()
@@ -37,17 +37,17 @@ def recorded_gradients(
     grads: Sequence[Tensor | None],
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients of ``compute``'s outputs by each input, None for those that are not needed.
+    """Gradients of each input of ``compute``, None for those that are not needed.
 
     Args:
         compute: forward by torch's operations.
-        inputs: what forward read.
+        inputs: the inputs of forward.
         grads: gradients of its outputs, None for those without one.
-        needs: whether each input's gradient is wanted.
+        needs: whether each input's gradient is needed.
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Views, for an input that is given twice has two gradients.
+        # Views, so that an input that is given twice has two gradients.
         copies = [
             part.view_as(part) if part is not None and needed else part
             for part, needed in zip(inputs, needs, strict=True)
@@ -55,11 +55,13 @@ def recorded_gradients(
         wanted = [part for part, needed in zip(copies, needs, strict=True) if part is not None and needed]
         outputs = compute(copies)
         pairs = [
-            (own, grad) for own, grad in zip(outputs, grads, strict=True) if grad is not None and own.requires_grad
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if grad is not None and output.requires_grad
         ]
-        found = iter(
+        computed = iter(
             torch.autograd.grad(
-                [own for own, _ in pairs],
+                [output for output, _ in pairs],
                 wanted,
                 [grad for _, grad in pairs],
                 create_graph=create_graph,
@@ -69,27 +71,31 @@ def recorded_gradients(
             if pairs
             else [None] * len(wanted)
         )
-    return [next(found) if part is not None and needed else None for part, needed in zip(inputs, needs, strict=True)]
+    return [next(computed) if part is not None and needed else None for part, needed in zip(inputs, needs, strict=True)]
 
 
 def with_learned(problem: Problem, copies: Sequence[Tensor | None]) -> Problem:
     """The problem with other tensors in place of ``problem.rule_parameters``."""
-    by_identity = {id(own): copy for own, copy in zip(problem.rule_parameters, copies, strict=True) if copy is not None}
-    return problem.with_scores(tuple(rule.mapped(lambda own: by_identity.get(id(own), own)) for rule in problem.scores))
+    pairs = zip(problem.rule_parameters, copies, strict=True)
+    by_identity = {id(parameter): copy for parameter, copy in pairs if copy is not None}
+    return problem.with_scores(
+        tuple(rule.mapped(lambda tensor: by_identity.get(id(tensor), tensor)) for rule in problem.scores)
+    )
 
 
 def recorded_attention(
     problem: Problem, want: Want, grads: Mapping[str, Tensor], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Gradients of query, key, value and the rules' parameters, by the formula.
+    """Gradients of query, key, value and the rules' parameters, by the ``reference`` backend.
 
     Args:
-        problem: the attention.
-        want: the statistics that forward gave.
+        problem: the problem.
+        want: the statistics that forward computed.
         grads: gradients of forward's results, by their names in ``Observation``.
-        needs: of query, key, value, ``want.row_weights`` where it may learn, and each of ``problem.rule_parameters``.
+        needs: whether the gradient is needed: of query, key, value, ``want.row_weights`` if it can have one, and each
+            of ``problem.rule_parameters``.
 
-    Cost: the formula's, so memory grows with ``q_len * k_len``.
+    Cost: that of ``reference``, so memory grows with ``q_len * k_len``.
     """
     learned = problem.rule_parameters
     mixing = [want.row_weights] if len(needs) > 3 + len(learned) else []

@@ -1,4 +1,4 @@
-"""The specification: the formula, line by line, in any dtype, with every feature. Holds T x T."""
+"""The specification: the formula, line by line, in any dtype, with every feature; memory grows with T x T."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from clearhead.backends.capability import Backend, Capability
-from clearhead.backends.containment import clean_rows, product
+from clearhead.backends.containment import clean_rows, matmul
 from clearhead.backends.dropout import keep_scale
 from clearhead.problem import Problem
 from clearhead.statistics import Observation, Want
@@ -20,7 +20,7 @@ __all__ = ["BACKEND", "Steps", "steps"]
 class Steps:
     """Every step of the formula; all but the last two are ``[batch, heads, q_len, k_len]``.
 
-    ``logs`` are logarithms of the weights, ``masked - lse`` without what their difference rounds.
+    ``logs`` are logarithms of the weights: ``masked - lse``, without the rounding error of this difference.
     """
 
     raw: Tensor
@@ -35,7 +35,7 @@ class Steps:
 
 
 def steps(problem: Problem) -> Steps:
-    """Compute attention as the formula says it."""
+    """Compute every step of the formula."""
     dtype = problem.work_dtype
     group = problem.num_heads // problem.num_kv_heads
     query, query_bad = clean_rows(problem.query.to(dtype))
@@ -49,24 +49,24 @@ def steps(problem: Problem) -> Steps:
         allowed = problem.mask.allows(*indices)
     allowed = allowed.expand(shape)
 
-    raw = product(query, key.transpose(-2, -1))
+    raw = matmul(query, key.transpose(-2, -1))
     raw = raw.masked_fill(query_bad[..., :, None] | key_bad[..., None, :], torch.nan)
     scaled = raw * problem.scale
-    # Rules never see what a masked key holds: a rule's derivative at NaN would not stay behind the mask.
+    # Rules get 0 for masked keys: the derivative of a rule at NaN would pass the mask.
     ruled = scaled.masked_fill(~allowed, 0.0)
     for rule in problem.elementwise:
         ruled = rule.apply(ruled, *indices)
     masked = ruled.masked_fill(~allowed, -torch.inf)
 
     largest, logarithm = _sums(masked, problem)
-    # In this order: beside scores of -1e9 the logarithm would be rounded away. An empty row stays -inf throughout.
+    # In this order: added to scores of -1e9 first, the logarithm would be rounded away. An empty row remains -inf.
     logs = (masked - largest) - logarithm.masked_fill(logarithm == -torch.inf, 0.0)
-    # A row that is NaN is so for the keys it may attend to; the weight of a forbidden key is 0 whatever happens.
+    # In a row of NaN the weights of forbidden keys are 0.
     weights = torch.exp(logs).masked_fill(~allowed, 0.0)
     dropped = weights
     if problem.dropout > 0.0:
         dropped = weights * keep_scale(problem.seed, problem.dropout, indices, dtype)
-    output = product(dropped, value, allowed)
+    output = matmul(dropped, value, allowed)
     return Steps(
         raw=raw,
         scaled=scaled,
@@ -81,8 +81,8 @@ def steps(problem: Problem) -> Steps:
 
 
 def _sums(masked: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """The two parts of each row's ``log sum exp``, a sink's logit included: its largest score, which has no gradient,
-    and the logarithm of the sum over it, -inf where there is nothing to attend to."""
+    """The two parts of each row's log-sum-exp, including a sink's logit: the row maximum, without a gradient, and the
+    logarithm of the sum of exponentials relative to it, which is -inf for an empty row."""
     if problem.sink is not None:
         logits = problem.sink.logits.to(masked.dtype).view(1, -1, 1, 1)
         masked = torch.cat([masked, logits.expand(*masked.shape[:2], masked.shape[2], 1)], dim=-1)
@@ -92,44 +92,44 @@ def _sums(masked: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     largest = masked.detach().amax(dim=-1, keepdim=True)
     largest = largest.masked_fill(largest == -torch.inf, 0.0)
     total = torch.exp(masked - largest).sum(dim=-1, keepdim=True)
-    # log(0) has an infinite derivative, and 0 * inf is NaN: an empty row goes around the logarithm.
+    # log(0) has an infinite derivative, and 0 * inf is NaN, so empty rows bypass the logarithm.
     empty = total == 0.0
     return largest, torch.log(total.masked_fill(empty, 1.0)).masked_fill(empty, -torch.inf)
 
 
 def run(problem: Problem, want: Want) -> Observation:
-    """Output and statistics from the materialised steps."""
+    """Output and statistics, from the steps of the formula."""
     done = steps(problem)
     weights = done.weights
-    found: dict[str, Tensor] = {}
+    statistics: dict[str, Tensor] = {}
     asked = want.names
     if "lse" in asked:
-        found["lse"] = done.lse
+        statistics["lse"] = done.lse
     if "max_score" in asked:
-        found["max_score"] = _largest(done.masked)
+        statistics["max_score"] = _largest(done.masked)
     if "entropy" in asked:
-        found["entropy"] = _entropy(done)
+        statistics["entropy"] = _entropy(done)
     if "top_k" in asked:
-        found["top_indices"], found["top_weights"] = _top(weights.detach(), want.top_k)
+        statistics["top_indices"], statistics["top_weights"] = _top(weights.detach(), want.top_k)
     if "received" in asked:
-        found["received"] = weights.sum(dim=-2)
+        statistics["received"] = weights.sum(dim=-2)
     if want.row_weights is not None:
         mixing = want.row_weights.to(weights)
-        found["row_weights"] = product(mixing.expand(*weights.shape[:2], *mixing.shape[2:]), weights)
+        statistics["row_weights"] = matmul(mixing.expand(*weights.shape[:2], *mixing.shape[2:]), weights)
     if "heatmap" in asked:
-        found["heatmap_max"], found["heatmap_mean"] = _pooled(weights.detach(), want.heatmap)
+        statistics["heatmap_max"], statistics["heatmap_mean"] = _pooled(weights.detach(), want.heatmap)
     if "sink" in asked:
-        found["sink"] = weights[..., : want.sink].sum(dim=-1)
+        statistics["sink"] = weights[..., : want.sink].sum(dim=-1)
     if "distance" in asked:
         _, _, q_pos, k_pos = problem.indices()
-        found["distance"] = (weights * (q_pos - k_pos).abs()).sum(dim=-1)
+        statistics["distance"] = (weights * (q_pos - k_pos).abs()).sum(dim=-1)
     if want.rows is not None:
-        found["rows"] = weights[:, :, want.rows_on(weights.device)]
-    return Observation(output=done.output, **found)
+        statistics["rows"] = weights[:, :, want.rows_on(weights.device)]
+    return Observation(output=done.output, **statistics)
 
 
 def _largest(masked: Tensor) -> Tensor:
-    """The largest score of each row; its gradient is shared among ties, and an empty row has none."""
+    """The largest score of each row; ties share its gradient, and an empty row has none."""
     if masked.shape[-1] == 0:
         return masked.new_full(masked.shape[:-1], -torch.inf)
     largest = masked.amax(dim=-1)
@@ -137,23 +137,23 @@ def _largest(masked: Tensor) -> Tensor:
 
 
 def _entropy(done: Steps) -> Tensor:
-    """``-sum p log p`` over keys; a sink takes mass but is no key."""
-    # Where the weight is 0 the logarithm is not looked at: 0 log 0 counts as 0, in the gradient too.
+    """``-sum p log p`` over keys, without a sink's weight."""
+    # 0 log 0 counts as 0, in the gradient too.
     logs = done.logs.masked_fill(done.weights == 0.0, 0.0)
     return -(done.weights * logs).sum(dim=-1)
 
 
 def _top(weights: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest weights of each row; equal ones, and those that are 0, in the order of their keys."""
+    """The k largest weights of each row; equal weights, zeros included, in the order of their keys."""
     ordered, indices = weights.sort(dim=-1, descending=True, stable=True)
     return indices[..., :k], ordered[..., :k]
 
 
 def _pooled(weights: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """Largest and mean weight of each square tile; a cut tile counts the places it has, forbidden ones too."""
-    # A tile larger than the whole is the whole.
+    """Largest and mean weight of each square tile; tiles at the end have fewer places, and forbidden places count."""
+    # A tile is at most as large as the weights.
     sides = [min(side, max(1, length)) for length in weights.shape[-2:]]
-    cells = [-(-length // own) for length, own in zip(weights.shape[-2:], sides, strict=True)]
+    cells = [-(-length // tile) for length, tile in zip(weights.shape[-2:], sides, strict=True)]
     padding = (0, cells[1] * sides[1] - weights.shape[-1], 0, cells[0] * sides[0] - weights.shape[-2])
 
     def tiles(places: Tensor) -> Tensor:

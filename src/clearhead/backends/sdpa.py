@@ -1,4 +1,4 @@
-"""torch's fused kernels, where they compute what the semantics say."""
+"""torch's ``scaled_dot_product_attention``, for calls on which it agrees with the specification."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from clearhead.backends.capability import Backend, Capability
-from clearhead.backends.containment import Contained, all_finite, has_numbers, product
+from clearhead.backends.containment import Contained, all_finite, is_readable, matmul
 from clearhead.backends.documents import Group, documents_in, groups, rest_of
 from clearhead.masks import Causal, Mask
 from clearhead.masks.base import carried_sizes, does_as
@@ -22,23 +22,23 @@ from clearhead.torch_private import differentiates_forward, transforms
 
 __all__ = ["BACKEND", "asks_flags"]
 
-#: The largest mask, in entries, that is worth writing out for torch; above it the tiles win.
+#: The largest mask, in entries, that is computed for torch; above it the tiles are faster.
 _MAX_MASK_ENTRIES: Final = 2**24
-#: The largest score matrix that may be held where torch has no fused path.
+#: The largest score matrix where torch has no fused path.
 _MAX_UNFUSED_SCORES: Final = 2**24
-#: Keys below which torch's CPU kernel may take a row that is NaN throughout for an empty one: a register of floats.
+#: With fewer keys (a register of floats) torch's CPU kernel may treat a row of NaN as an empty row.
 _FEW_KEYS: Final = 16
 
 _Bounds = tuple[Tensor | None, bool, Tensor | None]
 
 
 def _also(problem: Problem) -> list[str]:
-    """Reasons that depend on sizes and, last because it reads them, on the numbers."""
+    """Reasons that depend on sizes, and at last on elements, since reading them takes a pass."""
     if differentiates_forward():
-        return ["is not differentiated forward"]
+        return ["does not support forward-mode differentiation"]
     unasked = _sees_all(problem) or (_plain_causal(problem) and is_hollow(problem.key))
-    if not unasked and not (has_numbers(problem.key) and has_numbers(problem.value)):
-        return ["spreads NaN from masked keys, and has no numbers to look at"]
+    if not unasked and not (is_readable(problem.key) and is_readable(problem.value)):
+        return ["spreads NaN from masked keys, and the elements cannot be checked"]
     entries = _mask_entries(problem)
     if entries > _MAX_MASK_ENTRIES:
         return [f"would need a mask of {entries:,} entries (limit {_MAX_MASK_ENTRIES:,})"]
@@ -46,22 +46,22 @@ def _also(problem: Problem) -> list[str]:
     uneven = problem.value_dim != problem.head_dim and (problem.needs_gradient or problem.query.device.type != "cpu")
     unfused = uneven or any(rule.requires_grad for rule in problem.rule_parameters)
     if unfused and scores > _MAX_UNFUSED_SCORES:
-        return [f"has no fused path here and would hold {scores:,} scores (limit {_MAX_UNFUSED_SCORES:,})"]
-    # An accelerator would have to stop for this look at the numbers, so there a mask means another backend.
+        return [f"has no fused path here and would need memory for {scores:,} scores (limit {_MAX_UNFUSED_SCORES:,})"]
+    # On an accelerator this check would synchronise, so there a mask means another backend.
     if problem.mask is not None and not _sees_all(problem):
         if problem.query.device.type != "cpu" or is_hollow(problem.key):
             return (
                 []
                 if _plain_causal(problem)
-                else ["spreads NaN from masked keys, and looking for it would stop the device"]
+                else ["spreads NaN from masked keys, and a check for it would synchronise the device"]
             )
         if not all_finite(problem.key, problem.value):
-            return ["spreads NaN and inf from masked keys, and key or value holds some"]
+            return ["spreads NaN and inf from masked keys, and key or value contains some"]
     return []
 
 
 def _mask_entries(problem: Problem) -> int:
-    """Entries of the mask or bias that torch would have to be given."""
+    """Entries of the mask or bias that torch would need."""
     if asks_flags(problem):
         return 0
     documents = documents_in(problem)
@@ -75,12 +75,12 @@ def _mask_entries(problem: Problem) -> int:
 
 
 def _needs_no_square(problem: Problem, rest: list[Mask]) -> bool:
-    """Whether documents beside ``rest`` ask torch for its causal flag or a row of padding at most."""
+    """Whether documents with the masks ``rest`` need at most torch's causal flag or a row of padding."""
     return not problem.scores and all(does_as(part, Causal) for part in rest)
 
 
 def _sees_all(problem: Problem) -> bool:
-    """Whether the mask forbids nothing: none, or causal from the last position on."""
+    """Whether the mask allows everything: there is none, or it is causal and all queries follow the last key."""
     return problem.mask is None or (does_as(problem.mask, Causal) and problem.query_offset >= problem.k_len - 1)
 
 
@@ -89,7 +89,7 @@ def _plain_causal(problem: Problem) -> bool:
 
 
 def asks_flags(problem: Problem) -> bool:
-    """Whether torch need not be given a mask: all keys, or its causal flag, and no rules."""
+    """Whether torch needs no mask: without rules, and either all keys are allowed or its causal flag suffices."""
     return not problem.scores and (_sees_all(problem) or _plain_causal(problem))
 
 
@@ -97,50 +97,51 @@ def run(problem: Problem, want: Want) -> Observation:
     """Output through ``scaled_dot_product_attention``."""
     if not _contains_arrivals(problem):
         return Observation(output=_run(problem))
-    arrival = _Arrival(problem.without_numbers())
+    arrival = _Arrival(problem.without_elements())
     output = _run(problem.with_tensors(*arrival.watched(problem)))
     output.register_hook(arrival.arrive)
     return Observation(output=output)
 
 
 def _contains_arrivals(problem: Problem) -> bool:
-    """Whether a look at the gradient that arrives is due, stops no device, and is all that learns of it."""
+    """Whether the output's gradient must be checked for NaN, and can be: on a CPU, without a trace or transform."""
     masked = problem.mask is not None and not _sees_all(problem)
     # A trace records no hooks.
     plain = problem.query.device.type == "cpu" and not (traces() or transforms())
-    return masked and plain and problem.needs_gradient and not problem.rule_parameters and has_numbers(problem.query)
+    return masked and plain and problem.needs_gradient and not problem.rule_parameters and is_readable(problem.query)
 
 
 class _Arrival:
-    """The gradient that arrives at a masked call: torch's kernels, which spread NaN and inf, get 0 in their place."""
+    """Hooks of a masked call's gradients: torch's kernels, which spread NaN and infinity, get 0 in their place."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.found: list[Tensor] | None = None
+        self.spoiled_grads: list[Tensor] | None = None
 
     def watched(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value; their gradients pass by here."""
-        seen = [tensor.view_as(tensor) for tensor in (problem.query, problem.key, problem.value)]
-        for place, tensor in enumerate(seen):
+        """Views of query, key and value, with hooks on their gradients."""
+        views = [tensor.view_as(tensor) for tensor in (problem.query, problem.key, problem.value)]
+        for place, tensor in enumerate(views):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self.leave, place))
-        return seen[0], seen[1], seen[2]
+        return views[0], views[1], views[2]
 
     def arrive(self, grad: Tensor | None) -> Tensor | None:
-        """The output's gradient with 0 for what is not finite; None where none was asked for."""
-        self.found = None
-        if grad is None or not has_numbers(grad) or all_finite(grad):
+        """The output's gradient with 0 for NaN and infinity; None if it is unmodified."""
+        self.spoiled_grads = None
+        if grad is None or not is_readable(grad) or all_finite(grad):
             return None
         clean = Contained.of_arrived(self.problem, grad)
         nothing = [
-            grad.new_zeros(()).expand(own.shape) for own in (self.problem.query, self.problem.key, self.problem.value)
+            grad.new_zeros(()).expand(tensor.shape)
+            for tensor in (self.problem.query, self.problem.key, self.problem.value)
         ]
-        self.found = clean.spoil(nothing)
+        self.spoiled_grads = clean.spoil(nothing)
         return grad.masked_fill(clean.channels, 0.0)
 
     def leave(self, place: int, grad: Tensor | None) -> Tensor | None:
-        """A gradient with NaN where the row reaches."""
-        return None if self.found is None or grad is None else grad + self.found[place]
+        """An input's gradient with NaN at the places that a row with NaN affects; None if it is unmodified."""
+        return None if self.spoiled_grads is None or grad is None else grad + self.spoiled_grads[place]
 
 
 def _run(problem: Problem) -> Tensor:
@@ -157,7 +158,7 @@ def _run(problem: Problem) -> Tensor:
 
 
 def _by_documents(problem: Problem, parts: list[Group], rest: list[Mask]) -> Tensor:
-    """Packed documents as padded batches, one call a group."""
+    """Packed documents as padded batches, one call per group."""
     total = problem.q_len
     rows, places = [], []
     for group in parts:
@@ -175,16 +176,16 @@ def _by_documents(problem: Problem, parts: list[Group], rest: list[Mask]) -> Ten
 
 
 def _nothing(problem: Problem) -> Tensor:
-    """The output of queries that may attend to nothing: 0, with gradients of 0."""
+    """The output if no query may attend to a key: 0, with gradients of 0."""
     place = problem.query[..., :1] + (problem.key[..., :1].sum() + problem.value[..., :1].sum())
     everywhere = torch.ones((), dtype=torch.bool, device=place.device)
     return place.expand(*place.shape[:-1], problem.value_dim).masked_fill(everywhere, 0.0)
 
 
 def _group_bounds(problem: Problem, group: Group, rest: list[Mask]) -> _Bounds:
-    """What torch needs to be told for a group of documents."""
+    """torch's mask arguments for a group of documents."""
     whole = bool(group.valid.all())
-    # Padding stands at the right, where a causal query of a real token does not look.
+    # Padding is on the right, where a causal query of a real token does not attend.
     if _needs_no_square(problem, rest) and (rest or whole):
         return None, bool(rest), None
     _, head, _, _ = problem.indices()
@@ -201,9 +202,9 @@ def _group_bounds(problem: Problem, group: Group, rest: list[Mask]) -> _Bounds:
 
 
 def _bounds(problem: Problem, allowed: Tensor | None, indices: tuple[Tensor, Tensor, Tensor, Tensor]) -> _Bounds:
-    """torch's mask argument, is_causal, and the rows that may attend to nothing.
+    """torch's mask argument, is_causal, and the empty rows.
 
-    torch's kernels divide by a row's sum, so a row without keys is given all of them and its output set to 0.
+    torch's kernels divide by a row's sum, so an empty row attends to all keys, and its output is set to 0 afterwards.
     """
     if not problem.scores:
         assert allowed is not None
@@ -220,23 +221,23 @@ def _bounds(problem: Problem, allowed: Tensor | None, indices: tuple[Tensor, Ten
 
 
 def _loses_digits(problem: Problem, mask: Tensor | None) -> bool:
-    """Where torch's kernel on CPU keeps sums of 16-bit inputs in 16 bits: gradients and biases."""
+    """Whether torch's CPU kernel accumulates sums of 16-bit inputs in 16 bits: for gradients and biases."""
     biased = mask is not None and mask.dtype != torch.bool
     return problem.needs_gradient or biased
 
 
 def _is_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, needs_gradient: bool) -> bool:
-    """Whether torch's CPU kernel takes the call, and hides nothing in it."""
+    """Whether torch's CPU kernel runs the call, with a correct treatment of NaN."""
     uneven = query.shape[-1] != value.shape[-1]
     contiguous = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
-    # Its backward is far off where scores are huge: what need not be fused is not.
+    # Its backward is inaccurate for huge scores, so these calls take the unfused formula.
     if not contiguous or (mask is not None and mask.requires_grad) or (uneven and needs_gradient):
         return False
-    return key.shape[-2] >= _FEW_KEYS or (has_numbers(query) and has_numbers(key) and all_finite(query, key))
+    return key.shape[-2] >= _FEW_KEYS or (is_readable(query) and is_readable(key) and all_finite(query, key))
 
 
 def _equally_wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """With zeros beyond the narrower heads, which change no score: torch's CPU kernel takes one width only."""
+    """The narrower heads zero-padded, which changes no score: torch's CPU kernel needs head_dim == value_dim."""
     more = query.shape[-1] - value.shape[-1]
     if more > 0:
         return query, key, pad(value, (0, more))
@@ -244,14 +245,14 @@ def _equally_wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
 
 
 def _unfused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    """The formula, where torch would do the same by products that backward rounds within autocast."""
-    key, value = (own.repeat_interleave(query.shape[1] // own.shape[1], dim=1) for own in (key, value))
-    scores = product(query * scale, key.mT)
+    """The unfused formula, by matrix multiplications that backward does not round under autocast."""
+    key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
+    scores = matmul(query * scale, key.mT)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    return product(scores.softmax(dim=-1), value)
+    return matmul(scores.softmax(dim=-1), value)
 
 
 def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds: _Bounds) -> Tensor:
@@ -259,14 +260,14 @@ def _attend(problem: Problem, query: Tensor, key: Tensor, value: Tensor, bounds:
     dtype = problem.query.dtype
     on_cpu = query.device.type == "cpu"
     unfused = on_cpu and not _is_fused(query, key, value, mask, problem.needs_gradient)
-    # A trace shows what changes nothing too, and differs with gradients and without.
+    # Convert only if the dtype differs: a trace would contain the operation, and differ with and without gradients.
     if dtype != problem.work_dtype and (unfused or (on_cpu and _loses_digits(problem, mask))):
         query, key, value = (tensor.to(problem.work_dtype) for tensor in (query, key, value))
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(query.dtype)
     scale = problem.scale
     if is_causal and scale <= 0.0:
-        # torch's CPU kernel scales after it has masked, and -inf times a scale that is not positive is no mask.
+        # torch's CPU kernel scales after masking, and -inf times a scale that is not positive is no mask.
         query, scale = query * scale, 1.0
     if unfused:
         output = _unfused(query, key, value, mask, is_causal, scale)

@@ -1,9 +1,9 @@
 """Attention over tiles in plain torch operations: every feature, forward and backward, memory O(T).
 
-Forward is the online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022, algorithm 1):
-a strip of queries walks over tiles of keys with a running maximum and sum, and tiles that the mask empties
-are never computed. Statistics are a second walk over the strip's tiles, when its log-sum-exp is known. Backward
-recomputes each tile's weights from the saved log-sum-exp (ibid., algorithm 4).
+Forward is the online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022, algorithm 1): a strip of
+queries iterates over tiles of keys with a running maximum and sum, and skips tiles that the mask empties. Statistics
+take a second pass over the strip's tiles, with its log-sum-exp. Backward recomputes each tile's weights from the saved
+log-sum-exp (ibid., algorithm 4).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from clearhead.backends.backward_reads import BackwardReads, backward_reads
 from clearhead.backends.capability import Backend, Capability
-from clearhead.backends.containment import all_finite, has_numbers, only_finite, without_autocast
+from clearhead.backends.containment import all_finite, is_readable, only_finite, without_autocast
 from clearhead.backends.dropout import keep_scale
 from clearhead.backends.recorded import is_recorded, recorded_attention
 from clearhead.backends.tiled_statistics import Base, Pulls, Sweep, result_names, weigh
@@ -33,7 +34,6 @@ from clearhead.backends.tiles import (
     stacked,
     strips,
 )
-from clearhead.backends.tiles_again import ReadAgain, read_again
 from clearhead.problem import Problem
 from clearhead.scores import check_reached, differentiated
 from clearhead.shapes import Float
@@ -42,7 +42,7 @@ from clearhead.torch_private import differentiates_forward, transforms
 
 __all__ = ["BACKEND"]
 
-#: Numbers that a sum over products holds at a time.
+#: Elements of the temporary product in a sum of products.
 _PRODUCTS: Final = 2**17
 
 
@@ -72,7 +72,7 @@ def _forward_strip(
 def _forward_tile(
     problem: Problem, layout: Layout, queries: slice, tile: Tile, largest: Tensor, total: Tensor, output: Tensor
 ) -> Tensor:
-    """Take a tile into a strip's sums and output, which change where they lie; returns its largest scores."""
+    """Add a tile to a strip's sums and output, in place; returns the new row maxima."""
     scores = masked(ruled(problem, raw_scores(problem, layout, queries, tile), tile), tile)
     higher = torch.maximum(largest, scores.amax(dim=-1))
     base = finite(higher)
@@ -89,7 +89,7 @@ def _forward_tile(
 
 
 def _spoil(problem: Problem, layout: Layout, tile: Tile, output: Float[Tensor, "b heads rows dim"]) -> None:
-    """Write NaN to the channels of rows that may attend to a value that is not finite there."""
+    """Write NaN to the channels of rows that may attend to a value with NaN or infinity in that channel."""
     if layout.bad is None or not bool(layout.bad[2][:, :, tile.keys].any()):
         return
     bad = layout.bad[2][:, :, tile.keys].repeat_interleave(problem.num_heads // problem.num_kv_heads, dim=1)
@@ -101,10 +101,12 @@ def _spoil(problem: Problem, layout: Layout, tile: Tile, output: Float[Tensor, "
 
 
 class _Tiled(torch.autograd.Function):
-    """Output, log-sum-exp, largest scores and statistics; rule parameters ride along so that autograd knows them."""
+    """Output, log-sum-exp, row maxima and statistics; rule parameters are inputs so that autograd knows them."""
 
     @staticmethod
-    def forward(ctx: Any, problem: Problem, want: Want, read: ReadAgain, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, problem: Problem, want: Want, read: BackwardReads, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         query = problem.query
         rows = (problem.batch, problem.num_heads, problem.q_len)
         # Backward needs the unrounded output: delta is a difference of two large sums in it.
@@ -112,39 +114,39 @@ class _Tiled(torch.autograd.Function):
         lse = query.new_full(rows, -torch.inf, dtype=problem.work_dtype)
         max_score, base = lse.clone(), Base(torch.zeros_like(lse), torch.ones_like(lse))
         if problem.sink is not None:
-            # Tokens outside every document are in no layout; their softmax holds the sink alone.
+            # Tokens outside every document are in no layout; their softmax contains the sink alone.
             lse.copy_(problem.sink.logits.detach().view(1, -1, 1))
             base.largest.copy_(finite(lse))
         with torch.no_grad():
             sweep = Sweep(problem, want)
             for layout in layouts(problem):
                 for queries, tiles in strips(problem, layout):
-                    *pieces, own = _forward_strip(problem, layout, queries, tiles)
-                    pieces += [own.largest, own.total]
+                    *pieces, strip_base = _forward_strip(problem, layout, queries, tiles)
+                    pieces += [strip_base.largest, strip_base.total]
                     for into, piece in zip((output, lse, max_score, base.largest, base.total), pieces, strict=True):
                         layout.put(into, queries, piece)
-                    if sweep.found:
-                        sweep.strip(layout, queries, tiles, own)
-            found = sweep.finished()
-        ctx.problem, ctx.want, ctx.found = problem, want, tuple(found)
-        # What backward reads again where it lies is saved, so that autograd tells if it was written into.
+                    if sweep.results:
+                        sweep.strip(layout, queries, tiles, strip_base)
+            statistics = sweep.finished()
+        ctx.problem, ctx.want, ctx.statistics = problem, want, tuple(statistics)
+        # Tensors that backward reads without a copy are saved too, so that autograd raises if one was written into.
         ctx.save_for_backward(*tensors[:4], output, base.largest, base.total, max_score, *read.tensors)
-        ctx.reached = [any(own is tensor for tensor in read.learned) for own in tensors[4:]]
+        ctx.reached = [any(parameter is tensor for tensor in read.learned) for parameter in tensors[4:]]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(found[name] for name in UNDIFFERENTIABLE if name in found))
-        return output.to(query.dtype), lse, max_score, *found.values()
+        ctx.mark_non_differentiable(*(statistics[name] for name in UNDIFFERENTIABLE if name in statistics))
+        return output.to(query.dtype), lse, max_score, *statistics.values()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, mixing, output, largest, total, max_score, *_ = ctx.saved_tensors
         problem = ctx.problem.with_tensors(query, key, value)
         if is_recorded(*grads):
-            names = ("output", "lse", "max_score", *ctx.found)
+            names = ("output", "lse", "max_score", *ctx.statistics)
             given = {name: grad for name, grad in zip(names, grads, strict=True) if grad is not None}
             want = replace(ctx.want, lse=True, max_score=True)
             return None, None, None, *recorded_attention(problem, want, given, ctx.needs_input_grad[3:])
         with without_autocast(query.device.type):
-            asked = {name: grad for name, grad in zip(ctx.found, grads[3:], strict=True) if grad is not None}
+            asked = {name: grad for name, grad in zip(ctx.statistics, grads[3:], strict=True) if grad is not None}
             gather = ctx.needs_input_grad[6] and "row_weights" in asked
             pulls = Pulls.of(problem, ctx.want, (max_score, grads[2]), asked, mixing, gather=gather)
             results = _gradients(problem, (output, Base(largest, total)), (grads[0], grads[1]), pulls, ctx.reached)
@@ -161,13 +163,13 @@ def _gradients(
     pulls: Pulls,
     reached: list[bool],
 ) -> list[Tensor | None]:
-    """Gradients of query, key, value and the rules' parameters; None of those that no tile reached.
+    """Gradients of query, key, value and the rules' parameters; None for those that no tile read.
 
-    ``reached`` are parameters that are known to be read.
+    ``reached`` says for each parameter whether it is known to be read.
     """
     output, base = saved
     grad_output = torch.zeros_like(output) if grads[0] is None else grads[0].to(output.dtype)
-    # delta is a row's sum of weight times weight-gradient; a gradient of lse enters at the same place.
+    # delta is a row's sum of weight times weight gradient; a gradient of lse is subtracted from it.
     delta = _row_products(grad_output, output)
     bad = None
     if not all_finite(grad_output):
@@ -175,47 +177,56 @@ def _gradients(
     if grads[1] is not None:
         delta = delta - grads[1]
     inputs = (problem.query, problem.key, problem.value)
-    found = [torch.zeros_like(tensor, dtype=problem.work_dtype) for tensor in inputs]
+    totals = [torch.zeros_like(tensor, dtype=problem.work_dtype) for tensor in inputs]
     learned = _Learned.of(problem, reached)
     everything = slice(None)
     for layout in layouts(problem):
-        rows = _Rows(
+        rows = _BackwardRows(
             layout.take(grad_output),
             layout.take(delta),
             Base(layout.take(base.largest, padding=torch.inf), layout.take(base.total, padding=1.0)),
             bad=None if bad is None else layout.take(bad),
         )
-        own, own_pulls = (layout.gathered(found[1]), layout.gathered(found[2])), pulls.within(layout)
+        layout_grads, layout_pulls = (layout.gathered(totals[1]), layout.gathered(totals[2])), pulls.within(layout)
         for queries, tiles in strips(problem, layout):
             strip = rows.cut(queries)
-            if own_pulls.any:
-                extra, share = own_pulls.walk(problem, layout, queries, tiles, strip.base)
+            if layout_pulls.any:
+                extra, share = layout_pulls.walk(problem, layout, queries, tiles, strip.base)
                 strip = replace(strip, delta=strip.delta + extra, share=share)
                 layout.add(delta, queries, extra)
-            layout.put(found[0], queries, _Strip(problem, layout, queries, strip, own_pulls, *own, learned).walk(tiles))
+            layout.put(
+                totals[0],
+                queries,
+                _BackwardStrip(problem, layout, queries, strip, layout_pulls, *layout_grads, learned).walk(tiles),
+            )
         if layout.group is not None:
-            for into, grad in zip(found[1:], own, strict=True):
+            for into, grad in zip(totals[1:], layout_grads, strict=True):
                 layout.put(into, everything, grad)
     _sink_gradient(problem, learned, delta, base)
-    pairs = zip([*found, *learned.grads], [*inputs, *learned.parameters], strict=True)
+    pairs = zip([*totals, *learned.grads], [*inputs, *learned.parameters], strict=True)
     return [None if grad is None else grad.to(tensor.dtype) for grad, tensor in pairs]
 
 
 def _row_products(one: Float[Tensor, "*rows q_len dim"], other: Float[Tensor, "*rows q_len dim"]) -> Tensor:
-    """``(one * other).sum(-1)`` in parts, which takes no third tensor of that size."""
+    """``(one * other).sum(-1)`` in parts, without a third tensor of that size."""
     step = max(1, _PRODUCTS // max(1, one[..., :1, :].numel()))
-    found = one.new_empty(one.shape[:-1])
+    sums = one.new_empty(one.shape[:-1])
     for start in range(0, one.shape[-2], step):
         part = slice(start, start + step)
-        torch.sum(one[..., part, :] * other[..., part, :], dim=-1, out=found[..., part])
-    return found
+        torch.sum(one[..., part, :] * other[..., part, :], dim=-1, out=sums[..., part])
+    return sums
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """What backward needs of each row; ``share`` is what each of its largest scores gets of their gradient.
+class _BackwardRows:
+    """What backward needs of each row.
 
-    ``bad`` says which numbers of ``grad_output`` arrived not finite and are 0 in it; the row's ``delta`` is not finite.
+    Attributes:
+        grad_output: gradient of the output, with 0 for NaN and infinity.
+        delta: sum of weight times weight gradient; NaN if the gradient contained NaN or infinity.
+        base: the parts of the log-sum-exp.
+        share: the gradient of the row maximum for each of its ties.
+        bad: where ``grad_output`` contained NaN or infinity.
     """
 
     grad_output: Tensor
@@ -224,8 +235,8 @@ class _Rows:
     share: Tensor | None = None
     bad: Tensor | None = None
 
-    def cut(self, queries: slice) -> _Rows:
-        return _Rows(
+    def cut(self, queries: slice) -> _BackwardRows:
+        return _BackwardRows(
             self.grad_output[:, :, queries],
             self.delta[:, :, queries],
             self.base.cut(queries),
@@ -234,27 +245,27 @@ class _Rows:
 
 
 @dataclass(frozen=True)
-class _Strip:
-    """One strip of queries in backward, and where the gradients that it has a part in are summed."""
+class _BackwardStrip:
+    """One strip of queries in backward, and the sums of gradients that it contributes to."""
 
     problem: Problem
     layout: Layout
     queries: slice
-    rows: _Rows
+    rows: _BackwardRows
     pulls: Pulls
     grad_key: Tensor
     grad_value: Tensor
     learned: _Learned
 
     def walk(self, tiles: list[Tile]) -> Tensor:
-        """The strip's query gradient; the others are added to where they are summed."""
+        """The gradient of the strip's queries; other gradients are added to their sums."""
         query = self.layout.query[:, :, self.queries]
         grad_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
         kv_heads = self.problem.num_kv_heads
         flat_query, flat_grad = stacked(query, kv_heads), stacked(grad_query, kv_heads)
-        # Zero weight times NaN is NaN: rows that are not finite must not reach keys that they may not attend to.
+        # A weight of 0 times NaN is NaN: a row with NaN must not affect keys that it may not attend to.
         of_rows = [self.rows.delta] if self.rows.share is None else [self.rows.delta, self.rows.share]
-        spoiled = not all(bool(torch.isfinite(own).all()) for own in of_rows)
+        spoiled = not all(bool(torch.isfinite(values).all()) for values in of_rows)
         for tile in tiles:
             grad = stacked(self._tile(tile, spoiled), kv_heads)
             flat_grad.baddbmm_(grad, self.layout.key[:, :, tile.keys].flatten(0, 1), alpha=self.problem.scale)
@@ -262,31 +273,33 @@ class _Strip:
         return grad_query
 
     def _tile(self, tile: Tile, spoiled: bool) -> Tensor:
-        """The gradient of a tile's scaled scores; that of its values is added."""
+        """The gradient of a tile's scaled scores; the gradient of its values is added to ``grad_value``."""
         problem, layout, rows, pulls = self.problem, self.layout, self.rows, self.pulls
-        before = raw_scores(problem, layout, self.queries, tile)
-        after = before
+        scores_in = raw_scores(problem, layout, self.queries, tile)
+        scores_out = scores_in
         if problem.elementwise:
             with torch.enable_grad():
-                after = ruled(problem, before.requires_grad_(), tile)
-        seen = weigh(after.detach(), tile, rows.base, spoiled)
+                scores_out = ruled(problem, scores_in.requires_grad_(), tile)
+        weighed = weigh(scores_out.detach(), tile, rows.base, spoiled)
         upstream = stacked(rows.grad_output, problem.num_kv_heads)
-        grad = torch.bmm(upstream, layout.value[:, :, tile.keys].flatten(0, 1).mT).view(seen.weights.shape)
-        dropped = seen.weights
+        grad = torch.bmm(upstream, layout.value[:, :, tile.keys].flatten(0, 1).mT).view(weighed.weights.shape)
+        dropped = weighed.weights
         if problem.dropout > 0.0:
             keep = keep_scale(problem.seed, problem.dropout, tile.indices, dropped.dtype)
             dropped, grad = dropped * keep, grad.mul_(keep)
         add_product(self.grad_value[:, :, tile.keys], stacked(dropped, problem.num_kv_heads).mT, upstream)
         self._spoil_values(tile)
         if pulls.any:
-            grad += pulls.on_weights(layout, self.queries, tile, seen)
-        grad = pulls.on_scores(grad.sub_(rows.delta[..., None]).mul_(seen.weights), self.queries, seen, rows.share)
+            grad += pulls.on_weights(layout, self.queries, tile, weighed)
+        grad = pulls.on_scores(
+            grad.sub_(rows.delta[..., None]).mul_(weighed.weights), self.queries, weighed, rows.share
+        )
         if spoiled:
             grad = masked(grad, tile, 0.0)
-        return self.learned.pulled(problem, before, after, grad, tile) if problem.elementwise else grad
+        return self.learned.pulled(problem, scores_in, scores_out, grad, tile) if problem.elementwise else grad
 
     def _spoil_values(self, tile: Tile) -> None:
-        """Write NaN where a row's gradient is not finite to that channel of the values that the row may attend to."""
+        """Write NaN to channels of values that a row may attend to and in which its gradient is NaN or infinite."""
         if self.rows.bad is None or not bool(self.rows.bad.any()):
             return
         bad, into = self.rows.bad.to(self.grad_value), self.grad_value[:, :, tile.keys]
@@ -299,44 +312,48 @@ class _Strip:
 
 @dataclass(frozen=True)
 class _Learned:
-    """The rules' parameters and the sums of their gradients, None while there is nothing to add."""
+    """The rules' parameters and the sums of their gradients, None before the first."""
 
     parameters: list[Tensor]
     grads: list[Tensor | None]
     dtype: torch.dtype
-    #: Says True once a tile was seen to depend on no other learned tensor.
+    #: Not empty after the check that a tile depends on no other learned tensor.
     complete: list[bool] = field(default_factory=list)
 
     @classmethod
     def of(cls, problem: Problem, reached: list[bool]) -> _Learned:
-        """No gradients so far, of those that were reached 0."""
+        """No gradients so far; 0 for parameters that are known to be read."""
         parameters, dtype = problem.rule_parameters if reached else [], problem.work_dtype
         pairs = zip(parameters, reached, strict=True)
-        return cls(parameters, [torch.zeros_like(own, dtype=dtype) if known else None for own, known in pairs], dtype)
+        return cls(
+            parameters,
+            [torch.zeros_like(parameter, dtype=dtype) if is_reached else None for parameter, is_reached in pairs],
+            dtype,
+        )
 
-    def add(self, place: int, own: Tensor) -> None:
+    def add(self, place: int, grad: Tensor) -> None:
         """Add to one parameter's gradient."""
         total = self.grads[place]
         if total is None:
             total = self.grads[place] = torch.zeros_like(self.parameters[place], dtype=self.dtype)
-        total += own
+        total += grad
 
-    def pulled(self, problem: Problem, before: Tensor, after: Tensor, grad: Tensor, tile: Tile) -> Tensor:
-        """The gradient of the scores before the rules; the parameters' own are added."""
-        if not after.requires_grad:
+    def pulled(self, problem: Problem, scores_in: Tensor, scores_out: Tensor, grad: Tensor, tile: Tile) -> Tensor:
+        """The gradient of the scores before the rules; the parameters' gradients are added to their sums."""
+        if not scores_out.requires_grad:
             return torch.zeros_like(grad)
         if not self.complete:
-            check_reached(problem.elementwise, after, before, self.parameters)
+            check_reached(problem.elementwise, scores_out, scores_in, self.parameters)
             self.complete.append(True)
-        found = differentiated(problem.elementwise, after, before, self.parameters, grad, tile.indices)
-        for place, own in enumerate(found[1:]):
-            if own is not None:
-                self.add(place, own)
-        return torch.zeros_like(grad) if found[0] is None else masked(found[0], tile, 0.0)
+        grads = differentiated(problem.elementwise, scores_out, scores_in, self.parameters, grad, tile.indices)
+        for place, parameter_grad in enumerate(grads[1:]):
+            if parameter_grad is not None:
+                self.add(place, parameter_grad)
+        return torch.zeros_like(grad) if grads[0] is None else masked(grads[0], tile, 0.0)
 
 
 def _sink_gradient(problem: Problem, learned: _Learned, delta: Tensor, base: Base) -> None:
-    """A sink's weight is its share of a row's sum and its value nothing, so its gradient is ``-weight * delta``."""
+    """The gradient of a sink's logit: its value is 0, so it is ``-weight * delta`` with the sink's weight."""
     if problem.sink is None:
         return
     for place, parameter in enumerate(learned.parameters):
@@ -351,9 +368,9 @@ def run(problem: Problem, want: Want) -> Observation:
     """Output and statistics."""
     if problem.value_dim == 0:
         wider = problem.with_tensors(problem.query, problem.key, F.pad(problem.value, (0, 1)))
-        seen = run(wider, want)
-        return replace(seen, output=seen.output[..., :0])
-    read = read_again(problem) if torch.is_grad_enabled() else ReadAgain([], [])
+        observation = run(wider, want)
+        return replace(observation, output=observation.output[..., :0])
+    read = backward_reads(problem) if torch.is_grad_enabled() else BackwardReads([], [])
     output, lse, max_score, *others = _Tiled.apply(  # type: ignore[no-untyped-call]
         problem, want, read, problem.query, problem.key, problem.value, want.row_weights, *problem.rule_parameters
     )
@@ -368,8 +385,8 @@ def run(problem: Problem, want: Want) -> Observation:
 
 def _also(problem: Problem) -> list[str]:
     if transforms() or differentiates_forward():
-        return ["is not seen by torch.func and by what differentiates forward"]
-    return [] if has_numbers(problem.query) else ["reads numbers, of which meta and fake tensors have none"]
+        return ["does not support torch.func and forward-mode differentiation"]
+    return [] if is_readable(problem.query) else ["reads elements, which meta and fake tensors do not have"]
 
 
 BACKEND = Backend(

@@ -1,6 +1,6 @@
-"""The walk over tiles: a call cut into batches, strips of queries and tiles of keys, and a tile's scores.
+"""Tiling: a call split into batches, strips of queries and tiles of keys, and the scores of a tile.
 
-What is computed on the tiles, forward, backward and statistics, lies in ``tiled`` and ``tiled_statistics``.
+Forward, backward and statistics on the tiles are in ``tiled`` and ``tiled_statistics``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from clearhead.scores import ScoreFunction
 from clearhead.shapes import Float
 
 __all__ = [
-    "Block",
     "Layout",
     "Tile",
+    "TileRange",
     "add_product",
     "exponential",
     "finite",
@@ -41,7 +41,7 @@ __all__ = [
     "strips",
 ]
 
-#: Scores per tile over all its batches and heads: large enough to hide Python, small enough for a core's own cache.
+#: Scores per tile over all its batches and heads: large enough to hide Python's overhead, small enough for L2 cache.
 _TILE_SCORES: Final = 2**17
 _Q_TILE: Final = 128
 _K_TILE: Final = 512
@@ -51,18 +51,18 @@ _Indices = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Block:
+class TileRange:
     """A part of a tile that is a rectangle of the call's scores.
 
     Attributes:
         batch: batch entries of the call.
-        own: batch entries of the tile.
+        tile_batch: batch entries of the tile.
         rows: queries of the tile, of which the first is query ``q_start`` of the call.
         columns: keys of the tile, of which the first is key ``k_start`` of the call.
     """
 
     batch: slice
-    own: slice
+    tile_batch: slice
     rows: slice
     columns: slice
     q_start: int
@@ -71,7 +71,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Tile:
-    """One tile: its key range, and which of its places may be attended to (None: all)."""
+    """One tile: its keys, its index tensors, and which of its places may be attended to (None: all)."""
 
     keys: slice
     indices: _Indices
@@ -80,10 +80,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Layout:
-    """A batch of rows to work on, in the working dtype, with the absolute place of each token.
+    """A batch of rows in the working dtype, with the absolute position of each token.
 
-    What is not finite is 0 in ``query``, ``key`` and ``value``: whole tokens, of a value the number alone. ``bad`` says
-    which those were, ``[batch, heads, len]`` and of the value ``[batch, heads, len, dim]``.
+    Tokens of ``query`` and ``key`` with NaN or infinity are 0, as are such elements of ``value``. ``bad`` marks them:
+    tokens ``[batch, heads, len]`` of query and key, elements ``[batch, heads, len, dim]`` of value.
     """
 
     query: Tensor
@@ -93,16 +93,16 @@ class Layout:
     valid: Tensor | None
     bad: tuple[Tensor, Tensor, Tensor] | None
     group: Group | None
-    #: Which batch entries of the call, or of the group, these are.
+    #: The batch entries of the call, or of the group.
     part: slice
 
     def take(self, tensor: Tensor, *, padding: float = 0.0) -> Tensor:
         """The layout's part of a tensor of the call, ``[batch, heads, len]`` or ``[batch, heads, len, dim]``."""
         if self.group is None:
             return tensor[self.part]
-        taken = self.group.take(tensor if tensor.ndim == 4 else tensor[..., None])
-        taken = taken.masked_fill(~self.group.valid[:, None, :, None], padding)
-        return taken if tensor.ndim == 4 else taken[..., 0]
+        piece = self.group.take(tensor if tensor.ndim == 4 else tensor[..., None])
+        piece = piece.masked_fill(~self.group.valid[:, None, :, None], padding)
+        return piece if tensor.ndim == 4 else piece[..., 0]
 
     def put(self, into: Tensor, places: slice, piece: Tensor) -> None:
         """Write the results for some of the layout's tokens to their places in a tensor of the call."""
@@ -113,30 +113,30 @@ class Layout:
         span.put(into if into.ndim == 4 else into[..., None], piece if piece.ndim == 4 else piece[..., None])
 
     def add(self, into: Tensor, places: slice, piece: Tensor) -> None:
-        """Add to what lies there; as ``put`` otherwise."""
+        """Add the results for some of the layout's tokens to their places in a tensor of the call."""
         if self.group is None:
             into[self.part, :, places] += piece
             return
         real = self.group.valid[:, places]
-        # Tokens lie in one document each, so no place is named twice and the sum has one order.
+        # Each token is in one document, so no place occurs twice and the order of the sum is fixed.
         into[0][:, self.group.slots[:, places][real]] += piece.transpose(0, 1)[:, real]
 
     def gathered(self, into: Tensor) -> Tensor:
-        """Zeros to add the layout's sums over queries to; its very part of ``into``, but for packed documents."""
+        """A tensor for the layout's sums over queries: a view of ``into``, or zeros for packed documents."""
         if self.group is None:
             return into[self.part]
         return into.new_zeros(self.part.stop - self.part.start, into.shape[1], self.key.shape[2], into.shape[3])
 
-    def blocks(self, queries: slice, keys: slice) -> Iterator[Block]:
-        """The rectangles of the call's scores that a tile consists of, padding left out."""
+    def tile_ranges(self, queries: slice, keys: slice) -> Iterator[TileRange]:
+        """The rectangles of the call's scores that a tile consists of, without padding."""
         rows, columns = slice(0, queries.stop - queries.start), slice(0, keys.stop - keys.start)
         if self.group is None:
-            yield Block(self.part, slice(None), rows, columns, queries.start, keys.start)
+            yield TileRange(self.part, slice(None), rows, columns, queries.start, keys.start)
             return
         for number, (first, length) in enumerate(self._documents):
             q_stop, k_stop = (min(length, part.stop) - part.start for part in (queries, keys))
             if q_stop > 0 and k_stop > 0:
-                yield Block(
+                yield TileRange(
                     slice(0, 1),
                     slice(number, number + 1),
                     slice(0, q_stop),
@@ -147,13 +147,13 @@ class Layout:
 
     @cached_property
     def _documents(self) -> list[tuple[int, int]]:
-        """Where each document of the group begins, and its length."""
+        """Start and length of each document of the group."""
         assert self.group is not None
         return list(zip(self.group.slots[:, 0].tolist(), self.group.valid.sum(dim=1).tolist(), strict=True))
 
 
 def layouts(problem: Problem) -> Iterator[Layout]:
-    """The call, or the groups of documents of a packed call, in batches whose tiles stay near ``_TILE_SCORES``."""
+    """The call, or the groups of documents of a packed call, in batches with about ``_TILE_SCORES`` scores a tile."""
     if problem.q_len == 0:
         return
     documents = documents_in(problem)
@@ -164,8 +164,8 @@ def layouts(problem: Problem) -> Iterator[Layout]:
     batch, head, _, _ = problem.indices()
     for group in groups(documents):
         indices = (batch, head, group.slots[:, None, :, None], group.slots[:, None, None, :])
-        taken = tuple(group.take(tensor).contiguous() for tensor in tensors)
-        yield from _batches(problem, _layout(problem, taken, indices, group))
+        gathered = tuple(group.take(tensor).contiguous() for tensor in tensors)
+        yield from _batches(problem, _layout(problem, gathered, indices, group))
 
 
 def _layout(problem: Problem, tensors: tuple[Tensor, ...], indices: _Indices, group: Group | None) -> Layout:
@@ -202,32 +202,36 @@ def _batches(problem: Problem, layout: Layout) -> Iterator[Layout]:
 
 
 def _serves_parts(problem: Problem) -> bool:
-    """Whether functions do with some of the batch entries: one may add a tensor ``[batch, 1, 1, 1]`` as it is."""
+    """Whether users' functions run on a part of the batch; one that adds a tensor ``[batch, 1, 1, 1]`` does not."""
     if not functions_of(problem):
         return True
     try:
         with torch.no_grad():
             first_place(problem)
-    except ClearheadError:  # what is wrong besides, the tiles tell
+    except ClearheadError:  # other errors are raised again on the tiles
         return False
     return True
 
 
 def functions_of(problem: Problem) -> list[ScoreFunction | MaskFunction]:
-    """The user's functions among a problem's rules and in its mask."""
+    """The users' functions among a problem's rules and in its mask."""
     waiting: list[object] = [*problem.scores, problem.mask]
-    found: list[ScoreFunction | MaskFunction] = []
+    functions: list[ScoreFunction | MaskFunction] = []
     while waiting:
         part = waiting.pop(0)
         if isinstance(part, (ScoreFunction, MaskFunction)):
-            found.append(part)
+            functions.append(part)
         elif isinstance(part, Mask):
             waiting += [getattr(part, name) for name in part.fields]
-    return found
+    return functions
 
 
 def first_place(problem: Problem) -> tuple[Tensor, Tensor, _Indices]:
-    """The rules and the mask on the first query and key of every head: the scores before and after, and where."""
+    """Evaluate the rules and the mask on the first query and key of every head.
+
+    Returns:
+        The scores before the rules, the scores after them, and the index tensors.
+    """
     batch, head, q_pos, k_pos = problem.indices()
     indices = (batch[:1], head, q_pos[:, :, :1], k_pos[..., :1])
     before = problem.query.new_zeros(1, problem.num_heads, 1, 1, dtype=problem.work_dtype)
@@ -238,7 +242,7 @@ def first_place(problem: Problem) -> tuple[Tensor, Tensor, _Indices]:
 
 
 def strips(problem: Problem, layout: Layout) -> Iterator[tuple[slice, list[Tile]]]:
-    """Each strip of queries with the tiles of keys that it has to visit."""
+    """Each strip of queries with its tiles that are not empty."""
     q_len, k_len = layout.query.shape[2], layout.key.shape[2]
     q_tile, k_tile = _tile_sides(layout)
     columns = [slice(start, min(start + k_tile, k_len)) for start in range(0, k_len, k_tile)]
@@ -256,28 +260,28 @@ def strips(problem: Problem, layout: Layout) -> Iterator[tuple[slice, list[Tile]
 
 
 def _kinds(problem: Problem, layout: Layout, rows: list[slice], q_tile: int, k_tile: int) -> Iterator[list[int] | None]:
-    """For each strip which of its tiles are empty, partial or full; None where there is no mask."""
+    """For each strip, whether each of its tiles is empty, partial or full; None without a mask."""
     if problem.mask is None:
         yield from [None] * len(rows)
         return
     batch, head, q_pos, k_pos = layout.indices
     whole = layout.group is None
     by_runs = whole and problem.mask.intervals(batch, head, q_pos[:, :, :1], k_pos.shape[-1]) is not None
-    # A mask that is read place by place is read a strip at a time: its large tensors then lie in the same place.
+    # A mask without intervals is evaluated a strip at a time, so that its large tensors reuse memory.
     parts = [slice(None)] if by_runs else rows
     for part in parts:
-        found = tile_map(problem.mask, (batch, head, q_pos[:, :, part], k_pos), q_tile, k_tile, whole=whole)
-        # One visit serves all batches and heads: empty where all are, full where all are.
-        low, high = found.amin(dim=(0, 1)), found.amax(dim=(0, 1))
+        kinds = tile_map(problem.mask, (batch, head, q_pos[:, :, part], k_pos), q_tile, k_tile, whole=whole)
+        # All batch entries and heads are computed together: a tile is empty, or full, if it is so for all.
+        low, high = kinds.amin(dim=(0, 1)), kinds.amax(dim=(0, 1))
         yield from torch.where(low == FULL, FULL, (high != EMPTY).to(torch.int8)).tolist()
 
 
 def _tile_sides(layout: Layout) -> tuple[int, int]:
-    """Narrow the tile where many heads would make it large."""
+    """Queries and keys of a tile, fewer for many batch entries and heads."""
     size, heads = layout.query.shape[:2]
-    room = max(32 * 64, _TILE_SCORES // max(1, size * heads))
+    limit = max(32 * 64, _TILE_SCORES // max(1, size * heads))
     q_tile, k_tile = _Q_TILE, _K_TILE
-    while q_tile * k_tile > room:
+    while q_tile * k_tile > limit:
         if k_tile > 2 * q_tile:
             k_tile //= 2
         else:
@@ -298,7 +302,7 @@ def _tile(problem: Problem, layout: Layout, queries: slice, keys: slice, full: b
 
 
 def stacked(tensor: Float[Tensor, "b heads rows x"], kv_heads: int) -> Float[Tensor, "kv_heads rows x"]:
-    """Every batch entry's key heads as one axis, the rows of a group's heads as another: a key is read once a group."""
+    """Batch entries and key heads as one axis, the rows of a group of query heads as another, so a key is read once."""
     return tensor.reshape(tensor.shape[0] * kv_heads, -1, tensor.shape[3])
 
 
@@ -308,7 +312,7 @@ def add_product(
     right: Float[Tensor, "n y x"],
     alpha: float = 1.0,
 ) -> None:
-    """``into += alpha * left @ right`` where it lies, batch entries and heads taken as one axis."""
+    """``into += alpha * left @ right`` in place, with batch entries and heads as one axis."""
     if into.shape[0] == 1 or into.stride(0) == into.shape[1] * into.stride(1):
         into.flatten(0, 1).baddbmm_(left, right, alpha=alpha)
     else:
@@ -316,7 +320,7 @@ def add_product(
 
 
 def raw_scores(problem: Problem, layout: Layout, queries: slice, tile: Tile) -> Float[Tensor, "b heads rows keys"]:
-    """Scaled scores of a tile, a tensor of the caller's own; 0 where the mask forbids, for the rules' sake."""
+    """Scaled scores of a tile, as a new tensor; 0 where the mask forbids, so that rules get finite values."""
     query = layout.query[:, :, queries]
     left, right = stacked(query, problem.num_kv_heads), layout.key[:, :, tile.keys].flatten(0, 1)
     flat = left.new_empty(*left.shape[:2], right.shape[1])
@@ -338,15 +342,15 @@ def ruled(problem: Problem, scores: Tensor, tile: Tile) -> Tensor:
 
 
 def masked(scores: Tensor, tile: Tile, value: float = -torch.inf) -> Tensor:
-    """The tile with ``value`` at the places that may not be attended to."""
+    """The tile with ``value`` at forbidden places."""
     return scores if tile.allowed is None else scores.masked_fill(~tile.allowed, value)
 
 
 def finite(largest: Tensor) -> Tensor:
-    """A running maximum or a log-sum-exp to subtract: 0 where a row has seen no key."""
+    """A running maximum or a log-sum-exp to subtract from scores: 0 for a row without keys."""
     return largest.masked_fill(largest == -torch.inf, 0.0)
 
 
 def exponential(logs: Tensor) -> Tensor:
-    """``exp`` in place. torch's ``exp2`` is its faster one, many times so where weights underflow."""
+    """``exp`` in place, by torch's ``exp2``, which is faster, many times so where weights underflow."""
     return logs.mul_(_LOG2_E).exp2_()

@@ -1,8 +1,7 @@
-"""The GPU kernels: a problem written down for ``triton_kernels``, forward with every statistic, CUDA.
+"""The backend of the GPU kernels in ``triton_kernels``: forward with every statistic, on CUDA.
 
-In 16 bits the weights are rounded to the inputs' dtype before they meet the values; scores, softmax, sums and
-statistics are float32. There is no gradient: statistics are asked of models that are being looked into, and where
-gradients are wanted the tiles take over.
+For 16-bit inputs the weights are rounded to the inputs' dtype before they multiply the values; scores, softmax, sums
+and statistics are float32. There is no gradient: if one is needed, ``tiled`` runs.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from clearhead.torch_private import has_dispatch_mode
 
 __all__ = ["BACKEND"]
 
-#: The largest table of booleans that is written out for a mask that is neither runs of keys nor a table of its own.
+#: The largest table of booleans that is computed for a mask that is neither intervals of keys nor a table.
 _MAX_TABLE_ENTRIES: Final = 2**28
-#: Sums of two positions and a mask's reach stay below 2**31.
+#: Sums of two positions and a mask's reach must be below 2**31.
 _MAX_POSITION: Final = 2**29
-#: Places of a top-k that a kernel keeps in registers; more are sorted a strip of whole rows at a time.
+#: Largest k of a top-k in registers; for larger ones whole rows are sorted, a strip at a time.
 _MAX_PLACES: Final = 32
-#: Weights that a strip of whole rows may hold.
+#: Weights of a strip of whole rows.
 _STRIP_WEIGHTS: Final = 2**25
-#: Keys whose numbers one program looks through for NaN and inf.
+#: Keys that one program checks for NaN and infinity.
 _CHUNK: Final = 512
 _SLOPE, _RELATIVE, _DENSE, _SOFTCAP = range(4)
 
@@ -55,7 +54,7 @@ class _Sizes(NamedTuple):
 
 
 class _Strides(NamedTuple):
-    """Batch, head and row strides of each tensor; channels lie side by side."""
+    """Batch, head and row strides of each tensor; the last axis is contiguous."""
 
     query: tuple[int, ...]
     key: tuple[int, ...]
@@ -64,13 +63,13 @@ class _Strides(NamedTuple):
 
 
 class _Mask(NamedTuple):
-    """A band, runs of keys, a table of places, a table of blocks; None where there is no such part."""
+    """A band, intervals of keys, a table of places and a table of blocks; None if there is no such part."""
 
-    before: int | None = None
-    after: int | None = None
+    keys_before: int | None = None
+    keys_after: int | None = None
     start: Tensor | None = None
     stop: Tensor | None = None
-    run_strides: tuple[int, ...] | None = None
+    interval_strides: tuple[int, ...] | None = None
     table: Tensor | None = None
     table_strides: tuple[int, ...] | None = None
     blocks: Tensor | None = None
@@ -79,7 +78,7 @@ class _Mask(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """A rule's numbers by head, and its reach or cap."""
+    """A rule's table, and its reach or cap."""
 
     table: Tensor | None
     strides: tuple[int, ...] | None
@@ -88,7 +87,7 @@ class _Rule(NamedTuple):
 
 @cache
 def _kernels() -> ModuleType:
-    """The kernels; triton is imported when they are first wanted."""
+    """The module of the kernels; triton is imported on first use."""
     from clearhead.backends import triton_kernels
 
     return triton_kernels
@@ -97,7 +96,7 @@ def _kernels() -> ModuleType:
 @cache
 def _requires() -> str | None:
     if not torch.cuda.is_available():
-        return "needs a CUDA device, and torch sees none"
+        return "needs a CUDA device, and torch finds none"
     if find_spec("triton") is None:
         return "needs the package triton, which comes with torch's builds for CUDA"
     return None
@@ -108,7 +107,7 @@ def _also(problem: Problem) -> list[str]:
     if any(type(each) not in (Tensor, torch.nn.Parameter) or not has_memory(each) for each in tensors):
         return ["needs plain tensors, not subclasses, and not those of torch.func"]
     if has_dispatch_mode():
-        return ["is not seen by what traces operators"]
+        return ["cannot be traced"]
     reasons = []
     if max(problem.k_len, problem.q_len) + abs(problem.query_offset) >= _MAX_POSITION:
         reasons.append(f"takes positions below {_MAX_POSITION:,}")
@@ -122,7 +121,7 @@ def _also(problem: Problem) -> list[str]:
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Strides in which an axis of one entry stands still."""
+    """Strides, 0 for an axis of size 1."""
     return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -133,7 +132,7 @@ def _rows_side_by_side(tensor: Tensor) -> Tensor:
 
 
 def _width(channels: int) -> int:
-    """Channels of a block: a power of two, and 16 at least, as products of tiles want it."""
+    """Channels of a block: a power of two of at least 16, which ``tl.dot`` requires."""
     return max(16, 1 << (channels - 1).bit_length()) if channels else 16
 
 
@@ -143,20 +142,20 @@ def _blocks(count: int, size: int) -> int:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What the pass leaves for the sweeps: ``weight = exp(score - base) * share``."""
+    """What the pass computes for the sweeps: ``weight = exp(score - base) * share``."""
 
     base: Float[Tensor, "batch heads q_len"]
     share: Float[Tensor, "batch heads q_len"]
 
 
-class _Call:
-    """A problem written down for the kernels."""
+class _KernelCall:
+    """A problem as arguments of the kernels."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.query, self.key, self.value = map(_rows_side_by_side, (problem.query, problem.key, problem.value))
         batch, heads, q_len, _ = self.query.shape
-        # Heads lie as query's do: side by side, or in turn.
+        # The output has the memory layout of query: [batch, len, heads, dim] or [batch, heads, len, dim].
         if self.query.stride(1) < self.query.stride(2):
             self.output = self.query.new_empty(batch, q_len, heads, problem.value_dim).transpose(1, 2)
         else:
@@ -180,11 +179,13 @@ class _Call:
 
     def _mask(self) -> _Mask:
         parts, device = self.problem.mask_parts, self.query.device
-        before, after = (reach and min(reach, 2 * _MAX_POSITION) for reach in (parts.before, parts.after))
-        mask = _Mask(before=before, after=after)
-        if parts.runs is not None:
-            start, stop = (edge.to(device) for edge in parts.edges)
-            mask = mask._replace(start=start, stop=stop, run_strides=_strides(start)[:3])
+        keys_before, keys_after = (
+            reach and min(reach, 2 * _MAX_POSITION) for reach in (parts.keys_before, parts.keys_after)
+        )
+        mask = _Mask(keys_before=keys_before, keys_after=keys_after)
+        if parts.intervals is not None:
+            start, stop = (bound.to(device) for bound in parts.interval_bounds)
+            mask = mask._replace(start=start, stop=stop, interval_strides=_strides(start)[:3])
         allowed = parts.table(self.problem.indices()) if parts.rest or parts.dense is not None else None
         if allowed is not None:
             mask = mask._replace(table=allowed.view(torch.uint8), table_strides=_strides(allowed))
@@ -196,11 +197,11 @@ class _Call:
         return mask
 
     def _rules(self) -> tuple[tuple[int, ...], tuple[_Rule, ...]]:
-        written = [_written(rule) for rule in self.problem.elementwise]
-        return tuple(kind for kind, _ in written), tuple(rule for _, rule in written)
+        converted = [_converted(rule) for rule in self.problem.elementwise]
+        return tuple(kind for kind, _ in converted), tuple(rule for _, rule in converted)
 
     def result(self, *trailing: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A new ``[batch, heads, *trailing]``."""
+        """A new tensor ``[batch, heads, *trailing]``."""
         return self.query.new_empty((self.problem.batch, self.problem.num_heads, *trailing), dtype=dtype)
 
     def launch(self, name: str, programs: int, *arguments: Any, warps: int = 4, **constants: Any) -> None:
@@ -215,11 +216,11 @@ class _Call:
 
     @cached_property
     def constants(self) -> dict[str, Any]:
-        """What every kernel that computes scores is compiled for."""
+        """Compile-time constants of every kernel that computes scores."""
         width = _width(self.problem.head_dim)
         return {
             "KINDS": self.kinds,
-            "RUNS": 0 if self.mask.start is None else self.mask.start.shape[3],
+            "INTERVALS": 0 if self.mask.start is None else self.mask.start.shape[3],
             "WIDTH": width,
             "PAD": width != self.problem.head_dim,
             "PRECISION": "ieee" if self.query.dtype == torch.float32 else None,
@@ -231,8 +232,8 @@ class _Call:
         return self.problem.batch * self.problem.num_heads
 
 
-def _written(rule: ScoreRule) -> tuple[int, _Rule]:
-    """A rule as its kind and numbers."""
+def _converted(rule: ScoreRule) -> tuple[int, _Rule]:
+    """A rule as its kind and arguments of the kernels."""
     if isinstance(rule, Alibi):
         slopes = rule.slopes.detach().to(torch.float32)[None, :, None, None]
         return _SLOPE, _Rule(slopes, _strides(slopes), None)
@@ -247,8 +248,8 @@ def _written(rule: ScoreRule) -> tuple[int, _Rule]:
     return _SOFTCAP, _Rule(None, None, rule.cap)
 
 
-def _dirty(call: _Call) -> tuple[Tensor, int]:
-    """For each chunk of keys of a key head, whether it holds a number that is not finite; and chunks per head."""
+def _dirty(call: _KernelCall) -> tuple[Tensor, int]:
+    """For each chunk of keys of a key head, whether it contains NaN or infinity; and the number of chunks per head."""
     problem = call.problem
     chunks = max(1, _blocks(problem.k_len, _CHUNK))
     heads = problem.batch * problem.num_kv_heads
@@ -260,24 +261,24 @@ def _dirty(call: _Call) -> tuple[Tensor, int]:
     return dirty, chunks
 
 
-def _tile(call: _Call) -> tuple[int, int]:
-    """Queries and keys of a pass's tile: what 8 warps keep in registers, by what the compiler reports for Hopper."""
+def _tile(call: _KernelCall) -> tuple[int, int]:
+    """Queries and keys of a tile of the pass, which fit the registers of 8 warps as the compiler reports for Hopper."""
     wide = max(_width(call.problem.head_dim), _width(call.problem.value_dim))
     if call.query.dtype == torch.float32:
         return (64, 32) if wide <= 64 else (32, 32) if wide <= 128 else (16, 32)
     return (64, 32) if wide > 128 else (128, 64 if wide <= 64 else 32)
 
 
-#: Statistics of rows that ride on the pass.
-_RIDING: Final[tuple[str, ...]] = ("lse", "max_score", "entropy", "sink", "distance")
-#: Statistics that need each row's finished sum first.
+#: Statistics of rows that the pass computes with the output.
+_ROW_STATISTICS: Final[tuple[str, ...]] = ("lse", "max_score", "entropy", "sink", "distance")
+#: Statistics that need each row's final sum first.
 _SWEPT: Final = frozenset({"top_k", "received", "row_weights", "heatmap", "rows"})
 
 
-def _pass(call: _Call, want: Want) -> tuple[dict[str, Tensor], _Rows | None]:
-    """Output into ``call.output``; statistics that ride along; and what sweeps need, where there will be any."""
+def _pass(call: _KernelCall, want: Want) -> tuple[dict[str, Tensor], _Rows | None]:
+    """Write the output to ``call.output``; returns row statistics, and what the sweeps need, if there are any."""
     problem, asked = call.problem, want.names
-    found = {name: call.result(problem.q_len) for name in _RIDING if name in asked}
+    statistics = {name: call.result(problem.q_len) for name in _ROW_STATISTICS if name in asked}
     rows = _Rows(call.result(problem.q_len), call.result(problem.q_len)) if asked & _SWEPT else None
     flags, chunks = _dirty(call)
     sinks = None if problem.sink is None else problem.sink.logits.detach().to(torch.float32).contiguous()
@@ -286,25 +287,25 @@ def _pass(call: _Call, want: Want) -> tuple[dict[str, Tensor], _Rows | None]:
     for dirty in (False, True):
         call.launch(
             "forward", call.pairs * _blocks(problem.q_len, block_rows),
-            call.query, call.key, call.value, call.output, *(found.get(name) for name in _RIDING),
+            call.query, call.key, call.value, call.output, *(statistics.get(name) for name in _ROW_STATISTICS),
             None if rows is None else rows.base, None if rows is None else rows.share, flags,
             sinks, 0 if sinks is None or sinks.shape[0] == 1 else 1,
             call.strides, call.sizes, call.mask, call.rules, want.sink if "sink" in asked else None, chunks,
             ROWS=block_rows, BLOCK=block, VALUE_WIDTH=value_width, PAD_VALUE=value_width != problem.value_dim,
             DIRTY=dirty, **call.constants | {"warps": 8},
         )  # fmt: skip
-    return found, rows
+    return statistics, rows
 
 
-def _side(call: _Call) -> int:
-    """Queries and keys of a block of the sweep over columns; the same whatever is wanted, so sums keep their bits."""
+def _side(call: _KernelCall) -> int:
+    """Queries and keys of a block of the sweep over columns; equal for all requests, for bitwise equal sums."""
     return 32 if call.query.dtype == torch.float32 and _width(call.problem.head_dim) > 64 else 64
 
 
-def _columns(call: _Call, want: Want, rows: _Rows) -> dict[str, Tensor]:
-    """What keys receive, weighted sums over queries, and pooled tiles: a sweep with keys outside, or two.
+def _columns(call: _KernelCall, want: Want, rows: _Rows) -> dict[str, Tensor]:
+    """What keys receive, weighted sums over queries, and pooled tiles, in one or two sweeps over columns.
 
-    Sums are added in the same blocks whatever else is wanted, so tiles that are not made of these have their own.
+    Sums are added in the same blocks for all requests; a heatmap whose tiles do not consist of these has its own sweep.
     """
     asked, side = want.names, want.heatmap
     sums = _sums(call, want) if asked & {"received", "row_weights"} else None
@@ -316,14 +317,14 @@ def _columns(call: _Call, want: Want, rows: _Rows) -> dict[str, Tensor]:
             _sweep_columns(call, rows, sums, None)
         if heat is not None:
             _sweep_columns(call, rows, None, heat)
-    found = {} if sums is None else {"received": sums.received, "row_weights": sums.summed}
+    statistics = {} if sums is None else {"received": sums.received, "row_weights": sums.summed}
     if heat is not None:
-        found["heatmap_max"], found["heatmap_mean"] = _pooled(call, heat, side)
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+        statistics["heatmap_max"], statistics["heatmap_mean"] = _pooled(call, heat, side)
+    return {name: tensor for name, tensor in statistics.items() if tensor is not None}
 
 
 class _Sums(NamedTuple):
-    """Sums over queries, and the factors of those that are weighted."""
+    """Sums over queries, and the factors of the weighted ones."""
 
     received: Tensor | None
     summed: Tensor | None
@@ -331,9 +332,9 @@ class _Sums(NamedTuple):
 
 
 class _Heat(NamedTuple):
-    """Largest weight and sum of each part of a tile, and how blocks lie in tiles.
+    """Largest weight and sum of each part of a tile, and the arrangement of blocks in tiles.
 
-    A block of ``block`` positions holds tiles of ``side``, or is one of the ``parts`` of a tile of ``step``.
+    A block of ``block`` positions contains tiles of ``side``, or is one of the ``parts`` of a tile of ``step``.
     """
 
     largest: Tensor
@@ -344,11 +345,11 @@ class _Heat(NamedTuple):
     parts: int
 
     def along_blocks_of(self, side: int) -> bool:
-        """Whether blocks of ``side`` in a row are these very blocks."""
+        """Whether consecutive blocks of ``side`` positions are these blocks."""
         return self.block == side and self.step % side == 0
 
 
-def _sums(call: _Call, want: Want) -> _Sums:
+def _sums(call: _KernelCall, want: Want) -> _Sums:
     k_len = call.problem.k_len
     received = call.result(k_len) if want.received else None
     if want.row_weights is None:
@@ -357,7 +358,7 @@ def _sums(call: _Call, want: Want) -> _Sums:
     return _Sums(received, call.result(factors.shape[2], k_len), factors)
 
 
-def _heat(call: _Call, side: int) -> _Heat:
+def _heat(call: _KernelCall, side: int) -> _Heat:
     most = _side(call)
     within = side <= most and side & (side - 1) == 0
     block = most if within else min(most, _width(side))
@@ -370,7 +371,7 @@ def _heat(call: _Call, side: int) -> _Heat:
     )
 
 
-def _sweep_columns(call: _Call, rows: _Rows, sums: _Sums | None, heat: _Heat | None) -> None:
+def _sweep_columns(call: _KernelCall, rows: _Rows, sums: _Sums | None, heat: _Heat | None) -> None:
     received, summed, factors = sums or (None, None, None)
     alone = _side(call)
     block, side, step, parts = (alone, alone, alone, 1) if heat is None else heat[2:]
@@ -386,8 +387,8 @@ def _sweep_columns(call: _Call, rows: _Rows, sums: _Sums | None, heat: _Heat | N
     )  # fmt: skip
 
 
-def _pooled(call: _Call, heat: _Heat, side: int) -> tuple[Tensor, Tensor]:
-    """Largest and mean weight of each tile, from those of its parts; a cut tile counts the places it has."""
+def _pooled(call: _KernelCall, heat: _Heat, side: int) -> tuple[Tensor, Tensor]:
+    """Largest and mean weight of each tile, from those of its parts; tiles at the end have fewer places."""
     lengths = (call.problem.q_len, call.problem.k_len)
     q_tiles, k_tiles = (_blocks(length, side) for length in lengths)
     parts = heat.parts
@@ -401,8 +402,8 @@ def _pooled(call: _Call, heat: _Heat, side: int) -> tuple[Tensor, Tensor]:
     return largest.amax(dim=(-3, -1)), total.sum(dim=(-3, -1)) / (down[:, None] * across)
 
 
-def _some_rows(call: _Call, index: Tensor, rows: _Rows) -> Tensor:
-    """The whole weights of the queries in ``index``."""
+def _some_rows(call: _KernelCall, index: Tensor, rows: _Rows) -> Tensor:
+    """All weights of the queries in ``index``."""
     count, k_len = index.shape[0], call.problem.k_len
     weights = call.result(count, k_len)
     block = 32
@@ -414,7 +415,7 @@ def _some_rows(call: _Call, index: Tensor, rows: _Rows) -> Tensor:
     return weights
 
 
-def _top(call: _Call, count: int, rows: _Rows) -> tuple[Tensor, Tensor]:
+def _top(call: _KernelCall, count: int, rows: _Rows) -> tuple[Tensor, Tensor]:
     """Indices and weights of the ``count`` largest weights of each row; ties to the lower index."""
     q_len, k_len = call.problem.q_len, call.problem.k_len
     indices, weights = call.result(q_len, count, dtype=torch.int64), call.result(q_len, count)
@@ -437,19 +438,19 @@ def _top(call: _Call, count: int, rows: _Rows) -> tuple[Tensor, Tensor]:
 
 
 def _run(problem: Problem, want: Want) -> Observation:
-    """Output and statistics, on whatever device the kernels run: CUDA, or the CPU under triton's interpreter."""
-    call = _Call(problem)
+    """Output and statistics, on CUDA, or on the CPU under triton's interpreter."""
+    call = _KernelCall(problem)
     asked = want.names
-    found, rows = _pass(call, want)
+    statistics, rows = _pass(call, want)
     if rows is not None:
         if asked & {"received", "row_weights", "heatmap"}:
-            found |= _columns(call, want, rows)
+            statistics |= _columns(call, want, rows)
         if want.rows is not None:
             index = as_index(want.rows).to(call.query.device).contiguous()
-            found["rows"] = _some_rows(call, index, rows)
+            statistics["rows"] = _some_rows(call, index, rows)
         if "top_k" in asked:
-            found["top_indices"], found["top_weights"] = _top(call, want.top_k, rows)
-    return Observation(output=call.output, **found)
+            statistics["top_indices"], statistics["top_weights"] = _top(call, want.top_k, rows)
+    return Observation(output=call.output, **statistics)
 
 
 BACKEND = Backend(

@@ -1,11 +1,11 @@
 """The GPU kernels of ``backends/triton``: one pass for output and row statistics, three sweeps for the others.
 
-The pass is the online softmax (Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023, section 3.1) with more
-sums riding on it. It leaves each row's largest score ``base`` and the reciprocal of its sum ``share``; a sweep
-recomputes scores and has the very weights as ``exp(score - base) * share``. Each number is written by one program
-that adds in a fixed order, so results are the same bits every time.
+The pass is the online softmax (Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023, section 3.1) with further sums.
+It stores each row's maximum ``base`` and the reciprocal of its sum ``share``; a sweep recomputes scores and gets the
+same weights as ``exp(score - base) * share``. Each element is written by one program that adds in a fixed order, so
+results are bitwise reproducible.
 
-Only ``backends/triton`` imports this file, and only where it runs: triton reads its environment at import.
+Only ``backends/triton`` imports this file, and only when it runs: triton reads its environment at import.
 """
 
 # triton's decorators and builtins carry no types, and a kernel's arguments are whatever the launch passes.
@@ -40,13 +40,13 @@ def _load(base, rows, stride, limit, width, BLOCK: tl.constexpr, PADDED: tl.cons
 
 
 @triton.jit
-def _finite(numbers):
-    return tl.abs(numbers.to(tl.float32)) < _INF
+def _finite(values):
+    return tl.abs(values.to(tl.float32)) < _INF
 
 
 @triton.jit
 def _load_queries(base, rows, stride, limit, width, BLOCK: tl.constexpr, PADDED: tl.constexpr):
-    """Queries; one that is not finite becomes NaN throughout, so that no score of it is infinite."""
+    """Queries; one with NaN or infinity becomes NaN in all channels, so that no score of it is infinite."""
     query = _load(base, rows, stride, limit, width, BLOCK, PADDED)
     bad = tl.max(tl.where(_finite(query), 0, 1), 1)
     return tl.where((bad > 0)[:, None], float("nan"), query.to(tl.float32)).to(query.dtype)
@@ -65,20 +65,24 @@ def _tanh(x):
 
 
 @triton.jit
-def _allowed(rows, cols, batch, head, sizes, mask, RUNS: tl.constexpr):
+def _allowed(rows, cols, batch, head, sizes, mask, INTERVALS: tl.constexpr):
     """Which places of a tile may be attended to."""
     allowed = (rows < sizes.q_len)[:, None] & (cols < sizes.k_len)[None, :]
-    apart = (rows + sizes.offset)[:, None] - cols[None, :]
-    if mask.before is not None:
-        allowed = allowed & (apart <= mask.before)
-    if mask.after is not None:
-        allowed = allowed & (apart >= -mask.after)
-    if RUNS > 0:
-        edge = batch * mask.run_strides[0] + head * mask.run_strides[1] + rows.to(tl.int64) * mask.run_strides[2]
+    distance = (rows + sizes.offset)[:, None] - cols[None, :]
+    if mask.keys_before is not None:
+        allowed = allowed & (distance <= mask.keys_before)
+    if mask.keys_after is not None:
+        allowed = allowed & (distance >= -mask.keys_after)
+    if INTERVALS > 0:
+        first_bound = (
+            batch * mask.interval_strides[0]
+            + head * mask.interval_strides[1]
+            + rows.to(tl.int64) * mask.interval_strides[2]
+        )
         inside = allowed & (cols < 0)[None, :]
-        for run in tl.static_range(RUNS):
-            start = tl.load(mask.start + edge + run, mask=rows < sizes.q_len, other=0)
-            stop = tl.load(mask.stop + edge + run, mask=rows < sizes.q_len, other=0)
+        for column in tl.static_range(INTERVALS):
+            start = tl.load(mask.start + first_bound + column, mask=rows < sizes.q_len, other=0)
+            stop = tl.load(mask.stop + first_bound + column, mask=rows < sizes.q_len, other=0)
             inside = inside | ((cols[None, :] >= start[:, None]) & (cols[None, :] < stop[:, None]))
         allowed = allowed & inside
     if mask.table is not None:
@@ -96,13 +100,13 @@ def _allowed(rows, cols, batch, head, sizes, mask, RUNS: tl.constexpr):
 @triton.jit
 def _ruled(scores, rows, cols, batch, head, sizes, rules, KINDS: tl.constexpr):
     """The score rules, in order."""
-    apart = (rows + sizes.offset)[:, None] - cols[None, :]
+    distance = (rows + sizes.offset)[:, None] - cols[None, :]
     for place in tl.static_range(len(KINDS)):
         table, strides, value = rules[place]
         if KINDS[place] == _SLOPE:
-            scores = scores - tl.load(table + head * strides[1]) * tl.abs(apart).to(tl.float32)
+            scores = scores - tl.load(table + head * strides[1]) * tl.abs(distance).to(tl.float32)
         elif KINDS[place] == _RELATIVE:
-            column = tl.minimum(tl.maximum(apart, -value), value) + value
+            column = tl.minimum(tl.maximum(distance, -value), value) + value
             scores = scores + tl.load(table + head * strides[1] + column)
         elif KINDS[place] == _DENSE:
             inside = (rows < sizes.q_len)[:, None] & (cols < sizes.k_len)[None, :]
@@ -116,28 +120,32 @@ def _ruled(scores, rows, cols, batch, head, sizes, rules, KINDS: tl.constexpr):
 
 
 @triton.jit
-def _reach(first, last, sizes, mask, batch, head, RUNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Keys ``[low, high)`` outside of which rows ``[first, last)`` see none, and those that all of them see."""
+def _reach(first, last, sizes, mask, batch, head, INTERVALS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The keys ``[low, high)`` that a row of ``[first, last)`` may attend to, and the keys that all of them may."""
     low, high = 0, sizes.k_len
     full_low, full_high = 0, sizes.k_len
-    if mask.before is not None:
-        low = tl.maximum(low, first + sizes.offset - mask.before)
-        full_low = tl.maximum(full_low, last - 1 + sizes.offset - mask.before)
-    if mask.after is not None:
-        high = tl.minimum(high, last + sizes.offset + mask.after)
-        full_high = tl.minimum(full_high, first + sizes.offset + mask.after + 1)
-    if RUNS > 0:
+    if mask.keys_before is not None:
+        low = tl.maximum(low, first + sizes.offset - mask.keys_before)
+        full_low = tl.maximum(full_low, last - 1 + sizes.offset - mask.keys_before)
+    if mask.keys_after is not None:
+        high = tl.minimum(high, last + sizes.offset + mask.keys_after)
+        full_high = tl.minimum(full_high, first + sizes.offset + mask.keys_after + 1)
+    if INTERVALS > 0:
         rows = first + tl.arange(0, ROWS)
-        edge = batch * mask.run_strides[0] + head * mask.run_strides[1] + rows.to(tl.int64) * mask.run_strides[2]
+        first_bound = (
+            batch * mask.interval_strides[0]
+            + head * mask.interval_strides[1]
+            + rows.to(tl.int64) * mask.interval_strides[2]
+        )
         least, most = sizes.k_len, 0
-        for run in tl.static_range(RUNS):
-            start = tl.load(mask.start + edge + run, mask=rows < last, other=0)
-            stop = tl.load(mask.stop + edge + run, mask=rows < last, other=0)
+        for column in tl.static_range(INTERVALS):
+            start = tl.load(mask.start + first_bound + column, mask=rows < last, other=0)
+            stop = tl.load(mask.stop + first_bound + column, mask=rows < last, other=0)
             filled = stop > start
             least = tl.minimum(least, tl.min(tl.where(filled, start, sizes.k_len), 0))
             most = tl.maximum(most, tl.max(tl.where(filled, stop, 0), 0))
         low, high = tl.maximum(low, least), tl.minimum(high, most)
-    if RUNS > 0 or mask.table is not None or mask.blocks is not None:
+    if INTERVALS > 0 or mask.table is not None or mask.blocks is not None:
         full_low, full_high = high, low
     low = low // BLOCK * BLOCK
     full_low = tl.cdiv(full_low, BLOCK) * BLOCK
@@ -148,15 +156,15 @@ def _reach(first, last, sizes, mask, batch, head, RUNS: tl.constexpr, BLOCK: tl.
 @triton.jit
 def _attend(
     state, query, key, value, low, high, rows, batch, head, strides, sizes, mask, rules, first,
-    ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, KINDS: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr,
+    ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, KINDS: tl.constexpr, INTERVALS: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAD: tl.constexpr, PAD_VALUE: tl.constexpr,
     PRECISION: tl.constexpr, CHECK: tl.constexpr, DIRTY: tl.constexpr,
 ):  # fmt: skip
-    """Walk over the keys ``[low, high)``: the softmax's sums and those that ride along."""
+    """Iterate over the keys ``[low, high)``: the sums of the softmax and of statistics."""
     base, total, output, log_sum, sink_sum, distance_sum, spoiled = state
     for start in range(low, high, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        # A tile that needs no check lies within the keys.
+        # A tile without a check is within the keys.
         limit = sizes.k_len
         keys = _load(key, cols, strides.key[2], limit, sizes.head_dim, WIDTH, PAD)
         values = _load(value, cols, strides.value[2], limit, sizes.value_dim, VALUE_WIDTH, PAD_VALUE)
@@ -165,13 +173,13 @@ def _attend(
             scores = tl.where(_finite(scores), scores, float("nan"))
         scores = _ruled(scores, rows, cols, batch, head, sizes, rules, KINDS)
         if CHECK:
-            allowed = _allowed(rows, cols, batch, head, sizes, mask, RUNS)
+            allowed = _allowed(rows, cols, batch, head, sizes, mask, INTERVALS)
             scores = tl.where(allowed, scores, -_INF)
         higher = tl.maximum(base, tl.max(scores, 1))
         anchor = tl.where(higher == -_INF, 0.0, higher)
         depth = scores - anchor[:, None]
         weights = tl.exp2(depth * _LOG2E)
-        # How far the anchor moved; a row that has seen no key has nothing to shrink.
+        # The change of the anchor; 0 for a row without keys so far.
         moved = tl.where(base == -_INF, 0.0, base - anchor)
         shrink = tl.exp2(moved * _LOG2E)
         if ENTROPY:
@@ -182,9 +190,9 @@ def _attend(
             if start < first:
                 sink_sum += tl.sum(tl.where((cols < first)[None, :], weights, 0.0), 1)
         if DISTANCE:
-            # Both are small whole numbers as long as the tile is near; their difference is exact below 2**24.
-            apart = (rows + (sizes.offset - start)).to(tl.float32)[:, None] - (cols - start).to(tl.float32)[None, :]
-            distance_sum = distance_sum * shrink + tl.sum(weights * tl.abs(apart), 1)
+            # Whole numbers, whose difference is exact below 2**24.
+            distance = (rows + (sizes.offset - start)).to(tl.float32)[:, None] - (cols - start).to(tl.float32)[None, :]
+            distance_sum = distance_sum * shrink + tl.sum(weights * tl.abs(distance), 1)
         if DIRTY:
             bad = tl.where(_finite(values), 0.0, 1.0).to(values.dtype)
             spoiled = tl.dot(allowed.to(values.dtype), bad, spoiled, input_precision=PRECISION)
@@ -197,12 +205,12 @@ def _attend(
 
 @triton.jit
 def _is_dirty(dirty, chunks):
-    """Whether a key or value of this head is not finite."""
-    found = 0
+    """Whether a key or value of this head contains NaN or infinity."""
+    flag = 0
     for start in range(0, chunks, 128):
         at = start + tl.arange(0, 128)
-        found = tl.maximum(found, tl.max(tl.load(dirty + at, mask=at < chunks, other=0), 0))
-    return found
+        flag = tl.maximum(flag, tl.max(tl.load(dirty + at, mask=at < chunks, other=0), 0))
+    return flag
 
 
 @triton.jit
@@ -210,37 +218,37 @@ def non_finite(
     key, value, dirty, strides, sizes, chunks,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """For each chunk of keys of a key head, 1 where a key or value in it is not finite."""
+    """For each chunk of keys of a key head, 1 if a key or value in it contains NaN or infinity."""
     chunk, pair = tl.program_id(0) % chunks, tl.program_id(0) // chunks
     batch, head = (pair // sizes.kv_heads).to(tl.int64), (pair % sizes.kv_heads).to(tl.int64)
     key += batch * strides.key[0] + head * strides.key[1]
     value += batch * strides.value[0] + head * strides.value[1]
-    found = 0
+    flag = 0
     for start in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, sizes.k_len), BLOCK):
         cols = start + tl.arange(0, BLOCK)
         keys = _load(key, cols, strides.key[2], sizes.k_len, sizes.head_dim, WIDTH, True)
         values = _load(value, cols, strides.value[2], sizes.k_len, sizes.value_dim, VALUE_WIDTH, True)
-        found = tl.maximum(found, tl.max(tl.max(tl.where(_finite(keys), 0, 1), 1), 0))
-        found = tl.maximum(found, tl.max(tl.max(tl.where(_finite(values), 0, 1), 1), 0))
-    tl.store(dirty + tl.program_id(0), found)
+        flag = tl.maximum(flag, tl.max(tl.max(tl.where(_finite(keys), 0, 1), 1), 0))
+        flag = tl.maximum(flag, tl.max(tl.max(tl.where(_finite(values), 0, 1), 1), 0))
+    tl.store(dirty + tl.program_id(0), flag)
 
 
 @triton.jit
 def forward(
     query, key, value, output, lse, max_score, entropy, sink_mass, distance, bases, shares, dirty, sinks, sink_stride,
     strides, sizes, mask, rules, first, chunks,
-    KINDS: tl.constexpr, RUNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    KINDS: tl.constexpr, INTERVALS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, PAD: tl.constexpr, PAD_VALUE: tl.constexpr, PRECISION: tl.constexpr,
     DIRTY: tl.constexpr,
 ):  # fmt: skip
     """Output and row statistics of a block of queries of one head.
 
-    It is launched twice: once for heads whose keys and values are finite, and once, with ``DIRTY``, for those where
-    numbers that are not have to be kept to the rows that may attend to them. Each leaves the other's heads alone.
+    It is launched twice: for heads whose keys and values are finite, and with ``DIRTY`` for heads in which NaN and
+    infinity must reach only the rows that may attend to them. Each launch skips the heads of the other.
     """
     blocks = tl.cdiv(sizes.q_len, ROWS)
     pair = tl.program_id(0) // blocks
-    # Under causality the last queries have most to do, so they start first.
+    # Under a causal mask the last queries have the most keys, so they start first.
     row_start = (blocks - 1 - tl.program_id(0) % blocks) * ROWS
     batch, head = (pair // sizes.heads).to(tl.int64), (pair % sizes.heads).to(tl.int64)
     kv_head = head // sizes.group
@@ -252,38 +260,38 @@ def forward(
     rows = row_start + tl.arange(0, ROWS)
     queries = _load_queries(query, rows, strides.query[2], sizes.q_len, sizes.head_dim, WIDTH, PAD)
     last = tl.minimum(row_start + ROWS, sizes.q_len)
-    low, high, full_low, full_high = _reach(row_start, last, sizes, mask, batch, head, RUNS, BLOCK, ROWS)
+    low, high, full_low, full_high = _reach(row_start, last, sizes, mask, batch, head, INTERVALS, BLOCK, ROWS)
 
     nothing = tl.zeros([ROWS], dtype=tl.float32)
     empty = tl.zeros([ROWS, VALUE_WIDTH], dtype=tl.float32)
     ENTROPY: tl.constexpr = entropy is not None
     DISTANCE: tl.constexpr = distance is not None
-    BANDED: tl.constexpr = RUNS == 0 and mask.table is None and mask.blocks is None
+    BANDED: tl.constexpr = INTERVALS == 0 and mask.table is None and mask.blocks is None
     sums = (nothing - _INF, nothing, empty, nothing, nothing, nothing, nothing)
     if DIRTY:
         base, total, result, log_sum, sink_sum, distance_sum, spoiled = _attend(
             (nothing - _INF, nothing, empty, nothing, nothing, nothing, empty),
             queries, key, value, low, high, rows, batch, head, strides, sizes, mask, rules, first, ENTROPY, DISTANCE,
-            KINDS, RUNS, BLOCK, WIDTH, VALUE_WIDTH, PAD, PAD_VALUE, PRECISION, CHECK=True, DIRTY=True,
+            KINDS, INTERVALS, BLOCK, WIDTH, VALUE_WIDTH, PAD, PAD_VALUE, PRECISION, CHECK=True, DIRTY=True,
         )  # fmt: skip
         result = tl.where(spoiled > 0.0, float("nan"), result)
     else:
         if BANDED:
-            if mask.before is not None:
+            if mask.keys_before is not None:
                 sums = _attend(
                     sums, queries, key, value, low, tl.minimum(full_low, high), rows, batch, head, strides, sizes, mask,
-                    rules, first, ENTROPY, DISTANCE, KINDS, RUNS, BLOCK, WIDTH, VALUE_WIDTH, PAD, PAD_VALUE, PRECISION,
-                    CHECK=True, DIRTY=False,
+                    rules, first, ENTROPY, DISTANCE, KINDS, INTERVALS, BLOCK, WIDTH, VALUE_WIDTH, PAD, PAD_VALUE,
+                    PRECISION, CHECK=True, DIRTY=False,
                 )  # fmt: skip
             sums = _attend(
                 sums, queries, key, value, full_low, full_high, rows, batch, head, strides, sizes, mask, rules, first,
-                ENTROPY, DISTANCE, KINDS, RUNS, BLOCK, WIDTH, VALUE_WIDTH, PAD, PAD_VALUE, PRECISION,
+                ENTROPY, DISTANCE, KINDS, INTERVALS, BLOCK, WIDTH, VALUE_WIDTH, PAD, PAD_VALUE, PRECISION,
                 CHECK=False, DIRTY=False,
             )  # fmt: skip
             low = full_high
         base, total, result, log_sum, sink_sum, distance_sum, _ = _attend(
             sums, queries, key, value, low, high, rows, batch, head, strides, sizes, mask, rules, first, ENTROPY,
-            DISTANCE, KINDS, RUNS, BLOCK, WIDTH, VALUE_WIDTH, PAD, PAD_VALUE, PRECISION, CHECK=True, DIRTY=False,
+            DISTANCE, KINDS, INTERVALS, BLOCK, WIDTH, VALUE_WIDTH, PAD, PAD_VALUE, PRECISION, CHECK=True, DIRTY=False,
         )  # fmt: skip
 
     real = rows < sizes.q_len
@@ -294,7 +302,7 @@ def forward(
     whole = total
     moved = nothing
     if sinks is not None:
-        # The sink's logit takes part in the sum; where it is the largest, the anchor moves there.
+        # The sum includes the sink's logit; if it is the largest, it becomes the anchor.
         logit = tl.load(sinks + head * sink_stride)
         higher = tl.maximum(base, logit)
         higher = tl.where(higher == -_INF, 0.0, higher)
@@ -313,7 +321,7 @@ def forward(
         spread = share * shrink * (total * (logarithm - moved) - log_sum)
         tl.store(entropy + place, tl.where(spread < 0.0, 0.0, spread), mask=real)
     if sink_mass is not None:
-        # A row that is NaN has nothing on first keys that it may not attend to.
+        # A row of NaN has a weight of 0 on first keys that it may not attend to.
         tl.store(sink_mass + place, tl.where(sink_sum == 0.0, 0.0, sink_sum * shrink * share), mask=real)
     if distance is not None:
         tl.store(distance + place, distance_sum * shrink * share, mask=real)
@@ -333,23 +341,23 @@ def forward(
 @triton.jit
 def _weights(
     query, keys, rows, cols, batch, head, sizes, mask, rules, bases, shares,
-    KINDS: tl.constexpr, RUNS: tl.constexpr, PRECISION: tl.constexpr,
+    KINDS: tl.constexpr, INTERVALS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The weights of a tile, from what the pass left of its rows; 0 where the mask forbids, also in rows of NaN."""
+    """The weights of a tile, from the pass's ``bases`` and ``shares``; 0 at forbidden places, also in rows of NaN."""
     place = (batch * sizes.heads + head) * sizes.q_len + rows
     base = tl.load(bases + place, mask=rows < sizes.q_len, other=0.0)
     share = tl.load(shares + place, mask=rows < sizes.q_len, other=0.0)
     scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * sizes.scale
     scores = _ruled(scores, rows, cols, batch, head, sizes, rules, KINDS)
     weights = tl.exp2((scores - base[:, None]) * _LOG2E) * share[:, None]
-    return tl.where(_allowed(rows, cols, batch, head, sizes, mask, RUNS), weights, 0.0)
+    return tl.where(_allowed(rows, cols, batch, head, sizes, mask, INTERVALS), weights, 0.0)
 
 
 @triton.jit
 def columns(
     query, key, bases, shares, received, summed, mixing, mixing_strides, mixers, heat_max, heat_sum,
     strides, sizes, mask, rules, step, per_step, q_blocks, k_blocks,
-    KINDS: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr, SIDE: tl.constexpr, MIX: tl.constexpr,
+    KINDS: tl.constexpr, INTERVALS: tl.constexpr, BLOCK: tl.constexpr, SIDE: tl.constexpr, MIX: tl.constexpr,
     WIDTH: tl.constexpr, PAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What a block of keys receives from all queries: its sum, weighted sums, and the pooled tiles of the weights.
@@ -369,11 +377,11 @@ def columns(
     keys = _load(key, cols, strides.key[2], sizes.k_len, sizes.head_dim, WIDTH, PAD)
 
     low, high = 0, q_blocks
-    if mask.after is not None:
-        reach = tl.maximum(k_start - mask.after - sizes.offset, 0)
+    if mask.keys_after is not None:
+        reach = tl.maximum(k_start - mask.keys_after - sizes.offset, 0)
         low = tl.minimum(reach // step * per_step, q_blocks)
-    if mask.before is not None:
-        reach = k_stop + mask.before - sizes.offset
+    if mask.keys_before is not None:
+        reach = k_stop + mask.keys_before - sizes.offset
         high = tl.minimum(tl.maximum(tl.cdiv(reach, step), 0) * per_step, q_blocks)
     sums = tl.zeros([BLOCK], dtype=tl.float32)
     mixed = tl.zeros([MIX, BLOCK], dtype=tl.float32)
@@ -385,14 +393,14 @@ def columns(
         start = at // per_step * step + at % per_step * BLOCK
         stop = tl.minimum(tl.minimum(start + BLOCK, (at // per_step + 1) * step), sizes.q_len)
         touched = start < stop
-        if RUNS > 0:
-            near, far, _, _ = _reach(start, stop, sizes, mask, batch, head, RUNS, BLOCK, BLOCK)
+        if INTERVALS > 0:
+            near, far, _, _ = _reach(start, stop, sizes, mask, batch, head, INTERVALS, BLOCK, BLOCK)
             touched = touched & (near < k_stop) & (far > k_start)
         if touched:
             rows = start + tl.arange(0, BLOCK)
             queries = _load(query, rows, strides.query[2], sizes.q_len, sizes.head_dim, WIDTH, PAD)
             weights = _weights(
-                queries, keys, rows, cols, batch, head, sizes, mask, rules, bases, shares, KINDS, RUNS, PRECISION
+                queries, keys, rows, cols, batch, head, sizes, mask, rules, bases, shares, KINDS, INTERVALS, PRECISION
             )
             weights = tl.where((rows < stop)[:, None] & (cols < k_stop)[None, :], weights, 0.0)
             if received is not None:
@@ -406,7 +414,7 @@ def columns(
                 tiles = tl.reshape(weights, (TILES, SIDE, TILES, SIDE))
                 total = tl.sum(tl.sum(tiles, 3), 1)
                 largest = tl.max(tl.max(tiles, 3), 1)
-                # A maximum passes NaN by; a sum does not.
+                # tl.max ignores NaN, tl.sum does not.
                 largest = tl.where(total == total, largest, total)
                 tile_row, tile_column = at * TILES + tl.arange(0, TILES), block * TILES + tl.arange(0, TILES)
                 place = (pair.to(tl.int64) * q_blocks * TILES + tile_row)[:, None] * (k_blocks * TILES)
@@ -414,7 +422,7 @@ def columns(
                 tl.store(heat_max + place, largest)
                 tl.store(heat_sum + place, total)
     inside = cols < k_stop
-    # The compiler knows the first, the GPU the second.
+    # The first condition is known at compile time, the second at run time.
     if received is not None:  # noqa: SIM102
         if part == 0:
             tl.store(received + pair.to(tl.int64) * sizes.k_len + cols, sums, mask=inside)
@@ -426,10 +434,10 @@ def columns(
 @triton.jit
 def some_rows(
     query, key, bases, shares, index, count, weights, strides, sizes, mask, rules,
-    KINDS: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr,
+    KINDS: tl.constexpr, INTERVALS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The whole weights of chosen queries, a tile a program."""
+    """All weights of chosen queries, one tile per program."""
     k_blocks = tl.cdiv(sizes.k_len, BLOCK)
     block = tl.program_id(0) % k_blocks
     rest = tl.program_id(0) // k_blocks
@@ -443,25 +451,27 @@ def some_rows(
     cols = block * BLOCK + tl.arange(0, BLOCK)
     queries = _load(query, rows, strides.query[2], sizes.q_len, sizes.head_dim, WIDTH, PAD)
     keys = _load(key, cols, strides.key[2], sizes.k_len, sizes.head_dim, WIDTH, PAD)
-    found = _weights(queries, keys, rows, cols, batch, head, sizes, mask, rules, bases, shares, KINDS, RUNS, PRECISION)
+    tile_weights = _weights(
+        queries, keys, rows, cols, batch, head, sizes, mask, rules, bases, shares, KINDS, INTERVALS, PRECISION
+    )
     place = (pair.to(tl.int64) * count + at)[:, None] * sizes.k_len + cols[None, :]
-    tl.store(weights + place, found, mask=(at < count)[:, None] & (cols < sizes.k_len)[None, :])
+    tl.store(weights + place, tile_weights, mask=(at < count)[:, None] & (cols < sizes.k_len)[None, :])
 
 
 @triton.jit
 def _better(
     best, query, key, bases, shares, low, high, rows, batch, head, strides, sizes, mask, rules,
-    KINDS: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr,
+    KINDS: tl.constexpr, INTERVALS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The best of ``best`` and of the keys ``[low, high)``; each is a weight's bits above its key counted downward."""
+    """The largest of ``best`` and keys ``[low, high)``; each is the weight's bits above the key counted downward."""
     for start in range(low, high, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         keys = _load(key, cols, strides.key[2], sizes.k_len, sizes.head_dim, WIDTH, PAD)
         weights = _weights(
-            query, keys, rows, cols, batch, head, sizes, mask, rules, bases, shares, KINDS, RUNS, PRECISION
+            query, keys, rows, cols, batch, head, sizes, mask, rules, bases, shares, KINDS, INTERVALS, PRECISION
         )
-        # Bits of numbers that are not negative are ordered as they are; NaN, its sign taken off, comes first.
+        # The bits of nonnegative floats are in the order of the floats; NaN without its sign comes first.
         bits = (weights.to(tl.int32, bitcast=True) & _LOW).to(tl.int64)
         ranked = (bits << 32) | (-cols + _LOW).to(tl.int64)[None, :]
         ranked = tl.where((cols < sizes.k_len)[None, :], ranked, _NONE)
@@ -477,7 +487,7 @@ def _better(
 @triton.jit
 def top(
     query, key, bases, shares, indices, weights, count, strides, sizes, mask, rules,
-    KINDS: tl.constexpr, RUNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr,
+    KINDS: tl.constexpr, INTERVALS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr,
     WIDTH: tl.constexpr, PAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The ``count`` largest weights of each row of a block of queries; equal ones in the order of their keys."""
@@ -490,17 +500,17 @@ def top(
     rows = row_start + tl.arange(0, ROWS)
     queries = _load(query, rows, strides.query[2], sizes.q_len, sizes.head_dim, WIDTH, PAD)
     last = tl.minimum(row_start + ROWS, sizes.q_len)
-    low, high, _, _ = _reach(row_start, last, sizes, mask, batch, head, RUNS, BLOCK, ROWS)
-    # Fewer than count positive weights leave places to weights of 0, which are found among the first 2 * count keys.
+    low, high, _, _ = _reach(row_start, last, sizes, mask, batch, head, INTERVALS, BLOCK, ROWS)
+    # If fewer than count weights are positive, weights of 0 fill up, from the first 2 * count keys.
     zeros = tl.minimum(tl.cdiv(2 * count, BLOCK) * BLOCK, sizes.k_len)
     best = (-1 - tl.arange(0, PLACES)).to(tl.int64)[None, :] + tl.zeros([ROWS, 1], dtype=tl.int64)
     best = _better(
         best, queries, key, bases, shares, 0, zeros, rows, batch, head, strides, sizes, mask, rules,
-        KINDS, RUNS, BLOCK, WIDTH, PAD, PRECISION,
+        KINDS, INTERVALS, BLOCK, WIDTH, PAD, PRECISION,
     )  # fmt: skip
     best = _better(
         best, queries, key, bases, shares, tl.maximum(low, tl.cdiv(zeros, BLOCK) * BLOCK), high, rows, batch, head,
-        strides, sizes, mask, rules, KINDS, RUNS, BLOCK, WIDTH, PAD, PRECISION,
+        strides, sizes, mask, rules, KINDS, INTERVALS, BLOCK, WIDTH, PAD, PRECISION,
     )  # fmt: skip
     place = ((batch * sizes.heads + head) * sizes.q_len + rows) * count
     for rank in range(0, count):

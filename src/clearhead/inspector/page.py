@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
-from clearhead.arguments import seen, several, texts_of, whole_number
+from clearhead.arguments import repr_of, several, texts_of, whole_number
 from clearhead.errors import DataError, ShapeError, UnsupportedError
 from clearhead.functional import attention
 from clearhead.inspector.carried import FUNCTION
@@ -281,7 +281,7 @@ def _images(image: Any, grid: tuple[int, int] | None, first: int, runs: list[str
     """The picture of each run that has one."""
     if image is None:
         if grid is not None:
-            raise ShapeError.about(FUNCTION, "grid", must="go with an image", got=seen(grid), then="Pass image=.")
+            raise ShapeError.about(FUNCTION, "grid", must="go with an image", got=repr_of(grid), then="Pass image=.")
         return {}
     by_name = dict(image) if isinstance(image, Mapping) else dict.fromkeys(runs, image)
     unknown = sorted(set(by_name) - set(runs))
@@ -354,7 +354,7 @@ def _check(kept: Sequence[Points], batch: int) -> int:
                 FUNCTION,
                 "batch",
                 must=f"be a whole number from 0 to {problem.batch - 1}",
-                got=seen(given),
+                got=repr_of(given),
                 then="It says which sequence to show.",
             )
         if problem.q_len == 0 or problem.k_len == 0:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from clearhead.arguments import seen, several, whole, whole_number
+from clearhead.arguments import repr_of, several, whole, whole_number
 from clearhead.errors import ShapeError
 from clearhead.inspector.arrays import pack
 from clearhead.inspector.carried import FUNCTION
@@ -30,7 +30,7 @@ def picture(image: Tensor | ArrayLike, grid: tuple[int, int], first: int) -> dic
             FUNCTION,
             "grid",
             must="be (rows, columns) of the image's patches",
-            got=seen(grid),
+            got=repr_of(grid),
             then="A ViT of 224 pixels and patches of 16 has (14, 14).",
         )
     then = "It is the key of the first patch: 1 behind a class token."

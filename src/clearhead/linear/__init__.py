@@ -1,13 +1,13 @@
-"""The other family: attention whose state has one size, however many tokens it has seen.
+"""Linear attention: attention with a state whose size does not depend on the number of tokens.
 
-What every member computes, in every form, with ``phi`` its feature map::
+Every function computes, in every form, with a feature map ``phi``::
 
-    S_i = g_i * S_(i-1) + phi(k_i)^T v'_i                the state, [features, value_dim]; S_0 is the state given
-    z_i = g_i * z_(i-1) + phi(k_i)                       where outputs are normalised
+    S_i = g_i * S_(i-1) + phi(k_i)^T v'_i                the state, [features, value_dim]; S_0 is the argument ``state``
+    z_i = g_i * z_(i-1) + phi(k_i)                       the normaliser, if outputs are normalised
     output_i = scale * phi(q_i) S_i / (scale * phi(q_i) z_i), or without the divisor
 
 ================================  =================  =================================  ==========  ==============
-verb                              ``g_i``            ``v'_i``                           normalised  ``scale``
+function                          ``g_i``            ``v'_i``                           normalised  ``scale``
 ================================  =================  =================================  ==========  ==============
 ``linear_attention``              1                  ``v_i``                            yes, or no  1
 ``retention``                     a number per head  ``v_i``                            no          1/sqrt(head_dim)
@@ -15,18 +15,18 @@ verb                              ``g_i``            ``v'_i``                   
 ``delta_attention``               1, or per token    ``rate_i (v_i - phi(k_i) g_i S)``  no          1/sqrt(head_dim)
 ================================  =================  =================================  ==========  ==============
 
-1. **A decay** falls on what was there before the token is added; a query sees its own key undecayed.
-2. **Normalised** are by default the maps whose features are nonnegative; ``scale`` then cancels.
-3. **An empty row**, one without keys or whose weights are all 0, gives 0 with gradient 0.
-4. **An absent key** (``Padding``) adds nothing, decays nothing and is not read. A query at its place sees the state
-   that the last real token left.
-5. **Documents** are a batch: each starts from its own state, and the state that comes back has one entry for each
-   that has tokens. ``Documents(lengths=[3, 0, 2])`` has two: the mask keeps the tokens' documents and no others.
-6. **Precision**: features, state and sums in float32 (float64 for float64 inputs), the output in the inputs' dtype.
-7. **NaN and inf** in an absent key reach nothing. In a later key or value they do not reach an earlier chunk, but may
-   reach earlier queries of their own chunk; the recurrent form keeps them out of all.
-8. **The forms** ``recurrent``, ``chunked`` and ``parallel`` give the same numbers, and so does any split of the
-   sequence whose parts hand the state on, up to rounding.
+1. **Decay**: the state decays before a token is added, so a query attends to its own key without decay.
+2. **Normalisation**: outputs are normalised by default if features are nonnegative; ``scale`` then cancels.
+3. **Empty rows**: a row without keys, or whose weights are all 0, has an output of 0 and a gradient of 0.
+4. **Absent keys** (``Padding``) do not change the state and are not read. A query at such a place reads the state after
+   the last real token.
+5. **Documents** are a batch: each starts from its own state, and the returned state has one entry for each document
+   with tokens. ``Documents(lengths=[3, 0, 2])`` has two such entries.
+6. **Precision**: features, state and sums are float32 (float64 for float64 inputs), the output has the inputs' dtype.
+7. **NaN and infinity** in an absent key have no effect. In a later key or value they do not affect earlier chunks, but
+   may affect earlier queries of their own chunk; in the recurrent form they affect no earlier query.
+8. **Forms**: ``recurrent``, ``chunked`` and ``parallel`` give equal results up to rounding, and so does a sequence that
+   is split into calls, each of which gets the state of the previous one.
 """
 
 from clearhead.linear.attention import (

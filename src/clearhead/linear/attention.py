@@ -1,4 +1,4 @@
-"""The verbs of the family. What they share is computed once, in ``run``; a verb says what its formula puts in."""
+"""The public functions of linear attention: each defines a ``Member``, which ``run`` computes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
     "retention",
 ]
 
-#: Tokens of a chunk: at 64 channels products within chunks and with the state are as large.
+#: Default number of tokens per chunk: with 64 channels the GEMMs within chunks and with the state have equal sizes.
 CHUNK: Final = 64
 
 
@@ -46,40 +46,41 @@ def linear_attention(
     form: str = "auto",
     chunk_size: int = CHUNK,
 ) -> tuple[Float[Tensor, "*leading q_len value_dim"], LinearState]:
-    """Attention whose weights are products of features: its keys and values are summed up once, in any length.
+    """Linear attention: weights are inner products of features, so keys and values are summed once, for any length.
 
-    ``output_i = scale * phi(q_i) S_i / (scale * phi(q_i) z_i)`` with ``S_i`` the sum of ``phi(k_j)^T v_j`` and ``z_i``
-    that of ``phi(k_j)``, over all keys, or under ``causal`` over those up to ``i``; and over those of ``state``.
+    ``output_i = scale * phi(q_i) S_i / (scale * phi(q_i) z_i)``, where ``S_i`` is the sum of ``phi(k_j)^T v_j`` and
+    ``z_i`` the sum of ``phi(k_j)`` over all keys, or with ``causal`` over the keys up to ``i``, and over the keys of
+    ``state``.
 
     Args:
         query: ``[batch, heads, q_len, head_dim]``; leading axes may be missing and then count as 1.
-        key: ``[batch, kv_heads, k_len, head_dim]``; causal calls have ``k_len == q_len``. Fewer heads than query's are
-            shared: head ``h`` of queries reads ``h // (heads // kv_heads)``, and states have ``kv_heads``.
+        key: ``[batch, kv_heads, k_len, head_dim]``; causal calls have ``k_len == q_len``. ``kv_heads`` divides
+            ``heads``: query head ``h`` reads key head ``h // (heads // kv_heads)``, and states have ``kv_heads``.
         value: ``[batch, kv_heads, k_len, value_dim]``.
-        feature_map: ``"elu"``, ``"relu"``, ``"identity"``, ``"unit"``, ``"performer"``, or one of your own.
-            ``"performer"`` is made for keys of moderate length: at ``head_dim`` 64, of float32 keys ten times as
-            large as a standard normal's nothing is left (``PositiveRandomFeatures`` says why).
-        causal: whether a query sees keys up to its own place only.
-        state: what an earlier call gave back; its tokens stand before this call's.
-        mask: ``Padding`` leaves keys out, ``Documents`` makes a packed call a batch of documents, which the state's
-            first axis then counts (a document of no tokens is not counted, for the mask knows tokens alone);
-            ``Causal()`` is ``causal``; or their ``&``.
-        normalize: whether to divide by ``phi(q) z``; by default where the map's features are nonnegative.
+        feature_map: ``"elu"``, ``"relu"``, ``"identity"``, ``"unit"``, ``"performer"``, a ``FeatureMap`` or
+            ``PositiveRandomFeatures``. ``"performer"`` needs keys of moderate norm: with ``head_dim`` 64, the features
+            of float32 keys ten times as large as a standard normal underflow to 0.
+        causal: whether a query attends only to keys up to its own position.
+        state: the state that an earlier call returned, whose tokens precede this call's; by default an empty one.
+        mask: ``Padding`` excludes keys; ``Documents`` makes a packed call a batch of documents, which the state's first
+            axis then counts, without documents of no tokens; ``Causal()`` is equal to ``causal=True``; or a combination
+            of these by ``&``.
+        normalize: whether to divide by ``phi(q) z``; by default if the map's features are nonnegative.
         scale: factor on ``phi(q) . phi(k)``; a normaliser cancels it.
-        form: ``"chunked"``, ``"recurrent"``, ``"parallel"``; ``"auto"`` takes the faster of the first two.
-        chunk_size: tokens of a chunk, a power of two.
+        form: ``"chunked"``, ``"recurrent"``, ``"parallel"``, or ``"auto"`` for the faster of the first two.
+        chunk_size: tokens per chunk, a power of two.
 
     Returns:
         The output ``[batch, heads, q_len, value_dim]`` in query's dtype, and the state after the last key. A query
-        without keys, or whose weights are all 0, gives 0 with gradient 0.
+        without keys, or whose weights are all 0, has an output of 0 and a gradient of 0.
 
     Raises:
         ShapeError: shapes or numbers do not fit.
-        MaskError: a mask that a state of fixed size cannot honour.
-        UnsupportedError: dtypes or devices differ; no such map or form; on a CPU, a head of keys whose random features
-            are all too small for their dtype.
+        MaskError: a state of fixed size cannot represent the mask.
+        UnsupportedError: dtypes or devices differ; there is no such map or form; on a CPU, the random features of all
+            keys of a head underflow.
 
-    Cost: ``4 * features * value_dim`` operations per token, and ``2 * chunk_size * (features + value_dim)`` more under
+    Cost: ``4 * features * value_dim`` operations per token, and ``2 * chunk_size * (features + value_dim)`` more with
     ``causal``; memory of ``features * value_dim`` per chunk.
 
     Paper: Katharopoulos et al. 2020, "Transformers are RNNs", sections 3.2 and 3.3; ``"performer"``: Choromanski et
@@ -104,7 +105,7 @@ def linear_attention(
             "normalize",
             must=f"be True with {chosen.name}",
             got="False",
-            then="Its queries are divided by their largest feature, which only the normaliser cancels.",
+            then="Its queries are divided by their largest feature, which only normalisation cancels.",
         )
     member = Member(function=name, feature_map=chosen, normalized=normalized, scale=1.0 if normalized else scale)
     return run(member, query, key, value, causal, state, mask, form, chunk_size)
@@ -123,30 +124,36 @@ def retention(
     form: str = "auto",
     chunk_size: int = CHUNK,
 ) -> tuple[Float[Tensor, "*leading len value_dim"], LinearState]:
-    """Causal linear attention that forgets at a fixed rate, each head at its own.
+    """Causal linear attention whose state decays by a constant factor per token, one for each head.
 
     ``S_i = decay * S_(i-1) + phi(k_i)^T v_i``, ``output_i = scale * phi(q_i) S_i``
 
     Args:
-        query: as in ``linear_attention``, and so are the other arguments.
-        key: as in ``linear_attention``.
-        value: as in ``linear_attention``.
-        decay: ``[kv_heads]``, above 0 and at most 1; by default ``1 - 2^(-5 - head)``. Where one below 1/4 is learnt,
-            a step takes some three times as long, for its gradient to be exact.
-        state: as in ``linear_attention``.
-        mask: as in ``linear_attention``; a key that is left out does not let the state decay.
-        feature_map: as in ``linear_attention``.
+        query: ``[batch, heads, len, head_dim]``; leading axes may be missing and then count as 1.
+        key: ``[batch, kv_heads, len, head_dim]``; ``kv_heads`` divides ``heads``.
+        value: ``[batch, kv_heads, len, value_dim]``.
+        decay: ``[kv_heads]``, above 0 and at most 1; by default ``1 - 2^(-5 - head)``. If a decay below 1/4 requires a
+            gradient, a training step takes about three times as long, for an exact gradient.
+        state: the state that an earlier call returned, whose tokens precede this call's; by default an empty one.
+        mask: None, ``Causal()``, ``Padding``, ``Documents`` or a combination of these by ``&``; an excluded key does
+            not decay the state.
+        feature_map: a name, a ``FeatureMap`` or ``PositiveRandomFeatures``; by default ``"identity"``.
         scale: factor on ``phi(q) . phi(k)``; by default ``1 / sqrt(head_dim)``.
-        form: as in ``linear_attention``.
-        chunk_size: as in ``linear_attention``.
+        form: ``"chunked"``, ``"recurrent"``, ``"parallel"``, or ``"auto"`` for the faster of the first two.
+        chunk_size: tokens per chunk, a power of two.
 
     Returns:
-        As ``linear_attention``.
+        The output ``[batch, heads, len, value_dim]`` in query's dtype, and the state after the last key.
 
     Raises:
-        ShapeError, MaskError, UnsupportedError: as ``linear_attention``.
+        ShapeError: shapes or numbers do not fit, or a decay is out of range.
+        MaskError: a state of fixed size cannot represent the mask.
+        UnsupportedError: dtypes or devices differ, or there is no such map or form.
 
-    Paper: Sun et al. 2023, "Retentive network", section 2.1, without its rotation and its norm, which a caller adds.
+    Cost: ``4 * features * value_dim + 2 * chunk_size * (features + value_dim)`` operations per token; memory of
+    ``features * value_dim`` per chunk.
+
+    Paper: Sun et al. 2023, "Retentive network", section 2.1, without its rotation and its norm, which the caller adds.
 
     >>> import torch
     >>> one = torch.ones(3, 1)
@@ -156,14 +163,14 @@ def retention(
     name = "retention"
     check_tensors(name, query, key, value)
     heads = key.shape[-3] if key.ndim > 2 else 1
-    found = check_decay(name, _decays(heads) if decay is None else decay, heads)
+    decays = check_decay(name, _decays(heads) if decay is None else decay, heads)
     member = Member(
         function=name,
         feature_map=as_feature_map(name, feature_map, query.shape[-1]),
         normalized=False,
         scale=_scale(name, scale, query),
-        log_decay=_logarithms(found, key)[:, None, None].expand(heads, key.shape[-2], 1),
-        faint=learns_faint_decays(found),
+        log_decay=_logarithms(decays, key)[:, None, None].expand(heads, key.shape[-2], 1),
+        faint=learns_faint_decays(decays),
     )
     return run(member, query, key, value, True, state, mask, form, chunk_size)
 
@@ -181,29 +188,35 @@ def gated_linear_attention(
     form: str = "auto",
     chunk_size: int = CHUNK,
 ) -> tuple[Float[Tensor, "*leading len value_dim"], LinearState]:
-    """Causal linear attention in which every token says how much each channel forgets before it is added.
+    """Causal linear attention whose state decays by a gate of each token, one per feature or one for all.
 
     ``S_i = diag(exp(log_gate_i)) S_(i-1) + phi(k_i)^T v_i``, ``output_i = scale * phi(q_i) S_i``
 
     Args:
-        query: as in ``linear_attention``, and so are the other arguments.
-        key: as in ``linear_attention``.
-        value: as in ``linear_attention``.
-        log_gate: finite and at most 0, one per feature or one for all: ``[batch, kv_heads, len,
-            features | 1]``. Its gradient is as exact as the largest of a chunk. Where gates below 1e-3 are learnt
-            themselves, as ``log_gate=gates.log()``, it is divided by them: ``form="recurrent"`` keeps their digits.
-        state: as in ``linear_attention``.
-        mask: as in ``linear_attention``; a key that is left out does not let the state decay.
-        feature_map: as in ``linear_attention``.
+        query: ``[batch, heads, len, head_dim]``; leading axes may be missing and then count as 1.
+        key: ``[batch, kv_heads, len, head_dim]``; ``kv_heads`` divides ``heads``.
+        value: ``[batch, kv_heads, len, value_dim]``.
+        log_gate: logarithms of the gates, ``[batch, kv_heads, len, features | 1]``, finite and at most 0. The error of
+            its gradient is relative to the largest gradient in a chunk. If gates below 1e-3 are parameters, as in
+            ``log_gate=gates.log()``, their gradient divides that error by the gate: use ``form="recurrent"`` then.
+        state: the state that an earlier call returned, whose tokens precede this call's; by default an empty one.
+        mask: None, ``Causal()``, ``Padding``, ``Documents`` or a combination of these by ``&``; an excluded key does
+            not decay the state.
+        feature_map: a name, a ``FeatureMap`` or ``PositiveRandomFeatures``; by default ``"identity"``.
         scale: factor on ``phi(q) . phi(k)``; by default ``1 / sqrt(head_dim)``.
-        form: as in ``linear_attention``.
-        chunk_size: as in ``linear_attention``.
+        form: ``"chunked"``, ``"recurrent"``, ``"parallel"``, or ``"auto"`` for the faster of the first two.
+        chunk_size: tokens per chunk, a power of two.
 
     Returns:
-        As ``linear_attention``.
+        The output ``[batch, heads, len, value_dim]`` in query's dtype, and the state after the last key.
 
     Raises:
-        ShapeError, MaskError, UnsupportedError: as ``linear_attention``.
+        ShapeError: shapes or numbers do not fit, or a gate is out of range.
+        MaskError: a state of fixed size cannot represent the mask.
+        UnsupportedError: dtypes or devices differ, or there is no such map or form.
+
+    Cost: ``4 * features * value_dim + 2 * chunk_size * (features + value_dim)`` operations per token; memory of
+    ``features * value_dim`` per chunk.
 
     Paper: Yang et al. 2024, "Gated linear attention transformers", sections 3 and 4.
 
@@ -241,31 +254,38 @@ def delta_attention(
     form: str = "auto",
     chunk_size: int = CHUNK,
 ) -> tuple[Float[Tensor, "*leading len value_dim"], LinearState]:
-    """Causal linear attention that writes over what its key already held, in place of adding to it.
+    """Causal linear attention by the delta rule: a token replaces the value that the state has for its key.
 
     ``S_i = S + rate_i * phi(k_i)^T (v_i - phi(k_i) S)`` with ``S = exp(log_gate_i) S_(i-1)``,
     ``output_i = scale * phi(q_i) S_i``
 
     Args:
-        query: as in ``linear_attention``, and so are the other arguments.
-        key: as in ``linear_attention``.
-        value: as in ``linear_attention``.
-        rate: ``[batch, kv_heads, len]``: how far what is held moves to the value; 1 replaces it where keys are units.
-        log_gate: as in ``gated_linear_attention``; None forgets nothing.
-        state: as in ``linear_attention``.
-        mask: as in ``linear_attention``.
-        feature_map: as in ``linear_attention``; the default makes keys and queries unit vectors.
+        query: ``[batch, heads, len, head_dim]``; leading axes may be missing and then count as 1.
+        key: ``[batch, kv_heads, len, head_dim]``; ``kv_heads`` divides ``heads``.
+        value: ``[batch, kv_heads, len, value_dim]``.
+        rate: step of each token, ``[batch, kv_heads, len]``; with unit keys, 1 replaces the state's value by the new
+            one, and 0 does not change it.
+        log_gate: logarithms of gates, ``[batch, kv_heads, len, features | 1]``, finite and at most 0; None for no
+            decay.
+        state: the state that an earlier call returned, whose tokens precede this call's; by default an empty one.
+        mask: None, ``Causal()``, ``Padding``, ``Documents`` or a combination of these by ``&``; an excluded key does
+            not change the state.
+        feature_map: a name, a ``FeatureMap`` or ``PositiveRandomFeatures``; the default ``"unit"`` makes queries and
+            keys unit vectors.
         scale: factor on ``phi(q) . phi(k)``; by default ``1 / sqrt(head_dim)``.
-        form: as in ``linear_attention``.
-        chunk_size: as in ``linear_attention``.
+        form: ``"chunked"``, ``"recurrent"``, ``"parallel"``, or ``"auto"`` for the faster of the first two.
+        chunk_size: tokens per chunk, a power of two.
 
     Returns:
-        As ``linear_attention``.
+        The output ``[batch, heads, len, value_dim]`` in query's dtype, and the state after the last key.
 
     Raises:
-        ShapeError, MaskError, UnsupportedError: as ``linear_attention``.
+        ShapeError: shapes or numbers do not fit, or a gate is out of range.
+        MaskError: a state of fixed size cannot represent the mask.
+        UnsupportedError: dtypes or devices differ, or there is no such map or form.
 
-    Cost: besides that of ``linear_attention``, a triangular system of ``chunk_size`` per chunk.
+    Cost: ``4 * features * value_dim + 2 * chunk_size * (features + value_dim)`` operations per token, and a triangular
+    system of size ``chunk_size`` per chunk.
 
     Paper: Schlag et al. 2021, "Linear transformers are secretly fast weight programmers", section 4.2; in chunks: Yang
     et al. 2024, "Parallelizing linear transformers with the delta rule", section 3; with gates: Yang et al. 2024,
@@ -311,7 +331,7 @@ def _decays(heads: int) -> Tensor:
 
 
 def _logarithms(decay: Tensor, key: Tensor) -> Tensor:
-    """As exact as decays and keys are, and taken where the decays lie: the keys' device may not have float64."""
+    """Logarithms in the precision of decays and keys, on the decays' device: the keys' may not support float64."""
     sums = torch.promote_types(key.dtype, torch.float32)
     return decay.to(torch.promote_types(decay.dtype, sums)).log().to(sums).to(key.device)
 

@@ -1,7 +1,7 @@
-"""Chunks of the member without decay or correction: features, products and division in one pass, with its backward.
+"""The chunked form without decay and delta rule: features, GEMMs and normalisation in one pass, with its backward.
 
-Autograd would keep every chunk's products; this keeps the inputs, the output, one state per chunk and one number per
-token, and computes the rest again. Work goes in groups of chunks whose tensors stay in the cache.
+It saves the inputs, the output, one state per chunk and one value per token for backward, which recomputes the scores
+and features of each chunk. Chunks are computed in groups whose tensors fit the CPU's cache.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from clearhead.linear.state import LinearState
 
 __all__ = ["in_chunks", "plain_chunks", "takes"]
 
-#: Numbers of one tensor of a group, for each thread: 512 KiB in float32, so that some fit the second cache.
+#: Elements of one tensor of a group, for each thread: 512 KiB in float32, so that several fit the L2 cache.
 _GROUP: Final = 2**17
-#: Axes of a matrix for each chunk. Torch adds these up faster one by one, and vectors by ``cumsum``.
+#: Number of axes if there is a matrix per chunk. torch sums matrices faster in a loop, and vectors by ``cumsum``.
 _MATRICES: Final = 4
 
 
 def takes(call: Recurrence) -> bool:
-    """Whether a call has neither decay nor correction, and features whose slope is known."""
+    """Whether a call has neither decay nor delta rule, and a feature map with a ``slope``."""
     plain = call.log_decay is None and call.rate is None and call.scale == 1.0
     return plain and call.feature_map.slope is not None and not (torch.compiler.is_compiling() or transformed())
 
 
 def in_chunks(part: Tensor, chunk: int, fill: float = 0.0) -> Tensor:
-    """``[batch, heads, chunks, chunk, dim]``; tokens added at the end hold ``fill``, which changes no sum."""
+    """``[batch, heads, chunks, chunk, dim]``; the last chunk is padded with ``fill``, which does not change sums."""
     missing = -part.shape[2] % chunk
     filled = F.pad(part, (0, 0, 0, missing), value=fill) if missing else part
     chunks: Tensor = filled.unflatten(2, (-1, chunk))
@@ -43,29 +43,29 @@ def in_chunks(part: Tensor, chunk: int, fill: float = 0.0) -> Tensor:
 
 
 def plain_chunks(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, LinearState]:
-    """As ``chunked`` of the forms."""
+    """The chunked form of a call for which ``takes`` is true: the output, and the state after it."""
     length, leading = call.key.shape[2], call.key.shape[:2]
     fill = call.feature_map.absent
     assert fill is not None
     query, key = (in_chunks(part, chunk, fill) for part in (call.query, call.key))
     parts = [part.flatten(0, 2).contiguous() for part in (query, key, in_chunks(call.value, chunk))]
     start = [part.flatten(0, 1) for part in (state.matrix, state.normalizer) if part is not None]
-    output, *after = _Chunks.apply(call.feature_map, *parts, *start)  # type: ignore[no-untyped-call]
-    last = [part.unflatten(0, leading) for part in after]
+    output, *ends = _PlainChunks.apply(call.feature_map, *parts, *start)  # type: ignore[no-untyped-call]
+    last = [part.unflatten(0, leading) for part in ends]
     output = output.reshape(*leading, -1, output.shape[-1])[:, :, :length]
     return output, LinearState(matrix=last[0], normalizer=last[1] if len(last) > 1 else None)
 
 
 class _Groups:
-    """Which chunks of ``[rows * count, chunk, dim]`` are computed together: whole rows, or a part of one."""
+    """Groups of chunks of ``[rows * count, chunk, dim]`` that are computed together: whole rows, or a part of one."""
 
     def __init__(self, value: Tensor, rows: int, features: int) -> None:
         self.rows, self.count = rows, value.shape[0] // rows
-        numbers = value.shape[1] * max(features, value.shape[2], value.shape[1])
-        self.most = max(1, _GROUP * torch.get_num_threads() // numbers)
+        elements = value.shape[1] * max(features, value.shape[2], value.shape[1])
+        self.most = max(1, _GROUP * torch.get_num_threads() // elements)
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
-        """Rows, and chunks as they lie, in the order in which states are handed on."""
+        """Slices of rows and of chunks, in the order of the recurrence."""
         together = max(1, self.most // self.count)
         size = min(self.most, self.count)
         for first in range(0, self.rows, together):
@@ -78,39 +78,39 @@ class _Groups:
                 yield rows, slice(first * self.count + begin, first * self.count + stop)
 
 
-def _hand_on(own: Tensor, held: Tensor, before: Tensor) -> None:
-    """Write what is held before each chunk, add each chunk's own, and leave the total in ``held``, in place."""
-    rows = held.shape[0]
-    own, before = own.unflatten(0, (rows, -1)), before.unflatten(0, (rows, -1))
-    if own.ndim < _MATRICES:
-        total = torch.cat([held[:, None], own], dim=1).cumsum(dim=1)
+def _accumulate(increments: Tensor, state: Tensor, before: Tensor) -> None:
+    """Write the state before each chunk to ``before``, and add all increments to ``state``, in place."""
+    rows = state.shape[0]
+    increments, before = increments.unflatten(0, (rows, -1)), before.unflatten(0, (rows, -1))
+    if increments.ndim < _MATRICES:
+        total = torch.cat([state[:, None], increments], dim=1).cumsum(dim=1)
         before.copy_(total[:, :-1])
-        held.copy_(total[:, -1])
+        state.copy_(total[:, -1])
         return
-    before[:, 0] = held
-    for place in range(1, own.shape[1]):
-        torch.add(before[:, place - 1], own[:, place - 1], out=before[:, place])
-    torch.add(before[:, -1], own[:, -1], out=held)
+    before[:, 0] = state
+    for place in range(1, increments.shape[1]):
+        torch.add(before[:, place - 1], increments[:, place - 1], out=before[:, place])
+    torch.add(before[:, -1], increments[:, -1], out=state)
 
 
-def _hand_back(own: Tensor, held: Tensor) -> Tensor:
-    """The same from the end: what is held behind each chunk."""
-    rows = held.shape[0]
-    own = own.unflatten(0, (rows, -1))
-    if own.ndim < _MATRICES:
-        total = torch.cat([own, held[:, None]], dim=1).flip(1).cumsum(dim=1).flip(1)
-        held.copy_(total[:, 0])
+def _accumulate_backward(increments: Tensor, state: Tensor) -> Tensor:
+    """The sum of the increments after each chunk, from the end; adds all of them to ``state`` in place."""
+    rows = state.shape[0]
+    increments = increments.unflatten(0, (rows, -1))
+    if increments.ndim < _MATRICES:
+        total = torch.cat([increments, state[:, None]], dim=1).flip(1).cumsum(dim=1).flip(1)
+        state.copy_(total[:, 0])
         return total[:, 1:].flatten(0, 1)
-    behind = torch.empty_like(own)
-    behind[:, -1] = held
-    for place in range(own.shape[1] - 1, 0, -1):
-        torch.add(behind[:, place], own[:, place], out=behind[:, place - 1])
-    torch.add(behind[:, 0], own[:, 0], out=held)
-    return behind.flatten(0, 1)
+    later = torch.empty_like(increments)
+    later[:, -1] = state
+    for place in range(increments.shape[1] - 1, 0, -1):
+        torch.add(later[:, place], increments[:, place], out=later[:, place - 1])
+    torch.add(later[:, 0], increments[:, 0], out=state)
+    return later.flatten(0, 1)
 
 
-class _Chunks(torch.autograd.Function):
-    """Queries, keys and values ``[rows * chunks, chunk, dim]`` in, the output and the last state out."""
+class _PlainChunks(torch.autograd.Function):
+    """From queries, keys and values ``[rows * chunks, chunk, dim]`` to the output and the last state."""
 
     @staticmethod
     def forward(
@@ -124,29 +124,29 @@ class _Chunks(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         output = torch.empty_like(value)
         states = value.new_empty((value.shape[0], *matrix.shape[1:]))
-        held = matrix.clone()
+        last = matrix.clone()
         sums = None if normalizer is None else normalizer.clone()
         earlier = None if sums is None else value.new_empty((value.shape[0], sums.shape[1]))
         shares = None if sums is None else value.new_empty((*value.shape[:2], 1))
         for rows, group in _Groups(value, matrix.shape[0], matrix.shape[1]):
             queries, keys, values = phi.query(query[group]), phi.key(key[group]), value[group]
-            _hand_on(torch.bmm(keys.mT, values), held[rows], states[group])
+            _accumulate(torch.bmm(keys.mT, values), last[rows], states[group])
             scores = torch.bmm(queries, keys.mT).tril_()
-            found = torch.bmm(queries, states[group], out=output[group]).baddbmm_(scores, values)
+            outputs = torch.bmm(queries, states[group], out=output[group]).baddbmm_(scores, values)
             if sums is not None and earlier is not None and shares is not None:
-                _hand_on(keys.sum(dim=1), sums[rows], earlier[group])
+                _accumulate(keys.sum(dim=1), sums[rows], earlier[group])
                 below = (queries * earlier[group][:, None]).sum(dim=-1, keepdim=True)
                 below += scores.sum(dim=-1, keepdim=True)
                 torch.reciprocal(below, out=shares[group]).masked_fill_(weightless(below), 0.0)
-                found *= shares[group]
+                outputs *= shares[group]
         ctx.phi = phi
         ctx.save_for_backward(query, key, value, matrix, normalizer, output, states, earlier, shares)
-        return (output, held) if sums is None else (output, held, sums)
+        return (output, last) if sums is None else (output, last, sums)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         phi: FeatureMap = ctx.phi
-        # Checkpoints hand out what was saved once.
+        # Activation checkpoints allow one access to saved tensors.
         saved = ctx.saved_tensors
         with without_autocast(saved[2].device.type):
             if is_recorded(*grads) or transformed():
@@ -156,16 +156,16 @@ class _Chunks(torch.autograd.Function):
 
 
 def _gradients(phi: FeatureMap, saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """Of query, key, value, and the first state, from those of the output and the last state."""
+    """Gradients of query, key, value and the first state, from those of the output and the last state."""
     query, key, value, matrix, normalizer, output, states, earlier, shares = saved
     assert phi.slope is not None
     upstream = grads[0].contiguous()
-    held = grads[1].clone(memory_format=torch.contiguous_format)
+    state_grad = grads[1].clone(memory_format=torch.contiguous_format)
     sums = None if normalizer is None else grads[2].clone(memory_format=torch.contiguous_format)
-    found = [torch.empty_like(part) for part in (query, key, value)]
+    results = [torch.empty_like(part) for part in (query, key, value)]
     for rows, group in reversed(list(_Groups(value, matrix.shape[0], matrix.shape[1]))):
         queries, keys, values, upper = phi.query(query[group]), phi.key(key[group]), value[group], upstream[group]
-        d_query, d_key, d_value = (part[group] for part in found)
+        d_query, d_key, d_value = (part[group] for part in results)
         lower = None
         if shares is not None:
             upper = upper * shares[group]
@@ -173,20 +173,20 @@ def _gradients(phi: FeatureMap, saved: tuple[Tensor, ...], grads: tuple[Tensor, 
         d_scores = torch.bmm(upper, values.mT)
         d_scores = (d_scores if lower is None else d_scores.add_(lower)).tril_()
         torch.bmm(upper, states[group].mT, out=d_query).baddbmm_(d_scores, keys)
-        later = _hand_back(torch.bmm(queries.mT, upper), held[rows])
+        later = _accumulate_backward(torch.bmm(queries.mT, upper), state_grad[rows])
         scores = torch.bmm(queries, keys.mT).tril_()
         torch.bmm(keys, later, out=d_value).baddbmm_(scores.mT, upper)
         torch.bmm(values, later.mT, out=d_key).baddbmm_(d_scores.mT, queries)
         if lower is not None and sums is not None:
             d_query.addcmul_(lower, earlier[group][:, None])
-            d_key += _hand_back((queries * lower).sum(dim=1), sums[rows])[:, None]
+            d_key += _accumulate_backward((queries * lower).sum(dim=1), sums[rows])[:, None]
         d_query *= phi.slope(queries)
         d_key *= phi.slope(keys)
-    return *found, held, sums
+    return *results, state_grad, sums
 
 
 def _computed(phi: FeatureMap, inputs: list[Tensor | None]) -> list[Tensor]:
-    """The same pass by operations that autograd records."""
+    """Forward by operations that autograd records."""
     query, key, value, matrix, *rest = inputs
     assert query is not None
     assert key is not None
@@ -203,6 +203,6 @@ def _computed(phi: FeatureMap, inputs: list[Tensor | None]) -> list[Tensor]:
     return [quotient(output, (queries @ earlier[..., None])[..., 0] + scores.sum(dim=-1)), last, end]
 
 
-def _added(own: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    after = start[:, None] + own.unflatten(0, (start.shape[0], -1)).cumsum(dim=1)
-    return torch.cat([start[:, None], after[:, :-1]], dim=1).flatten(0, 1), after[:, -1]
+def _added(increments: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    states = start[:, None] + increments.unflatten(0, (start.shape[0], -1)).cumsum(dim=1)
+    return torch.cat([start[:, None], states[:, :-1]], dim=1).flatten(0, 1), states[:, -1]

@@ -1,4 +1,4 @@
-"""Feature maps: what stands in for the softmax, applied to queries and keys before they are multiplied."""
+"""Feature maps of linear attention, applied to queries and keys in place of the softmax."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from clearhead.arguments import flag, number, seed_of, seen, whole
+from clearhead.arguments import flag, number, repr_of, seed_of, whole
 from clearhead.errors import ShapeError, UnsupportedError
-from clearhead.linear.products import product
+from clearhead.linear.linalg import matmul
 from clearhead.shapes import Float
 from clearhead.torch_private import constant_when_compiled
 
 __all__ = ["FEATURE_MAPS", "PERFORMER", "FeatureMap", "PositiveRandomFeatures", "as_feature_map"]
 
 PERFORMER: Final = "performer"
-#: Of a vector that is divided by its length, as in ``torch.nn.functional.normalize``.
+#: Smallest divisor of a vector that is normalised, equal to that of ``torch.nn.functional.normalize``.
 _LEAST_LENGTH: Final = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureMap:
-    """A function from channels to features, one token at a time.
+    """A function from channels to features, applied to each token.
 
     Attributes:
-        name: what errors and tables call it.
-        query: applied to queries ``[..., head_dim]``, gives ``[..., features]``.
-        key: applied to keys, likewise.
-        nonnegative: whether features are never negative, so that ``phi(q) z`` is a sum of weights; such maps are
-            normalised by default.
-        only_normalized: whether queries carry a factor of their own that only a normaliser cancels.
-        absent: what a channel holds whose features are all exactly 0; None where nothing does.
-        num_features: features of a token; None for as many as it has channels.
-        slope: the derivative as a function of the features, where ``query`` and ``key`` act on each channel alike;
-            with it and ``absent``, chunks take features and gradients in the same pass as their products.
+        name: its name in errors and tables.
+        query: maps queries ``[..., head_dim]`` to features ``[..., features]``.
+        key: maps keys ``[..., head_dim]`` to features ``[..., features]``.
+        nonnegative: whether features are never negative, so that ``phi(q) z`` is a sum of weights; with such a map
+            outputs are normalised by default.
+        only_normalized: whether the features of each query have a factor that only normalisation cancels.
+        absent: the value of a channel whose features are all exactly 0; None if there is none.
+        num_features: number of features of a token; None for ``head_dim``.
+        slope: the derivative as a function of the features, if ``query`` and ``key`` are the same elementwise function;
+            with it and ``absent``, the chunked form computes features and gradients in the same pass as its GEMMs.
     """
 
     name: str
@@ -52,12 +52,12 @@ class FeatureMap:
     slope: Callable[[Tensor], Tensor | float] | None = None
 
     def features(self, head_dim: int) -> int:
-        """How many features a token of ``head_dim`` channels has."""
+        """The number of features of a token of ``head_dim`` channels."""
         return head_dim if self.num_features is None else self.num_features
 
 
 def _elu(x: Tensor) -> Tensor:
-    """``elu(x) + 1`` without the 1 that is subtracted and added again: small features keep their digits."""
+    """``elu(x) + 1`` without the subtraction and addition of 1, so that small features keep their digits."""
     return x.clamp_max(0.0).exp() + x.relu()
 
 
@@ -79,13 +79,13 @@ def _one(features: Tensor) -> float:
 
 def _unit(x: Tensor) -> Tensor:
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    # What has no direction is 0 with a gradient of 0, and not of one over the least length.
+    # A zero vector has features of 0 with a gradient of 0, not of 1 / _LEAST_LENGTH.
     return x / torch.where(length == 0.0, math.inf, length.clamp_min(_LEAST_LENGTH))
 
 
 FEATURE_MAPS: Final = {
-    found.name: found
-    for found in (
+    feature_map.name: feature_map
+    for feature_map in (
         FeatureMap(name="elu", query=_elu, key=_elu, nonnegative=True, absent=-math.inf, slope=_elu_slope),
         FeatureMap(name="relu", query=torch.relu, key=torch.relu, nonnegative=True, absent=0.0, slope=_relu_slope),
         FeatureMap(name="identity", query=_identity, key=_identity, nonnegative=False, absent=0.0, slope=_one),
@@ -93,19 +93,19 @@ FEATURE_MAPS: Final = {
     )
 }
 """Maps by name. ``elu``: ``elu(x) + 1`` (Katharopoulos et al. 2020, section 3.2.1); ``relu``; ``identity``;
-``unit``: ``x / |x|``, which the delta rule wants of its keys (Yang et al. 2024, "Parallelizing linear transformers
-with the delta rule", section 3.3), and 0 with a gradient of 0 where there is no direction."""
+``unit``: ``x / |x|``, for keys of the delta rule (Yang et al. 2024, "Parallelizing linear transformers with the delta
+rule", section 3.3), and 0 with a gradient of 0 for a zero vector."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PositiveRandomFeatures:
-    """Performer's random features, whose products estimate ``exp(scale * q . k)`` without bias.
+    """Performer's random features, whose inner products are unbiased estimates of ``exp(scale * q . k)``.
 
     ``phi(x) = exp(weights @ y - |y|^2 / 2) / sqrt(num_features)`` with ``y = sqrt(scale) * x``
 
-    Keys' features keep this very size, for states of several calls are added up and no call knows the keys of the next:
-    where ``|y|^2 / 2`` is some 90 above ``weights @ y``, a feature is too small for float32 and counts as 0. A verb
-    refuses a head of which every key has such features only.
+    Features of keys are not rescaled, since later calls add to the same state. If ``|y|^2 / 2`` exceeds ``weights @ y``
+    by about 90, a feature underflows to 0 in float32. A call on a CPU raises ``UnsupportedError`` if all features of
+    all keys of a head underflow.
 
     Attributes:
         weights: ``[num_features, head_dim]``, rows distributed as a standard normal.
@@ -135,14 +135,18 @@ class PositiveRandomFeatures:
 
         Args:
             head_dim: channels of a head.
-            num_features: how many; by default ``2 * head_dim``. The estimate's variance falls as their number grows.
-            orthogonal: whether rows are drawn orthogonal in blocks of ``head_dim``, which lowers the variance;
-                their lengths stay those of independent normal rows, so each row alone is still a normal one.
-            seed: of the draw.
-            scale: by default ``1 / sqrt(head_dim)``, softmax attention's.
+            num_features: number of features; by default ``2 * head_dim``. The variance of the estimate falls as it
+                grows.
+            orthogonal: whether rows are orthogonal in blocks of ``head_dim``, which lowers the variance; each row alone
+                has the distribution of an independent normal vector.
+            seed: seed of the draw.
+            scale: factor on ``q . k``; by default ``1 / sqrt(head_dim)``, that of softmax attention.
+
+        Returns:
+            The features, with ``weights`` of shape ``[num_features, head_dim]``.
 
         Raises:
-            ShapeError: a number that is not positive, or none.
+            ShapeError: an argument is not a positive number, or ``seed`` is out of range.
         """
         name = "PositiveRandomFeatures.draw"
         head_dim = _size(name, "head_dim", head_dim)
@@ -153,7 +157,7 @@ class PositiveRandomFeatures:
             then="Usual: 1 / sqrt(head_dim).",
         )  # fmt: skip
         generator = torch.Generator("cpu").manual_seed(seed_of(name, seed))
-        # A generator draws on its own device, whatever the default one is.
+        # The generator is on the CPU, so the draw must be too, whatever the default device is.
         rows = torch.randn(num_features, head_dim, generator=generator, dtype=torch.float64, device="cpu")
         if orthogonal:
             blocks = [_orthogonal(head_dim, generator) for _ in range(-(-num_features // head_dim))]
@@ -161,24 +165,40 @@ class PositiveRandomFeatures:
         return cls(weights=rows, scale=scale)
 
     def features(self, x: Float[Tensor, "*batch head_dim"]) -> Float[Tensor, "*batch num_features"]:
-        """``phi(x)``, as in the formula."""
+        """The features ``phi(x)`` of keys.
+
+        Args:
+            x: ``[..., head_dim]``.
+
+        Returns:
+            ``[..., num_features]``.
+        """
         count: int = self.weights.shape[0]
         return self._exponents(x).exp() / math.sqrt(count)
 
     def query_features(self, x: Float[Tensor, "*batch head_dim"]) -> Float[Tensor, "*batch num_features"]:
-        """``phi(x)`` of each query divided by its largest feature, a factor that the normaliser cancels."""
+        """The features ``phi(x)`` of queries, each divided by its largest, a factor that normalisation cancels.
+
+        Args:
+            x: ``[..., head_dim]``.
+
+        Returns:
+            ``[..., num_features]``.
+        """
         exponents = self._exponents(x)
         return (exponents - exponents.detach().amax(dim=-1, keepdim=True)).exp()
 
     def _exponents(self, x: Tensor) -> Tensor:
         scaled = x * math.sqrt(self.scale)
-        # In this order: a device may not have the weights' float64.
+        # In this order: a device may not support the weights' float64.
         weights = self.weights.to(scaled.dtype).to(scaled.device)
-        found = product(scaled.reshape(-1, scaled.shape[-1]), weights.mT).reshape(*scaled.shape[:-1], weights.shape[0])
-        return found - scaled.square().sum(dim=-1, keepdim=True) / 2
+        projected = matmul(scaled.reshape(-1, scaled.shape[-1]), weights.mT).reshape(
+            *scaled.shape[:-1], weights.shape[0]
+        )
+        return projected - scaled.square().sum(dim=-1, keepdim=True) / 2
 
     def as_map(self) -> FeatureMap:
-        """As a feature map."""
+        """The ``FeatureMap`` of these features."""
         return FeatureMap(
             name=PERFORMER,
             query=self.query_features,
@@ -190,7 +210,7 @@ class PositiveRandomFeatures:
 
 
 def _orthogonal(size: int, generator: torch.Generator) -> Tensor:
-    """A uniformly drawn rotation or reflection: QR with the signs of R's diagonal taken out."""
+    """A uniformly distributed orthogonal matrix: QR, with the signs of R's diagonal moved to Q."""
     q, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64, device="cpu"))
     rotation: Tensor = (q * r.diagonal().sign()).mT
     return rotation
@@ -198,7 +218,7 @@ def _orthogonal(size: int, generator: torch.Generator) -> Tensor:
 
 @lru_cache(maxsize=16)
 def performer_map(head_dim: int) -> FeatureMap:
-    # Cached for later calls, so it must not depend on this thread's modes, transforms and inference mode.
+    # Drawn on another thread, since the cached map must not depend on this thread's modes and transforms.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(PositiveRandomFeatures.draw, head_dim).result().as_map()
 
@@ -209,7 +229,7 @@ def _drawn(head_dim: int) -> Tensor:
 
 
 def _compiled_performer(head_dim: int) -> FeatureMap:
-    """The same map; the compiler takes a tensor for a constant, and no other object."""
+    """The same map under the compiler, which makes constants of tensors but of no other objects."""
     return PositiveRandomFeatures(weights=_drawn(head_dim), scale=_softmax_scale(head_dim)).as_map()
 
 
@@ -222,7 +242,7 @@ def _softmax_scale(head_dim: int) -> float:
 
 
 def as_feature_map(function: str, feature_map: object, head_dim: int) -> FeatureMap:
-    """The map of a name, of random features, or the map itself."""
+    """A feature map from its name, from random features, or itself."""
     if isinstance(feature_map, FeatureMap):
         return feature_map
     if isinstance(feature_map, PositiveRandomFeatures):
@@ -243,6 +263,6 @@ def as_feature_map(function: str, feature_map: object, head_dim: int) -> Feature
         function,
         "feature_map",
         must=f"be one of {', '.join((*FEATURE_MAPS, PERFORMER))}, or a FeatureMap",
-        got=seen(feature_map),
+        got=repr_of(feature_map),
         then="Pass a name, or FeatureMap(name=, query=, key=, nonnegative=).",
     )

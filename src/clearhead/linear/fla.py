@@ -1,7 +1,7 @@
-"""The family on GPUs: the kernels of flash-linear-attention, where they are installed.
+"""Linear attention on GPUs by the kernels of flash-linear-attention, if they are installed.
 
-They take 16-bit queries, keys and values and keep sums and states in float32, as here. What they do not take (float32
-inputs, the delta rule with a gate per channel, second derivatives) stays with the chunks of torch's operations.
+They take 16-bit queries, keys and values; sums and states are float32. Other calls (float32 inputs, the delta rule with
+a gate per channel, second derivatives) run by torch's operations.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from clearhead.linear.state import LinearState
 __all__ = ["PACKAGE", "fla_chunks", "installed", "takes"]
 
 PACKAGE: Final = "fla"
-#: Channels of a key up to which each of their kernels is built.
+#: Largest number of channels of a key that each of their kernels takes.
 _MOST_CHANNELS: Final = 256
 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """One of their functions, called with ``[batch, len, heads, dim]``.
+    """One of their functions, which take tensors ``[batch, len, heads, dim]``.
 
     Attributes:
-        module: where it is.
-        name: what it is called.
-        gate: the argument for logarithms of gates; None where it takes none.
-        rate: the argument for steps; None where it takes none.
+        module: its module.
+        name: its name.
+        gate: its argument for logarithms of gates; None if it has none.
+        rate: its argument for steps; None if it has none.
     """
 
     module: str
@@ -42,7 +42,7 @@ class _Kernel:
     rate: str | None = None
 
 
-#: By whether there is a rate, and how many gates a token has: none, one, or one per channel.
+#: The key is whether there is a rate, and the number of gates of a token: none, one, or one per channel.
 _KERNELS: Final = {
     (False, "none"): _Kernel("fla.ops.simple_gla", "chunk_simple_gla"),
     (False, "token"): _Kernel("fla.ops.simple_gla", "chunk_simple_gla", gate="g"),
@@ -54,17 +54,17 @@ _KERNELS: Final = {
 
 @cache
 def installed() -> bool:
-    """Whether flash-linear-attention is here."""
+    """Whether flash-linear-attention is installed."""
     return find_spec(PACKAGE) is not None
 
 
 def takes(call: Recurrence) -> bool:
-    """Whether their kernels can compute a call: 16-bit inputs on a GPU, a member they have, nobody watching."""
+    """Whether their kernels can compute a call: 16-bit inputs on a GPU, a kernel for its formula, no transforms."""
     if torch.compiler.is_compiling() or not call.key.is_cuda or not installed() or transformed() or call.faint:
         return False
     features = call.feature_map.features(call.key.shape[-1])
-    known = _kind(call) in _KERNELS and not (call.normalized and _kind(call) != (False, "none"))
-    return known and call.given in (torch.bfloat16, torch.float16) and features <= _MOST_CHANNELS
+    has_kernel = _kind(call) in _KERNELS and not (call.normalized and _kind(call) != (False, "none"))
+    return has_kernel and call.given in (torch.bfloat16, torch.float16) and features <= _MOST_CHANNELS
 
 
 def _kind(call: Recurrence) -> tuple[bool, str]:
@@ -73,9 +73,9 @@ def _kind(call: Recurrence) -> tuple[bool, str]:
 
 
 def fla_chunks(call: Recurrence, state: LinearState) -> tuple[Tensor, LinearState]:
-    """As ``chunked`` of the forms, in chunks of their own size; heads are not grouped."""
+    """The chunked form by their kernels, with their chunk size, of a call without grouped heads."""
     kernel = _KERNELS[_kind(call)]
-    # Their kernels scale products of features; here the map and the scale belong together.
+    # Scale features here: their kernels apply their own scale to scores.
     call = call.featured()
     given = {
         "q": _moved(call.query, call.given),

@@ -1,13 +1,14 @@
-"""The forms of the recurrence: token by token, chunk by chunk, all at once. The same numbers from each.
+"""The forms of the recurrence, which give equal results: token by token, chunk by chunk, and all tokens at once.
 
-With ``G`` the running sum of log decays since the chunk's start, a chunk that begins with state ``S0`` gives::
+With ``G`` the running sum of log decays since the start of the chunk, and ``S0`` the state before it, a chunk
+computes::
 
     V'  = V, or under the delta rule the solution of  (I + rate * tril(K K^T decayed, -1)) V' = rate (V - e^G K S0)
     num = e^G Q S0 + tril(Q K^T decayed) V'
     S1  = e^G_end S0 + (e^(G_end - G) K)^T V'
 
-``decayed`` multiplies entry ``i, j`` by ``e^(G_i - G_j)``, channel by channel within the product where decays differ
-by channel. Every exponent that is taken is at most 0. The parallel form is the sequence as one chunk.
+``decayed`` multiplies entry ``i, j`` by ``e^(G_i - G_j)``, within the sum over channels if decays differ by channel.
+All exponents are at most 0. The parallel form computes the sequence as one chunk.
 
 Papers: Yang et al. 2024, "Gated linear attention transformers", section 4 (chunks); Yang et al. 2024, "Parallelizing
 linear transformers with the delta rule", section 3 (the triangular system).
@@ -25,35 +26,35 @@ from torch import Tensor
 
 from clearhead.linear import fla, native
 from clearhead.linear.chunks import in_chunks, plain_chunks, takes
-from clearhead.linear.products import product, solved
+from clearhead.linear.linalg import matmul, solve_unitriangular
 from clearhead.linear.recurrence import Recurrence, bounded, least, quotient
 from clearhead.linear.state import LinearState
 
 __all__ = ["FORMS", "Form", "whole"]
 
-#: Numbers of a tensor from which two calls of the kernels are faster than a dozen of torch's operations.
+#: Elements of a tensor from which two calls of the kernels are faster than a dozen of torch's operations.
 _WORTH_KERNELS: Final = 2**15
-#: A call, the state before it and the size of chunks in; the output and the state after it out.
+#: A function from a call, the state before it and the chunk size to the output and the state after it.
 Form: TypeAlias = Callable[[Recurrence, LinearState, int], tuple[Tensor, LinearState]]
 
 
 def _ungrouped(form: Form) -> Form:
-    """A form of equal heads for grouped ones: each head of queries gets its own copy of keys and state."""
+    """Extend a form to grouped heads: each head of queries gets a copy of its keys and state."""
 
     @wraps(form)
     def run(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, LinearState]:
         group = call.group
         if group == 1:
             return form(call, state, chunk)
-        output, after = form(call.ungrouped(), state.mapped(lambda part: part.repeat_interleave(group, dim=1)), chunk)
-        return output, after.mapped(lambda part: part[:, ::group])
+        output, last = form(call.ungrouped(), state.mapped(lambda part: part.repeat_interleave(group, dim=1)), chunk)
+        return output, last.mapped(lambda part: part[:, ::group])
 
     return run
 
 
 @_ungrouped
 def recurrent(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, LinearState]:
-    """One token after the other: constant memory besides the outputs, and the order in which tokens are decoded."""
+    """Token by token, the form for decoding; memory besides the outputs is constant."""
     call = call.featured()
     matrix, normalizer = state.matrix, state.normalizer
     numerators, denominators = [], []
@@ -77,7 +78,7 @@ def recurrent(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor,
 
 
 def chunked(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, LinearState]:
-    """Products within chunks of ``chunk`` tokens, and one state handed from each to the next."""
+    """Chunk by chunk: GEMMs within chunks of ``chunk`` tokens, and a state from each chunk to the next."""
     if native.takes(call, chunk):
         return native.native_chunks(call, state, chunk, _chunked)
     return (_by_fla if fla.takes(call) else _chunked)(call, state, chunk)
@@ -90,39 +91,39 @@ def _by_fla(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, L
 
 @_ungrouped
 def _chunked(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, LinearState]:
-    """The same by operations of torch: any device, float64, chunks of any length."""
+    """``chunked`` by torch's operations: on any device, in float64 too, with chunks of any length."""
     call = call if takes(call) else call.featured()
     if takes(call):
         return plain_chunks(call, state, chunk)
     length = call.key.shape[2]
     query, key, value = (in_chunks(part, chunk) for part in (call.query, call.key, call.value))
     decays = None if call.log_decay is None else _Decays.of(bounded(in_chunks(call.log_decay, chunk)), faint=call.faint)
-    faded_query, faded_key, kept = _faded(query, key, decays)
+    faded_query, faded_key, remaining = _faded(query, key, decays)
     scores = _decayed_products(query, key, decays).tril()
-    transition: Tensor | None = kept
+    transition: Tensor | None = remaining
     if call.rate is not None:
         value, pull = _corrections(key, value, in_chunks(call.rate, chunk), decays)
-        inputs = product(faded_key.mT, value)
-        own = (
-            torch.diag_embed(kept.expand(*inputs.shape[:3], inputs.shape[-2], 1)[..., 0])
-            if kept is not None
+        inputs = matmul(faded_key.mT, value)
+        carried = (
+            torch.diag_embed(remaining.expand(*inputs.shape[:3], inputs.shape[-2], 1)[..., 0])
+            if remaining is not None
             else (torch.eye(inputs.shape[-2], dtype=inputs.dtype, device=inputs.device))
         )
-        before, matrix = _scan(inputs, own - product(faded_key.mT, pull), state.matrix, product)
-        value = value - product(pull, before)
+        before, matrix = _scan(inputs, carried - matmul(faded_key.mT, pull), state.matrix, matmul)
+        value = value - matmul(pull, before)
     else:
-        before, matrix = _scan(product(faded_key.mT, value), transition, state.matrix, torch.mul)
-    output = product(faded_query, before) + product(scores, value)
+        before, matrix = _scan(matmul(faded_key.mT, value), transition, state.matrix, torch.mul)
+    output = matmul(faded_query, before) + matmul(scores, value)
     normalizer = state.normalizer
     if normalizer is not None:
         earlier, last = _scan(faded_key.sum(dim=-2)[..., None], transition, normalizer[..., None], torch.mul)
-        output = quotient(output, product(faded_query, earlier)[..., 0] + scores.sum(dim=-1))
+        output = quotient(output, matmul(faded_query, earlier)[..., 0] + scores.sum(dim=-1))
         normalizer = last[..., 0]
     return output.flatten(2, 3)[:, :, :length], LinearState(matrix=matrix, normalizer=normalizer)
 
 
 def parallel(call: Recurrence, state: LinearState, chunk: int) -> tuple[Tensor, LinearState]:
-    """All pairs of tokens at once, as attention does it."""
+    """All pairs of tokens at once, with a matrix of scores."""
     return _chunked(call, state, _next_power(call.key.shape[2]))
 
 
@@ -131,12 +132,12 @@ FORMS: Final[dict[str, Form]] = {"recurrent": recurrent, "chunked": chunked, "pa
 
 
 def whole(call: Recurrence, state: LinearState, form: str, chunk: int) -> tuple[Tensor, LinearState]:
-    """Every query over every key and the state: without an order among keys there is one sum for all queries."""
-    numbers = min(call.query.numel(), call.key.numel(), call.value.numel())
-    if form in ("auto", "chunked") and numbers >= _WORTH_KERNELS and native.takes(call, chunk):
+    """A call that is not causal: every query attends to every key and the state, so all queries share one sum."""
+    elements = min(call.query.numel(), call.key.numel(), call.value.numel())
+    if form in ("auto", "chunked") and elements >= _WORTH_KERNELS and native.takes(call, chunk):
         return native.native_whole(call, state, chunk, _chunked)
     call = call.featured()
-    # What reads one state are queries of one head.
+    # Query heads that share a key head become one axis.
     query = call.query.unflatten(1, (-1, call.group)).flatten(2, 3)
     normalizer = None if state.normalizer is None else state.normalizer + call.key.sum(dim=2)
     matrix = state.matrix
@@ -144,20 +145,20 @@ def whole(call: Recurrence, state: LinearState, form: str, chunk: int) -> tuple[
         for place in range(call.key.shape[2]):
             matrix = matrix + call.key[:, :, place, :, None] * call.value[:, :, place, None, :]
     else:
-        matrix = matrix + product(call.key.mT, call.value)
-    # All pairs of tokens, or the sum over keys once.
+        matrix = matrix + matmul(call.key.mT, call.value)
+    # The parallel form computes all pairs of tokens, the others the sum over keys once.
     pairs = form == "parallel"
-    output = product(query, state.matrix if pairs else matrix)
+    output = matmul(query, state.matrix if pairs else matrix)
     if pairs:
-        output = output + product(product(query, call.key.mT), call.value)
+        output = output + matmul(matmul(query, call.key.mT), call.value)
     if normalizer is not None:
-        output = quotient(output, product(query, normalizer[..., None])[..., 0])
+        output = quotient(output, matmul(query, normalizer[..., None])[..., 0])
     output = output.unflatten(2, (call.group, -1)).flatten(1, 2)
     return output, LinearState(matrix=matrix, normalizer=normalizer)
 
 
 def _row(vector: Tensor, matrix: Tensor) -> Tensor:
-    return product(vector[..., None, :], matrix)[..., 0, :]
+    return matmul(vector[..., None, :], matrix)[..., 0, :]
 
 
 def _next_power(number: int) -> int:
@@ -166,58 +167,58 @@ def _next_power(number: int) -> int:
 
 @dataclass(frozen=True)
 class _Decays:
-    """Running sums of log decays: each a number, and what rounding it to the state's dtype left out.
+    """Running sums of log decays, each as a value and its rounding error.
 
-    Decay between two tokens is a difference, and a sum over thousands of tokens, or over a gate that forgets all, has
-    few digits left for it.
+    The decay between two tokens is a difference of sums. A sum over thousands of tokens, or one that includes a gate of
+    nearly 0, is so large that the difference would lose digits.
 
     Attributes:
-        high: the sums, which gradients take.
-        low: what they lack; None in float64.
-        between: zeros ``[..., i, j]`` that hand a gradient to each token from behind ``j`` up to ``i``; None where
-            gradients may be differences of ``high``'s.
+        high: the sums, through which gradients flow.
+        low: their rounding errors; None in float64.
+        pair_gradients: zeros ``[..., i, j]`` whose gradient goes to each token after ``j`` up to ``i``; None where
+            gradients may be differences of those of ``high``.
     """
 
     high: Tensor
     low: Tensor | None
-    between: Tensor | None = None
+    pair_gradients: Tensor | None = None
 
     @classmethod
     def of(cls, log_decay: Tensor, *, faint: bool) -> _Decays:
-        """The sums along the tokens of each chunk; ``faint`` as in ``Recurrence``."""
+        """The sums along the tokens of each chunk; ``faint`` says that exact gradients of small decays are needed."""
         high = log_decay.cumsum(dim=-2)
         low = None if log_decay.dtype is torch.float64 else _lacking(log_decay.detach(), high.detach())
-        return cls(high, low, _between(log_decay) if faint else None)
+        return cls(high, low, _pair_zeros(log_decay) if faint else None)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> _Decays:
         return _Decays(change(self.high), None if self.low is None else change(self.low))
 
     def pairs(self) -> Tensor:
-        """Logarithms of what is left of ``j`` at ``i``, ``[..., i, j]``, where there is one decay for all channels."""
+        """Log decays of token ``j`` up to token ``i``, ``[..., i, j]``, if all channels have one decay."""
         # Above the diagonal the difference is positive and could overflow.
-        apart = self.since(self.mapped(lambda part: part.mT)).clamp_max(0.0)
-        return apart if self.between is None else apart.detach() + self.between
+        logs = self.since(self.mapped(lambda part: part.mT)).clamp_max(0.0)
+        return logs if self.pair_gradients is None else logs.detach() + self.pair_gradients
 
     def to_end(self) -> Tensor:
-        """Logarithms of what is left of each token at the chunk's end."""
-        apart = self.mapped(lambda part: part[..., -1:, :]).since(self)
-        return apart if self.between is None else apart.detach() + self.between[..., -1:, :].mT
+        """Log decays of each token up to the end of the chunk."""
+        logs = self.mapped(lambda part: part[..., -1:, :]).since(self)
+        return logs if self.pair_gradients is None else logs.detach() + self.pair_gradients[..., -1:, :].mT
 
     def since(self, other: _Decays) -> Tensor:
-        """Logarithms of what is left of ``other`` here."""
-        apart = self.high - other.high
-        return apart if self.low is None or other.low is None else apart + (self.low - other.low)
+        """Log decays from ``other`` to here."""
+        logs = self.high - other.high
+        return logs if self.low is None or other.low is None else logs + (self.low - other.low)
 
 
 def _lacking(log_decay: Tensor, high: Tensor) -> Tensor:
-    """What the running sums of ``log_decay`` lack in ``high``, without float64, which not every device has.
+    """The rounding errors of ``high``, the running sums of ``log_decay``, without float64, which some devices lack.
 
-    Parts of each logarithm that are multiples of one number as small as can be have sums without rounding.
+    Each logarithm is split into parts that are multiples of a small unit, whose sums are exact.
     """
     bits, largest, rest = _next_power(log_decay.shape[-2]).bit_length() - 1, -least(log_decay.dtype), log_decay
     lacking = -high
     for _ in range(2):
-        # Sums of up to 2**bits of them are at most 2**24 units, float32's whole numbers.
+        # Sums of up to 2**bits parts are at most 2**24 units, which float32 represents exactly.
         unit = largest * 2.0 ** (bits - 24)
         part = (rest / unit).round() * unit
         rest, largest = rest - part, unit / 2
@@ -225,68 +226,67 @@ def _lacking(log_decay: Tensor, high: Tensor) -> Tensor:
     return lacking + rest.cumsum(dim=-2)
 
 
-def _between(log_decay: Tensor) -> Tensor:
-    """As ``_Decays.between``: each token gets what belongs to pairs on its two sides and nothing that cancels."""
+def _pair_zeros(log_decay: Tensor) -> Tensor:
+    """``_Decays.pair_gradients``: each token gets the gradients of pairs on its two sides, without cancellation."""
     size = log_decay.shape[-2]
     sums = log_decay.expand(*log_decay.shape[:-1], size).tril(-1).cumsum(dim=-2)
     return sums - sums.detach()
 
 
 def _faded(query: Tensor, key: Tensor, decays: _Decays | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Queries as the chunk's first state meets them, keys as its last state holds them, and what of the first
-    state is left in the last."""
+    """Queries decayed from the chunk's start, keys decayed to its end, and the state's decay over the chunk."""
     if decays is None:
         return query, key, None
     return query * decays.high.exp(), key * decays.to_end().exp(), decays.high[..., -1:, :].exp().mT
 
 
 def _decayed_products(left: Tensor, right: Tensor, decays: _Decays | None) -> Tensor:
-    """``left_i . right_j`` with ``right_j`` decayed up to ``i``, for ``j <= i``; what is above is not to be read."""
+    """``left_i . right_j`` with ``right_j`` decayed up to ``i``, for ``j <= i``; entries above are undefined."""
     if decays is None:
-        return product(left, right.mT)
+        return matmul(left, right.mT)
     if decays.high.shape[-1] > 1:
         return _split_products(left, right, decays)
-    return product(left, right.mT) * decays.pairs().exp()
+    return matmul(left, right.mT) * decays.pairs().exp()
 
 
 def _split_products(left: Tensor, right: Tensor, decays: _Decays) -> Tensor:
-    """The same with decays by channel: blocks below the diagonal meet at the token between them.
+    """The same with decays by channel, by recursive halving of the chunk.
 
-    A block's later half decays from that token on, its earlier half up to it, so both exponents are at most 0 and
-    no product is of a large and a small number. The halves are blocks again, down to single tokens.
+    The later half of a block decays from the token in the middle, the earlier half up to it, so both exponents are at
+    most 0 and no large number is multiplied by a small one.
     """
     size, half = left.shape[-2], 1
-    found = (left * right).sum(dim=-1)[..., None, None]
+    products = (left * right).sum(dim=-1)[..., None, None]
     while half < size:
         first, second = (_half(place, half) for place in (0, 1))
         middle = decays.mapped(lambda part, first=first: first(part)[..., -1:, :])  # type: ignore[misc]
         later = second(left) * decays.mapped(second).since(middle).exp()
         earlier = first(right) * middle.since(decays.mapped(first)).exp()
-        below = product(later, earlier.mT)
-        before, behind = found.unflatten(-3, (-1, 2)).unbind(-3)
-        upper = torch.cat([before, torch.zeros_like(below)], dim=-1)
-        found = torch.cat([upper, torch.cat([below, behind], dim=-1)], dim=-2)
+        below = matmul(later, earlier.mT)
+        earlier_block, later_block = products.unflatten(-3, (-1, 2)).unbind(-3)
+        upper = torch.cat([earlier_block, torch.zeros_like(below)], dim=-1)
+        products = torch.cat([upper, torch.cat([below, later_block], dim=-1)], dim=-2)
         half *= 2
-    return found[..., 0, :, :]
+    return products[..., 0, :, :]
 
 
 def _half(place: int, size: int) -> Callable[[Tensor], Tensor]:
-    """Of each block of two halves of ``size`` tokens, one half."""
+    """A function that selects one half of each block of ``2 * size`` tokens."""
     return lambda part: part.unflatten(-2, (-1, 2, size))[..., place, :, :]
 
 
 def _corrections(key: Tensor, value: Tensor, rate: Tensor, decays: _Decays | None) -> tuple[Tensor, Tensor]:
-    """``U`` and ``W`` of the delta rule: what a token writes is ``U - W S0``."""
+    """``U`` and ``W`` of the delta rule: the values that tokens add are ``U - W S0``."""
     system = rate * _decayed_products(key, key, decays).tril(-1)
     faded = key if decays is None else key * decays.high.exp()
-    both = solved(system, rate * torch.cat([value, faded], dim=-1))
+    both = solve_unitriangular(system, rate * torch.cat([value, faded], dim=-1))
     return both[..., : value.shape[-1]], both[..., value.shape[-1] :]
 
 
 def _scan(
     inputs: Tensor, transition: Tensor | None, start: Tensor, apply: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The state before each chunk ``[batch, heads, chunks, ...]`` and the one after the last."""
+    """The state before each chunk, ``[batch, heads, chunks, ...]``, and the state after the last one."""
     states = [start]
     steps = [None] * inputs.shape[2] if transition is None else transition.unbind(2)
     for step, added in zip(steps, inputs.unbind(2), strict=True):

@@ -1,4 +1,4 @@
-"""Chunks by the CPU kernels: which calls they take, and calls without an order among keys."""
+"""Linear attention by the CPU kernels: which calls they take, the chunked form, and calls that are not causal."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from clearhead.ops.library import in_memory, library
 
 __all__ = ["native_chunks", "native_whole", "takes"]
 
-#: The same chunks by torch's operations.
+#: The chunked form by torch's operations.
 Plain: TypeAlias = Callable[[Recurrence, LinearState, int], tuple[Tensor, LinearState]]
 
 
 def takes(call: Recurrence, chunk: int) -> bool:
     """Whether the kernels can compute a call: float32 in this machine's memory, sizes that fit, no transforms."""
-    # In this order: what is traced must not look for a library.
+    # In this order: a trace must not load the library.
     if torch.compiler.is_compiling() or library() is None or transformed():
         return False
     if call.faint or (call.normalized and (call.log_decay is not None or call.rate is not None)):
@@ -37,7 +37,7 @@ def takes(call: Recurrence, chunk: int) -> bool:
 
 
 def native_chunks(call: Recurrence, state: LinearState, chunk: int, plain: Plain) -> tuple[Tensor, LinearState]:
-    """As ``chunked`` of the forms; ``plain`` is that form by torch's operations, for higher derivatives."""
+    """The chunked form by the kernels; ``plain`` is that form by torch's operations, for higher derivatives."""
     if not _in_kernels(call.feature_map):
         call = call.featured()
     feature_map, scale, normalized = call.feature_map, call.scale, call.normalized
@@ -58,8 +58,8 @@ def native_chunks(call: Recurrence, state: LinearState, chunk: int, plain: Plain
             rate=rate,
             normalized=normalized,
         )
-        output, after = plain(copied, LinearState(matrix=matrix, normalizer=normalizer), chunk)
-        return [output, after.matrix] if after.normalizer is None else [output, after.matrix, after.normalizer]
+        output, last = plain(copied, LinearState(matrix=matrix, normalizer=normalizer), chunk)
+        return [output, last.matrix] if last.normalizer is None else [output, last.matrix, last.normalizer]
 
     output, matrix, normalizer = ops.linear_attention_chunks(
         ops.LinearOptions(feature_map.name, scale, chunk, normalized, compute),
@@ -69,10 +69,10 @@ def native_chunks(call: Recurrence, state: LinearState, chunk: int, plain: Plain
 
 
 def native_whole(call: Recurrence, state: LinearState, chunk: int, plain: Plain) -> tuple[Tensor, LinearState]:
-    """As ``whole`` of the forms: keys are summed up with no query to answer, then queries answered with no key behind
-    the sum. A token that is not there has features of 0.
+    """A call that is not causal by two calls of the kernels: one sums the keys with absent queries, the other computes
+    the outputs with absent keys. Absent tokens have features of 0.
 
-    Cost: the products within chunks are made for nothing, twice; torch's operations take longer still, for each of them
+    Cost: the GEMMs within chunks are computed twice without use; torch's operations would still take longer, since each
     writes every feature to memory.
     """
     if not _in_kernels(call.feature_map):
@@ -86,9 +86,9 @@ def native_whole(call: Recurrence, state: LinearState, chunk: int, plain: Plain)
 
     q_len, k_len = call.query.shape[2], call.key.shape[2]
     summed = replace(call, query=nothing(call.query, k_len, absent))
-    after = native_chunks(summed, state, chunk, plain)[1]
+    last = native_chunks(summed, state, chunk, plain)[1]
     answered = replace(call, key=nothing(call.key, q_len, absent), value=nothing(call.value, q_len, 0.0))
-    return native_chunks(answered, after, chunk, plain)[0], after
+    return native_chunks(answered, last, chunk, plain)[0], last
 
 
 def _in_kernels(feature_map: FeatureMap) -> bool:

@@ -1,4 +1,4 @@
-"""One recurrence for the whole family, as data: what its members put into it."""
+"""``Recurrence``: a call of linear attention as data, for all forms."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from clearhead.torch_private import differentiates_forward, transforms
 
 __all__ = ["Recurrence", "bounded", "least", "quotient", "transformed", "weightless"]
 
-#: Logarithms whose exponentials are 0, by dtype, with room for what a running sum rounds.
+#: Logarithms whose exponentials are 0, by dtype, with a margin for the rounding of running sums.
 _NOTHING_LEFT: Final = {torch.float32: -128.0, torch.float64: -1024.0}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recurrence:
-    """A call of a member in float32 or float64. Absent keys have no features, no value, and do not decay.
+    """A call of linear attention in float32 or float64. Absent keys have features and values of 0, and a decay of 1.
 
     Attributes:
         query: ``[batch, heads, q_len, head_dim]``.
-        key: ``[batch, kv_heads, len, head_dim]``; head ``h`` of queries reads the state of ``h // group``.
+        key: ``[batch, kv_heads, len, head_dim]``; query head ``h`` reads the state of ``h // group``.
         value: ``[batch, kv_heads, len, value_dim]``.
-        feature_map: still to be applied to queries and keys.
-        scale: factor on queries' features, still to be applied.
-        log_decay: logarithm of what the state is multiplied by before a token is added, at most 0:
-            ``[batch, kv_heads, len, 1]`` for a head's whole state, or ``[.., features]`` for each of its rows; None: 1.
-        rate: the delta rule's step, ``[batch, kv_heads, len, 1]``; None where there is no such rule.
+        feature_map: the map that is still to be applied to queries and keys.
+        scale: factor on queries' features that is still to be applied.
+        log_decay: logarithm of the state's decay before a token is added, at most 0: ``[batch, kv_heads, len, 1]`` for
+            a head's state, or ``[batch, kv_heads, len, features]`` for each of its rows; None for no decay.
+        rate: the delta rule's step, ``[batch, kv_heads, len, 1]``; None without the delta rule.
         normalized: whether outputs are divided by ``phi(q) z``.
-        given: the dtype of the caller's tensors, which products may be taken in where sums are not.
-        faint: whether ``log_decay``, one for all channels, is the logarithm of decays so small that its gradient is
-            as small and divided by them: it may then be no difference of sums that are large.
+        given: the dtype of the caller's tensors, in which GEMMs may be computed.
+        faint: whether ``log_decay``, one for all channels, is the logarithm of small decays that require a gradient,
+            which must then not be a difference of large sums.
     """
 
     query: Float[Tensor, "batch heads q_len head_dim"]
@@ -51,12 +51,12 @@ class Recurrence:
 
     @property
     def group(self) -> int:
-        """Heads of queries that share a head of keys."""
+        """The number of query heads that share a key head."""
         heads, kv_heads = self.query.shape[1], self.key.shape[1]
         return heads // kv_heads if kv_heads else 1
 
     def ungrouped(self) -> Recurrence:
-        """The same call with a head of keys for each head of queries."""
+        """The same call with one key head for each query head."""
 
         def repeated(part: Tensor) -> Tensor:
             return part.repeat_interleave(self.group, dim=1)
@@ -70,7 +70,7 @@ class Recurrence:
         )
 
     def featured(self) -> Recurrence:
-        """The same call with its features taken."""
+        """The same call with features in place of queries and keys, and the identity as feature map."""
         if self.feature_map is FEATURE_MAPS["identity"] and self.scale == 1.0:
             return self
         query = self.feature_map.query(self.query)
@@ -83,7 +83,7 @@ class Recurrence:
         )
 
     def without(self, absent: Tensor) -> Recurrence:
-        """The same call where keys at ``absent``, ``[batch, 1, len, 1]``, were not: nothing reads what they hold."""
+        """The same call without the keys at ``absent``, ``[batch, 1, len, 1]``, whose elements are not read."""
         fill = self.feature_map.absent
         clean = replace(
             self,
@@ -94,11 +94,11 @@ class Recurrence:
         )
         if fill is not None:
             return clean
-        taken = clean.featured()
-        return replace(taken, key=taken.key.masked_fill(absent, 0.0))
+        featured = clean.featured()
+        return replace(featured, key=featured.key.masked_fill(absent, 0.0))
 
     def start(self, state: LinearState | None, features: int) -> LinearState:
-        """The state to begin with: the one given, or nothing seen."""
+        """The initial state: ``state``, or zeros."""
         if state is not None:
             return state
         leading = self.key.shape[:2]
@@ -109,31 +109,31 @@ class Recurrence:
 
 
 def transformed() -> bool:
-    """Whether a transform of ``torch.func`` or forward-mode differentiation is active; kernels have no rule for it."""
+    """Whether a transform of ``torch.func`` or forward-mode differentiation is active, which kernels do not support."""
     return transforms() or differentiates_forward()
 
 
 def bounded(log_decay: Tensor) -> Tensor:
-    """Log decays to be summed up: what leaves nothing of a state leaves nothing, and no sum of it is infinite.
+    """Log decays clamped from below, so that sums are finite; an exponential of the bound is 0 too.
 
-    The bound is as near 0 as it can be, for what a sum of logarithms rounds is lost from those behind a strong one. Its
-    gradient of 0 below the bound is that of an exponential that is 0.
+    The bound is as close to 0 as possible, since a sum that includes a large logarithm rounds the later ones. Below the
+    bound the gradient is 0, as is that of the exponential.
     """
     return log_decay.clamp_min(least(log_decay.dtype))
 
 
 def least(dtype: torch.dtype) -> float:
-    """The least logarithm that is summed up."""
+    """The lower bound of log decays."""
     return _NOTHING_LEFT[dtype]
 
 
 def weightless(denominator: Tensor) -> Tensor:
-    """Where a row has no weight to give: sums so small that their reciprocal is not finite count as 0."""
+    """Where the sum of a row's weights counts as 0: its reciprocal would be infinite."""
     return denominator.abs() < torch.finfo(denominator.dtype).tiny
 
 
 def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """``numerator / denominator[..., None]``; 0 for a row without weight."""
+    """``numerator / denominator[..., None]``; 0 where the denominator counts as 0."""
     below = denominator[..., None]
     empty = weightless(below)
     return torch.where(empty, 0.0, numerator / torch.where(empty, 1.0, below))

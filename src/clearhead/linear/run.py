@@ -1,4 +1,4 @@
-"""The way of one call: a member's recurrence, sequence by sequence, by one of the forms."""
+"""Runs a call of linear attention: checks it, converts it to a ``Recurrence`` and computes that by one of the forms."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from clearhead.linear.check import (
     check_chunk,
     check_features,
     check_form,
-    check_gate_numbers,
+    check_gate_values,
     check_lengths,
     check_state,
 )
+from clearhead.linear.execution import Execution
 from clearhead.linear.feature_maps import FeatureMap
 from clearhead.linear.forms import FORMS
 from clearhead.linear.packed import documents_of, traced_documents_of
 from clearhead.linear.recurrence import Recurrence
-from clearhead.linear.sequences import Sequences
+from clearhead.linear.sequences import SequenceLayout
 from clearhead.linear.state import LinearState
-from clearhead.linear.way import Way
 from clearhead.masks import Mask
 
 __all__ = ["Member", "run"]
@@ -30,10 +30,10 @@ __all__ = ["Member", "run"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Member:
-    """What a verb puts into the recurrence besides queries, keys and values.
+    """The arguments of a function's recurrence besides queries, keys and values.
 
-    ``gated`` says that ``log_decay`` is a caller's, whose numbers are looked at when it is known which keys there are.
-    ``faint`` as in ``Recurrence``.
+    ``gated`` says that ``log_decay`` is an argument of the caller, whose values are checked at the keys that are
+    present. ``faint`` says that exact gradients of small decays are needed.
     """
 
     function: str
@@ -57,39 +57,41 @@ def run(
     form: str,
     chunk_size: int,
 ) -> tuple[Tensor, LinearState]:
-    """Compute a member's call, its tensors checked by the verb."""
+    """Compute a member's call; the public function has checked the tensors."""
     given = query
     query, key, value = (_four_axes(part) for part in (query, key, value))
     batch, length = key.shape[0], key.shape[2]
     form, chunk_size = check_form(member.function, form, ("auto", *FORMS)), check_chunk(member.function, chunk_size)
-    sequences = Sequences.of(member.function, mask, batch, length, key.device, causal=causal)
+    sequences = SequenceLayout.of(member.function, mask, batch, length, key.device, causal=causal)
     if sequences.causal or sequences.packed:
         check_lengths(member.function, query, key)
     if member.gated and member.log_decay is not None:
         gate = _four_axes(member.log_decay)
-        check_gate_numbers(member.function, gate, lambda: sequences.present(length, key.device))
-    # Autocast would multiply in 16 bits what is summed up in 32.
+        check_gate_values(member.function, gate, lambda: sequences.present(length, key.device))
+    # Autocast would round the operands of float32 sums to 16 bits.
     with without_autocast(key.device.type):
         call = _recurrence(member, query, key, value, sequences.real)
     features = member.feature_map.features(key.shape[-1])
     if state is not None:
         shape = (_entries(sequences, batch, state), key.shape[1], features, value.shape[-1])
         check_state(member.function, state, shape, call.key, normalized=member.normalized)
-    way = Way(function=member.function, causal=sequences.causal, form=form, chunk=chunk_size, features=features)
+    execution = Execution(
+        function=member.function, causal=sequences.causal, form=form, chunk=chunk_size, features=features
+    )
     with without_autocast(key.device.type):
         if sequences.ids is not None:
-            output, after = traced_documents_of(way, call, state, sequences.ids)
+            output, last = traced_documents_of(execution, call, state, sequences.ids)
         elif sequences.packed:
-            output, after = documents_of(way, call, state, sequences)
+            output, last = documents_of(execution, call, state, sequences)
         else:
-            output, after = way.take(call, state)
+            output, last = execution.run(call, state)
     if member.feature_map.only_normalized:
-        check_features(member.function, after, lambda: sequences.inhabited(batch, length, key.device))
-    return output.to(given.dtype).reshape(*given.shape[:-1], value.shape[-1]), after
+        check_features(member.function, last, lambda: sequences.inhabited(batch, length, key.device))
+    return output.to(given.dtype).reshape(*given.shape[:-1], value.shape[-1]), last
 
 
-def _entries(sequences: Sequences, batch: int, state: LinearState) -> int:
-    """How many sequences a state has to have; of documents that are traced the operator counts them."""
+def _entries(sequences: SequenceLayout, batch: int, state: LinearState) -> int:
+    """The number of sequences in a state; of traced documents the operator counts them."""
     if not sequences.packed:
         return batch
     traced = sequences.ids is not None and isinstance(state, LinearState)
@@ -101,7 +103,7 @@ def _four_axes(part: Tensor) -> Tensor:
 
 
 def _recurrence(member: Member, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None) -> Recurrence:
-    """The call in the precision of its sums."""
+    """The call as a ``Recurrence``, in the precision of its sums."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     log_decay, rate = (
         None if part is None else _four_axes(part).to(dtype).expand(*key.shape[:3], -1)

@@ -1,4 +1,4 @@
-"""What the linear family remembers of all earlier tokens: of one size, however many they were."""
+"""The state of linear attention, whose size does not depend on the number of tokens, and a cache for decoding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from clearhead.arguments import seen, whole
+from clearhead.arguments import repr_of, whole
 from clearhead.errors import ShapeError
 from clearhead.shapes import Float
 
@@ -16,21 +16,28 @@ __all__ = ["LinearCache", "LinearState"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearState:
-    """The sums after some tokens, given out by one call and into the next.
+    """The sums over all tokens so far, which one call returns and the next takes.
 
-    float32, or float64 for float64 inputs. Under ``Documents`` the first axis counts the documents that have tokens, in
-    their order.
+    Tensors are float32, or float64 for float64 inputs. With a ``Documents`` mask the first axis counts the documents
+    that have tokens, in order.
 
     Attributes:
         matrix: ``S``, ``[batch, heads, features, value_dim]``.
-        normalizer: ``z``, ``[batch, heads, features]``; None where the formula has none.
+        normalizer: ``z``, ``[batch, heads, features]``; None if outputs are not normalised.
     """
 
     matrix: Float[Tensor, "batch heads features value_dim"]
     normalizer: Float[Tensor, "batch heads features"] | None = None
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> LinearState:
-        """The same state with ``change`` applied to each tensor: ``state.mapped(torch.Tensor.detach)``."""
+        """The same state with ``change`` applied to each tensor, for example ``state.mapped(torch.Tensor.detach)``.
+
+        Args:
+            change: a function of a tensor.
+
+        Returns:
+            A new state.
+        """
         return LinearState(
             matrix=change(self.matrix), normalizer=None if self.normalizer is None else change(self.normalizer)
         )
@@ -40,7 +47,7 @@ class LinearState:
 
 
 class LinearCache:
-    """The state of one ``LinearAttention`` while it decodes: an explicit argument, of constant size.
+    """The state of one ``LinearAttention`` module while decoding, an explicit argument of constant size.
 
     >>> import torch
     >>> from clearhead.nn import LinearAttention
@@ -56,17 +63,22 @@ class LinearCache:
         self.length = 0
 
     def update(self, state: LinearState, tokens: int) -> None:
-        """Keep the state that a call gave back after ``tokens`` more tokens.
+        """Replace the state by the one that a call returned.
+
+        Args:
+            state: the state after the call.
+            tokens: number of tokens of the call, which are added to ``length``.
 
         Raises:
-            ShapeError: it is no state, or of another shape than the one held; or no number of tokens.
+            ShapeError: ``state`` is no ``LinearState`` or has another shape than the cached one, or ``tokens`` is not a
+                whole number of at least 0.
         """
         if not isinstance(state, LinearState) or not isinstance(state.matrix, Tensor):
             raise ShapeError.about(
                 "LinearCache.update",
                 "state",
                 must="be a LinearState",
-                got=seen(state),
+                got=repr_of(state),
                 then="Pass what a call gave back.",
             )
         tokens = whole("LinearCache.update", "tokens", tokens, low=0)
@@ -74,7 +86,7 @@ class LinearCache:
             raise ShapeError.about(
                 "LinearCache.update",
                 "state",
-                must=f"match what is held, {list(self.state.matrix.shape)}",
+                must=f"match the cached state, {list(self.state.matrix.shape)}",
                 got=list(state.matrix.shape),
                 then="Use one cache per layer and per batch, or call reset().",
             )
@@ -82,9 +94,9 @@ class LinearCache:
         self.length += tokens
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Empty the cache."""
         self.state, self.length = None, 0
 
     def __repr__(self) -> str:
-        held = None if self.state is None else list(self.state.matrix.shape)
-        return f"LinearCache(length={self.length}, state={held})"
+        shape = None if self.state is None else list(self.state.matrix.shape)
+        return f"LinearCache(length={self.length}, state={shape})"

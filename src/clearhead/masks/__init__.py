@@ -1,8 +1,8 @@
-"""Masks: who may attend to whom, as predicates over absolute positions that know their shape.
+"""Masks: predicates over absolute positions that say which keys a query may attend to.
 
-``True`` means *may attend*. A mask defines ``allows(batch, head, q_pos, k_pos)`` over index tensors
-that broadcast; where its rows are runs of keys it also says so (``intervals``). Masks combine with
-``&``, ``|`` and ``~``; what a combination knows follows from its parts.
+``True`` means *may attend*. A mask defines ``allows(batch, head, q_pos, k_pos)`` over index tensors that broadcast. If
+each query's keys form a few intervals, the mask also defines ``intervals``, which backends use to skip empty tiles.
+Masks combine with ``&``, ``|`` and ``~``; the intervals of a combination follow from those of its parts.
 """
 
 from clearhead.masks.base import Mask

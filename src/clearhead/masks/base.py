@@ -1,4 +1,4 @@
-"""What a mask is: a predicate over absolute positions that knows its shape, combined with ``& | ~``."""
+"""``Mask``, the base class of masks: a predicate over absolute positions; ``& | ~`` combine masks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from clearhead.arguments import FARTHEST, seen, whole, whole_number
+from clearhead.arguments import FARTHEST, repr_of, whole, whole_number
 from clearhead.errors import MaskError, ShapeError
 from clearhead.masks.intervals import Intervals
 from clearhead.masks.picture import LARGEST, SIDE, draw
@@ -27,24 +27,28 @@ __all__ = [
     "does_as",
     "index_tensors",
     "resolve_offset",
-    "seen",
 ]
 
 
 class Mask(Record, ABC):
-    """Base of all masks: a predicate, and what is known about its shape."""
+    """Base class of masks: a predicate over absolute positions, and optionally its rows as intervals of keys.
+
+    Masks combine with ``&``, ``|`` and ``~``. A subclass lists its constructor arguments in ``fields`` and defines
+    ``allows``; with ``intervals`` the kernels skip keys that it forbids. It sets ``position_dependent = True`` if
+    ``allows`` reads ``q_pos``, and ``relative = True`` if ``allows`` depends on ``q_pos - k_pos`` alone.
+    """
 
     #: Reads the query's position, so ``q_len != k_len`` needs a ``query_offset``.
     position_dependent: bool = False
-    #: Depends on ``q_pos - k_pos`` alone, so it means the same inside a packed document.
+    #: Depends on ``q_pos - k_pos`` alone, so it is the same inside a packed document.
     relative: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # What a parent knows of its own predicate says nothing about another one.
+        # A subclass with another predicate must not inherit the intervals of its parent's predicate.
         for name in ("intervals", "relative"):
-            told_by = next(kind for kind in cls.__mro__ if name in vars(kind))
-            if getattr(told_by, "allows", None) not in (cls.allows, Mask.allows):
+            definer = next(kind for kind in cls.__mro__ if name in vars(kind))
+            if getattr(definer, "allows", None) not in (cls.allows, Mask.allows):
                 setattr(cls, name, vars(Mask)[name])
 
     @abstractmethod
@@ -55,17 +59,34 @@ class Mask(Record, ABC):
         q_pos: Int[Tensor, "..."],
         k_pos: Int[Tensor, "..."],
     ) -> Bool[Tensor, "..."]:
-        """Whether the query at ``q_pos`` may attend to the key at ``k_pos``; index tensors broadcast."""
+        """Whether a query may attend to a key.
+
+        Args:
+            batch: batch indices, int64 ``[batch, 1, 1, 1]``; like the other arguments, any tensor that broadcasts.
+            head: head indices, ``[1, heads, 1, 1]``.
+            q_pos: absolute positions of the queries, ``[1, 1, q_len, 1]``.
+            k_pos: absolute positions of the keys, ``[1, 1, 1, k_len]``.
+
+        Returns:
+            Bool of the arguments' broadcast shape, or one that broadcasts to it.
+        """
 
     def intervals(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_len: int) -> Intervals | None:
-        """Each row's runs of keys, or None where rows are not runs.
+        """The intervals of keys that each query may attend to, or None if they are not known to be few.
 
-        ``batch [batch, 1, 1, 1]``, ``head [1, heads, 1, 1]`` and ``q_pos [1, 1, q_len, 1]`` are positions.
+        Args:
+            batch: batch indices, ``[batch, 1, 1, 1]``.
+            head: head indices, ``[1, heads, 1, 1]``.
+            q_pos: absolute positions of the queries, ``[1, 1, q_len, 1]``.
+            k_len: number of keys.
+
+        Returns:
+            Starts and stops, int64 ``[batch | 1, heads | 1, q_len | 1, intervals]``, or None.
         """
         return None
 
     def placed(self, query_offset: int) -> Mask:
-        """The mask for a call whose first query stands at ``query_offset``."""
+        """The mask for a call whose first query is at position ``query_offset``."""
         return self
 
     def check(self, function: str, batch: int, heads: int, q_pos: range, k_len: int) -> None:
@@ -98,22 +119,22 @@ class Mask(Record, ABC):
         batch: int | None = None,
         num_heads: int | None = None,
     ) -> Bool[Tensor, "*leading q_len k_len"]:
-        """The mask as booleans, for looking and for tests.
+        """The mask as a boolean tensor, for inspection and tests.
 
         Args:
             q_len: number of queries.
             k_len: number of keys.
-            query_offset: position of the first query; needed when the lengths differ and the mask reads positions.
-            batch: batch size; by default what the mask itself carries, else 1.
-            num_heads: number of heads; by default what the mask itself carries, else 1.
+            query_offset: position of the first query; needed if ``q_len != k_len`` and the mask reads positions.
+            batch: batch size; by default that of the mask's tensors, else 1.
+            num_heads: number of heads; by default that of the mask's tensors, else 1.
 
         Returns:
-            Bool ``[q_len, k_len]``, or ``[batch | 1, heads | 1, q_len, k_len]`` where it differs between them.
+            Bool ``[q_len, k_len]``, or ``[batch | 1, heads | 1, q_len, k_len]`` if batch entries or heads differ.
 
         Raises:
-            MaskError: the lengths differ and the mask reads positions, with no ``query_offset``.
+            MaskError: ``q_len != k_len``, the mask reads positions, and there is no ``query_offset``.
 
-        Cost: ``q_len * k_len`` time and memory per batch and head that differ.
+        Cost: ``q_len * k_len`` time and memory for each batch entry and head that differ.
 
         >>> from clearhead import Causal
         >>> Causal().dense(2, 2).tolist()
@@ -135,19 +156,20 @@ class Mask(Record, ABC):
         return allowed[0, 0] if allowed.shape[:2] == (1, 1) else allowed
 
     def own_size(self) -> tuple[int, int] | None:
-        """The number of queries and keys that the mask's own tensors speak of, if they do."""
+        """The number of queries and keys that the mask's tensors imply, or None."""
         sizes = (part.own_size() for name in self.fields if isinstance(part := getattr(self, name), Mask))
         return next((size for size in sizes if size is not None), None)
 
     def picture(self, q_len: int | None = None, k_len: int | None = None) -> str:
-        """The mask over a few positions: one line per query, ``■`` where it may attend, ``·`` where not.
+        """The mask as text: one line per query, ``■`` where it may attend to the key, ``·`` where not.
 
         Args:
-            q_len: queries to draw; by default the mask's own size where it has one, else 8. At most 24 are drawn.
-            k_len: keys to draw, likewise.
+            q_len: number of queries; by default the size of the mask's tensors if it has any, else 8. At most 24 are
+                drawn.
+            k_len: number of keys, with the same default and limit.
 
         Returns:
-            Lines of text; of several batches or heads the first is drawn, and the last line says so.
+            Lines of text. If batch entries or heads differ, the first is drawn and the last line says so.
 
         >>> from clearhead import Causal, Window
         >>> print((Causal() & Window(1)).picture(3, 3))
@@ -172,7 +194,7 @@ class Mask(Record, ABC):
 
 
 def does_as(value: object, kind: type, method: str = "allows") -> bool:
-    """Whether a value is of a kind and has that kind's method: a subclass may do something else."""
+    """Whether a value is of a class and does not override that class's method."""
     return isinstance(value, kind) and getattr(type(value), method) is getattr(kind, method)
 
 
@@ -201,19 +223,19 @@ def index_tensors(
 
 
 def resolve_offset(function: str, subject: object, q_len: int, k_len: int, query_offset: int | None) -> int:
-    """Where the first query stands; refuses to guess for a position-dependent subject of unequal lengths."""
+    """The position of the first query, 0 by default; raises if it is missing, lengths differ and positions matter."""
     if query_offset is not None:
         if isinstance(query_offset, torch.SymInt):
             return query_offset
-        found = whole_number(query_offset)
-        if found is not None and abs(found) <= FARTHEST:
-            return found
-        must = "be a whole number" if found is None else "lie within 2**48 of 0"
+        offset = whole_number(query_offset)
+        if offset is not None and abs(offset) <= FARTHEST:
+            return offset
+        must = "be a whole number" if offset is None else "lie within 2**48 of 0"
         raise ShapeError.about(
             function,
             "query_offset",
             must=must,
-            got=seen(query_offset),
+            got=repr_of(query_offset),
             then="It is the absolute position of the first query.",
         )
     if q_len != k_len and getattr(subject, "position_dependent", False):
@@ -229,7 +251,7 @@ def resolve_offset(function: str, subject: object, q_len: int, k_len: int, query
 
 
 def carried_sizes(mask: Mask) -> tuple[int, int]:
-    """The batch size and number of heads that the mask's own tensors imply, 1 where they imply none."""
+    """The batch size and number of heads that the mask's tensors imply, 1 if they imply none."""
     batch, heads = mask.carries() if isinstance(mask, Carrying) else (1, 1)
     for name in mask.fields:
         part = getattr(mask, name)
@@ -240,25 +262,25 @@ def carried_sizes(mask: Mask) -> tuple[int, int]:
 
 
 class Carrying(Mask):
-    """A mask whose tensors have batch or head axes of their own."""
+    """A mask whose tensors have a batch or head axis."""
 
     def carries(self) -> tuple[int, int]:
         raise NotImplementedError
 
     def check(self, function: str, batch: int, heads: int, q_pos: range, k_len: int) -> None:
-        for axis, own, call in zip(("batch", "heads"), self.carries(), (batch, heads), strict=True):
-            if own not in (1, call):
+        for axis, carried, call in zip(("batch", "heads"), self.carries(), (batch, heads), strict=True):
+            if carried not in (1, call):
                 raise MaskError.about(
                     function,
                     "mask",
                     must=f"have {axis} 1 or {call}",
-                    got=f"{axis} {own} in {self!r}",
+                    got=f"{axis} {carried} in {self!r}",
                     then="Make the mask for this call's sizes.",
                 )
 
 
 class Combined(Mask):
-    """What a combination knows about its parts."""
+    """A combination of masks, whose properties follow from those of its parts."""
 
     symbol: ClassVar[str]
 
@@ -294,7 +316,7 @@ class Combined(Mask):
 
 
 class Both(Combined):
-    """What both masks allow; written ``left & right``."""
+    """A mask that allows what both masks allow; written ``left & right``."""
 
     fields = ("left", "right")
     symbol = "&"
@@ -312,7 +334,7 @@ class Both(Combined):
 
 
 class Either(Combined):
-    """What either mask allows; written ``left | right``."""
+    """A mask that allows what at least one of two masks allows; written ``left | right``."""
 
     fields = ("left", "right")
     symbol = "|"
@@ -330,7 +352,7 @@ class Either(Combined):
 
 
 class Not(Combined):
-    """What the mask forbids; written ``~part``."""
+    """A mask that allows what another mask forbids; written ``~part``."""
 
     fields = ("part",)
     symbol = "~"
@@ -347,7 +369,7 @@ class Not(Combined):
 
 
 def conjuncts(mask: Mask) -> list[Mask]:
-    """The masks that ``mask`` is made of by ``&``; itself alone where it is not."""
+    """The masks that ``mask`` combines by ``&``; ``[mask]`` if it is no such combination."""
     if isinstance(mask, Both):
         return [*conjuncts(mask.left), *conjuncts(mask.right)]
     return [mask]

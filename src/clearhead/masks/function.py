@@ -1,4 +1,4 @@
-"""A mask that is a user's function, and how a user's functions are called."""
+"""``MaskFunction``, a mask defined by a user's function, and the checked call of users' functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.arguments import seen
+from clearhead.arguments import repr_of
 from clearhead.closure import Bound
 from clearhead.errors import ClearheadError, MaskError, UnsupportedError
 from clearhead.masks.base import Mask
@@ -16,24 +16,26 @@ from clearhead.masks.intervals import Intervals
 from clearhead.masks.traced import traced_intervals
 from clearhead.torch_private import TorchDispatchMode, has_dispatch_mode, transforms, version_of
 
-__all__ = ["MaskFunction", "call_user_function", "function_name", "tile_seen"]
+__all__ = ["MaskFunction", "call_user_function", "function_name", "tile_text"]
 
 
 class MaskFunction(Bound, Mask):
-    """A user's predicate ``fn(batch, head, q_pos, k_pos) -> bool`` over index tensors that broadcast.
+    """A mask defined by a function ``fn(batch, head, q_pos, k_pos) -> bool`` over index tensors that broadcast.
 
     Args:
-        fn: called with int64 tensors shaped to broadcast, which it must not write into; must return bool of their
-            broadcast shape (or less).
+        fn: called with int64 tensors that broadcast against each other; must return bool of a shape that broadcasts to
+            theirs, and must not write into its arguments.
 
     Raises:
-        MaskError: during the call, names the function and the tile: it raised, or returned something else.
-        UnsupportedError: likewise: it wrote into its arguments, or drew random numbers on a CPU.
+        MaskError: during the attention call, if ``fn`` raises or returns something else; names ``fn`` and the tile.
+        UnsupportedError: during the attention call, if ``fn`` writes into its arguments or draws random numbers on a
+            CPU.
 
-    Cost: it is called on stand-ins first, on a CPU. What compares positions, their distance, or numbers looked up by
-    them, with ``& | ~``, in torch's elementwise operations, is told as runs of keys at a cost of ``q_len + k_len``, as
-    ``Causal`` or ``Documents`` are. Anything else is read for every place to find the empty tiles, and again for those
-    it neither empties nor fills; the CPU kernels read it once and keep a byte per place, up to 2**26 of them.
+    Cost: on a CPU, ``fn`` is traced first. A function that compares positions, their distance, or values looked up by
+    position, combined with ``& | ~`` in torch's elementwise operations, becomes intervals of keys at a cost of
+    ``q_len + k_len``, as ``Causal`` and ``Documents`` do. Any other function is evaluated at every place to find the
+    empty tiles, and a second time on tiles that are neither empty nor full; the CPU kernels evaluate it once and store
+    one byte per place, up to 2**26 of them.
 
     >>> MaskFunction(lambda batch, head, q_pos, k_pos: (q_pos + k_pos) % 2 == 0).dense(2, 2).int().tolist()
     [[1, 0], [0, 1]]
@@ -44,8 +46,8 @@ class MaskFunction(Bound, Mask):
 
     def __init__(self, fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
         if not callable(fn):
-            raise MaskError.about("MaskFunction", "fn", must="be callable", got=seen(fn), then="Pass a function.")
-        self.hold(fn)
+            raise MaskError.about("MaskFunction", "fn", must="be callable", got=repr_of(fn), then="Pass a function.")
+        self.set_function(fn)
 
     def placed(self, query_offset: int) -> MaskFunction:
         return self.bound()
@@ -59,7 +61,7 @@ class MaskFunction(Bound, Mask):
                 "MaskFunction",
                 "fn",
                 must=f"return bool that broadcasts to {tuple(shape)}",
-                got=f"{seen(allowed)} from {function_name(self.fn)} on {tile_seen(batch, head, q_pos, k_pos)}",
+                got=f"{repr_of(allowed)} from {function_name(self.fn)} on {tile_text(batch, head, q_pos, k_pos)}",
                 then="Combine comparisons of the arguments with & | ~.",
             )
         return allowed.reshape((1,) * (len(shape) - allowed.ndim) + allowed.shape)
@@ -73,7 +75,7 @@ class MaskFunction(Bound, Mask):
 
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
     padded = (1,) * (len(target) - len(shape)) + tuple(shape)
-    return len(padded) == len(target) and all(own in (1, size) for own, size in zip(padded, target, strict=True))
+    return len(padded) == len(target) and all(length in (1, size) for length, size in zip(padded, target, strict=True))
 
 
 def function_name(fn: Callable[..., Tensor]) -> str:
@@ -83,12 +85,18 @@ def function_name(fn: Callable[..., Tensor]) -> str:
 def call_user_function(
     function: str, fn: Callable[..., Tensor], error: type[ClearheadError], *arguments: Tensor
 ) -> Tensor:
-    """Call a user's function on what it may read but not write.
+    """Call a user's function and check that it returns a tensor, writes into no argument and draws no random numbers.
 
-    The last four arguments are index tensors. What it raises, what it returns that is no tensor, and what it writes
-    into its arguments is reported with its name and the tile it saw.
+    Args:
+        function: the public name that errors start with.
+        fn: the user's function.
+        error: the class of errors about what ``fn`` raises or returns.
+        *arguments: its arguments, of which the last four are index tensors.
+
+    Raises:
+        ClearheadError: a check failed; the text names ``fn`` and the tile.
     """
-    before, random = _stamps(arguments), _random_numbers(arguments[-1])
+    before, random = _stamps(arguments), _generator_state(arguments[-1])
     try:
         result = fn(*arguments)
     except Exception as failure:
@@ -96,7 +104,7 @@ def call_user_function(
             function,
             "fn",
             must="run on index tensors that broadcast",
-            got=f"{type(failure).__name__}: {failure} from {function_name(fn)} on {tile_seen(*arguments[-4:])}",
+            got=f"{type(failure).__name__}: {failure} from {function_name(fn)} on {tile_text(*arguments[-4:])}",
             then="Use tensor operations, and look tensors up by the indices, as in table[q_pos, k_pos]: "
             "a tile is a part of the call.",
         ) from failure
@@ -105,16 +113,16 @@ def call_user_function(
             function,
             "fn",
             must="leave its arguments as they are",
-            got=f"one that {function_name(fn)} wrote into on {tile_seen(*arguments[-4:])}",
+            got=f"one that {function_name(fn)} wrote into on {tile_text(*arguments[-4:])}",
             then="Return a new tensor: x + y for x += y, x.masked_fill for x.masked_fill_.",
         )
-    # Another thread may have drawn some: what the function does itself is seen in this one.
-    if random != _random_numbers(arguments[-1]) and _draws(fn, arguments):
+    # Another thread may have drawn them, so call the function a second time and record its operations.
+    if random != _generator_state(arguments[-1]) and _draws(fn, arguments):
         raise UnsupportedError.about(
             function,
             "fn",
-            must="draw no random numbers: a tile is asked several times, in backward again",
-            got=f"one of torch's generator that {function_name(fn)} drew on {tile_seen(*arguments[-4:])}",
+            must="draw no random numbers: it is called several times for a tile, in backward too",
+            got=f"a random number that {function_name(fn)} drew on {tile_text(*arguments[-4:])}",
             then="Draw before the call and look up by position, as in noise[q_pos, k_pos]; a module's dropout needs "
             "eval().",
         )
@@ -123,7 +131,7 @@ def call_user_function(
             function,
             "fn",
             must="return a tensor",
-            got=f"{type(result).__name__} from {function_name(fn)} on {tile_seen(*arguments[-4:])}",
+            got=f"{type(result).__name__} from {function_name(fn)} on {tile_text(*arguments[-4:])}",
             then="Return a tensor built from the arguments.",
         )
     device = arguments[-1].device
@@ -132,18 +140,18 @@ def call_user_function(
             function,
             "fn",
             must=f"return a plain tensor on {device}",
-            got=f"{str(result.layout)[6:]} on {result.device} from {function_name(fn)} on {tile_seen(*arguments[-4:])}",
+            got=f"{str(result.layout)[6:]} on {result.device} from {function_name(fn)} on {tile_text(*arguments[-4:])}",
             then="Move what it reads to the device of its arguments.",
         )
     return result
 
 
-def tile_seen(*indices: Tensor) -> str:
-    """The batch entries, heads, queries and keys that index tensors name, in words."""
+def tile_text(*indices: Tensor) -> str:
+    """The batch entries, heads, queries and keys of a tile, in words."""
     names = ("batch", "heads", "queries", "keys")
     try:
         return "the tile " + ", ".join(f"{name} {_span(index)}" for name, index in zip(names, indices, strict=True))
-    except RuntimeError:  # Under a transform or a trace their numbers cannot be read.
+    except RuntimeError:  # Under a transform or a trace their elements cannot be read.
         return f"a tile of queries {tuple(indices[2].shape)} and keys {tuple(indices[3].shape)}"
 
 
@@ -154,8 +162,8 @@ def _span(index: Tensor) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def _random_numbers(index: Tensor) -> bytes:
-    """What tells later whether random numbers were drawn on a CPU; nothing where there are none to tell it by."""
+def _generator_state(index: Tensor) -> bytes:
+    """The state of torch's CPU generator, to detect a draw; empty if it cannot be read here."""
     if torch.compiler.is_compiling() or not index.is_cpu:
         return b""
     if has_dispatch_mode() or transforms():
@@ -172,7 +180,7 @@ def _draws(fn: Callable[..., Tensor], arguments: tuple[Tensor, ...]) -> bool:
 
 
 class _Drawn(TorchDispatchMode):
-    """Notes whether an operation draws random numbers."""
+    """Records whether an operation draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -184,7 +192,7 @@ class _Drawn(TorchDispatchMode):
 
 
 def _stamps(tensors: tuple[Tensor, ...]) -> tuple[int | Tensor, ...]:
-    """What tells later whether a tensor was written into: its version, or a copy where torch counts none."""
+    """The version of each tensor, or a copy if torch counts no versions of it, to detect a write."""
     if torch.compiler.is_compiling():
         return ()
     return tuple(tensor.clone() if tensor.is_inference() else version_of(tensor) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Row intervals: for each query, the few runs of keys ``[start, stop)`` that it may attend to."""
+"""Row intervals: for each query, the few intervals of keys ``[start, stop)`` that it may attend to."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 __all__ = ["MAX_INTERVALS", "Intervals"]
 
-#: More runs per row than this are not worth keeping as integers: a kernel reads them in its inner loop.
+#: The largest number of intervals per row: a kernel reads all of them in its inner loop.
 MAX_INTERVALS: Final = 4
 
 
 @dataclass(frozen=True)
 class Intervals:
-    """Disjoint, ascending runs of keys per query; a run with ``stop <= start`` is empty.
+    """Disjoint, ascending intervals of keys per query; an interval with ``stop <= start`` is empty.
 
-    ``start`` and ``stop`` are int64 ``[batch | 1, heads | 1, q_len | 1, runs]``.
+    ``start`` and ``stop`` are int64 ``[batch | 1, heads | 1, q_len | 1, count]``.
     """
 
     start: Tensor
@@ -26,34 +26,34 @@ class Intervals:
 
     @classmethod
     def single(cls, start: Tensor, stop: Tensor, k_len: int) -> Intervals:
-        """One run per row, from tensors that broadcast to ``[batch, heads, q_len, 1]``."""
+        """One interval per row, from tensors that broadcast to ``[batch, heads, q_len, 1]``."""
         start, stop = torch.broadcast_tensors(start, stop)
         return cls(start.clamp(0, k_len), stop.clamp(0, k_len))
 
     @property
-    def runs(self) -> int:
+    def count(self) -> int:
         return self.start.shape[-1]
 
     def intersect(self, other: Intervals) -> Intervals | None:
-        """Keys in both; None when that would take more than ``MAX_INTERVALS`` runs."""
+        """Keys in both; None if that takes more than ``MAX_INTERVALS`` intervals."""
         start = torch.maximum(self.start[..., :, None], other.start[..., None, :]).flatten(-2)
         stop = torch.minimum(self.stop[..., :, None], other.stop[..., None, :]).flatten(-2)
         return Intervals(start, stop).bounded()
 
     def union(self, other: Intervals) -> Intervals | None:
-        """Keys in either, merged where runs overlap."""
+        """Keys in at least one of the two; overlapping intervals are merged."""
         shape = torch.broadcast_shapes(self.start.shape[:-1], other.start.shape[:-1])
-        start = torch.cat([part.start.expand(*shape, part.runs) for part in (self, other)], dim=-1)
-        stop = torch.cat([part.stop.expand(*shape, part.runs) for part in (self, other)], dim=-1)
+        start = torch.cat([part.start.expand(*shape, part.count) for part in (self, other)], dim=-1)
+        stop = torch.cat([part.stop.expand(*shape, part.count) for part in (self, other)], dim=-1)
         return Intervals(start, stop)._ordered().bounded()
 
     def complement(self, k_len: int) -> Intervals | None:
-        """Keys of ``[0, k_len)`` in none of the runs."""
+        """Keys of ``[0, k_len)`` in none of the intervals."""
         ordered = self._ordered()
-        edge = torch.zeros_like(ordered.start[..., :1])
-        # An empty run is parked at the far end by _ordered, where it bounds nothing.
-        gap_start = torch.cat([edge, ordered.stop.clamp(max=k_len)], dim=-1)
-        gap_stop = torch.cat([ordered.start.clamp(max=k_len), edge + k_len], dim=-1)
+        origin = torch.zeros_like(ordered.start[..., :1])
+        # _ordered moves empty intervals behind all keys, where they bound nothing.
+        gap_start = torch.cat([origin, ordered.stop.clamp(max=k_len)], dim=-1)
+        gap_stop = torch.cat([ordered.start.clamp(max=k_len), origin + k_len], dim=-1)
         return Intervals(gap_start, gap_stop).bounded()
 
     def _ordered(self) -> Intervals:
@@ -65,12 +65,12 @@ class Intervals:
         return Intervals(torch.maximum(start, reached), stop)
 
     def bounded(self) -> Intervals | None:
-        """The same rows in as few columns as they need, or None where that is too many."""
+        """The same intervals without columns that are empty in every row; None if too many remain."""
         used = (self.stop > self.start).flatten(0, -2).any(dim=0)
-        keep = [run for run, filled in enumerate(used.tolist()) if filled] or [0]
-        if len(keep) > MAX_INTERVALS:
+        columns = [column for column, filled in enumerate(used.tolist()) if filled] or [0]
+        if len(columns) > MAX_INTERVALS:
             return None
-        return Intervals(self.start[..., keep], self.stop[..., keep])
+        return Intervals(self.start[..., columns], self.stop[..., columns])
 
     def count_in_tiles(self, tile_starts: Tensor, tile_stops: Tensor) -> Tensor:
         """How many keys of each tile a row reaches: ``[batch | 1, heads | 1, q_len, tiles]``."""

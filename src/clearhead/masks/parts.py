@@ -1,4 +1,4 @@
-"""A mask taken apart by ``&``: a band around the diagonal, runs of keys, tables, and what is none of these."""
+"""The parts of a mask, combined by ``&``: a band around the diagonal, intervals of keys, tables, and other masks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from clearhead.masks.tables import Blocks, Dense
 from clearhead.shapes import Bool, Int
 from clearhead.torch_private import has_dispatch_mode, transforms
 
-__all__ = ["Parts", "band_of", "is_padding", "is_table", "parts_of", "take_apart"]
+__all__ = ["Parts", "band_of", "compute_parts", "is_padding", "is_table", "parts_of"]
 
-#: Places of a mask that are asked at once.
+#: Places at which a mask is evaluated at once.
 _STRIP: Final = 2**20
-#: Numbers of a mask that are compared sooner than worked on again.
+#: The largest tensor of a mask whose parts are cached: comparing its elements is faster than computing the parts.
 _FEW: Final = 2**16
 _CPU: Final = torch.device("cpu")
 _BANDS: Final = (Causal, Window)
@@ -31,53 +31,55 @@ _BANDS: Final = (Causal, Window)
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What must allow a key, all of it; None and nothing where there is no such part.
+    """The parts of a mask; a key is allowed if every part allows it. None or empty: there is no such part.
 
     Attributes:
-        before: keys from ``q_pos - before`` on.
-        after: keys up to ``q_pos + after``.
-        runs: runs of keys per query.
+        keys_before: keys from ``q_pos - keys_before`` on.
+        keys_after: keys up to ``q_pos + keys_after``.
+        intervals: intervals of keys per query.
         dense: a table of the call's queries and keys.
         blocks: a table of blocks.
-        rest: masks that can only be asked place by place.
-        k_len: keys of the call.
+        rest: masks that can only be evaluated place by place.
+        k_len: number of keys of the call.
     """
 
-    before: int | None = None
-    after: int | None = None
-    runs: Intervals | None = None
+    keys_before: int | None = None
+    keys_after: int | None = None
+    intervals: Intervals | None = None
     dense: Dense | None = None
     blocks: Blocks | None = None
     rest: tuple[Mask, ...] = ()
     k_len: int = 0
 
     @cached_property
-    def edges(self) -> tuple[Int[Tensor, "batch heads q_len runs"], Int[Tensor, "batch heads q_len runs"]]:
-        """Starts and stops of the runs as kernels read them: int32, contiguous, within the keys."""
-        assert self.runs is not None
-        # A run that intersection emptied may lie anywhere.
-        both = torch.broadcast_tensors(self.runs.start, self.runs.stop)
-        start, stop = (edge.clamp(0, self.k_len).to(torch.int32).contiguous() for edge in both)
+    def interval_bounds(
+        self,
+    ) -> tuple[Int[Tensor, "batch heads q_len intervals"], Int[Tensor, "batch heads q_len intervals"]]:
+        """Starts and stops of the intervals as kernels read them: int32, contiguous, clamped to ``[0, k_len]``."""
+        assert self.intervals is not None
+        # An interval that an intersection made empty may have any bounds.
+        both = torch.broadcast_tensors(self.intervals.start, self.intervals.stop)
+        start, stop = (bound.clamp(0, self.k_len).to(torch.int32).contiguous() for bound in both)
         return start, stop
 
     def with_table(self, table: Bool[Tensor, "batch heads q_len k_len"]) -> Parts:
-        """The same with ``table`` in place of ``dense`` and ``rest``, which it was made from."""
+        """The same parts with ``table`` in place of ``dense`` and ``rest``, from which it was computed."""
         other = replace(self, dense=Dense(table), rest=())
-        if (edges := self.__dict__.get("edges")) is not None:
-            other.__dict__["edges"] = edges
+        if (bounds := self.__dict__.get("interval_bounds")) is not None:
+            other.__dict__["interval_bounds"] = bounds
         return other
 
     def table(self, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Bool[Tensor, "batch heads q_len k_len"] | None:
-        """``dense`` and ``rest`` as one table, None where there are neither; axes of 1 where all are alike."""
+        """``dense`` and ``rest`` as one table, or None if there are neither; an axis is 1 if its entries are equal."""
         allowed = None if self.dense is None else self.dense.allowed
         for part in self.rest:
-            own = _asked(part, index)
-            allowed = own if allowed is None else allowed & own
+            table = _evaluated(part, index)
+            allowed = table if allowed is None else allowed & table
         return allowed
 
 
-def _asked(part: Mask, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Bool[Tensor, "batch heads q_len k_len"]:
-    """A mask place by place, some rows at a time: positions take eight times the answer's room."""
+def _evaluated(part: Mask, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Bool[Tensor, "batch heads q_len k_len"]:
+    """A mask evaluated at every place, a strip of rows at a time: int64 positions take 8 times the result's memory."""
     batch, head, q_pos, k_pos = index
     k_len = k_pos.shape[3]
     rows = max(1, _STRIP // max(1, batch.shape[0] * head.shape[1] * k_len))
@@ -89,18 +91,18 @@ def _asked(part: Mask, index: tuple[Tensor, Tensor, Tensor, Tensor]) -> Bool[Ten
     return whole[0] if len(whole) == 1 else torch.cat(whole, dim=2)
 
 
-def take_apart(
+def compute_parts(
     mask: Mask | None, size: tuple[int, int, int, int], query_offset: int, device: torch.device = _CPU
 ) -> Parts:
-    """The parts of a mask for a call of ``(batch, heads, q_len, k_len)``; ``device`` is where its tensors are.
+    """The parts of a mask for a call of ``(batch, heads, q_len, k_len)``; ``device`` is that of its tensors.
 
-    Cost: O(q_len) for masks whose rows are runs, nothing for bands and tables.
+    Cost: O(q_len) for masks whose rows are intervals, nothing for bands and tables.
     """
     if 0 in size:
-        # No query asks, or no key could be allowed.
+        # There is no query, or no key.
         return Parts(k_len=size[3])
     bands: list[Causal | Window] = []
-    runs: Intervals | None = None
+    intervals: Intervals | None = None
     tables: dict[type, Mask] = {}
     rest: list[Mask] = []
     index = None
@@ -112,31 +114,41 @@ def take_apart(
             tables[kind] = part
         else:
             index = index or index_tensors(*size, query_offset, device)
-            own = part.intervals(index[0], index[1], index[2], size[3])
-            both = own if own is None or runs is None else runs.intersect(own)
+            part_intervals = part.intervals(index[0], index[1], index[2], size[3])
+            both = (
+                part_intervals if part_intervals is None or intervals is None else intervals.intersect(part_intervals)
+            )
             if both is None:
                 rest.append(part)
             else:
-                runs = both
-    before, after = _reach_of(bands)
+                intervals = both
+    keys_before, keys_after = _reach_of(bands)
     dense, blocks = tables.get(Dense), tables.get(Blocks)
     assert dense is None or isinstance(dense, Dense)
     assert blocks is None or isinstance(blocks, Blocks)
-    return Parts(before=before, after=after, runs=runs, dense=dense, blocks=blocks, rest=tuple(rest), k_len=size[3])
+    return Parts(
+        keys_before=keys_before,
+        keys_after=keys_after,
+        intervals=intervals,
+        dense=dense,
+        blocks=blocks,
+        rest=tuple(rest),
+        k_len=size[3],
+    )
 
 
 def _reach_of(bands: Sequence[Causal | Window]) -> tuple[int | None, int | None]:
-    """How far back and ahead all of these let a query see; None for as far as there are keys."""
-    before = [part.before for part in bands if isinstance(part, Window)]
-    after = [part.after if isinstance(part, Window) else 0 for part in bands]
+    """How many keys before and after its position a query may attend to under all of these bands; None: no limit."""
+    keys_before = [part.before for part in bands if isinstance(part, Window)]
+    keys_after = [part.after if isinstance(part, Window) else 0 for part in bands]
     # The compiler traces no min with a default.
-    return min(before) if before else None, min(after) if after else None
+    return min(keys_before) if keys_before else None, min(keys_after) if keys_after else None
 
 
 def band_of(mask: Mask) -> tuple[int | None, int | None] | None:
-    """How far back and ahead a mask lets a query see that is a band and nothing else; None of any other.
+    """How many keys before and after its position a query may attend to, if the mask is a band; None for other masks.
 
-    Such a mask says the same wherever a call's first query stands, and two that reach as far are one.
+    A band does not depend on the position of the first query, and two bands of equal reach are the same mask.
 
     >>> band_of(Causal() & Window(3, after=1)), band_of(Causal())
     ((3, 0), (None, 0))
@@ -147,7 +159,7 @@ def band_of(mask: Mask) -> tuple[int | None, int | None] | None:
 
 
 def is_padding(mask: Mask) -> bool:
-    """Whether it says which keys are real, one run of each sequence, and nothing else.
+    """Whether the mask is ``Padding`` or ``~Padding`` and nothing else.
 
     >>> is_padding(Padding([3, 2])), is_padding(~Padding([0, 1])), is_padding(Causal())
     (True, True, False)
@@ -161,48 +173,47 @@ def is_table(mask: Mask) -> bool:
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What a mask came to in its last call, and the numbers that it held then."""
+class _CachedParts:
+    """The parts of a mask in its last call, and copies of its tensors at that time."""
 
     call: tuple[tuple[int, int, int, int], int]
-    numbers: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
     others: list[object]
     parts: Parts
 
 
-_KNOWN: Final[WeakKeyDictionary[Mask, _Known]] = WeakKeyDictionary()
+_CACHE: Final[WeakKeyDictionary[Mask, _CachedParts]] = WeakKeyDictionary()
 
 
 def parts_of(
     mask: Mask | None, size: tuple[int, int, int, int], query_offset: int, device: torch.device = _CPU
 ) -> Parts:
-    """``take_apart``, remembered for a mask that the layers of a model share, while its numbers and the call's sizes
-    stay as they are."""
+    """``compute_parts``, cached for a mask that several layers share while its tensors and the sizes are equal."""
     tensors = () if mask is None else tuple(mask.tensors())
     if mask is None or not tensors or not all(map(_is_small_and_plain, tensors)):
-        return take_apart(mask, size, query_offset, device)
-    known, others = _KNOWN.get(mask), _other_fields(mask)
-    # Somebody may have written into a mask's tensors since, or set its fields.
-    same = known is not None and known.call == (size, query_offset) and known.others == others
-    if known is not None and same and all(map(torch.equal, known.numbers, tensors)):
-        return known.parts
-    parts = take_apart(mask, size, query_offset, device)
-    # Tables are read where they lie, and what a function closes over may be another number next time.
-    by_runs = parts.runs is not None and parts.dense is None and parts.blocks is None and not parts.rest
-    if by_runs and all(isinstance(field, (int, float, str, type)) for field in others):
-        _KNOWN[mask] = _Known((size, query_offset), tuple(tensor.clone() for tensor in tensors), others, parts)
+        return compute_parts(mask, size, query_offset, device)
+    cached, others = _CACHE.get(mask), _other_fields(mask)
+    # The mask's tensors may have been written to since, and its fields set.
+    same = cached is not None and cached.call == (size, query_offset) and cached.others == others
+    if cached is not None and same and all(map(torch.equal, cached.tensors, tensors)):
+        return cached.parts
+    parts = compute_parts(mask, size, query_offset, device)
+    # A table needs no computation; the variables that a function closes over may change between calls.
+    by_intervals = parts.intervals is not None and parts.dense is None and parts.blocks is None and not parts.rest
+    if by_intervals and all(isinstance(field, (int, float, str, type)) for field in others):
+        _CACHE[mask] = _CachedParts((size, query_offset), tuple(tensor.clone() for tensor in tensors), others, parts)
     return parts
 
 
 def _other_fields(mask: Mask) -> list[object]:
-    """What a mask and the masks within it hold beside tensors, each behind its kind."""
-    found: list[object] = [type(mask)]
+    """The classes of a mask and of the masks within it, each followed by its fields that are no tensors."""
+    fields: list[object] = [type(mask)]
     for value in (getattr(mask, name) for name in mask.fields):
         if isinstance(value, Mask):
-            found += _other_fields(value)
+            fields += _other_fields(value)
         elif not isinstance(value, Tensor):
-            found.append(value)
-    return found
+            fields.append(value)
+    return fields
 
 
 def _is_small_and_plain(tensor: Tensor) -> bool:

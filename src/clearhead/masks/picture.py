@@ -1,4 +1,4 @@
-"""Booleans as a small picture in text."""
+"""A boolean matrix drawn as text."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from clearhead.shapes import Bool
 
 __all__ = ["LARGEST", "SIDE", "draw"]
 
-#: Positions drawn of a mask that has no size of its own.
+#: Number of queries and keys drawn by default.
 SIDE: Final = 8
-#: Queries, and keys, that are drawn at most.
+#: Largest number of queries and of keys that are drawn.
 LARGEST: Final = 24
 
 
 def draw(allowed: Bool[Tensor, "q_len k_len"], size: tuple[int, int] | None = None) -> str:
-    """One line per query, ``■`` where it may attend, ``·`` where not; of a large picture the first corner, which is all
-    that has to be given where ``size`` says how many queries and keys there are.
+    """One line per query, ``■`` where it may attend, ``·`` where not; at most ``LARGEST`` queries and keys are drawn.
+
+    Args:
+        allowed: the matrix, or its first ``LARGEST`` rows and columns.
+        size: number of queries and keys of the whole matrix; by default the shape of ``allowed``.
 
     >>> import torch
     >>> print(draw(torch.tensor([[True, False], [True, True]])))

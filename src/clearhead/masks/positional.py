@@ -1,4 +1,4 @@
-"""Masks of positions alone: causal, windows, prefixes, global tokens, strides."""
+"""Masks that depend on positions alone: causal, window, prefix, global tokens, stride."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Causal", "Global", "Prefix", "Strided", "Window"]
 
 
 class Causal(Mask):
-    """Each query sees its own position and those before: ``k_pos <= q_pos``.
+    """Each query attends to its own position and those before it: ``k_pos <= q_pos``.
 
     >>> print(Causal())
     Causal()
@@ -38,11 +38,14 @@ class Causal(Mask):
 
 
 class Window(Mask):
-    """Keys from ``q_pos - before`` to ``q_pos + after``, both ends included.
+    """Each query attends to the keys from ``q_pos - before`` to ``q_pos + after``, both included.
 
     Args:
-        before: how many positions back, 0 or more.
-        after: how many positions ahead, 0 or more.
+        before: number of positions before the query's, 0 or more.
+        after: number of positions after the query's, 0 or more.
+
+    Raises:
+        ShapeError: ``before`` or ``after`` is not a whole number of at least 0.
 
     >>> Window(1).dense(3, 3).int().tolist()
     [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
@@ -64,10 +67,16 @@ class Window(Mask):
 
 
 class Prefix(Mask):
-    """Every query sees the first ``length`` keys; ``Causal() | Prefix(n)`` is a prefix language model.
+    """Every query attends to the first ``length`` keys; ``Causal() | Prefix(n)`` is the mask of a prefix LM.
 
     Args:
         length: number of keys, 0 or more.
+
+    Raises:
+        ShapeError: ``length`` is not a whole number of at least 0.
+
+    >>> Prefix(2).dense(2, 3).int().tolist()
+    [[1, 1, 0], [1, 1, 0]]
     """
 
     fields = ("length",)
@@ -84,10 +93,18 @@ class Prefix(Mask):
 
 
 class Global(Mask):
-    """The first ``num_tokens`` positions attend everywhere and are attended by all (Longformer, BigBird).
+    """The first ``num_tokens`` positions attend to every key, and every query attends to them.
 
     Args:
-        num_tokens: how many, 0 or more.
+        num_tokens: number of global positions, 0 or more.
+
+    Raises:
+        ShapeError: ``num_tokens`` is not a whole number of at least 0.
+
+    Paper: Beltagy et al. 2020, "Longformer", section 3.1.
+
+    >>> Global(1).dense(3, 3).int().tolist()
+    [[1, 1, 1], [1, 0, 0], [1, 0, 0]]
     """
 
     fields = ("num_tokens",)
@@ -105,11 +122,18 @@ class Global(Mask):
 
 
 class Strided(Mask):
-    """Every ``stride``-th key, counted from the query's own: ``(q_pos - k_pos) % stride == 0``
-    (Sparse Transformers, Child et al. 2019, section 4.2).
+    """Each query attends to every ``stride``-th key, counted from its own position: ``(q_pos - k_pos) % stride == 0``.
 
     Args:
-        stride: 1 or more.
+        stride: distance between two keys, 1 or more.
+
+    Raises:
+        ShapeError: ``stride`` is not a whole number of at least 1.
+
+    Paper: Child et al. 2019, "Generating long sequences with sparse transformers", section 4.2.
+
+    >>> Strided(2).dense(3, 3).int().tolist()
+    [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
     """
 
     fields = ("stride",)

@@ -1,4 +1,4 @@
-"""Masks of sequences with lengths: padding to the right, and documents packed one after the other."""
+"""Masks of sequences of different lengths: padding on the right, and documents packed one after the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from clearhead.arguments import seen, tensor_of
+from clearhead.arguments import repr_of, tensor_of
 from clearhead.errors import MaskError, ShapeError
 from clearhead.masks.base import Carrying
 from clearhead.masks.intervals import Intervals
@@ -18,13 +18,13 @@ __all__ = ["Documents", "Padding"]
 
 
 class Padding(Carrying):
-    """Each sequence's keys end at its length: ``k_pos < lengths[batch]``.
+    """Queries attend to real tokens alone, those before each sequence's length: ``k_pos < lengths[batch]``.
 
     Args:
-        lengths: int ``[batch]``, the number of real tokens of each sequence, padding to the right.
+        lengths: int ``[batch]``, the number of real tokens of each sequence; padding is on the right.
 
     Raises:
-        ShapeError: lengths is not one axis of whole numbers, or holds a negative one.
+        ShapeError: ``lengths`` is not one axis of whole numbers, or one of them is negative.
 
     >>> Padding([1, 2]).dense(1, 2).tolist()
     [[[[True, False]]], [[[True, True]]]]
@@ -37,10 +37,24 @@ class Padding(Carrying):
 
     @classmethod
     def from_tokens(cls, real: Bool[Tensor, "batch len"]) -> Padding:
-        """From booleans that say which tokens are real; they must come before all padding."""
+        """The mask of padded sequences, from booleans that mark real tokens.
+
+        Args:
+            real: bool ``[batch, len]``, True for a real token; in each row real tokens come before padding.
+
+        Raises:
+            MaskError: ``real`` is not bool ``[batch, len]``, or padding comes before a real token.
+
+        >>> Padding.from_tokens(torch.tensor([[True, True], [True, False]]))
+        Padding(lengths=[2, 1])
+        """
         if not isinstance(real, Tensor) or real.ndim != 2 or real.is_floating_point():
             raise MaskError.about(
-                "Padding.from_tokens", "real", must="be bool [batch, len]", got=seen(real), then="Pass tokens != pad."
+                "Padding.from_tokens",
+                "real",
+                must="be bool [batch, len]",
+                got=repr_of(real),
+                then="Pass tokens != pad.",
             )
         real = real != 0
         if not bool((real[:, :-1] >= real[:, 1:]).all()):
@@ -82,15 +96,15 @@ class Padding(Carrying):
 
 
 class Documents(Carrying):
-    """Tokens attend within their own document of a packed sequence: ``ids[q_pos] == ids[k_pos]``.
+    """Tokens of packed documents attend within their own document: ``ids[q_pos] == ids[k_pos]``.
 
     Args:
-        lengths: int ``[documents]``: how long each document is, one after the other; or
-        ids: int ``[len]`` or ``[batch, len]``: which document each token is of. A negative id is padding:
-            it attends to nothing and nothing attends to it.
+        lengths: int ``[documents]``, the length of each document, in order. Pass either ``lengths`` or ``ids``.
+        ids: int ``[len]`` or ``[batch, len]``, the document of each token. A token with a negative id is padding: it
+            attends to nothing and nothing attends to it.
 
     Raises:
-        ShapeError: both or neither are given, or the numbers do not fit.
+        ShapeError: both or neither are given, or one has a wrong shape or dtype.
 
     >>> Documents(lengths=[2, 1]).dense(3, 3).int().tolist()
     [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
@@ -114,12 +128,12 @@ class Documents(Carrying):
                 then="Pass Documents(lengths=[5, 3]).",
             )
         if lengths is not None:
-            counts = _with_numbers("lengths", _counts("Documents", "lengths", lengths))
-            numbers = torch.arange(counts.shape[0], device=counts.device)
-            self.ids = torch.repeat_interleave(numbers, counts)[None]
+            counts = _with_elements("lengths", _counts("Documents", "lengths", lengths))
+            document_ids = torch.arange(counts.shape[0], device=counts.device)
+            self.ids = torch.repeat_interleave(document_ids, counts)[None]
             self.contiguous = True
         else:
-            self.ids = _with_numbers("ids", _document_ids(ids))
+            self.ids = _with_elements("ids", _document_ids(ids))
             self.contiguous = _contiguous(self.ids)
 
     def carries(self) -> tuple[int, int]:
@@ -130,8 +144,8 @@ class Documents(Carrying):
 
     def allows(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         row = batch if self.ids.shape[0] > 1 else batch * 0
-        own, other = self.ids[row, q_pos], self.ids[row, k_pos]
-        return (own == other) & (own >= 0)
+        query_id, key_id = self.ids[row, q_pos], self.ids[row, k_pos]
+        return (query_id == key_id) & (query_id >= 0)
 
     def intervals(self, batch: Tensor, head: Tensor, q_pos: Tensor, k_len: int) -> Intervals | None:
         if not self.contiguous:
@@ -141,13 +155,13 @@ class Documents(Carrying):
         return Intervals.single(start[row, q_pos], stop[row, q_pos], k_len)
 
     def bounds(self) -> tuple[Int[Tensor, "batch len"], Int[Tensor, "batch len"]]:
-        """For each token, where its document starts and stops; an empty run for padding."""
+        """Start and stop of each token's document; an empty interval for padding."""
         total = self.ids.shape[1]
         place = torch.arange(total, device=self.ids.device).expand_as(self.ids)
         changes = self.ids[:, 1:] != self.ids[:, :-1]
-        edge = torch.ones_like(self.ids[:, :1], dtype=torch.bool)
-        start = torch.where(torch.cat([edge, changes], dim=1), place, 0).cummax(dim=1).values
-        last = torch.where(torch.cat([changes, edge], dim=1), place + 1, total)
+        boundary = torch.ones_like(self.ids[:, :1], dtype=torch.bool)
+        start = torch.where(torch.cat([boundary, changes], dim=1), place, 0).cummax(dim=1).values
+        last = torch.where(torch.cat([changes, boundary], dim=1), place + 1, total)
         stop = last.flip(1).cummin(dim=1).values.flip(1)
         return start, torch.where(self.ids >= 0, stop, start)
 
@@ -172,20 +186,20 @@ def _document_ids(ids: Tensor | None) -> Tensor:
             "Documents",
             "ids",
             must="be whole numbers [len] or [batch, len]",
-            got=seen(ids),
-            then="One id a token.",
+            got=repr_of(ids),
+            then="Give one id per token.",
         )
-    # A copy: whoever writes into the ids that were given would make documents of several runs.
+    # A copy: a later write into the caller's tensor could split a document, and ``contiguous`` would be wrong.
     return (tensor if tensor.ndim == 2 else tensor[None]).to(torch.int64, copy=True)
 
 
-def _with_numbers(argument: str, tensor: Tensor) -> Tensor:
-    """Documents are told from numbers, which a tensor without storage does not have."""
+def _with_elements(argument: str, tensor: Tensor) -> Tensor:
+    """Raise ``ShapeError`` for a meta tensor, which has no elements to read documents from."""
     if tensor.is_meta:
         raise ShapeError.about(
             "Documents",
             argument,
-            must="hold numbers",
+            must="have elements",
             got=f"a meta tensor of shape {tuple(tensor.shape)}",
             then="Make the mask elsewhere and move it with .to(device).",
         )
@@ -193,11 +207,11 @@ def _with_numbers(argument: str, tensor: Tensor) -> Tensor:
 
 
 def _contiguous(ids: Tensor) -> bool:
-    """Whether every document is one run of tokens. Padding may lie anywhere."""
+    """Whether every document is one interval of tokens. Padding may be anywhere."""
     for row in ids:
-        runs = torch.unique_consecutive(row)
-        runs = runs[runs >= 0]
-        if runs.numel() != torch.unique(runs).numel():
+        pieces = torch.unique_consecutive(row)
+        pieces = pieces[pieces >= 0]
+        if pieces.numel() != torch.unique(pieces).numel():
             return False
     return True
 
@@ -208,10 +222,10 @@ def _counts(function: str, argument: str, value: Sequence[int] | Tensor) -> Tens
         tensor = tensor.to(torch.int64)
     if tensor is None or tensor.ndim != 1 or not _are_whole(tensor):
         raise ShapeError.about(
-            function, argument, must="be one axis of whole numbers", got=seen(value), then="Pass e.g. [5, 3]."
+            function, argument, must="be one axis of whole numbers", got=repr_of(value), then="Pass e.g. [5, 3]."
         )
     tensor = tensor.to(torch.int64)
-    # Reading values back from an accelerator, or while tracing, would stop the work to look at them.
+    # Reading elements would synchronise with an accelerator, and break a graph while tracing.
     if tensor.device.type == "cpu" and not torch.compiler.is_compiling() and bool((tensor < 0).any()):
         raise ShapeError.about(
             function, argument, must="not be negative", got=str(int(tensor.min())), then="Count real tokens."

@@ -1,4 +1,4 @@
-"""Masks that are given: a table of blocks, or every place."""
+"""Masks given as a table: of blocks, or of single places."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from clearhead.arguments import seen, tensor_of, whole
+from clearhead.arguments import repr_of, tensor_of, whole
 from clearhead.errors import MaskError
 from clearhead.masks.base import Carrying
 from clearhead.shapes import Bool
@@ -16,11 +16,19 @@ __all__ = ["Blocks", "Dense"]
 
 
 class Blocks(Carrying):
-    """Whole blocks by a table: ``table[q_pos // size, k_pos // size]``.
+    """A mask of square blocks, given by a table: ``table[q_pos // size, k_pos // size]``.
 
     Args:
-        table: bool ``[q_blocks, k_blocks]``, ``[heads, ...]`` or ``[batch, heads, ...]``.
+        table: bool ``[q_blocks, k_blocks]``, ``[heads, q_blocks, k_blocks]`` or ``[batch, heads, q_blocks, k_blocks]``;
+            ``True`` means may attend.
         size: positions per block, 1 or more.
+
+    Raises:
+        MaskError: ``table`` is not bool with 2 to 4 axes.
+        ShapeError: ``size`` is not a whole number of at least 1.
+
+    >>> Blocks(torch.tensor([[True, False], [True, True]]), size=2).dense(4, 4).int().tolist()
+    [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
     """
 
     fields: ClassVar[tuple[str, ...]] = ("table", "size")
@@ -53,11 +61,17 @@ class Blocks(Carrying):
 
 
 class Dense(Carrying):
-    """Any pattern, given as booleans: one row per query of the call, one column per key.
+    """A mask given as a boolean tensor: one row per query of the call, one column per key.
 
     Args:
         allowed: bool ``[q_len, k_len]``, ``[heads, q_len, k_len]`` or ``[batch, heads, q_len, k_len]``;
-            any axis may be 1. ``True`` means may attend; torch's ``nn.MultiheadAttention`` means the opposite.
+            any axis may be 1. ``True`` means may attend; in torch's ``nn.MultiheadAttention`` it means the opposite.
+
+    Raises:
+        MaskError: ``allowed`` is not bool with 2 to 4 axes; during the call, its shape does not fit.
+
+    >>> Dense(torch.tensor([[True, False], [True, True]])).dense(2, 2).int().tolist()
+    [[1, 0], [1, 1]]
     """
 
     fields = ("allowed", "first")
@@ -101,13 +115,13 @@ def _four_axes(function: str, argument: str, value: Tensor) -> Tensor:
             function,
             argument,
             must="be bool with 2 to 4 axes",
-            got=seen(value if tensor is None else tensor),
+            got=repr_of(value if tensor is None else tensor),
             then="True means may attend; add a float bias with ch.DenseBias.",
         )
     return tensor.reshape((1,) * (4 - tensor.ndim) + tensor.shape)
 
 
 def _look_up(table: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """``table[batch, head, row, column]`` where an axis of 1 stands for every index."""
+    """``table[batch, head, row, column]``; an axis of size 1 broadcasts."""
     index = [at if size > 1 else at * 0 for at, size in zip((batch, head, row, column), table.shape, strict=True)]
     return table[index[0], index[1], index[2], index[3]]

@@ -1,4 +1,4 @@
-"""Tile maps: which square tiles of the scores are empty, partial or full under a mask, without T x T."""
+"""Tile maps: which tiles of the scores are empty, partial or full under a mask, without a tensor T x T."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ def tile_map(
 
     Args:
         mask: a mask placed for the call.
-        indices: batch, head, q_pos and k_pos, as ``Problem.indices`` gives them.
+        indices: batch, head, q_pos and k_pos, as returned by ``Problem.indices``.
         q_tile: queries per tile.
         k_tile: keys per tile.
-        whole: the keys are positions 0 to ``k_len - 1``, so row intervals, which count from 0, can be used.
+        whole: whether the keys are positions 0 to ``k_len - 1``, so that row intervals can be used.
 
     Returns:
-        int8 ``[batch | 1, heads | 1, ceil(q_len / q_tile), ceil(k_len / k_tile)]``; an axis is 1 where all are alike.
+        int8 ``[batch | 1, heads | 1, ceil(q_len / q_tile), ceil(k_len / k_tile)]``; an axis is 1 if all its entries are
+        equal.
 
-    Cost: with row intervals ``q_len * k_tiles`` time; otherwise the predicate is read in strips of
-    ``q_tile`` queries, ``q_len * k_len`` time and ``q_tile * k_len`` memory.
+    Cost: with row intervals ``q_len * k_tiles`` time; otherwise the predicate is evaluated in strips of ``q_tile``
+    queries, which takes ``q_len * k_len`` time and ``q_tile * k_len`` memory.
     """
     batch, head, q_pos, k_pos = indices
     k_len = k_pos.shape[-1]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clearhead.cache import KVCache, room_behind
+from clearhead.cache import KVCache, reserve
 from clearhead.projection import are_plain
 from clearhead.shapes import Float
 
@@ -48,7 +48,7 @@ def cache_view(
         return None
     if memory is None:
         # Under autocast, say, the cache's memory is made of another dtype.
-        buffers = room_behind(cache, x, kv_heads, head_dim, may_make=are_plain)
+        buffers = reserve(cache, x, kv_heads, head_dim, may_make=are_plain)
         return None if buffers is None else CacheView(*buffers, cache.length, grows=True)
     key, value = cache.key, cache.value
     if key is None or value is None or key.shape != (x.shape[0], kv_heads, memory.shape[-2], head_dim):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from clearhead.arguments import dense, seen, whole
+from clearhead.arguments import dense, repr_of, whole
 from clearhead.errors import ShapeError, UnsupportedError
 
 __all__ = ["check_tokens", "compile_each", "converts", "depth", "positive", "sources_of"]
@@ -31,7 +31,7 @@ def compile_each(function: str, blocks: Iterable[nn.Module], backend: object) ->
             function,
             "backend",
             must="be one of torch.compiler.list_backends(), or a function",
-            got=seen(backend),
+            got=repr_of(backend),
             then="The usual one is 'inductor'.",
         )
     for block in blocks:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clearhead.backends import native
-from clearhead.choices import SMALL, attention_path, named
+from clearhead.choices import SMALL, attention_path, overrides
 from clearhead.dispatch import choose
 from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
@@ -205,7 +205,7 @@ def of_parts(
 
 def _may_fuse(tokens: Tokens) -> bool:
     """Whether no compiler runs, no global module hook is set, and the tokens are a batch."""
-    if named().fused is False:
+    if overrides().fused is False:
         return False
     if torch.compiler.is_compiling() or modules_are_hooked():
         return False

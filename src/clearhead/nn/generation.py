@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from clearhead.arguments import FARTHEST, number, seed_of, seen, whole, whole_number
+from clearhead.arguments import FARTHEST, number, repr_of, seed_of, whole, whole_number
 from clearhead.errors import ShapeError
 from clearhead.nn.embedding import check_ids, widened
 from clearhead.shapes import Float, Int
@@ -102,7 +102,7 @@ def as_token(function: str, argument: str, token: object) -> int:
     number = whole_number(token)
     if number is None or not -FARTHEST <= number <= FARTHEST:
         raise ShapeError.about(
-            function, argument, must="be a token id, a whole number", got=seen(token), then="Pass an int."
+            function, argument, must="be a token id, a whole number", got=repr_of(token), then="Pass an int."
         )
     return number
 

@@ -16,7 +16,7 @@ from clearhead.masks import Mask
 from clearhead.nn.norm import normed_by_torch
 from clearhead.nn.spec import LayerParts, Projections
 from clearhead.ops.dropout import LEVELS, dropped
-from clearhead.positions import Rotary, turned_by_token
+from clearhead.positions import Rotary, rotated_by_token
 from clearhead.projection import ACTIVATIONS, project
 from clearhead.scores import ScoreRule
 from clearhead.shapes import Float
@@ -67,7 +67,7 @@ def run_attention(
         query, key = projections.rotary.rotate(query, attended.query_offset), projections.rotary.rotate(key)
     elif projections.rotary is not None:
         assert angles is not None
-        query, key = turned_by_token(query, angles), turned_by_token(key, angles)
+        query, key = rotated_by_token(query, angles), rotated_by_token(key, angles)
     output = attention(
         query,
         key,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clearhead.arguments import seen
+from clearhead.arguments import repr_of
 from clearhead.errors import UnsupportedError
 from clearhead.nn.generation import evaluating
 from clearhead.observe.layers import Layers, check_model
@@ -58,7 +58,7 @@ def head_effects(
             "head_effects",
             "measure",
             must="be a function of what the model returns",
-            got=seen(measure),
+            got=repr_of(measure),
             then="Pass one that gives a number.",
         )
     with evaluating(model):
@@ -88,7 +88,7 @@ def _measured(value: object) -> float:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError, OverflowError) as failure:
         raise UnsupportedError.about(
-            "head_effects", "measure", must="return a number", got=seen(value), then="Reduce it: output.mean()."
+            "head_effects", "measure", must="return a number", got=repr_of(value), then="Reduce it: output.mean()."
         ) from failure
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clearhead.arguments import seen, whole_number
+from clearhead.arguments import repr_of, whole_number
 from clearhead.errors import ClearheadError, ShapeError, UnsupportedError
 from clearhead.nn.attention import MultiHeadAttention
 from clearhead.observe.trace import trace
@@ -58,7 +58,7 @@ def find_layer(function: str, model: nn.Module, layer: int | str | None) -> str:
     if place is not None and 0 <= place < len(names):
         return names[place]
     listed = ", ".join(f"{place} ({name})" if name else str(place) for place, name in enumerate(names))
-    raise ShapeError.about(function, "layer", must=f"be one of {listed}", got=seen(layer), then="Pass its number.")
+    raise ShapeError.about(function, "layer", must=f"be one of {listed}", got=repr_of(layer), then="Pass its number.")
 
 
 def capture(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clearhead.arguments import seen, several, texts_of, whole_number
+from clearhead.arguments import repr_of, several, texts_of, whole_number
 from clearhead.dispatch import choose
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.masks import Mask
@@ -81,7 +81,11 @@ def explain(
     if isinstance(subject, Tensor):
         if layer is not None:
             raise UnsupportedError.about(
-                "explain", "layer", must="be left out for tensors", got=seen(layer), then="Pass a model to choose one."
+                "explain",
+                "layer",
+                must="be left out for tensors",
+                got=repr_of(layer),
+                then="Pass a model to choose one.",
             )
         options = {"mask": mask, "scores": scores, "scale": scale, "query_offset": query_offset}
         ran, name = _from_tensors((subject, *inputs), options, backend), None
@@ -130,7 +134,11 @@ def _from_module(
     if isinstance(model, MultiHeadAttention):
         if layer is not None and whole_number(layer) != 0:
             raise ShapeError.about(
-                "explain", "layer", must="be left out for one attention module", got=seen(layer), then="Pass a model."
+                "explain",
+                "layer",
+                must="be left out for one attention module",
+                got=repr_of(layer),
+                then="Pass a model.",
             )
         return _subject(capture(model, model, inputs, given)), None
     name = find_layer("explain", model, layer)
@@ -234,7 +242,9 @@ def find_token(function: str, texts: Sequence[str], token: int | str) -> int:
         return place
     shown = ", ".join(f"{place} {text!r}" if text != str(place) else text for place, text in enumerate(texts[:40]))
     more = "" if len(texts) <= 40 else f", up to {len(texts) - 1}"
-    raise ShapeError.about(function, "token", must=f"be one of {shown}{more}", got=seen(token), then="Pass its index.")
+    raise ShapeError.about(
+        function, "token", must=f"be one of {shown}{more}", got=repr_of(token), then="Pass its index."
+    )
 
 
 def _in_range(name: str, value: int, count: int) -> int:
@@ -244,7 +254,7 @@ def _in_range(name: str, value: int, count: int) -> int:
             "explain",
             name,
             must=f"be a whole number from 0 to {count - 1}",
-            got=seen(value),
+            got=repr_of(value),
             then=f"There {'is one' if count == 1 else f'are {count}'}, counted from 0.",
         )
     return found

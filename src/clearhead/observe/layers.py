@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from clearhead.arguments import one_of, seen, several, whole_number
+from clearhead.arguments import one_of, repr_of, several, whole_number
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.nn.attention import MultiHeadAttention
 from clearhead.torch_private import WRAPPED_MODULE, is_compiled_module
@@ -96,7 +96,7 @@ def meant(function: str, existing: Sequence[str], chosen: Sequence[str], layers:
         own = set(_named(existing, layer)) & set(chosen)
         if not own:
             listed = _listed(existing, chosen)
-            must, got = f"be one of {listed}", seen(layer)
+            must, got = f"be one of {listed}", repr_of(layer)
             raise ShapeError.about(function, "layers", must=must, got=got, then="Pass numbers, names or globs.")
         found |= own
     return [name for name in chosen if name in found]
@@ -122,7 +122,7 @@ def whole_numbers(
     for value in several(given):
         number = whole_number(value)
         if number is None:
-            raise ShapeError.about(function, argument, must="be whole numbers", got=seen(value), then=then)
+            raise ShapeError.about(function, argument, must="be whole numbers", got=repr_of(value), then=then)
         found.append(number)
     return tuple(found)
 
@@ -174,7 +174,7 @@ def places(function: str, argument: str, chosen: object, count: int, then: str) 
     for given in several(chosen):
         place = whole_number(given)
         if place is None or not 0 <= place < count:
-            raise ShapeError.about(function, argument, must=f"lie from 0 to {count - 1}", got=seen(given), then=then)
+            raise ShapeError.about(function, argument, must=f"lie from 0 to {count - 1}", got=repr_of(given), then=then)
         found.append(place)
     return tuple(found)
 
@@ -211,7 +211,7 @@ class Kept(Mapping[str, Record], Generic[Record]):
         if not kept:
             known = _listed(self._existing, list(self)) or "none"
             why = "was not called" if len(found) == 1 and found[0] in self._records else "was not watched"
-            got = f"{seen(layer)}, which {why if found else 'does not exist'}"
+            got = f"{repr_of(layer)}, which {why if found else 'does not exist'}"
             must, then = f"be one of {known}", "Choose one of them."
             raise _NotSeen.about(self._function, "layer", must=must, got=got, then=then)
         return kept

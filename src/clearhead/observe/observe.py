@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from clearhead.arguments import flag, seen, several, whole_number
+from clearhead.arguments import flag, repr_of, several, whole_number
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.observe.layers import (
     Kept,
@@ -264,7 +264,7 @@ def _positions(argument: str, chosen: int | Sequence[int] | Tensor | None) -> tu
                 _FUNCTION,
                 argument,
                 must="be positions, whole numbers of at least 0",
-                got=seen(given),
+                got=repr_of(given),
                 then="They count from a sequence's first token.",
             )
         places.append(place)

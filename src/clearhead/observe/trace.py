@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from clearhead.arguments import flag, number, seen
+from clearhead.arguments import flag, number, repr_of
 from clearhead.errors import ShapeError, UnsupportedError
 from clearhead.observe.layers import (
     Kept,
@@ -150,7 +150,7 @@ class Trace(Kept[Points]):
         """
         if not isinstance(point, str) or point not in POINTS:
             raise ShapeError.about(
-                _FUNCTION, "point", must=f"be one of {', '.join(POINTS)}", got=seen(point), then="Choose one."
+                _FUNCTION, "point", must=f"be one of {', '.join(POINTS)}", got=repr_of(point), then="Choose one."
             )
         if not isinstance(by, Tensor) and not callable(by):
             raise UnsupportedError.about(

@@ -76,12 +76,12 @@ def _signed(seed: int) -> int:
 def mask_options(parts: Parts) -> dict[str, Any]:
     """The operators' arguments for a mask's band, intervals, table and blocks."""
     options: dict[str, Any] = {}
-    if parts.before is not None:
-        options["before"] = parts.before
-    if parts.after is not None:
-        options["after"] = parts.after
-    if parts.runs is not None:
-        options["start"], options["stop"] = parts.edges
+    if parts.keys_before is not None:
+        options["before"] = parts.keys_before
+    if parts.keys_after is not None:
+        options["after"] = parts.keys_after
+    if parts.intervals is not None:
+        options["start"], options["stop"] = parts.interval_bounds
     if parts.dense is not None:
         options["allowed"] = parts.dense.allowed
     if parts.blocks is not None:

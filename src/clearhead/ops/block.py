@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clearhead.backends.recorded import is_recorded, recorded_gradients
-from clearhead.choices import named
+from clearhead.choices import overrides
 from clearhead.shapes import Float
 
 __all__ = ["Tape", "run_blocks"]
@@ -150,7 +150,7 @@ def run_blocks(
     else:
         output = _Block.apply(tape, recompute, len(tokens), *tokens, *tape.tensors)  # type: ignore[no-untyped-call]
     # What the operator refused did not run.
-    calls = named().fused_calls
+    calls = overrides().fused_calls
     if calls is not None:
         calls.append(_kind(tape))
     return output

@@ -1,10 +1,8 @@
-"""Products of linear layers, forward and backward, by the path that the table of processors names."""
+"""GEMMs of linear layers, forward and backward, by the path that the table of processors selects."""
 
-from clearhead.projection.activations import ACTIVATIONS, Activation
-from clearhead.projection.chosen import DTYPES, Choice, check_variable, choice, choices, gemm_path, takes_small
+from clearhead.projection.activations import ACTIVATIONS, ActivationFormula
 from clearhead.projection.feedforward import project_activate, project_activate_project
-from clearhead.projection.paths import KINDS, NATIVE, Layer, Path, layers_of
-from clearhead.projection.products import (
+from clearhead.projection.linear import (
     are_plain,
     has_choice,
     kernels_take,
@@ -14,14 +12,16 @@ from clearhead.projection.products import (
     unlooked,
     unrecorded,
 )
+from clearhead.projection.paths import KINDS, NATIVE, Layer, Path, layers_of
+from clearhead.projection.selection import DTYPES, GemmChoice, check_variable, choice, choices, gemm_path, takes_small
 
 __all__ = [
     "ACTIVATIONS",
     "DTYPES",
     "KINDS",
     "NATIVE",
-    "Activation",
-    "Choice",
+    "ActivationFormula",
+    "GemmChoice",
     "Layer",
     "Path",
     "are_plain",

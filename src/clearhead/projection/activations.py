@@ -1,4 +1,4 @@
-"""What stands between a feedforward's layers: activations as the kernels know them, and as torch's operators."""
+"""Activations of feedforward layers: their codes in the kernels, and their formulas in torch's operators."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.nn import functional as F
 from clearhead.ops.kinds import Activation as Kind
 from clearhead.ops.kinds import Gate
 
-__all__ = ["ACTIVATIONS", "Activation"]
+__all__ = ["ACTIVATIONS", "ActivationFormula"]
 
 
 @dataclass(frozen=True)
-class Activation:
-    """An activation as the kernels know it, and as torch's operators.
+class ActivationFormula:
+    """An activation: its codes in the kernels, and its formula in torch's operators.
 
     Attributes:
-        kind: the kernels' name for it.
-        gate: what forward keeps for the way back: its output, or how much each number of that grows.
-        formula: in torch's operators.
-        backward: of a gradient and what the activation was given, in operators that can be differentiated again.
+        kind: the kernels' code.
+        gate: what forward saves for backward: the activation's output, or its derivative.
+        formula: the activation in torch's operators.
+        backward: the input's gradient from the output's gradient and the input, in differentiable operators.
     """
 
     kind: Kind
@@ -36,8 +36,8 @@ class Activation:
 _BACK: Final = torch.ops.aten
 
 
-def _gelu(kind: Kind, approximate: str) -> Activation:
-    return Activation(
+def _gelu(kind: Kind, approximate: str) -> ActivationFormula:
+    return ActivationFormula(
         kind,
         Gate.SLOPE,
         lambda x: F.gelu(x, approximate=approximate),
@@ -46,12 +46,12 @@ def _gelu(kind: Kind, approximate: str) -> Activation:
 
 
 def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    # Torch's own operator cannot be differentiated again.
+    # torch's operator silu_backward is not differentiable.
     passes = x.sigmoid()
     return grad * (passes * (1 + x * (1 - passes)))
 
 
-#: How steep the sigmoid is that stands for the normal distribution.
+#: Slope of the sigmoid that approximates the normal distribution function.
 _STEEP: Final = 1.702
 
 
@@ -60,13 +60,13 @@ def _quick_gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return grad * (passes * (1 + _STEEP * x * (1 - passes)))
 
 
-#: Activations by name; GELU's two short forms are those of Hendrycks and Gimpel 2016, section 2.
-ACTIVATIONS: Final[Mapping[str, Activation]] = {
-    "relu": Activation(Kind.RELU, Gate.OUTPUT, F.relu, lambda grad, x: grad * (x > 0)),
+#: Activations by name; GELU's two approximations are those of Hendrycks and Gimpel 2016, section 2.
+ACTIVATIONS: Final[Mapping[str, ActivationFormula]] = {
+    "relu": ActivationFormula(Kind.RELU, Gate.OUTPUT, F.relu, lambda grad, x: grad * (x > 0)),
     "gelu": _gelu(Kind.GELU, "none"),
     "gelu_tanh": _gelu(Kind.GELU_TANH, "tanh"),
-    "silu": Activation(Kind.SILU, Gate.SLOPE, F.silu, _silu_backward),
-    "quick_gelu": Activation(
+    "silu": ActivationFormula(Kind.SILU, Gate.SLOPE, F.silu, _silu_backward),
+    "quick_gelu": ActivationFormula(
         Kind.QUICK_GELU, Gate.SLOPE, lambda x: x * torch.sigmoid(_STEEP * x), _quick_gelu_backward
     ),
 }

@@ -12,8 +12,8 @@ from clearhead.ops.block import Tape, run_blocks
 from clearhead.ops.dropout import LEVELS, dropped
 from clearhead.problem import draw_seed
 from clearhead.projection.activations import ACTIVATIONS
+from clearhead.projection.linear import are_plain, kernels_take
 from clearhead.projection.paths import KINDS, Layer
-from clearhead.projection.products import are_plain, kernels_take
 from clearhead.shapes import Float
 
 __all__ = ["project_activate", "project_activate_project"]
@@ -30,30 +30,31 @@ def project_activate_project(
     activation: str = "relu",
     dropout: float = 0.0,
 ) -> Float[Tensor, "*batch out"] | None:
-    """``dropout(activation(x @ expand^T + expand_bias)) @ contract^T + contract_bias``, without the hidden numbers in
-    between; with a gate ``(dropout(activation(x @ gate^T + gate_bias)) * (x @ expand^T + expand_bias)) @ contract^T +
-    contract_bias``.
+    """A feedforward layer as one fused operator; activation and dropout are GEMM epilogues.
+
+    ``dropout(activation(x @ expand^T + expand_bias)) @ contract^T + contract_bias``; with a gate
+    ``(dropout(activation(x @ gate^T + gate_bias)) * (x @ expand^T + expand_bias)) @ contract^T + contract_bias``.
 
     Args:
         x: ``[*batch, in]``.
         expand: ``[hidden, in]``.
-        expand_bias: ``[hidden]``, or none.
+        expand_bias: ``[hidden]``, or None.
         contract: ``[out, hidden]``.
-        contract_bias: ``[out]``, or none.
-        gate: weight ``[hidden, in]`` and bias ``[hidden]`` of a layer that opens and shuts what ``expand`` gives.
+        contract_bias: ``[out]``, or None.
+        gate: weight ``[hidden, in]`` and bias ``[hidden]`` of the gate, which multiplies the output of ``expand``.
         activation: one of ``ACTIVATIONS``.
-        dropout: probability of dropping a hidden number, to the nearest 1/65536, 1 not among them; a seed is drawn from
+        dropout: probability of dropping a hidden element, rounded to the nearest 1/65536, below 1; a seed is drawn from
             torch's generator.
 
     Returns:
-        ``[*batch, out]``; None where the table names another GEMM for a layer: the caller then runs op by op.
+        ``[*batch, out]``; None if the table selects another path for a layer: the caller then runs op by op.
 
     Raises:
-        UnsupportedError: as ``project``.
+        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available.
 
-    Cost: that of the products. Of ``[*batch, hidden]`` a ReLU keeps one for backward and others two, and one more is
-    made there, with dropout as without; one step after the other keeps up to four and makes three. With a gate three
-    are kept and two are made.
+    Cost: that of the GEMMs. For backward it saves one tensor ``[*batch, hidden]`` with ReLU and two with other
+    activations, and backward makes one more, with or without dropout; op by op up to four are saved and three made.
+    With a gate three are saved and two made.
 
     Paper: Shazeer 2020, "GLU variants improve transformer", section 2, for gates.
 
@@ -95,12 +96,12 @@ def _copied(layer: Layer, places: Mapping[int, Tensor]) -> Layer:
 
 
 def _by_torch(x: Tensor, layers: Sequence[Layer], activation: str, levels: int, seed: int) -> Tensor:
-    """The same by operations that autograd records."""
-    first, *between, contract = layers
+    """The feedforward layer by operations that autograd records."""
+    first, *gated, contract = layers
     hidden = ACTIVATIONS[activation].formula(F.linear(x, *first))
     if levels:
         hidden = hidden * dropped(torch.ones(hidden.shape, dtype=hidden.dtype), levels, seed)
-    for expand in between:
+    for expand in gated:
         hidden = hidden * F.linear(x, *expand)
     return F.linear(hidden, *contract)
 
@@ -112,7 +113,7 @@ def project_activate(
     *,
     activation: str,
 ) -> Float[Tensor, "*batch out"] | None:
-    """``activation(x @ weight^T + bias)`` where nothing is learned, without the numbers before the activation.
+    """``activation(x @ weight^T + bias)`` without gradients; the activation is a GEMM epilogue.
 
     Args:
         x: ``[*batch, in]``.
@@ -121,10 +122,10 @@ def project_activate(
         activation: one of ``ACTIVATIONS``.
 
     Returns:
-        ``[*batch, out]``; None where a gradient may be wanted, or the CPU kernels are not what the layer would use.
+        ``[*batch, out]``; None if a gradient may be needed, or the layer does not take the CPU kernels.
 
     Raises:
-        UnsupportedError: as ``project``.
+        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available.
 
     >>> weight = torch.ones(4, 3)
     >>> (found := project_activate(torch.ones(5, 3), weight, None, activation="gelu")) is None or found.shape == (5, 4)

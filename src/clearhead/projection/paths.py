@@ -1,4 +1,4 @@
-"""The ways in which a linear layer's three products can be computed: torch's own, oneDNN's, and the CPU kernels'."""
+"""The paths of a linear layer's three GEMMs: torch's, oneDNN's, and the CPU kernels'."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from clearhead.torch_private import onednn_linear
 
 __all__ = ["KINDS", "NATIVE", "ONEDNN", "PATHS", "TORCH", "Layer", "Path", "Term", "flat", "layers_of"]
 
-#: The kinds of product that are chosen apart.
+#: The kinds of GEMM, each with its own choice of path.
 KINDS: Final = ("forward", "input gradient", "weight gradient")
-#: A linear layer's weight ``[out, in]`` and bias ``[out]``, or none.
+#: A linear layer's weight ``[out, in]`` and bias ``[out]`` or None.
 Layer: TypeAlias = tuple[Tensor, Tensor | None]
-#: An output's gradient ``[*batch, out]`` and the weight ``[out, in]`` it goes back through.
+#: An output's gradient ``[*batch, out]`` and the weight ``[out, in]`` that multiplies it in backward.
 Term: TypeAlias = tuple[Tensor, Tensor]
-#: Gradients that one of the kernels' GEMMs sums.
+#: Largest number of gradients that one of the kernels' GEMMs sums.
 MAX_TERMS: Final = 4
-#: Rows that one of oneDNN's products sums over: longer sums are slower there, and less exact.
+#: Rows that one of oneDNN's GEMMs sums over: longer sums are slower and less exact.
 _BLOCK: Final = 512
 
 
 @dataclass(frozen=True)
 class Path:
-    """One way to compute the products.
+    """An implementation of a linear layer's GEMMs.
 
     Attributes:
-        name: as ``CLEARHEAD_PROJECTION`` spells it.
-        absent: why it cannot be asked for products of a dtype, or None.
-        forward: ``x [*batch, in]``, ``weight [out, in]`` and a bias to ``[*batch, out]``.
+        name: its name in ``CLEARHEAD_PROJECTION``.
+        absent: returns why it is not available for a dtype, or None.
+        forward: computes ``[*batch, out]`` from ``x [*batch, in]``, ``weight [out, in]`` and a bias.
         input_gradient: the sum over terms of ``grad @ weight``.
-        weight_gradient: ``grad^T @ x`` of ``[rows, out]`` and ``[rows, in]``, and where it is wanted ``grad``'s sum
-            over rows, a bias's gradient.
-        prepares: whether every new number of rows costs it 0.3 ms or more.
+        weight_gradient: ``grad^T @ x`` of ``[rows, out]`` and ``[rows, in]``, and if requested the bias's gradient, the
+            sum of ``grad`` over rows.
+        prepares: whether each new number of rows costs 0.3 ms or more.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Path:
 
 
 def _added(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Sequence[Term]], Tensor]:
-    """The sum of single products."""
+    """A path's ``input_gradient`` from a function for one term."""
 
     def added(terms: Sequence[Term]) -> Tensor:
         total = product(*terms[0])
@@ -87,11 +87,11 @@ def _onednn_has_bfloat16() -> bool:
 
 
 def _kernels_absent(_dtype: torch.dtype) -> str | None:
-    return None if library() is not None else "the CPU kernels are not here"
+    return None if library() is not None else "the CPU kernels are not installed"
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    # oneDNN reads a bias as if it were dense, whatever its stride is.
+    # oneDNN ignores the stride of a bias.
     dense = None if bias is None else bias.contiguous()
     linear = onednn_linear()
     assert linear is not None
@@ -99,13 +99,13 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """The tensor, copied unless it or its transpose lies densely; nothing says that oneDNN's operator reads more."""
+    """The tensor, copied unless it or its transpose is contiguous; oneDNN's operator documents no other layouts."""
     return x if x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous()) else x.contiguous()
 
 
 def _onednn_weight_gradient(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:
-    """A block of rows at a time."""
-    # Blocks of bfloat16 would be rounded before they are added.
+    """The weight gradient, a block of rows at a time."""
+    # In bfloat16 each block would be rounded before it is added.
     blocks = max(1, round(len(x) / _BLOCK)) if x.dtype is torch.float32 else 1
     sizes = [_BLOCK] * (blocks - 1)
     sizes.append(len(x) - sum(sizes))
@@ -117,12 +117,12 @@ def _onednn_weight_gradient(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor
 
 
 def flat(x: Tensor) -> Tensor:
-    """``[rows, width]``, also where there are none."""
+    """``[rows, width]``, also for zero rows."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def layers_of(tensors: Sequence[Tensor | None]) -> list[Layer]:
-    """Weights with their biases, of tensors that come in pairs."""
+    """Pairs of weight and bias, from a flat sequence."""
     pairs = zip(tensors[::2], tensors[1::2], strict=True)
     return [(weight, bias) for weight, bias in pairs if weight is not None]
 
@@ -134,11 +134,11 @@ def _kernel_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _kernel_input_gradient(terms: Sequence[Term]) -> Tensor:
     together = [terms[first : first + MAX_TERMS] for first in range(0, len(terms), MAX_TERMS)]
-    found: list[Tensor] = [
+    grads: list[Tensor] = [
         torch.ops.clearhead.linear_input_gradient.default([grad for grad, _ in some], [weight for _, weight in some])
         for some in together
     ]
-    return found[0] if len(found) == 1 else torch.stack(found).sum(0)
+    return grads[0] if len(grads) == 1 else torch.stack(grads).sum(0)
 
 
 def _kernel_weight_gradient(grad: Tensor, x: Tensor, sums: bool) -> tuple[Tensor, Tensor | None]:

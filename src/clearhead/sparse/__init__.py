@@ -1,4 +1,4 @@
-"""Sparse attention, exact on its pattern: patterns as masks, keys picked per query, blocks picked by a router."""
+"""Sparse attention, exact on its pattern: patterns as masks, top-k keys of each query, blocks chosen by a router."""
 
 from clearhead.sparse.dilated import dilated_attention
 from clearhead.sparse.patterns import big_bird, covered, dilated, longformer, strided

@@ -1,11 +1,11 @@
-"""Patterns of the literature as compositions of masks; each is one line of ``&`` and ``|``."""
+"""Sparse patterns of the literature, as compositions of masks by ``&`` and ``|``."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from clearhead.arguments import FARTHEST, seed_of, seen, whole, whole_number
+from clearhead.arguments import FARTHEST, repr_of, seed_of, whole, whole_number
 from clearhead.errors import ClearheadError, MaskError, ShapeError
 from clearhead.masks import Blocks, Causal, Global, Mask, Strided, Window
 from clearhead.masks.base import Carrying, Combined, Not, carried_sizes, index_tensors
@@ -14,25 +14,26 @@ from clearhead.record import describe
 
 __all__ = ["big_bird", "covered", "dilated", "longformer", "strided"]
 
-#: Positions in a block unless told otherwise: as many columns as the CPU kernels compute at once.
+#: Default number of positions in a block: as many columns as the CPU kernels compute at once.
 BLOCK = 64
 
 
 def longformer(length: int, window: int, num_global: int = 0) -> Mask:
-    """A sliding window on both sides and global tokens at the start, which see all and are seen by all.
+    """Longformer's pattern: a sliding window on both sides, and global tokens at the start.
 
-    ``Window(window // 2, window // 2) | Global(num_global)``, with its empty blocks told (``covered``).
+    Equal to ``Window(window // 2, window // 2) | Global(num_global)``, with a table of empty blocks for the kernels
+    (``covered``). Global tokens attend to all tokens, and all tokens attend to them.
 
     Args:
         length: number of tokens.
-        window: width of the window; half of it lies on each side of a token.
-        num_global: how many of the first tokens are global.
+        window: width of the window, half of it on each side of a token.
+        num_global: number of global tokens, the first ones.
 
     Returns:
-        A mask; ``& ch.Causal()`` makes it one for language models.
+        A mask; combine it with ``& ch.Causal()`` for language models.
 
     Raises:
-        ShapeError: a number that is negative or not whole.
+        ShapeError: a number is negative or not whole.
 
     Cost: attention under it takes ``length * (window + 2 * num_global)`` scores in place of ``length ** 2``.
 
@@ -61,28 +62,28 @@ def big_bird(
     num_heads: int = 1,
     seed: int = 0,
 ) -> Blocks:
-    """A window, global blocks and a few random blocks for each row of blocks.
+    """BigBird's pattern: a window, global blocks and a few random blocks for each row of blocks.
 
-    ``Blocks((Window | Global).dense(blocks, blocks) | random, size)``: the paper's own form in blocks (appendix D),
-    whose first blocks see all and are seen by all.
+    Equal to ``Blocks((Window | Global).dense(blocks, blocks) | random, size)``, the paper's form in blocks (appendix
+    D). Global blocks attend to all blocks, and all blocks attend to them.
 
     Args:
         length: number of tokens.
-        size: tokens to a block.
-        window: width of the window in blocks, an odd number: half of the rest lies on each side.
-        num_global: how many of the first blocks are global.
-        num_random: random blocks a row, drawn among those that are in neither window nor globals; fewer where fewer
-            are left.
-        num_heads: how many heads draw blocks of their own; 1 where all share them.
-        seed: of the draw; equal seeds draw equal blocks on every machine.
+        size: tokens per block.
+        window: width of the window in blocks, an odd number: ``window // 2`` blocks on each side.
+        num_global: number of global blocks, the first ones.
+        num_random: number of random blocks per row, drawn among those in neither window nor globals; fewer if fewer
+            remain.
+        num_heads: number of heads that draw different blocks; 1 if all share them.
+        seed: seed of the draw; equal seeds draw equal blocks on every machine.
 
     Returns:
-        A ``Blocks`` mask; ``& ch.Causal()`` makes it one for language models.
+        A ``Blocks`` mask; combine it with ``& ch.Causal()`` for language models.
 
     Raises:
-        ShapeError: a number out of range.
+        ShapeError: a number is out of range.
 
-    Cost: attention under it takes ``length * size * (window + num_random + 2 * num_global)`` scores, about.
+    Cost: attention under it takes about ``length * size * (window + num_random + 2 * num_global)`` scores.
 
     Paper: Zaheer et al. 2020, "Big Bird", section 2 and appendix D; its base model has ``window=3``,
     ``num_global=2``, ``num_random=3`` and blocks of 64 (appendix E).
@@ -99,7 +100,7 @@ def big_bird(
             name,
             "window",
             must="be an odd number of blocks",
-            got=seen(window),
+            got=repr_of(window),
             then="3 is a block with its two neighbours.",
         )
     fixed = (Window(width // 2, width // 2) | Global(num_global)).dense(blocks, blocks)
@@ -107,7 +108,7 @@ def big_bird(
     draw = torch.rand(num_heads, blocks, blocks, generator=generator, dtype=torch.float64)
     order = draw.masked_fill(fixed, 2.0).argsort(dim=-1)[..., : min(num_random, blocks)]
     random = torch.zeros(num_heads, blocks, blocks, dtype=torch.bool).scatter_(-1, order, True)
-    # A row with too few blocks left draws some that are fixed anyway.
+    # A row with too few remaining blocks draws some that are in window or globals already.
     return Blocks(fixed | random, size)
 
 
@@ -115,15 +116,16 @@ def dilated(stride: int, before: int | None = None, after: int | None = 0) -> Ma
     """Every ``stride``-th key within a window: ``Strided(stride) & Window(before * stride, after * stride)``.
 
     Args:
-        stride: distance between neighbouring keys, 1 or more.
-        before: how many such keys back; None for all.
-        after: how many ahead; None for all.
+        stride: distance between two keys, 1 or more.
+        before: number of such keys before the query's position; None for all.
+        after: number of such keys after the query's position; None for all.
 
     Returns:
-        A mask. Kernels see its window and not its gaps; ``dilated_attention`` computes the same at its true cost.
+        A mask. Kernels skip what is outside the window but not the gaps; ``dilated_attention`` computes the same output
+        and skips both.
 
     Raises:
-        ShapeError: a number out of range.
+        ShapeError: a number is out of range.
 
     Paper: Beltagy et al. 2020, "Longformer", section 3.1, "dilated sliding window".
 
@@ -138,35 +140,34 @@ def dilated(stride: int, before: int | None = None, after: int | None = 0) -> Ma
     return _dilated("dilated", stride, before, after)
 
 
-def _dilated(function: str, stride: int, before: int | None, after: int | None) -> Mask:
+def _dilated(function: str, stride: int, keys_before: int | None, keys_after: int | None) -> Mask:
     stride = whole(function, "stride", stride, low=1)
-    before = None if before is None else whole(function, "before", before, low=0)
-    after = None if after is None else whole(function, "after", after, low=0)
+    keys_before = None if keys_before is None else whole(function, "before", keys_before, low=0)
+    keys_after = None if keys_after is None else whole(function, "after", keys_after, low=0)
     mask: Mask = Strided(stride)
-    if before is not None:
-        # A window open ahead: what lies not more than so far back.
-        ahead = Not(Causal()) | Window(before * stride)
-        mask = mask & (ahead if after is None else Window(before * stride, after * stride))
-    elif after is not None:
-        mask = mask & (Causal() if after == 0 else Causal() | Window(0, after * stride))
+    if keys_before is not None:
+        # A window without a limit after the query.
+        window = Not(Causal()) | Window(keys_before * stride)
+        mask = mask & (window if keys_after is None else Window(keys_before * stride, keys_after * stride))
+    elif keys_after is not None:
+        mask = mask & (Causal() if keys_after == 0 else Causal() | Window(0, keys_after * stride))
     return mask
 
 
 def strided(stride: int) -> Mask:
-    """The last ``stride`` keys and every ``stride``-th one before: ``Causal & (Window(stride - 1) | Strided(stride))``.
+    """The last ``stride`` keys and every ``stride``-th key before: ``Causal & (Window(stride - 1) | Strided(stride))``.
 
     Args:
-        stride: about the square root of the length makes the cost ``length ** 1.5``.
+        stride: 1 or more; about the square root of the length gives a cost of ``length ** 1.5``.
 
     Returns:
-        A mask. Kernels see no gaps in it; ``dilated_attention(stride=stride, local=stride - 1)`` computes the same at
-        its true cost.
+        A mask. Kernels do not skip its gaps; ``dilated_attention(stride=stride, local=stride - 1)`` computes the same
+        output and skips them.
 
     Raises:
-        ShapeError: a stride that is not a whole number of at least 1.
+        ShapeError: ``stride`` is not a whole number of at least 1.
 
-    Paper: Child et al. 2019, "Generating long sequences with sparse transformers", section 4.2, both of its heads in
-    one.
+    Paper: Child et al. 2019, "Generating long sequences with sparse transformers", section 4.2, both heads in one.
 
     >>> print(strided(3).picture(7, 7))
     ■······
@@ -201,19 +202,21 @@ def covered(
         k_len: number of keys; by default ``q_len``.
         query_offset: position of the first query, a multiple of ``size``.
         size: positions in a block.
-        batch: batch size, where a function in the mask reads it; by default what the mask itself carries, else 1.
-        num_heads: number of heads, likewise.
+        batch: batch size, required if a function in the mask reads batch indices; by default that of the mask's
+            tensors.
+        num_heads: number of heads, required if a function in the mask reads head indices; by default that of the mask's
+            tensors.
 
     Returns:
         A mask for calls of these lengths and this offset.
 
     Raises:
-        ShapeError: a number out of range, an offset that is no multiple of ``size``, or no ``batch`` or ``num_heads``
-            for a mask that differs between them.
-        MaskError: during a call of more queries or keys than it was made for.
+        ShapeError: a number is out of range, the offset is no multiple of ``size``, or ``batch`` or ``num_heads`` is
+            missing for a mask that differs between them.
+        MaskError: during an attention call with more queries or keys than the mask was made for.
 
-    Cost: made once: ``q_len * k_len / size`` time where rows are runs of keys, else ``q_len * k_len``; the table has
-    ``q_len * k_len / size ** 2`` booleans for each batch and head that differ.
+    Cost: once, ``q_len * k_len / size`` time if rows are intervals of keys, else ``q_len * k_len``; the table has
+    ``q_len * k_len / size ** 2`` booleans for each batch entry and head that differ.
 
     >>> from clearhead.masks import Global, Window
     >>> covered(Window(64) | Global(1), 1024).right.table.float().mean().item()
@@ -241,14 +244,14 @@ def covered(
     heads = carried[1] if num_heads is None else whole("covered", "num_heads", num_heads, low=1)
     placed.check("covered", batch, heads, range(offset, offset + rows), columns)
     device = next((tensor.device for tensor in mask.tensors()), None)
-    _check_told(placed, given, offset, device)
+    _check_sizes_given(placed, given, offset, device)
     kinds = tile_map(placed, index_tensors(batch, heads, rows, columns, offset, device), size, size)
     used = torch.nn.functional.pad(kinds != EMPTY, (0, 0, offset // size, 0))
     return mask & _Covering(used.expand(*used.shape[:2], -1, -(-columns // size)), size, offset, offset + rows, columns)
 
 
 class _Covering(Blocks):
-    """A table that was made from some queries and keys: others in the same blocks had no say in it."""
+    """A table of blocks that is valid only for the queries and keys from which it was computed."""
 
     fields = ("table", "size", "first", "queries", "keys")
 
@@ -271,20 +274,20 @@ class _Covering(Blocks):
         return f"Blocks(table={describe(self.table)}, size={self.size})"
 
 
-def _check_told(mask: Mask, given: dict[str, int | None], offset: int, device: torch.device | None) -> None:
-    """Raise ``ShapeError`` where a function tells batch entries or heads apart and nobody said how many there are."""
+def _check_sizes_given(mask: Mask, given: dict[str, int | None], offset: int, device: torch.device | None) -> None:
+    """Raise ``ShapeError`` if a function distinguishes batch entries or heads, whose number was not given."""
     if isinstance(mask, Combined):
         for part in mask.parts():
-            _check_told(part, given, offset, device)
+            _check_sizes_given(part, given, offset, device)
     elif not isinstance(mask, Carrying) and None in given.values():
         batch, heads = (2 if count is None else count for count in given.values())
         try:
-            found = mask.allows(*index_tensors(batch, heads, 1, 1, offset, device)).shape
+            shape = mask.allows(*index_tensors(batch, heads, 1, 1, offset, device)).shape
         except ClearheadError:
-            # Numbers for one entry alone: a call has no other.
+            # The function supports one entry only, so calls have no more.
             return
-        for (name, count), own in zip(given.items(), found[:2], strict=True):
-            if count is None and own > 1:
+        for (name, count), size in zip(given.items(), shape[:2], strict=True):
+            if count is None and size > 1:
                 raise ShapeError.about(
                     "covered",
                     name,

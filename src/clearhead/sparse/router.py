@@ -1,4 +1,4 @@
-"""A router: which blocks of keys a block of queries attends to, chosen by their pooled scores."""
+"""A router: chooses the blocks of keys that each block of queries attends to, by pooled scores."""
 
 from __future__ import annotations
 
@@ -28,38 +28,39 @@ def routed(
     first: int = 0,
     query_offset: int = 0,
 ) -> Mask:
-    """The mask under which each block of queries attends to its own block of keys and to the best others.
+    """A mask under which each block of queries attends to its own block of keys and to the blocks of largest score.
 
-    A block of keys is its mean ``mean_j key_j``; a block of queries is ``q``, and it keeps the blocks with the largest
-    ``q @ mean_j key_j``: ``keep`` of them, its own and the ``first`` ones always among them.
+    The score of a block of keys is ``q @ mean_j key_j``, where ``q`` represents the block of queries. A block of
+    queries attends to ``keep`` blocks, which always include its own and the ``first`` ones.
 
-    Without ``causal``, ``q`` is the mean of the block's queries. With it, ``q`` is the block's *first* query, only
-    whole blocks before its own are chosen from, and within its own block a query sees no later key. So whatever a
-    query attends to was decided by tokens that it may see: changing a token changes nothing before it, the choice of
-    blocks included. (A mean over the block would let a block's later queries choose for its earlier ones.)
+    Without ``causal``, ``q`` is the mean of the block's queries. With ``causal``, ``q`` is the block's *first* query,
+    only whole blocks before its own are candidates, and within its own block a query attends to no later key. Later
+    tokens therefore cannot influence the choice. (With a mean over the block, its later queries would choose for
+    earlier ones.)
 
-    To decode, choose when a block begins, with its first query and all keys so far, and keep that mask for the block's
-    other tokens: the numbers are those of the whole sequence at once.
+    For decoding, call ``routed`` when a block begins, with its first query and all keys so far, and use that mask for
+    the block's other tokens: the outputs equal those of the whole sequence at once.
 
-    Choosing has no gradient: keys are trained through the scores of the blocks that were chosen, as in the papers.
+    The choice has no gradient: keys get gradients through the scores of the chosen blocks, as in the papers.
 
     Args:
-        query: ``[batch, heads, q_len, head_dim]``, as ``attention`` will get it; leading axes may be missing.
-        key: ``[batch, kv_heads, k_len, head_dim]``; each query head chooses for itself.
-        keep: how many blocks a block of queries attends to, its own included; all where there are fewer.
-        size: tokens in a block; the last may be shorter.
-        causal: whether later keys are forbidden. The last query then stands beside the last key.
-        first: how many of the first blocks are kept always, out of ``keep`` (they often hold attention's sink).
-        query_offset: position of the first query, where a block begins: a multiple of ``size``.
+        query: ``[batch, heads, q_len, head_dim]``, the query of the attention call; leading axes may be missing.
+        key: ``[batch, kv_heads, k_len, head_dim]``; each query head chooses separately.
+        keep: number of blocks that a block of queries attends to, including its own; all if there are fewer.
+        size: tokens in a block; the last one may be shorter.
+        causal: whether later keys are forbidden; the last query is then at the position of the last key.
+        first: number of first blocks that are always included in ``keep`` (they often contain an attention sink).
+        query_offset: position of the first query, a multiple of ``size``.
 
     Returns:
-        ``ch.Blocks``, or with ``causal`` ``ch.Causal() & ch.Blocks``, one table for each batch and head. Give it as
-        ``mask=``; combine it with others by ``&``.
+        ``ch.Blocks``, or with ``causal`` ``ch.Causal() & ch.Blocks``, with one table for each batch entry and head, for
+        ``mask=``; combine it with other masks by ``&``.
 
     Raises:
-        ShapeError: a number out of range, an offset within a block, or keys after the last query under ``causal``.
+        ShapeError: a number is out of range, the offset is within a block, or there are keys after the last query with
+            ``causal``.
 
-    Cost: ``2 * q_blocks * k_blocks * head_dim`` operations a head for choosing; attention under the mask then takes
+    Cost: ``2 * q_blocks * k_blocks * head_dim`` operations per head for the choice; attention under the mask then takes
     ``q_len * keep * size`` scores.
 
     Papers: Lu et al. 2025, "MoBA", section 2.2 (mean-pooled keys, own block always; there each token chooses); Yuan et
@@ -78,7 +79,7 @@ def routed(
     ··■■··■·
     ··■■··■■
     """
-    # Values take no part; a problem checks the rest.
+    # Validates the arguments; values are not needed.
     problem = Problem.of(_NAME, query, key, key, query_offset=query_offset)
     keep, size = whole(_NAME, "keep", keep, low=1), whole(_NAME, "size", size, low=1)
     first, causal = whole(_NAME, "first", first, low=0), flag(_NAME, "causal", causal)
@@ -101,32 +102,32 @@ def routed(
         )
     if first >= keep:
         raise ShapeError.about(
-            _NAME, "first", must=f"be less than keep {keep}", got=first, then="The own block is kept besides."
+            _NAME, "first", must=f"be less than keep {keep}", got=first, then="The query's own block is included too."
         )
-    # Autocast would round the scores to 16 bits, and choose other blocks.
+    # Autocast would round the scores to 16 bits, and the choice would change.
     with torch.no_grad(), without_autocast(problem.query.device.type):
         table = _table(problem, keep, size, causal, first)
     return Causal() & Blocks(table, size) if causal else Blocks(table, size)
 
 
 def _table(problem: Problem, keep: int, size: int, causal: bool, first: int) -> Tensor:
-    """bool ``[batch, heads, q_blocks, k_blocks]``."""
+    """The chosen blocks, bool ``[batch, heads, q_blocks, k_blocks]``."""
     asked = problem.query[:, :, ::size] if causal else _means(problem.query, size)
     offered = _means(problem.key, size).repeat_interleave(problem.num_heads // problem.num_kv_heads, dim=1)
     scores = asked.to(offered.dtype) @ offered.transpose(-2, -1)
     before = problem.query_offset // size
     q_block = torch.arange(before, before + scores.shape[2], device=scores.device)[:, None]
     k_block = torch.arange(scores.shape[3], device=scores.device)
-    # A NaN is no reason to be chosen, nor to push another block out.
+    # A block with a score of NaN ranks last.
     scores = scores.nan_to_num(nan=-torch.inf).masked_fill((k_block == q_block) | (k_block < first), torch.inf)
     if causal:
         scores = scores.masked_fill(k_block > q_block, -torch.inf)
-    # topk may take any of equal scores, a sort takes the earlier one.
+    # topk may take any of equal scores, a stable sort takes the earlier one.
     best = scores.argsort(dim=-1, descending=True, stable=True)[..., :keep]
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
     if causal:
         chosen &= k_block <= q_block
-    # Rows of a table count from position 0; nobody asks for those before the call.
+    # Rows of a table count from position 0; those before the first query are not read.
     return F.pad(chosen, (0, 0, before, 0))
 
 

@@ -1,4 +1,4 @@
-"""Attention to each query's k best keys: found by the kernels, then computed on those keys alone."""
+"""Attention to the k keys of largest score of each query: a backend finds them, then attention runs on them alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from clearhead.arguments import whole
+from clearhead.backends.backward_reads import backward_reads
 from clearhead.backends.containment import without_autocast
 from clearhead.backends.recorded import is_recorded, recorded_gradients, with_learned
-from clearhead.backends.tiles_again import read_again
 from clearhead.dispatch import run
 from clearhead.errors import UnsupportedError
 from clearhead.masks import Mask
@@ -28,7 +28,7 @@ __all__ = ["top_k_attention"]
 
 _NAME: Final = "top_k_attention"
 
-#: Numbers of gathered keys held at once: 1 MiB in float32, which stays in a core's cache with its values beside it.
+#: Elements of gathered keys at once: 1 MiB in float32, which fits a core's L2 cache together with the values.
 STRIP_ELEMENTS: Final = 2**18
 
 
@@ -44,34 +44,36 @@ def top_k_attention(
     query_offset: int | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "*leading q_len value_dim"]:
-    """Attention of each query to the k keys with its largest scores, all other keys forbidden.
+    """Attention of each query to the ``k`` keys with its largest scores; all other keys are forbidden.
 
     ``softmax(s_j for j in the k largest of rules(scale * query @ key^T) under the mask) @ value``
 
-    Which keys are the best is found without gradient; gradients flow through the chosen scores and values alone. Of
-    equal scores the earlier key is taken. A query that may attend to fewer than ``k`` keys attends to all of them;
-    without any it gives 0.
+    The choice of keys has no gradient; gradients flow through the scores and values of the chosen keys. Of equal scores
+    the earlier key is chosen. A query that may attend to fewer than ``k`` keys attends to all of them; the output of a
+    query without keys is 0.
 
     Args:
-        query: as in ``attention``, and so are the other tensors.
-        key: as in ``attention``.
-        value: as in ``attention``.
-        k: how many keys a query keeps, 1 or more; all where there are fewer.
-        mask: as in ``attention``.
-        scores: as in ``attention``; the rules act before keys are chosen. A ``Sink`` is no key.
-        scale: as in ``attention``.
-        query_offset: as in ``attention``.
-        backend: finds the best keys; as in ``observe_attention``.
+        query: ``[batch, heads, q_len, head_dim]``; leading axes may be missing and then count as 1.
+        key: ``[batch, kv_heads, k_len, head_dim]``; ``kv_heads`` divides ``heads``.
+        value: ``[batch, kv_heads, k_len, value_dim]``.
+        k: number of keys per query, 1 or more; all if there are fewer.
+        mask: which keys a query may attend to; ``None`` allows all.
+        scores: score rules, applied in order before keys are chosen. A ``Sink`` does not count as a key.
+        scale: factor on ``query @ key^T``; by default ``1 / sqrt(head_dim)``.
+        query_offset: absolute position of the first query; required if ``q_len != k_len`` and positions matter.
+        backend: the backend that finds the keys: ``"auto"``, or the name of one with the statistics ``top_k`` and
+            ``lse``.
 
     Returns:
-        ``[batch, heads, q_len, value_dim]`` in query's dtype, with as many leading axes as ``query`` had.
+        ``[batch, heads, q_len, value_dim]`` in query's dtype, with as many leading axes as ``query``.
 
     Raises:
         ShapeError: ``k`` is not a whole number of at least 1, or shapes do not fit.
-        MaskError, UnsupportedError: as in ``observe_attention``.
+        MaskError: the mask does not fit, or needs a ``query_offset``.
+        UnsupportedError: the backend does not support the call, or it runs under a transform of ``torch.func``.
 
-    Cost: finding the keys scores all pairs (``2 * q_len * k_len * head_dim`` operations a head, forward only) and
-    holds ``q_len * k`` indices; the attention and its backward are ``O(q_len * k * head_dim)``, in strips of a few MiB.
+    Cost: finding the keys computes all scores (``2 * q_len * k_len * head_dim`` operations per head, forward only) and
+    stores ``q_len * k`` indices; attention and its backward are ``O(q_len * k * head_dim)``, in strips of a few MiB.
 
     Paper: Gupta et al. 2021, "Memory-efficient transformers via top-k attention", section 2.
 
@@ -99,12 +101,12 @@ def _attend(problem: Problem, k: int, backend: str) -> list[Tensor]:
         raise UnsupportedError.about(
             _NAME,
             "query",
-            must="be seen outside of torch.func",
+            must="not be under a transform of torch.func",
             got="a transform such as vmap or grad",
             then="Give batches as the first axis, and differentiate with torch.autograd.",
         )
     chosen = _choose(problem, min(k, problem.k_len), backend)
-    read = read_again(problem).tensors if torch.is_grad_enabled() else []
+    read = backward_reads(problem).tensors if torch.is_grad_enabled() else []
     output: Tensor = _TopK.apply(  # type: ignore[no-untyped-call]
         problem, chosen, read, problem.query, problem.key, problem.value, *problem.rule_parameters
     )
@@ -116,7 +118,7 @@ _OPERATOR: Final = Operator(_NAME, _attend, output_like)
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The keys of each query, and the rows that hold a NaN, whose keys mean nothing."""
+    """The keys of each query, and the rows with NaN, whose keys are meaningless."""
 
     keys: Int[Tensor, "batch heads q_len k"]
     spoiled: Bool[Tensor, "batch heads q_len"]
@@ -127,18 +129,18 @@ def _choose(problem: Problem, k: int, backend: str) -> _Chosen:
         rows = problem.query.shape[:3]
         none = torch.empty((*rows, 0), dtype=torch.int64, device=problem.query.device)
         return _Chosen(none, none.new_zeros(rows, dtype=torch.bool))
-    # Nobody reads the output of this call, so its values are one channel wide.
+    # The output of this call is not read, so its values have one channel.
     narrow = problem.with_tensors(problem.query, problem.key, problem.value[..., :1])
     with torch.no_grad():
-        seen = run(_NAME, narrow, Want(top_k=k, lse=True), backend)
-    assert seen.top_indices is not None
-    assert seen.lse is not None
-    return _Chosen(seen.top_indices, seen.lse.isnan())
+        observation = run(_NAME, narrow, Want(top_k=k, lse=True), backend)
+    assert observation.top_indices is not None
+    assert observation.lse is not None
+    return _Chosen(observation.top_indices, observation.lse.isnan())
 
 
 @dataclass(frozen=True)
-class _Strip:
-    """Some queries with their keys: where these lie among all rows of keys, and whether the mask allows each."""
+class _GatheredStrip:
+    """Some queries with their keys: the keys' indices among all rows of keys, and whether the mask allows each."""
 
     queries: slice
     rows: Int[Tensor, " picked"]
@@ -146,17 +148,17 @@ class _Strip:
     allowed: Bool[Tensor, "batch heads queries k"] | None
 
     def gather(self, source: Float[Tensor, "rows dim"], dtype: torch.dtype) -> Float[Tensor, "b heads queries k dim"]:
-        """The rows of the chosen keys; zeros for forbidden ones, which may hold anything."""
+        """The rows of the chosen keys; zeros for forbidden keys, whose elements may be NaN."""
         picked = source.index_select(0, self.rows)
         return self.reached(picked.view(*self.indices[3].shape, source.shape[1]).to(dtype))
 
     def reached(self, picked: Float[Tensor, "b heads queries k dim"]) -> Float[Tensor, "b heads queries k dim"]:
-        """What belongs to the chosen keys; 0 for forbidden ones, which 0 times a gradient that is NaN would reach."""
+        """The rows with 0 for forbidden keys, which 0 times a gradient of NaN would otherwise affect."""
         return picked if self.allowed is None else picked.masked_fill(~self.allowed[..., None], 0.0)
 
 
-def _strips(problem: Problem, keys: Tensor) -> Iterator[_Strip]:
-    """Queries with their keys, a few at a time; none where there are no keys."""
+def _strips(problem: Problem, keys: Tensor) -> Iterator[_GatheredStrip]:
+    """Strips of queries with their keys; none if there are no keys."""
     batch, head, q_pos, _ = problem.indices()
     group = problem.num_heads // problem.num_kv_heads
     first = (batch * problem.num_kv_heads + head // group) * problem.k_len
@@ -172,23 +174,23 @@ def _strips(problem: Problem, keys: Tensor) -> Iterator[_Strip]:
         if problem.mask is not None:
             allowed = problem.mask.allows(*indices).expand_as(k_pos)
             allowed = None if bool(allowed.all()) else allowed
-        yield _Strip(queries, (k_pos + first).flatten(), indices, allowed)
+        yield _GatheredStrip(queries, (k_pos + first).flatten(), indices, allowed)
 
 
 def _scores(problem: Problem, query: Tensor, keys: Tensor) -> Tensor:
-    """Scaled products with the gathered keys."""
+    """Scaled scores of the gathered keys."""
     return (query[..., None, :] @ keys.mT)[..., 0, :] * problem.scale
 
 
-def _ruled(problem: Problem, strip: _Strip, scores: Tensor) -> Tensor:
+def _ruled(problem: Problem, strip: _GatheredStrip, scores: Tensor) -> Tensor:
     """The scores after the rules."""
     for rule in problem.elementwise:
         scores = rule.apply(scores, *strip.indices)
     return scores
 
 
-def _weighed(problem: Problem, strip: _Strip, scores: Tensor, values: Tensor) -> Tensor:
-    """The textbook formula on the scores of gathered keys; an empty row gives 0."""
+def _weighed(problem: Problem, strip: _GatheredStrip, scores: Tensor, values: Tensor) -> Tensor:
+    """Softmax of the scores of gathered keys times their values; 0 for an empty row."""
     if strip.allowed is not None:
         scores = scores.masked_fill(~strip.allowed, -torch.inf)
     if problem.sink is not None:
@@ -202,7 +204,7 @@ def _weighed(problem: Problem, strip: _Strip, scores: Tensor, values: Tensor) ->
 
 
 class _TopK(torch.autograd.Function):
-    """Strips of queries on their own keys; backward gathers again. Rule parameters ride along."""
+    """Attention of strips of queries to their keys, which backward gathers again; rule parameters are inputs too."""
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, chosen: _Chosen, read: list[Tensor], *tensors: Tensor) -> Tensor:
@@ -210,16 +212,16 @@ class _TopK(torch.autograd.Function):
         flat_key, flat_value = key.reshape(-1, key.shape[3]), value.reshape(-1, value.shape[3])
         output = query.new_zeros((*query.shape[:3], value.shape[3]))
         work = problem.work_dtype
-        # Autocast would round the products of float32 inputs to 16 bits.
+        # Autocast would round float32 inputs to 16 bits.
         with without_autocast(query.device.type):
             for strip in _strips(problem, chosen.keys):
                 scores = _scores(problem, query[:, :, strip.queries].to(work), strip.gather(flat_key, work))
                 scores = _ruled(problem, strip, scores)
                 output[:, :, strip.queries] = _weighed(problem, strip, scores, strip.gather(flat_value, work))
         ctx.problem, ctx.rules = problem, len(tensors) > 3
-        # What backward reads again where it lies is saved, so that autograd tells if it was written into.
+        # Tensors that backward reads without a copy are saved too, so that autograd raises if one was written into.
         ctx.save_for_backward(query, key, value, chosen.keys, *read)
-        # A NaN among the keys a query may attend to is not hidden by leaving it out.
+        # A NaN among the keys that a query may attend to makes its output NaN, chosen or not.
         return output.masked_fill_(chosen.spoiled[..., None], torch.nan)
 
     @staticmethod
@@ -231,14 +233,14 @@ class _TopK(torch.autograd.Function):
             compute = partial(_recorded_forward, problem, keys)
             inputs = (query, key, value, *parameters)
             return None, None, None, *recorded_gradients(compute, inputs, grads, ctx.needs_input_grad[3:])
-        # Backward may be called within autocast, which would round the products to 16 bits.
+        # Backward may run under autocast, which would round to 16 bits.
         with without_autocast(query.device.type):
-            found = _gradients(problem.with_tensors(query, key, value), keys, grads[0], ctx.rules)
-        return None, None, None, *found
+            gradients = _gradients(problem.with_tensors(query, key, value), keys, grads[0], ctx.rules)
+        return None, None, None, *gradients
 
 
 def _recorded_forward(problem: Problem, keys: Tensor, inputs: list[Tensor | None]) -> list[Tensor]:
-    """The output of query, key, value and rules' parameters by operations that autograd records."""
+    """The output from query, key, value and the rules' parameters, by operations that autograd records."""
     query, key, value = (part for part in inputs[:3] if part is not None)
     if keys.shape[3] == 0:
         return [query.new_zeros((*query.shape[:3], value.shape[3]))]
@@ -262,21 +264,24 @@ def _gradients(problem: Problem, keys: Tensor, grad_output: Tensor, rules: bool)
     for place, strip in enumerate(_strips(problem, keys)):
         gathered = (problem.query[:, :, strip.queries].to(work), *(strip.gather(source, work) for source in sources))
         upstream = grad_output[:, :, strip.queries].to(work)
-        own = _pulled(problem, strip, gathered, upstream, parameters, first=place == 0)
-        grad_query[:, :, strip.queries] = own[0]
-        for total, grad in zip(totals, own[1:3], strict=True):
+        strip_grads = _pulled(problem, strip, gathered, upstream, parameters, first=place == 0)
+        grad_query[:, :, strip.queries] = strip_grads[0]
+        for total, grad in zip(totals, strip_grads[1:3], strict=True):
             total.index_add_(0, strip.rows, strip.reached(grad).flatten(0, 3))
-        for total, grad in zip(rule_totals, own[3:], strict=True):
+        for total, grad in zip(rule_totals, strip_grads[3:], strict=True):
             total += grad
     inputs = (problem.query, problem.key, problem.value)
-    found = [grad_query, *(total.view(tensor.shape) for total, tensor in zip(totals, inputs[1:], strict=True))]
-    cast = [grad.to(tensor.dtype) for grad, tensor in zip(found, inputs, strict=True)]
+    totals_by_input = [
+        grad_query,
+        *(total.view(tensor.shape) for total, tensor in zip(totals, inputs[1:], strict=True)),
+    ]
+    cast = [grad.to(tensor.dtype) for grad, tensor in zip(totals_by_input, inputs, strict=True)]
     return cast + [grad.to(tensor.dtype) for grad, tensor in zip(rule_totals, parameters, strict=True)]
 
 
 def _pulled(
     problem: Problem,
-    strip: _Strip,
+    strip: _GatheredStrip,
     gathered: tuple[Tensor, ...],
     upstream: Tensor,
     parameters: list[Tensor],
@@ -285,47 +290,47 @@ def _pulled(
 ) -> list[Tensor]:
     """Gradients of a strip's queries, gathered keys and values, and the rules' parameters, in that order.
 
-    Softmax, rules and products are differentiated one after the other, so that what a user's function gets wrong is
-    told of it. What the rules reach is asked of the first strip alone.
+    Softmax, rules and matrix multiplications are differentiated separately, so that an error of a user's function names
+    it. The tensors that the rules read are checked at the first strip only.
     """
     query, keys, values = (part.detach().requires_grad_() for part in gathered)
     with torch.enable_grad():
         raw = _scores(problem, query, keys)
-        before = raw.detach().requires_grad_()
-        after = _ruled(problem, strip, before)
-        ends = after.detach().requires_grad_()
+        scores_in = raw.detach().requires_grad_()
+        scores_out = _ruled(problem, strip, scores_in)
+        ends = scores_out.detach().requires_grad_()
         output = _weighed(problem, strip, ends, values)
     asked = [ends, values, *parameters]
-    found = torch.autograd.grad(output, asked, upstream, allow_unused=True)
-    grad, grad_values, *totals = [_or_zero(own, like) for own, like in zip(found, asked, strict=True)]
-    if after is not before:
-        pulled, learned = _through_rules(problem, strip, before, after, grad, parameters, first=first)
+    grads = torch.autograd.grad(output, asked, upstream, allow_unused=True)
+    grad, grad_values, *totals = [_or_zero(part, like) for part, like in zip(grads, asked, strict=True)]
+    if scores_out is not scores_in:
+        pulled, learned = _through_rules(problem, strip, scores_in, scores_out, grad, parameters, first=first)
         grad = _or_zero(pulled, raw)
-        totals = [total if own is None else total + own for total, own in zip(totals, learned, strict=True)]
+        totals = [total if part is None else total + part for total, part in zip(totals, learned, strict=True)]
     return [*torch.autograd.grad(raw, [query, keys], grad), grad_values, *totals]
 
 
 def _through_rules(
     problem: Problem,
-    strip: _Strip,
-    before: Tensor,
-    after: Tensor,
+    strip: _GatheredStrip,
+    scores_in: Tensor,
+    scores_out: Tensor,
     grad: Tensor,
     parameters: list[Tensor],
     *,
     first: bool,
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-    """The gradient of the scores before the rules, and of each parameter; None where none comes through."""
-    if not after.requires_grad:
+    """Gradients of the scores before the rules and of each parameter; None for those without one."""
+    if not scores_out.requires_grad:
         return None, [None] * len(parameters)
     if first:
-        check_reached(problem.elementwise, after, before, parameters)
-    found, *learned = differentiated(problem.elementwise, after, before, parameters, grad, strip.indices)
-    if found is not None and strip.allowed is not None:
-        found = found.masked_fill(~strip.allowed, 0.0)
-    return found, learned
+        check_reached(problem.elementwise, scores_out, scores_in, parameters)
+    grad_in, *learned = differentiated(problem.elementwise, scores_out, scores_in, parameters, grad, strip.indices)
+    if grad_in is not None and strip.allowed is not None:
+        grad_in = grad_in.masked_fill(~strip.allowed, 0.0)
+    return grad_in, learned
 
 
 def _or_zero(grad: Tensor | None, like: Tensor) -> Tensor:
-    """A gradient, 0 where none comes through."""
+    """A gradient, or zeros for None."""
     return torch.zeros_like(like) if grad is None else grad

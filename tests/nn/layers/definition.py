@@ -18,7 +18,7 @@ from clearhead.ops.dropout import LEVELS
 from clearhead.problem import draw_seed
 from clearhead.testing import fused_calls
 from tests.budget import within_budget
-from tests.dropped import kept
+from tests.dropped import keep_mask
 
 Block = EncoderBlock | DecoderBlock
 KINDS = [EncoderBlock, DecoderBlock]
@@ -186,7 +186,7 @@ def factor_of_rows(seed: int, drop: float, rows: int, columns: int) -> Tensor:
     levels = round(drop * LEVELS)
     if levels == 0:
         return torch.ones(rows, columns, dtype=torch.float64)
-    return kept(rows, columns, levels, seed).double() * (LEVELS / (LEVELS - levels))
+    return keep_mask(rows, columns, levels, seed).double() * (LEVELS / (LEVELS - levels))
 
 
 def factor_of_weights(seed: int, drop: float, axes: tuple[int, int, int, int]) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clearhead.arguments import real_number, seen, whole_number
+from clearhead.arguments import real_number, repr_of, whole_number
 from clearhead.errors import MaskError
 from clearhead.masks import Dense, Mask, Padding
 from clearhead.scores import DenseBias
@@ -125,7 +125,7 @@ def from_additive(
     limit = real_number(forbids)
     if limit is None:
         raise MaskError.about(
-            "from_additive", "forbids", must="be a number", got=seen(forbids), then="Pass one far below all biases."
+            "from_additive", "forbids", must="be a number", got=repr_of(forbids), then="Pass one far below all biases."
         )
     bias = _four_axes("from_additive", "bias", bias, num_heads)
     allowed = bias > limit
@@ -165,7 +165,7 @@ def _four_axes(function: str, argument: str, tensor: Tensor, num_heads: int | No
             argument,
             must="have axes [q_len, k_len], [batch, heads, q_len, k_len], or with num_heads "
             "[batch * num_heads, q_len, k_len]",
-            got=f"{_shape_and_dtype(tensor)}, num_heads {seen(num_heads)}",
+            got=f"{_shape_and_dtype(tensor)}, num_heads {repr_of(num_heads)}",
             then="Pass num_heads, or give batch and heads an axis each.",
         )
     split: Tensor = tensor.unflatten(0, (-1, heads))

@@ -29,7 +29,7 @@ from clearhead.nn.fused import fused_attention, fused_layers, is_fused_attention
 from clearhead.nn.norm import normed
 from clearhead.nn.reading import cached_reading
 from clearhead.nn.spec import LayerParts, Projections, Stack
-from clearhead.positions import turned_by_token
+from clearhead.positions import rotated_by_token
 from clearhead.projection import NATIVE, Layer, are_plain, project, project_activate_project
 from clearhead.shapes import Float
 from clearhead.torch_private import implementation_of
@@ -285,7 +285,7 @@ def _observed_attention(core: Any, projections: Projections, given: Arguments, c
         part.unflatten(-1, (count, -1)).transpose(1, 2) for part, count in zip(projected, counts, strict=True)
     )
     if call.rotary is not None:
-        query, key = turned_by_token(query, call.rotary), turned_by_token(key, call.rotary)
+        query, key = rotated_by_token(query, call.rotary), rotated_by_token(key, call.rotary)
     if given.cache is not None:
         key, value = of_own_tokens(given.cache).update(key, value, core.layer_idx)
     causal = call.causal and given.mask is None and x.shape[1] > 1

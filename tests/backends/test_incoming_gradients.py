@@ -1,4 +1,4 @@
-"""Gradients that arrive with NaN or inf in them reach what their rows may attend to, and nothing else."""
+"""Incoming gradients with NaN or infinity affect only the keys that their rows may attend to."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ def reached(mask: ch.Mask | None) -> Tensor:
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("channels", [slice(None), slice(2, 3)], ids=["row", "channel"])
 @pytest.mark.parametrize("value_dim", [8, 6], ids=["fused", "unfused"])
-def test_what_arrives_reaches_allowed_keys_alone(
+def test_nan_gradient_reaches_allowed_keys_only(
     backend: str, mask: str, poison: float, channels: slice, value_dim: int
 ) -> None:
-    inputs, own = tensors(head_dim=8, value_dim=value_dim, q_len=LENGTH, k_len=LENGTH), MASKS[mask]
+    inputs, case = tensors(head_dim=8, value_dim=value_dim, q_len=LENGTH, k_len=LENGTH), MASKS[mask]
     arrived = torch.randn(2, 4, LENGTH, value_dim, generator=torch.Generator().manual_seed(0))
     spoiled = arrived.clone()
     spoiled[0, HEAD, ROW, channels] = poison
     exact = tuple(tensor.detach().double().requires_grad_() for tensor in inputs)
-    right = torch.autograd.grad(ch.attention(*exact, mask=own, backend="reference"), exact, arrived.double())
-    found = torch.autograd.grad(ch.attention(*inputs, mask=own, backend=backend), inputs, spoiled)
+    right = torch.autograd.grad(ch.attention(*exact, mask=case, backend="reference"), exact, arrived.double())
+    grads = torch.autograd.grad(ch.attention(*inputs, mask=case, backend=backend), inputs, spoiled)
 
-    bad = [torch.zeros(grad.shape, dtype=torch.bool) for grad in found]
-    keys = reached(own)
+    bad = [torch.zeros(grad.shape, dtype=torch.bool) for grad in grads]
+    keys = reached(case)
     bad[0][0, HEAD, ROW] = True
     bad[1][0, 0, keys] = True
     bad[2][0, 0, keys, channels] = True
-    for grad, clean, where in zip(found, right, bad, strict=True):
+    for grad, clean, where in zip(grads, right, bad, strict=True):
         assert torch.equal(~torch.isfinite(grad), where)
         torch.testing.assert_close(grad[~where].double(), clean[~where], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["reference", "tiled", "native"])
-def test_what_arrives_at_an_empty_row_reaches_nothing(backend: str) -> None:
+def test_nan_gradient_of_an_empty_row_reaches_nothing(backend: str) -> None:
     inputs = tensors()
     mask = ch.Dense(torch.arange(13)[:, None] > 3)
     arrived = torch.ones(2, 4, 13, 6)
@@ -71,13 +71,13 @@ def test_what_arrives_at_an_empty_row_reaches_nothing(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "tiled", "native"])
 @pytest.mark.parametrize("name", ["lse", "entropy", "distance", "max_score"])
-def test_what_arrives_at_a_statistic_stays_with_its_row(backend: str, name: str) -> None:
+def test_nan_gradient_of_a_statistic_affects_its_row_only(backend: str, name: str) -> None:
     inputs = tensors()
     want = ch.Want(lse=name == "lse", entropy=name == "entropy", distance=name == "distance", max_score=True)
-    seen = getattr(ch.observe_attention(*inputs, want=want, mask=ch.Causal(), backend=backend), name)
-    arrived = torch.ones_like(seen)
+    statistic = getattr(ch.observe_attention(*inputs, want=want, mask=ch.Causal(), backend=backend), name)
+    arrived = torch.ones_like(statistic)
     arrived[0, HEAD, ROW] = torch.nan
-    query, key, _ = torch.autograd.grad(seen, inputs, arrived, allow_unused=True)
+    query, key, _ = torch.autograd.grad(statistic, inputs, arrived, allow_unused=True)
     rows = torch.zeros(query.shape[:3], dtype=torch.bool)
     rows[0, HEAD, ROW] = True
     assert torch.equal(torch.isnan(query).any(dim=-1), rows)
@@ -88,17 +88,17 @@ def test_what_arrives_at_a_statistic_stays_with_its_row(backend: str, name: str)
 
 
 @pytest.mark.parametrize("backend", ["reference", "tiled", "native"])
-def test_what_arrives_at_a_key_that_nobody_may_attend_to_reaches_nothing(backend: str) -> None:
+def test_nan_gradient_of_a_forbidden_key_reaches_nothing(backend: str) -> None:
     inputs = tensors()
-    seen = ch.observe_attention(*inputs, want=ch.Want(received=True), mask=ch.Padding([9, 9]), backend=backend)
-    arrived = torch.ones_like(seen.received)
+    observation = ch.observe_attention(*inputs, want=ch.Want(received=True), mask=ch.Padding([9, 9]), backend=backend)
+    arrived = torch.ones_like(observation.received)
     arrived[:, :, 9:] = torch.nan
-    grads = torch.autograd.grad(seen.received, inputs, arrived, allow_unused=True)
+    grads = torch.autograd.grad(observation.received, inputs, arrived, allow_unused=True)
     assert all(grad is None or torch.isfinite(grad).all() for grad in grads)
 
 
 @pytest.mark.parametrize("backend", ["reference", "tiled", "native"])
-def test_learned_rules_get_nan_where_the_row_reads_them(backend: str) -> None:
+def test_rule_gradient_is_nan_where_a_spoiled_row_reads_it(backend: str) -> None:
     """Neither hidden nor spread: a bias at the row's keys, a table at its distances, the sink of its head."""
     inputs = tensors()
     bias, table, logits = (torch.zeros(*shape, requires_grad=True) for shape in ((1, 4, 13, 13), (4, 5), (4,)))
@@ -115,21 +115,21 @@ def test_learned_rules_get_nan_where_the_row_reads_them(backend: str) -> None:
     assert torch.isnan(of_sink).tolist() == [head == HEAD for head in range(4)]
 
 
-def test_a_spoiled_value_leaves_gradients_of_values_whole() -> None:
-    """A gradient of values is weights times what arrived: numbers of the values have no part in it."""
+def test_nan_value_does_not_affect_value_gradients() -> None:
+    """The gradient of values is weights times the output's gradient, independent of the values."""
     query, key, value = tensors()
     clean = torch.autograd.grad(ch.attention(query, key, value, mask=ch.Causal(), backend="native").sum(), value)[0]
     with torch.no_grad():
         value[:, :, 6, 2] = torch.nan
     for backend in ("reference", "tiled", "native"):
         output = ch.attention(query, key, value, mask=ch.Causal(), backend=backend)
-        found = torch.autograd.grad(output, value, torch.ones_like(output))[0]
-        torch.testing.assert_close(found, clean, rtol=1e-5, atol=1e-6)
+        grad = torch.autograd.grad(output, value, torch.ones_like(output))[0]
+        torch.testing.assert_close(grad, clean, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("statistic", [False, True], ids=["output", "received"])
-def test_containment_asks_a_mask_once(statistic: bool) -> None:
-    """A function may answer otherwise when it is asked again: backward goes by what it said in forward."""
+def test_containment_evaluates_a_mask_once(statistic: bool) -> None:
+    """A mask function may return another result on a second call: backward uses that of forward."""
     answers: list[int] = []
 
     def fickle(batch: Tensor, head: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
@@ -140,9 +140,9 @@ def test_containment_asks_a_mask_once(statistic: bool) -> None:
     with torch.no_grad():
         key[:, :, 3] = torch.nan
     want = ch.Want(received=statistic)
-    seen = ch.observe_attention(query, key, value, mask=ch.MaskFunction(fickle), want=want, backend="native")
+    observation = ch.observe_attention(query, key, value, mask=ch.MaskFunction(fickle), want=want, backend="native")
     asked = len(answers)
-    loss = seen.output.sum() + (seen.received.sum() if statistic else 0.0)
+    loss = observation.output.sum() + (observation.received.sum() if statistic else 0.0)
     grads = torch.autograd.grad(loss, (query, key, value))
     assert torch.isnan(grads[0]).any()
     assert len(answers) == asked
@@ -151,7 +151,7 @@ def test_containment_asks_a_mask_once(statistic: bool) -> None:
 @pytest.mark.parametrize("k_len", [1, 2, 3, 7, 8, 15, 16, 17])
 @pytest.mark.parametrize("place", [0, 1], ids=["query", "key"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_sdpa_hides_no_nan_where_keys_are_few(k_len: int, place: int, dtype: torch.dtype) -> None:
+def test_sdpa_keeps_nan_with_few_keys(k_len: int, place: int, dtype: torch.dtype) -> None:
     """torch's CPU kernel takes a short row that is NaN throughout for one that is masked throughout."""
     inputs = [tensor.detach().clone() for tensor in tensors(q_len=5, k_len=k_len, head_dim=8, value_dim=8, dtype=dtype)]
     clean = ch.attention(*inputs, backend="sdpa")
@@ -174,13 +174,13 @@ def test_batched_gradients_equal_single_ones(backend: str, name: str) -> None:
         pytest.skip("sdpa: has no statistics")
     else:
         want = ch.Want(entropy=True)
-        seen = ch.observe_attention(query, key, value, mask=ch.Causal(), want=want, backend=backend)
-        assert seen.entropy is not None
-        output = seen.entropy
+        observation = ch.observe_attention(query, key, value, mask=ch.Causal(), want=want, backend=backend)
+        assert observation.entropy is not None
+        output = observation.entropy
     arrived = torch.randn(3, *output.shape, generator=torch.Generator().manual_seed(0))
-    found = torch.autograd.grad(output, query, arrived, is_grads_batched=True, retain_graph=True)[0]
-    for own, grad in zip(arrived, found, strict=True):
-        torch.testing.assert_close(grad, torch.autograd.grad(output, query, own, retain_graph=True)[0])
+    batched = torch.autograd.grad(output, query, arrived, is_grads_batched=True, retain_graph=True)[0]
+    for upstream, grad in zip(arrived, batched, strict=True):
+        torch.testing.assert_close(grad, torch.autograd.grad(output, query, upstream, retain_graph=True)[0])
 
 
 RULES: dict[str, Callable[[Tensor], tuple[ch.ScoreRule, ...]]] = {
@@ -202,7 +202,7 @@ def test_backward_within_autocast_keeps_its_precision(
     value_dim = 6 if lie == "other widths" else 8
     inputs = tensors(head_dim=8, value_dim=value_dim, q_len=length, k_len=length)
     if lie == "strided":
-        inputs = tuple(own.detach().mT.contiguous().mT.requires_grad_() for own in inputs)
+        inputs = tuple(tensor.detach().mT.contiguous().mT.requires_grad_() for tensor in inputs)
     output = ch.attention(*inputs, mask=MASKS[mask], scores=RULES[rules](bias), backend=backend)
     wanted = [*inputs, *([bias] if rules == "a learned bias" else [])]
     outside = torch.autograd.grad(output.square().sum(), wanted, retain_graph=True)
@@ -215,18 +215,18 @@ def test_backward_within_autocast_keeps_its_precision(
 def test_the_second_derivative_within_autocast_keeps_its_precision() -> None:
     inputs = tensors()
     output = ch.attention(*inputs, mask=ch.Causal(), backend="reference")
-    found = []
+    seconds = []
     for autocast in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             (first,) = torch.autograd.grad(output.square().sum(), inputs[0], create_graph=True)
-            found.append(torch.autograd.grad(first.square().sum(), inputs, retain_graph=True))
-    for one, other in zip(*found, strict=True):
+            seconds.append(torch.autograd.grad(first.square().sum(), inputs, retain_graph=True))
+    for one, other in zip(*seconds, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("order", [("jacfwd", "jacfwd"), ("jacfwd", "jacrev"), ("jacrev", "jacrev")], ids="-".join)
 def test_second_derivatives_in_any_direction(order: tuple[str, str]) -> None:
-    """The products of ``reference`` are a function of autograd's own, which may not lose a tangent."""
+    """The matrix multiplications of ``reference`` are autograd functions, which must not lose a tangent."""
     query, key, value = (tensor.detach() for tensor in tensors(batch=1, q_len=3, k_len=3, dtype=torch.float64))
     allowed = torch.ones(3, 3).tril().bool()
 
@@ -234,7 +234,7 @@ def test_second_derivatives_in_any_direction(order: tuple[str, str]) -> None:
         return ch.attention(query, key, value, mask=ch.Causal(), backend="reference").square().sum()
 
     def formula(query: Tensor) -> Tensor:
-        keys, values = (own.repeat_interleave(2, dim=1) for own in (key, value))
+        keys, values = (tensor.repeat_interleave(2, dim=1) for tensor in (key, value))
         scores = (query @ keys.mT / 8**0.5).masked_fill(~allowed, -torch.inf)
         return (scores.softmax(dim=-1) @ values).square().sum()
 
@@ -246,7 +246,7 @@ def test_second_derivatives_in_any_direction(order: tuple[str, str]) -> None:
 @pytest.mark.parametrize("mask", ["none", "causal", "window", "dense", "table"])
 @pytest.mark.parametrize("gradient", [False, True])
 def test_fake_tensors_give_fake_outputs(backend: str, mask: str, gradient: bool) -> None:
-    """What plans memory without numbers, as FakeTensorMode does, gets shapes: nothing looks for NaN in them."""
+    """Under FakeTensorMode calls return shapes, without a check for NaN."""
     fake_tensor = pytest.importorskip("torch._subclasses.fake_tensor")
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
         query, key, value = (torch.empty(2, heads, LENGTH, 8, requires_grad=gradient) for heads in (4, 2, 2))

@@ -1,4 +1,4 @@
-"""The frame: pins that agree, an import that stays light, a set-up that does not pull CUDA."""
+"""The project's set-up: consistent pins, a light import, and no CUDA unless requested."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def setup_env() -> ModuleType:
 def requirements(project: dict[str, Any]) -> list[Requirement]:
     groups = [project["project"]["dependencies"], *project["project"]["optional-dependencies"].values()]
     groups.append(project["build-system"]["requires"])
-    found = [Requirement(line) for group in groups for line in group]
-    return [requirement for requirement in found if requirement.name != "clearhead"]
+    listed = [Requirement(line) for group in groups for line in group]
+    return [requirement for requirement in listed if requirement.name != "clearhead"]
 
 
 def test_every_requirement_is_pinned_to_a_version_it_allows(project: dict[str, Any], pins: dict[str, str]) -> None:
@@ -92,7 +92,7 @@ def test_every_requirement_is_pinned_to_a_version_it_allows(project: dict[str, A
 def test_the_torch_range_includes_the_oldest_and_the_pinned_release(
     project: dict[str, Any], pins: dict[str, str]
 ) -> None:
-    (torch,) = [found for found in requirements(project) if found.name == "torch"]
+    (torch,) = [requirement for requirement in requirements(project) if requirement.name == "torch"]
     assert [version for version in ("2.11.0", "2.13.0", "2.13.0+cpu") if version in torch.specifier] == [
         "2.11.0",
         "2.13.0",
@@ -168,15 +168,15 @@ def test_no_file_names_a_place_on_one_machine() -> None:
         pytest.skip("this copy is not a git checkout, so the tracked files are unknown")
     homes = "|".join(["home", "root", "Users", "work", "tmp", "mnt"])
     place = re.compile(rf"(?<![\w.<*}}$)-])/({homes})/\w|[A-Z]:\\Users")
-    found = []
+    violations = []
     for name in filter(None, listing.stdout.split("\0")):
         try:
             text = read(name)
         except (UnicodeDecodeError, FileNotFoundError, IsADirectoryError):
             continue
         lines = enumerate(text.splitlines(), start=1)
-        found += [f"{name}:{number}: {line.strip()[:80]}" for number, line in lines if place.search(line)]
-    assert found == []
+        violations += [f"{name}:{number}: {line.strip()[:80]}" for number, line in lines if place.search(line)]
+    assert violations == []
 
 
 class TestSetup:
@@ -239,11 +239,11 @@ class TestSetup:
         assert [command[-1] for command in machine] == ["torch==2.13.0"]
 
     @pytest.mark.parametrize(
-        ("version", "kept"),
+        ("version", "fits"),
         [("2.11.0", True), ("2.13.0+cpu", True), ("2.14.1+cu130", True), ("2.10.1", False), ("3.0.0", True)],
     )
-    def test_a_torch_in_range_is_kept(self, setup_env: ModuleType, version: str, kept: bool) -> None:
-        assert setup_env.fits(version) is kept
+    def test_installed_torch_in_range_is_not_replaced(self, setup_env: ModuleType, version: str, fits: bool) -> None:
+        assert setup_env.fits(version) is fits
 
     def test_the_pins_pip_obeys_name_the_torch_that_is_kept(
         self, setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -272,7 +272,7 @@ class TestSetup:
 
 
 class TestNative:
-    """tools/build_native.py: what it says where it cannot build."""
+    """tools/build_native.py: its messages if it cannot build."""
 
     @pytest.fixture
     def build(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:

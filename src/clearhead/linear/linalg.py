@@ -1,4 +1,4 @@
-"""Products and triangular systems whose gradients are taken in their own precision where autocast is on by then too."""
+"""Matrix multiplication and triangular solve, with higher derivatives; autocast does not round gradients."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from clearhead.shapes import Float
 from clearhead.tensors import traces
 from clearhead.torch_private import differentiates_forward
 
-__all__ = ["product", "solved"]
+__all__ = ["matmul", "solve_unitriangular"]
 
 
-def product(
+def matmul(
     left: Float[Tensor, "*batch rows x"], right: Float[Tensor, "*batch x columns"]
 ) -> Float[Tensor, "*batch rows columns"]:
     """``left @ right``, differentiable any number of times."""
-    # What is traced must not ask who is watching; the compiler writes backward in its own way.
-    return left @ right if torch.compiler.is_compiling() else containment.product(left, right)
+    # The compiler cannot trace checks of modes, and derives backward itself.
+    return left @ right if torch.compiler.is_compiling() else containment.matmul(left, right)
 
 
-def solved(
+def solve_unitriangular(
     strict: Float[Tensor, "*batch size size"], right: Float[Tensor, "*batch size columns"], *, upper: bool = False
 ) -> Float[Tensor, "*batch size columns"]:
     """``(I + strict)^-1 @ right``, differentiable any number of times.
 
     Args:
-        strict: 0 on the diagonal, and above it.
-        right: the right sides.
-        upper: whether ``strict`` is 0 below the diagonal instead.
+        strict: a matrix that is 0 on and above the diagonal.
+        right: the right-hand sides.
+        upper: whether ``strict`` is 0 on and below the diagonal instead.
     """
-    # As in containment's: a function of our own is no part of a trace, and has no tangents.
+    # An autograd function cannot be traced, and has no rule for forward-mode differentiation.
     if torch.compiler.is_compiling() or traces() or differentiates_forward():
         return _solution(strict, right, upper)
-    found: Tensor = _Solved.apply(strict, right, upper)  # type: ignore[no-untyped-call]
-    return found
+    solution: Tensor = _Solved.apply(strict, right, upper)  # type: ignore[no-untyped-call]
+    return solution
 
 
 def _solution(strict: Tensor, right: Tensor, upper: bool) -> Tensor:
-    found: Tensor = torch.linalg.solve_triangular(strict, right, upper=upper, unitriangular=True)
-    return found
+    solution: Tensor = torch.linalg.solve_triangular(strict, right, upper=upper, unitriangular=True)
+    return solution
 
 
 class _Solved(torch.autograd.Function):
@@ -60,10 +60,10 @@ class _Solved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None]:
-        strict, found = ctx.saved_tensors
+        strict, solution = ctx.saved_tensors
         with without_autocast(grad.device.type):
-            of_right = solved(strict.mT, grad, upper=not ctx.upper)
+            of_right = solve_unitriangular(strict.mT, grad, upper=not ctx.upper)
             if not ctx.needs_input_grad[0]:
                 return None, of_right, None
-            of_strict = -product(of_right, found.mT)
+            of_strict = -matmul(of_right, solution.mT)
         return (of_strict.triu(1) if ctx.upper else of_strict.tril(-1)), of_right, None

@@ -1,4 +1,4 @@
-"""Which path a linear layer's GEMM takes: the table's answer, or the one that ``CLEARHEAD_PROJECTION`` names."""
+"""The path of a linear layer's GEMM: the table's choice, or the one that ``CLEARHEAD_PROJECTION`` names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clearhead.projection.paths import KINDS, NATIVE, PATHS, TORCH, Path
 
 __all__ = [
     "DTYPES",
-    "Choice",
+    "GemmChoice",
     "check_variable",
     "choice",
     "choices",
@@ -26,25 +26,25 @@ __all__ = [
 ]
 
 _VARIABLE: Final = "CLEARHEAD_PROJECTION"
-#: Of the tensors that have a choice.
+#: Dtypes for which there is a choice of paths.
 DTYPES: Final = (torch.float32, torch.bfloat16)
-#: Numbers of rows that recur: few, as in decoding, or a multiple, as of whole batches.
+#: Numbers of rows that are likely to recur: small ones, as in decoding, and multiples, as of whole batches.
 _RECURRING_ROWS, _RECURRING_MULTIPLE = 64, 32
-#: A weight that is not narrow, and rows that are not few.
+#: A number of elements and of rows that is neither narrow nor few.
 _LARGE: Final = 2**20
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
-    """The path of one kind of GEMM in this process, and why.
+class GemmChoice:
+    """The paths of one kind of GEMM in this process, and the reason.
 
     Attributes:
         kind: ``"forward"``, ``"input gradient"`` or ``"weight gradient"``.
         dtype: ``"float32"`` or ``"bfloat16"``.
-        path: ``"torch"``, ``"onednn"`` or ``"native"``, of large GEMMs.
-        narrow: the same where the weight is narrow.
-        few_rows: the same where the rows are few.
-        reason: the row of the table, or the variable.
+        path: path of large GEMMs: ``"torch"``, ``"onednn"`` or ``"native"``.
+        narrow: path for a weight of fewer than ``NARROW_WEIGHT`` elements.
+        few_rows: path for fewer than ``TILED_ROWS`` rows.
+        reason: the row of the table, or the environment variable.
     """
 
     kind: str
@@ -61,15 +61,15 @@ def gemm_path(
     """The path of a linear layer's GEMM: a pure function of its arguments, the processor and the variables.
 
     Args:
-        dtype: ``float32`` or ``bfloat16``; every other one is torch's.
-        rows: tokens, for every kind.
-        columns: outputs of the layer.
-        steps: inputs of the layer.
+        dtype: ``float32`` or ``bfloat16``; other dtypes take torch's path.
+        rows: number of tokens, for every kind.
+        columns: number of outputs of the layer.
+        steps: number of inputs of the layer.
         kind: ``"forward"``, ``"input gradient"`` or ``"weight gradient"``.
-        training: whether autograd records the layer, which costs a small call more than it gains.
+        training: whether autograd records the layer; small GEMMs then take torch's path.
 
     Raises:
-        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not there for the dtype.
+        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available for the dtype.
 
     >>> gemm_path(torch.float64, 512, 768, 768).name
     'torch'
@@ -80,7 +80,7 @@ def gemm_path(
 
 
 def large_enough(dtype: torch.dtype, rows: int, columns: int, steps: int, *, training: bool) -> bool:
-    """Whether a GEMM is large enough to have a choice; torch's call is the cheapest."""
+    """Whether a GEMM is large enough for a choice of paths; for smaller ones torch's call has the least overhead."""
     weight = columns * steps
     if rows * weight >= table.SMALL:
         return True
@@ -90,27 +90,27 @@ def large_enough(dtype: torch.dtype, rows: int, columns: int, steps: int, *, tra
 
 
 def path_for(kind: str, dtype: torch.dtype, rows: int, weight: int) -> Path:
-    """The path of a kind of GEMM that has a choice, by its rows and the elements of its weight."""
-    found = choice(kind, dtype)
+    """The path of a kind of GEMM that is large enough, by its rows and the elements of its weight."""
+    chosen = choice(kind, dtype)
     if rows * weight < table.SMALL:
         return NATIVE if takes_small(dtype) else TORCH
     few = rows < table.TILED_ROWS and kind != "weight gradient"
     narrow = weight < table.NARROW_WEIGHT
-    path = PATHS[found.few_rows if few else found.narrow if narrow else found.path]
+    path = PATHS[chosen.few_rows if few else chosen.narrow if narrow else chosen.path]
     recurs = rows <= _RECURRING_ROWS or rows % _RECURRING_MULTIPLE == 0
     return path if recurs or not path.prepares or rows * weight >= table.SMALL_UNPREPARED else TORCH
 
 
 def takes_small(dtype: torch.dtype) -> bool:
-    """Whether small GEMMs are the kernels': they are there, and no other path is named."""
+    """Whether small GEMMs take the kernels: they are available, and no other path is named."""
     return (_named(dtype) or NATIVE.name) == NATIVE.name and NATIVE.absent(dtype) is None
 
 
-def choice(kind: str, dtype: torch.dtype = torch.float32) -> Choice:
+def choice(kind: str, dtype: torch.dtype = torch.float32) -> GemmChoice:
     """The paths of a kind of GEMM.
 
     Raises:
-        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not there for the dtype.
+        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available for the dtype.
 
     >>> choice("forward").path in ("torch", "onednn", "native")
     True
@@ -118,51 +118,51 @@ def choice(kind: str, dtype: torch.dtype = torch.float32) -> Choice:
     return _decided(dtype)[KINDS.index(kind)]
 
 
-def choices(dtype: torch.dtype) -> tuple[Choice, ...]:
-    """The paths of every kind of GEMM: a call that was prepared holds while they do."""
+def choices(dtype: torch.dtype) -> tuple[GemmChoice, ...]:
+    """The paths of every kind of GEMM; a prepared call remains valid while they are the same objects."""
     return _decided(dtype)
 
 
 def check_variable(dtype: torch.dtype = torch.float32) -> str | None:
-    """The path that ``CLEARHEAD_PROJECTION`` names, if it names one.
+    """The path that ``CLEARHEAD_PROJECTION`` names; None if it is not set.
 
     Raises:
-        UnsupportedError: it names no path, or one that is not there for the dtype.
+        UnsupportedError: it names no path, or one that is not available for the dtype.
     """
     name = os.environ.get(_VARIABLE, "")
     if not name:
         return None
     if name not in PATHS:
         must, got = f"be one of {', '.join(PATHS)}", repr(name)[:80]
-        then = "Unset it to let the table of processors choose."
+        then = "Unset it for the choice of the table of processors."
         raise UnsupportedError.about("project", _VARIABLE, must=must, got=got, then=then)
     absent = PATHS[name].absent(dtype)
     if absent is not None:
-        there = " or ".join(name for name, path in PATHS.items() if path.absent(dtype) is None)
-        must, got = f"be {there} for {str(dtype)[6:]} here", f"{name}, but {absent}"
+        available = " or ".join(name for name, path in PATHS.items() if path.absent(dtype) is None)
+        must, got = f"be {available} for {str(dtype)[6:]} here", f"{name}, but {absent}"
         raise UnsupportedError.about("project", _VARIABLE, must=must, got=got, then="Unset it.")
     return name
 
 
 def _named(dtype: torch.dtype) -> str | None:
-    return table.named().gemm or check_variable(dtype)
+    return table.overrides().gemm or check_variable(dtype)
 
 
-def _decided(dtype: torch.dtype) -> tuple[Choice, ...]:
-    return _read(dtype, os.environ.get(_VARIABLE, ""), table.named())
+def _decided(dtype: torch.dtype) -> tuple[GemmChoice, ...]:
+    return _read(dtype, os.environ.get(_VARIABLE, ""), table.overrides())
 
 
 @lru_cache(maxsize=64)
-def _read(dtype: torch.dtype, _variable: str, _names: table.Named) -> tuple[Choice, ...]:
-    """What the table says; neither the table nor what is installed changes in a process."""
+def _read(dtype: torch.dtype, _variable: str, _names: table.Overrides) -> tuple[GemmChoice, ...]:
+    """The table's choices, cached: neither the table nor what is installed changes in a process."""
     return tuple(_read_kind(kind, dtype) for kind in KINDS)
 
 
-def _read_kind(kind: str, dtype: torch.dtype) -> Choice:
+def _read_kind(kind: str, dtype: torch.dtype) -> GemmChoice:
     name, row = _named(dtype), table.row_for(dtype)
     if name is not None:
-        reason = "named by clearhead.testing" if table.named().gemm else f"{_VARIABLE}={name}"
-        return Choice(kind, str(dtype)[6:], name, name, name, reason)
+        reason = "named by clearhead.testing" if table.overrides().gemm else f"{_VARIABLE}={name}"
+        return GemmChoice(kind, str(dtype)[6:], name, name, name, reason)
     absent = {path: why for path, each in PATHS.items() if (why := each.absent(dtype)) is not None}
 
     def first(rows: int, weight: int) -> str:
@@ -170,7 +170,7 @@ def _read_kind(kind: str, dtype: torch.dtype) -> Choice:
         return next(path for path in order if path not in absent)
 
     missing = "".join(f"; {path}: {absent[path]}" for path in row.order(kind, _LARGE, _LARGE) if path in absent)
-    return Choice(
+    return GemmChoice(
         kind,
         str(dtype)[6:],
         first(_LARGE, _LARGE),

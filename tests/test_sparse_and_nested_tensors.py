@@ -1,4 +1,4 @@
-"""Nested and sparse tensors are refused in one sentence: those of the older nested kind would end the process."""
+"""Nested and sparse tensors raise one sentence; operators on the older nested kind would crash the process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.arguments import dense, seen
+from clearhead.arguments import dense, repr_of
 from clearhead.ops import library as native_library
 
 WIDTH = 16
@@ -52,7 +52,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("call", CALLS)
-def test_it_is_refused_in_one_sentence(call: str, kind: str) -> None:
+def test_sparse_and_nested_tensors_raise_one_sentence(call: str, kind: str) -> None:
     with pytest.raises(ch.ClearheadError) as refused:
         CALLS[call](KINDS[kind]())
     said = str(refused.value)
@@ -61,8 +61,8 @@ def test_it_is_refused_in_one_sentence(call: str, kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_after_a_call_that_is_kept() -> None:
-    """The third call like others is played again before its arguments are looked at."""
+def test_refused_after_valid_calls() -> None:
+    """Wrong tensors are refused after several valid calls too."""
     module = ch.nn.MultiHeadAttention(WIDTH, 2)
     for _ in range(4):
         module(PLAIN)
@@ -74,7 +74,7 @@ def test_after_a_call_that_is_kept() -> None:
             ch.attention(*[KINDS[kind]()] * 3)
 
 
-def test_what_is_said_of_a_jagged_one_is_so() -> None:
+def test_advice_for_jagged_tensors_works() -> None:
     jagged = KINDS["jagged"]()
     module = ch.nn.MultiHeadAttention(WIDTH, 2)
     with pytest.raises(
@@ -83,13 +83,13 @@ def test_what_is_said_of_a_jagged_one_is_so() -> None:
         module(jagged)
     packed = module(jagged.values()[None], mask=ch.Documents(jagged.offsets().diff()))
     alone = torch.cat([module(one) for one in jagged.unbind()])
-    # A row's product is rounded by how many rows there are.
+    # The rounding of a row depends on the number of rows.
     torch.testing.assert_close(packed[0], alone, rtol=1e-6, atol=1e-6)
 
 
-def test_a_dense_one_passes() -> None:
+def test_dense_tensor_passes() -> None:
     dense("f", "x", PLAIN)
-    assert seen(PLAIN) == f"float32 of shape (2, 5, {WIDTH})"
+    assert repr_of(PLAIN) == f"float32 of shape (2, 5, {WIDTH})"
 
 
 def freed(tensor: Tensor) -> Tensor:
@@ -98,15 +98,15 @@ def freed(tensor: Tensor) -> Tensor:
     return copy
 
 
-def between(tensor: Tensor) -> Tensor:
-    """The same numbers, one byte beyond where they would lie."""
-    held = bytearray(1) + tensor.numpy().tobytes()
-    return torch.frombuffer(held, dtype=tensor.dtype, offset=1).view(tensor.shape)
+def unaligned(tensor: Tensor) -> Tensor:
+    """The same elements at an address that is off by one byte."""
+    memory = bytearray(1) + tensor.numpy().tobytes()
+    return torch.frombuffer(memory, dtype=tensor.dtype, offset=1).view(tensor.shape)
 
 
 @pytest.mark.skipif(native_library.reason() is not None, reason="the CPU kernels are not usable here")
-@pytest.mark.parametrize("spoiled", [freed, between])
-def test_memory_that_the_kernels_cannot_read(spoiled: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("spoiled", [freed, unaligned])
+def test_freed_and_unaligned_memory_is_refused(spoiled: Callable[[Tensor], Tensor]) -> None:
     module = ch.nn.MultiHeadAttention(WIDTH, 2)
     right = module(PLAIN)
     for _ in range(4):
@@ -117,6 +117,6 @@ def test_memory_that_the_kernels_cannot_read(spoiled: Callable[[Tensor], Tensor]
             with pytest.raises(RuntimeError, match="not allocated"):
                 module(freed(PLAIN))
         else:
-            torch.testing.assert_close(module(between(PLAIN)), right)
+            torch.testing.assert_close(module(unaligned(PLAIN)), right)
         torch.testing.assert_close(module(PLAIN), right)
         ch.attention(PLAIN, PLAIN, PLAIN)

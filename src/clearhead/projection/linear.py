@@ -1,4 +1,4 @@
-"""project(): a linear layer's product; project_each(): those of several layers that read the same input."""
+"""project(): a linear layer by the selected path; project_each(): several linear layers that read the same input."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clearhead import choices as table
-from clearhead.projection.chosen import DTYPES, choice, large_enough, path_for, takes_small
 from clearhead.projection.paths import NATIVE, TORCH, Path, Term
+from clearhead.projection.selection import DTYPES, choice, large_enough, path_for, takes_small
 from clearhead.shapes import Float
 from clearhead.tensors import has_memory, traces
 from clearhead.torch_private import base_of, differentiates_forward, has_dispatch_mode, has_function_mode, transforms
@@ -28,24 +28,23 @@ def project(
     *,
     path: Path | None = None,
 ) -> Float[Tensor, "*batch out"]:
-    """``x @ weight^T + bias``: ``torch.nn.functional.linear``, by the path that the table of processors names.
+    """``x @ weight^T + bias``: ``torch.nn.functional.linear`` by the path that the table of processors selects.
 
-    Only float32 and bfloat16 products of plain CPU tensors have a choice, where they are large or, without gradients,
-    their weights are; everything else, and everything under ``torch.compile``, ``torch.export``, autocast or
-    ``torch.func``, is ``torch.nn.functional.linear`` itself. The products of backward are chosen likewise; under
-    ``create_graph=True`` they are torch's own.
+    There is a choice of paths for float32 and bfloat16 CPU tensors if the GEMM is large, or without gradients if the
+    weight is. All other calls, and all under ``torch.compile``, ``torch.export``, autocast or ``torch.func``, are
+    ``torch.nn.functional.linear``. Backward's GEMMs have the same choice; with ``create_graph=True`` they are torch's.
 
     Args:
         x: ``[*batch, in]``.
         weight: ``[out, in]``.
-        bias: ``[out]``, or none.
-        path: the one to take instead, of tensors that it is known to take.
+        bias: ``[out]``, or None.
+        path: the path to take, which must support the tensors; None for the table's choice.
 
     Returns:
         ``[*batch, out]``.
 
     Raises:
-        UnsupportedError: ``CLEARHEAD_PROJECTION`` is set, and not to a path that is there.
+        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available.
 
     Cost: ``2 * rows * in * out`` operations, three times that with backward.
 
@@ -69,21 +68,21 @@ def project_each(
     *,
     path: Path | None = None,
 ) -> tuple[Float[Tensor, "*batch out"], ...]:
-    """``project(x, weight, bias)`` for each pair, whose gradients of ``x`` are added up within one product.
+    """``project(x, weight, bias)`` for each weight and bias; backward sums the gradients of ``x`` in one GEMM.
 
     Args:
         x: ``[*batch, in]``.
-        weights: each ``[out, in]``; every ``out`` is its own.
-        biases: as many, each ``[out]`` or none.
-        path: as in ``project``.
+        weights: weights ``[out, in]``; ``out`` may differ.
+        biases: one for each weight, ``[out]`` or None.
+        path: the path to take, which must support the tensors; None for the table's choice.
 
     Returns:
-        As many, each ``[*batch, out]``.
+        One output ``[*batch, out]`` for each weight.
 
     Raises:
-        UnsupportedError: as ``project``.
+        UnsupportedError: ``CLEARHEAD_PROJECTION`` names no path, or one that is not available.
 
-    Cost: as ``project`` for each; backward is spared a pass over ``x``'s gradient for every layer but the first.
+    Cost: that of ``project`` for each; backward saves a pass over ``x``'s gradient for every layer but the first.
 
     >>> import torch
     >>> x = torch.ones(2, 3, requires_grad=True)
@@ -92,7 +91,7 @@ def project_each(
     """
     pairs = tuple(zip(weights, biases, strict=True))
     together = torch.is_grad_enabled() and x.requires_grad and len(pairs) > 1
-    # A layer too small to have a choice would not join the others' product.
+    # A layer that is too small for a choice cannot be part of the common GEMM.
     if not together or (path is None and not all(has_choice(x, *pair) for pair in pairs)):
         return tuple(project(x, *pair, path=path) for pair in pairs)
     flat = [part for pair in pairs for part in pair]
@@ -101,7 +100,7 @@ def project_each(
 
 
 class _Projections(torch.autograd.Function):
-    """Layers that read one input: a path or None, ``x``, then a weight and a bias or None for each."""
+    """Linear layers that read one input: a path or None, ``x``, then a weight and a bias or None for each."""
 
     @staticmethod
     def forward(ctx: Any, path: Path | None, x: Tensor, *layers: Tensor | None) -> tuple[Tensor, ...]:
@@ -111,7 +110,7 @@ class _Projections(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if any(needs[::2]) else None, *(weights if needs_x else [None] * len(weights)))
         return tuple(
-            own(_forward(path, x, weight, bias))
+            unaliased(_forward(path, x, weight, bias))
             for weight, bias in zip(weights, biases, strict=True)
             if weight is not None
         )
@@ -122,25 +121,26 @@ class _Projections(torch.autograd.Function):
         _, needs_x, *needs = ctx.needs_input_grad
         arrived = [grad for grad in grads if grad is not None]
         path = TORCH if recorded(*arrived) else ctx.path
-        found: list[Tensor | None] = []
+        layer_grads: list[Tensor | None] = []
         for place, grad in enumerate(grads):
             needs_weight, needs_bias = needs[2 * place : 2 * place + 2]
-            found += (None, None) if grad is None else layer_gradients(path, grad, x, needs_weight, needs_bias)
+            layer_grads += (None, None) if grad is None else layer_gradients(path, grad, x, needs_weight, needs_bias)
         if not needs_x or not arrived:
-            return None, None, *found
+            return None, None, *layer_grads
         terms = [(grad, weight) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
-        return None, _input_gradient(path, terms), *found
+        return None, _input_gradient(path, terms), *layer_grads
 
 
-def own(output: Tensor) -> Tensor:
-    """An output that may be changed in place: autograd refuses that where a function returned a view."""
+def unaliased(output: Tensor) -> Tensor:
+    """The output, copied if it is a view: autograd forbids in-place changes of views that a function returns."""
     return output if base_of(output) is None else output.clone()
 
 
 def recorded(*grads: Tensor) -> bool:
-    """Whether gradients take operators that autograd and watchers know.
+    """Whether backward must consist of torch's operators.
 
-    A second derivative is wanted, a mode is active, or a gradient is a subclass or batched (``is_grads_batched``).
+    That is so if a second derivative is needed, a mode is active, or a gradient is a subclass or batched
+    (``is_grads_batched``).
     """
     plain = all(type(grad) is Tensor and has_memory(grad) for grad in grads)
     return torch.is_grad_enabled() or not plain or watched()
@@ -158,7 +158,7 @@ def _input_gradient(path: Path | None, terms: Sequence[Term]) -> Tensor:
 def layer_gradients(
     path: Path | None, grad: Tensor, x: Tensor, needs_weight: bool, needs_bias: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those of one layer's weight and bias, by a path or by the one that is chosen."""
+    """Gradients of one layer's weight and bias, by a path, or by the selected one."""
     rows = grad.reshape(-1, grad.shape[-1])
     if not needs_weight:
         return None, rows.sum(0) if needs_bias else None
@@ -167,15 +167,15 @@ def layer_gradients(
     return path.weight_gradient(rows, flat, needs_bias)
 
 
-def path_of(kind: str, x: Tensor, numbers: int) -> Path:
-    """The path of a kind of GEMM with a weight of so many elements."""
-    return path_for(kind, x.dtype, x.numel() // max(1, x.shape[-1]), numbers)
+def path_of(kind: str, x: Tensor, elements: int) -> Path:
+    """The path of a kind of GEMM, with a weight of ``elements`` elements."""
+    return path_for(kind, x.dtype, x.numel() // max(1, x.shape[-1]), elements)
 
 
 def has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether another path than torch's own may compute this: size, shapes that fit, plain tensors, and no mode
-    or transform that sees operators."""
-    # In this order: what is compiled or traced must not look further.
+    """Whether there is a choice of paths: a large GEMM, shapes that fit, plain tensors, and no mode or transform that
+    observes operators."""
+    # In this order: a compiler or trace must not evaluate the other conditions.
     if torch.compiler.is_compiling() or traces() or type(x) not in _TYPES:
         return False
     if weight.dim() != 2:
@@ -190,19 +190,18 @@ def has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _needs_gradient(*parts: Tensor | None) -> bool:
-    """Whether autograd records what is computed of these."""
+    """Whether autograd records operations on these tensors."""
     return torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts)
 
 
 def kernels_take(
     kinds: Sequence[str], x: Tensor, weight: Tensor, bias: Tensor | None, *, width: int | None = None
 ) -> bool:
-    """Whether the CPU kernels compute these kinds of product of a layer that is part of a step, and reads ``x``, or
-    ``width`` numbers for each token of ``x``.
+    """Whether the CPU kernels compute these kinds of GEMM of a layer within a fused operator.
 
-    One too small for a choice is theirs wherever they are and no other path is asked for: there calls cost more than
-    products do. A small weight is theirs too, which by itself is not: what a step saves around a product is more than
-    it loses.
+    The layer reads ``x``, or ``width`` elements for each token of ``x``. A GEMM that is too small for a choice takes
+    the kernels if they are available and no other path is named, since there the overhead of calls dominates. A narrow
+    weight takes the kernels too, since fusion saves more than a slower GEMM costs.
     """
     width = x.shape[-1] if width is None else width
     if not is_layer(weight, bias, width, x.dtype):
@@ -213,23 +212,22 @@ def kernels_take(
 
 
 def is_layer(weight: Tensor, bias: Tensor | None, width: int, dtype: torch.dtype) -> bool:
-    """Whether plain tensors make a layer that reads so many numbers of a dtype."""
+    """Whether weight and bias are plain tensors of a layer with ``width`` inputs of a dtype."""
     if weight.dim() != 2 or not _plain(weight) or weight.shape[1] != width or weight.dtype is not dtype:
         return False
     return bias is None or (_plain(bias) and bias.dtype is dtype and bias.shape == weight.shape[:1])
 
 
 def are_plain(first: Tensor, *others: Tensor | None) -> bool:
-    """Whether tensors are still what ``has_choice`` found them to be, where only their shapes are known to be the same:
-    plain ones of one dtype, under no mode or transform."""
-    # In this order: what is compiled or traced must not look further.
+    """Whether tensors are plain and of one dtype, and no mode or transform is active; shapes are not checked."""
+    # In this order: a compiler or trace must not evaluate the other conditions.
     if torch.compiler.is_compiling() or not unrecorded() or not _plain(first):
         return False
     return all(other is None or (_plain(other) and other.dtype is first.dtype) for other in others)
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Numbers of a dtype that has a choice, in this machine's memory, and no subclass."""
+    """Whether a tensor has a dtype with a choice of paths, is on the CPU, strided, and no subclass."""
     return (
         type(tensor) in _TYPES
         and tensor.dtype in DTYPES
@@ -240,15 +238,15 @@ def _plain(tensor: Tensor) -> bool:
 
 
 def unrecorded() -> bool:
-    """Whether no tracer, mode or transform sees operators."""
+    """Whether no tracer, mode or transform observes operators."""
     return not (traces() or watched())
 
 
 def watched() -> bool:
-    """Whether something changes or records what operators do, or oneDNN is switched off."""
+    """Whether autocast, a mode or a transform is active, or oneDNN is disabled."""
     return torch.is_autocast_enabled("cpu") or not torch.backends.mkldnn.enabled or not unlooked()
 
 
 def unlooked() -> bool:
-    """Whether no transformation and no mode looks at operators."""
+    """Whether no transform and no mode observes operators."""
     return not (transforms() or differentiates_forward() or has_dispatch_mode() or has_function_mode())

@@ -1,4 +1,4 @@
-"""Every verb runs as one graph under torch.compile, with the numbers and gradients that it has alone."""
+"""Every public function is one graph under torch.compile, with the outputs and gradients of eager calls."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def tensors(length: int = 40) -> list[Tensor]:
     "verb",
     [pytest.param(verb, id=name, marks=[] if name in QUICK else [pytest.mark.slow]) for name, verb in VERBS.items()],
 )
-def test_a_verb_is_one_graph(verb: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+def test_each_function_is_one_graph(verb: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     given = tensors()
     results = []
     for run in (verb, torch.compile(verb, fullgraph=True, backend="aot_eager")):
@@ -75,24 +75,24 @@ def test_a_verb_is_one_graph(verb: Callable[[Tensor, Tensor, Tensor], Tensor]) -
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
 
 
-def test_statistics_come_whole_and_only_those_with_a_gradient_have_one() -> None:
+def test_compiled_statistics_have_the_gradients_of_eager_ones() -> None:
     # In float64, for another backend may give forward where no gradient is recorded.
     given = [tensor.detach().double().requires_grad_() for tensor in tensors()]
     mixing = torch.rand(1, 1, 3, 40, requires_grad=True, dtype=torch.float64)
 
-    def seen(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor) -> dict[str, Tensor]:
+    def statistics(query: Tensor, key: Tensor, value: Tensor, mixing: Tensor) -> dict[str, Tensor]:
         want = ch.Want(row_weights=mixing, **EVERYTHING)  # type: ignore[arg-type]
-        found = ch.observe_attention(query, key, value, want=want, mask=ch.Causal())
-        return {name: getattr(found, name) for name in ("output", *want.shapes(0, 0))}
+        observation = ch.observe_attention(query, key, value, want=want, mask=ch.Causal())
+        return {name: getattr(observation, name) for name in ("output", *want.shapes(0, 0))}
 
     every = (*given, mixing)
-    eager, compiled = seen(*every), torch.compile(seen, fullgraph=True, backend="aot_eager")(*every)
+    eager, compiled = statistics(*every), torch.compile(statistics, fullgraph=True, backend="aot_eager")(*every)
     assert list(eager) == list(compiled)
     grads = []
-    for found in (eager, compiled):
-        learned = [name for name in found if found[name].requires_grad]
-        assert learned == [name for name in found if name not in UNDIFFERENTIABLE]
-        loss = sum(found[name].square().sum() for name in learned)
+    for results in (eager, compiled):
+        learned = [name for name in results if results[name].requires_grad]
+        assert learned == [name for name in results if name not in UNDIFFERENTIABLE]
+        loss = sum(results[name].square().sum() for name in learned)
         assert isinstance(loss, Tensor)
         grads.append(torch.autograd.grad(loss, every))
     torch.testing.assert_close(compiled, eager)
@@ -104,9 +104,9 @@ def test_statistics_have_the_axes_of_the_call(axes: int) -> None:
     query, key, value = (tensor.detach()[(0,) * (4 - axes)] for tensor in tensors(7))
 
     def rows(query: Tensor) -> Tensor:
-        found = ch.observe_attention(query, key, value, want=ch.Want(rows=[2, 0])).rows
-        assert found is not None
-        return found
+        weights = ch.observe_attention(query, key, value, want=ch.Want(rows=[2, 0])).rows
+        assert weights is not None
+        return weights
 
     torch.testing.assert_close(torch.compile(rows, fullgraph=True, backend="aot_eager")(query), rows(query))
 
@@ -114,9 +114,9 @@ def test_statistics_have_the_axes_of_the_call(axes: int) -> None:
 def test_observed_lengths_compile_once_and_export() -> None:
     class Entropy(torch.nn.Module):
         def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            found = ch.observe_attention(query, key, value, want=ch.Want(entropy=True), mask=ch.Causal()).entropy
-            assert found is not None
-            return found
+            entropy = ch.observe_attention(query, key, value, want=ch.Want(entropy=True), mask=ch.Causal()).entropy
+            assert entropy is not None
+            return entropy
 
     counter = CompileCounter()
     compiled = torch.compile(Entropy(), fullgraph=True, dynamic=True, backend=counter)
@@ -132,7 +132,7 @@ def test_observed_lengths_compile_once_and_export() -> None:
     ("want", "words"),
     [(ch.Want(top_k=41), "want.top_k must"), (ch.Want(rows=[40]), "want.rows must"), (ch.Want(sink=-1), "want.sink")],
 )
-def test_a_want_that_does_not_fit_is_told(want: ch.Want, words: str) -> None:
+def test_misfit_want_raises(want: ch.Want, words: str) -> None:
     given = tensors()
     with pytest.raises(ch.ShapeError, match=words):
         torch.compile(lambda q, k, v: ch.observe_attention(q, k, v, want=want).output, backend="aot_eager")(*given)

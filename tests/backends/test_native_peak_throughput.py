@@ -1,4 +1,4 @@
-"""How fast the kernels' product runs at its best."""
+"""The peak throughput of the kernels' GEMM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def _use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_library
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_set_has_a_rate_in_every_dtype(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_set_has_a_peak_throughput_in_every_dtype(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _use(name, monkeypatch)
     rate = product_rate(dtype, threads=1)
     assert rate is not None
@@ -34,7 +36,7 @@ def test_every_set_has_a_rate_in_every_dtype(name: str, dtype: torch.dtype, monk
 
 @needs_library
 @pytest.mark.skipif(SETS[:1] == ["baseline"], reason="this processor has no set that was written for it")
-def test_a_set_that_was_written_for_the_processor_multiplies_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newer_set_has_a_higher_peak_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {}
     for name in (SETS[0], "baseline"):
         _use(name, monkeypatch)
@@ -43,7 +45,7 @@ def test_a_set_that_was_written_for_the_processor_multiplies_faster(monkeypatch:
 
 
 @needs_library
-def test_no_product_of_the_kernels_is_faster() -> None:
+def test_no_gemm_exceeds_the_peak_throughput() -> None:
     """The highest of several, for other work on the machine may slow one down."""
     from clearhead.projection import NATIVE, project
 
@@ -56,7 +58,7 @@ def test_no_product_of_the_kernels_is_faster() -> None:
 
 
 @needs_library
-def test_threads_are_those_of_torch_unless_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_threads_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     class Library:
@@ -71,7 +73,7 @@ def test_threads_are_those_of_torch_unless_they_are_named(monkeypatch: pytest.Mo
     assert asked == [torch.get_num_threads(), 3, 4096]
 
 
-def test_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throughput_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert product_rate(torch.float64) is None
     monkeypatch.setattr("clearhead.ops.throughput.library", lambda: None)
     assert product_rate(torch.float32) is None
