@@ -27,7 +27,7 @@ class LearnedSinks(nn.Module):
         super().__init__()
         sink = ch.Sink(nn.Parameter(torch.zeros(num_heads)))
         self.heads = MultiHeadAttention(embed_dim, num_heads, num_kv_heads=num_kv_heads, scores=sink, rotary=True)
-        self.own = ch.Causal() if window is None else ch.Causal() & ch.Window(window - 1)
+        self.reach = ch.Causal() if window is None else ch.Causal() & ch.Window(window - 1)
 
     def forward(self, x: Tensor, *, mask: ch.Mask | None = None, cache: ch.KVCache | None = None) -> Tensor:
-        return self.heads(x, mask=self.own if mask is None else self.own & mask, cache=cache)
+        return self.heads(x, mask=self.reach if mask is None else self.reach & mask, cache=cache)

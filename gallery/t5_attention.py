@@ -45,10 +45,10 @@ class T5Attention(nn.Module):
         self.bias = nn.Parameter(0.1 * torch.randn(num_heads, num_buckets))
         distance = torch.arange(-farthest, farthest + 1)
         self.register_buffer("bucket", buckets(distance, num_buckets, farthest, causal=causal))
-        self.own = ch.Causal() if causal else None
+        self.order = ch.Causal() if causal else None
 
     def forward(self, x: Tensor, *, mask: ch.Mask | None = None) -> Tensor:
         rule = ch.RelativeBias(self.bias[:, self.bucket])
-        mask = self.own if mask is None else mask if self.own is None else self.own & mask
+        mask = self.order if mask is None else mask if self.order is None else self.order & mask
         output = ch.attention(*self.heads.project(x), mask=mask, scores=rule, scale=1.0)
         return self.heads.output_projection(output.transpose(-3, -2).flatten(-2))

@@ -37,6 +37,6 @@ class TalkingHeads(nn.Module):
         # Under autocast this einsum is no matrix product, and stays in float32.
         wide = torch.einsum("btgd,gh->bhtgd", query, self.mix_scores).flatten(-2).type_as(key)
         key, all_values = key.flatten(-2)[:, None], value.flatten(-2)[:, None]
-        seen = ch.attention(wide, key, all_values, mask=mask, scale=self.heads.head_dim**-0.5)
-        output = torch.einsum("bgthd,gh->bthd", seen.unflatten(-1, value.shape[2:]), self.mix_weights)
+        attended = ch.attention(wide, key, all_values, mask=mask, scale=self.heads.head_dim**-0.5)
+        output = torch.einsum("bgthd,gh->bthd", attended.unflatten(-1, value.shape[2:]), self.mix_weights)
         return self.heads.output_projection(output.flatten(-2))
