@@ -43,6 +43,6 @@ class InterleavedRope(nn.Module):
             return self.heads(x, mask=mask & self.chunks)
         query, key, value = self.heads.project(x)
         steps = torch.arange(1, x.shape[1] + 1, device=x.device) // self.floor
-        query = query * (1 + self.strength * torch.log1p(steps)).type_as(query)[:, None]
+        query = query * (1 + self.strength * torch.log1p(steps.type_as(query)))[:, None]
         output = ch.attention(query, key, value, mask=mask)
         return self.heads.output_projection(output.transpose(1, 2).flatten(-2))
