@@ -1,13 +1,14 @@
-"""Multi-head latent attention: all heads' keys and values are read from one short vector a token, and only it is kept.
+"""Multi-head latent attention, absorbed: all heads read one short vector a token, and the cache holds only that.
 
-``latent = x Wd``; head h has keys ``[latent Uk_h, rotated x Wr]`` and values ``latent Uv_h``; its rotary part is one
-for all heads. ``Uk_h`` is moved to the query and ``Uv_h`` behind the attention, so that all heads attend to the
-same ``[latent, rotated]``, one key head, and the cache holds ``latent_dim + rotary_dim`` numbers a token in place of
-``2 * num_heads * head_dim``.
+``latent = x Wd``; head h has keys ``[latent Uk_h, rotated x Wr]`` and values ``latent Uv_h``. All heads share the
+rotated part. The module multiplies the query by ``Uk_h`` and the attention's output by ``Uv_h`` instead, so that all
+heads attend to the same ``[latent, rotated]``, as to one key head. The cache holds ``latent_dim + rotary_dim`` elements
+a token in place of ``2 * num_heads * head_dim``. ``expanded_latent_attention.py`` computes each head's keys and values.
 
 Left out: the query's own compression, which saves memory in training only, and the norm after each compression.
 
-Paper: DeepSeek-AI 2024, "DeepSeek-V2", sections 2.1.2 (compression, the moved products) and 2.1.3 (rotary part).
+Paper: DeepSeek-AI 2024, "DeepSeek-V2", sections 2.1.2 (compression, the moved products) and 2.1.3 (rotary part),
+arXiv:2405.04434.
 """
 
 from __future__ import annotations

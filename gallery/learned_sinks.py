@@ -1,10 +1,10 @@
 """Attention with learned sinks: each head may put weight on nothing at all.
 
 ``weights = exp(score) / (exp(sink_h) + sum exp(score))``: a learned logit in the softmax's sum that has no key and no
-value. Layers with a sliding window and with the whole past take turns.
+value. gpt-oss alternates layers with a sliding window and layers that read the whole past.
 
-Paper: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b model card", section 2 (architecture: banded windows of 128 tokens and
-full attention in turns, a learned bias in the denominator of the softmax).
+Paper: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b model card", section 2 (architecture: banded windows of 128 tokens
+alternate with full attention, a learned bias in the denominator of the softmax), arXiv:2508.10925.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import re
 import tokenize
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,20 @@ def test_at_most_thirty_lines_of_code_on_public_pieces(path: Path) -> None:
     example = doctest.testmod(importlib.import_module(f"gallery.{path.stem}"))
     assert example.attempted > 0
     assert example.failed == 0
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_file_has_its_page_picture_and_rows(path: Path) -> None:
+    pages = path.parents[1] / "docs" / "gallery"
+    page = (pages / f"{path.stem}.md").read_text(encoding="utf-8")
+    assert f"../../gallery/{path.stem}.py" in page
+    assert f"images/{path.stem}.svg" in page
+    assert (pages / "images" / f"{path.stem}.svg").is_file()
+    assert f"({path.stem}.md)" in (pages / "index.md").read_text(encoding="utf-8")
+    assert f"({path.stem}.py)" in (path.parent / "README.md").read_text(encoding="utf-8")
+    # A module and its page cite the same papers.
+    source = path.read_text(encoding="utf-8")
+    assert set(re.findall(r"arXiv:\d{4}\.\d{5}", source)) == set(re.findall(r"arXiv:\d{4}\.\d{5}", page))
 
 
 CASES = [
