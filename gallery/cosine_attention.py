@@ -1,8 +1,9 @@
 """Scaled cosine attention: scores are cosines over a temperature that each head learns, at least 0.01.
 
-``softmax(cos(q, k) / tau_h + bias) @ v``. The bias by distance is any of ``clearhead``'s score rules.
+``softmax(cos(q, k) / tau_h + bias) @ v``. Any of ``clearhead``'s score rules can be the bias.
 
-Paper: Liu et al. 2022, "Swin transformer V2", section 3.2; the temperature is learned as a logarithm, as in its code.
+Paper: Liu et al. 2022, "Swin transformer V2", section 3.2, arXiv:2111.09883. The temperature is learned as a logarithm,
+as in its code.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class CosineAttention(nn.Module):
 
     def forward(self, x: Tensor, *, mask: ch.Mask | None = None) -> Tensor:
         query, key, value = self.heads.project(x)
-        # A row of zeros has no direction: eps bounds its gradient, and unlike the default is no 0 in float16.
+        # eps bounds the gradient of a row of zeros; the default eps is 0 in float16.
         query, key = (F.normalize(part, dim=-1, eps=1e-4) for part in (query, key))
         query = query * self.log_scale.clamp(max=math.log(100.0)).exp()
         rules = self.heads.scores.rules()
-        # Autocast makes the temperature in float32, and may make norms so, beside values that are not.
+        # Autocast computes the temperature, and may compute norms, in float32, and values in another dtype.
         query, key = query.type_as(value), key.type_as(value)
         output = ch.attention(query, key, value, mask=mask, scores=rules, scale=1.0)
         return self.heads.output_projection(output.transpose(-3, -2).flatten(-2))

@@ -1,11 +1,11 @@
-"""Differential attention: what two softmaxes have in common is noise, and is taken off.
+"""Differential attention: the difference of two softmaxes, which cancels what they have in common.
 
 ``norm((softmax(q1 k1^T) - lambda softmax(q2 k2^T)) @ v) * (1 - lambda_init)`` for each head, where
-``lambda = exp(a1 . b1) - exp(a2 . b2) + lambda_init`` is learned and values are twice as wide as keys. As both
-softmaxes read the same values, it is the difference of two attentions. ``norm`` is the RMS norm of one head, and
-``lambda_init`` is ``0.8 - 0.6 exp(-0.3 (depth - 1))`` in the layer that is ``depth``-th, counted from 1.
+``lambda = exp(a1 . b1) - exp(a2 . b2) + lambda_init`` is learned and values are twice as wide as keys. Both softmaxes
+read the same values, so the module computes the difference of two attentions. ``norm`` is an RMS norm of one head.
+``lambda_init`` is ``0.8 - 0.6 exp(-0.3 (depth - 1))`` in layer ``depth``, counted from 1.
 
-Paper: Ye et al. 2024, "Differential transformer", section 2.1.
+Paper: Ye et al. 2024, "Differential transformer", section 2.1, arXiv:2410.05258.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DifferentialAttention(nn.Module):
         pairs = zip(query.chunk(2, dim=-1), key.chunk(2, dim=-1), strict=True)
         first, second = (ch.attention(q, k, value, mask=mask) for q, k in pairs)
         a1, b1, a2, b2 = self.rates
-        # The two ones of exp(0) would cost digits in bfloat16.
+        # exp(a) - exp(b) loses digits in bfloat16 where both are near 1.
         rate = torch.expm1(a1 @ b1) - torch.expm1(a2 @ b2) + self.lambda_init
         heads = self.norm(first - rate * second) * (1 - self.lambda_init)
         return self.output(heads.transpose(1, 2).flatten(-2))

@@ -1,9 +1,9 @@
-"""Gated attention: each channel of each head is let through as far as the token itself says.
+"""Gated attention: a gate on each channel of the heads' output, computed from the token itself.
 
 ``(attention(q, k, v) * sigmoid(x Wg)) Wo``: the gate on the output of the heads, which the paper found best. A token
-that needs nothing closes the gate and has no need of a key to park its weight on.
+that needs nothing closes its gate and need not put its weight on some key.
 
-Paper: Qiu et al. 2025, "Gated attention for large language models", section 2.2.
+Paper: Qiu et al. 2025, "Gated attention for large language models", section 2.2, arXiv:2505.06708.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Multi-head latent attention: all heads' keys and values are read from one short vector a token, and only it is kept.
+"""Multi-head latent attention, absorbed: all heads read one short vector a token, and the cache holds only that.
 
-``latent = x Wd``; head h has keys ``[latent Uk_h, rotated x Wr]`` and values ``latent Uv_h``; its rotary part is one
-for all heads. ``Uk_h`` is moved to the query and ``Uv_h`` behind the attention, so that all heads attend to the
-same ``[latent, rotated]``, one key head, and the cache holds ``latent_dim + rotary_dim`` numbers a token in place of
-``2 * num_heads * head_dim``.
+``latent = x Wd``; head h has keys ``[latent Uk_h, rotated x Wr]`` and values ``latent Uv_h``. All heads share the
+rotated part. The module multiplies the query by ``Uk_h`` and the attention's output by ``Uv_h`` instead, so that all
+heads attend to the same ``[latent, rotated]``, as to one key head. The cache holds ``latent_dim + rotary_dim`` elements
+a token in place of ``2 * num_heads * head_dim``. ``expanded_latent_attention.py`` computes each head's keys and values.
 
-Left out: the query's own compression, which saves memory in training only, and the norms behind both compressions.
+Left out: the query's own compression, which saves memory in training only, and the norm after each compression.
 
-Paper: DeepSeek-AI 2024, "DeepSeek-V2", sections 2.1.2 (compression, the moved products) and 2.1.3 (rotary part).
+Paper: DeepSeek-AI 2024, "DeepSeek-V2", sections 2.1.2 (compression, the moved products) and 2.1.3 (rotary part),
+arXiv:2405.04434.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, *, mask: ch.Mask | None = None, cache: ch.KVCache | None = None) -> Tensor:
         first = cache.length if cache is not None else 0
-        query, turned = self.query(x).unflatten(-1, (-1, sum(self.sizes))).transpose(1, 2).split(self.sizes, dim=-1)
+        query, rotated = self.query(x).unflatten(-1, (-1, sum(self.sizes))).transpose(1, 2).split(self.sizes, dim=-1)
         latent, shared = self.compress(x)[:, None].split([self.up.shape[2], self.sizes[1]], dim=-1)
         key = torch.cat([latent, self.rotary.rotate(shared, first)], dim=-1)
         if cache is not None:
-            # Values are keys without their rotary part: they need no room of their own.
+            # Values are keys without their rotary part, so the cache needs no values.
             key, _ = cache.append(key, key[..., :0])
-        query = torch.cat([query @ self.up[0].mT, self.rotary.rotate(turned, first)], dim=-1)
+        query = torch.cat([query @ self.up[0].mT, self.rotary.rotate(rotated, first)], dim=-1)
         latent, scale = key[..., : self.up.shape[2]], sum(self.sizes) ** -0.5
         heads = ch.attention(query, key, latent, mask=mask, scale=scale, query_offset=first) @ self.up[1]
         return self.output(heads.transpose(1, 2).flatten(-2))

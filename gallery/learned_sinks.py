@@ -1,10 +1,10 @@
 """Attention with learned sinks: each head may put weight on nothing at all.
 
 ``weights = exp(score) / (exp(sink_h) + sum exp(score))``: a learned logit in the softmax's sum that has no key and no
-value. Layers with a sliding window and with the whole past take turns.
+value. gpt-oss alternates layers with a sliding window and layers that read the whole past.
 
-Paper: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b model card", section 2 (architecture: banded windows of 128 tokens and
-full attention in turns, a learned bias in the denominator of the softmax).
+Paper: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b model card", section 2 (architecture: banded windows of 128 tokens
+alternate with full attention, a learned bias in the denominator of the softmax), arXiv:2508.10925.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LearnedSinks(nn.Module):
         super().__init__()
         sink = ch.Sink(nn.Parameter(torch.zeros(num_heads)))
         self.heads = MultiHeadAttention(embed_dim, num_heads, num_kv_heads=num_kv_heads, scores=sink, rotary=True)
-        self.own = ch.Causal() if window is None else ch.Causal() & ch.Window(window - 1)
+        self.reach = ch.Causal() if window is None else ch.Causal() & ch.Window(window - 1)
 
     def forward(self, x: Tensor, *, mask: ch.Mask | None = None, cache: ch.KVCache | None = None) -> Tensor:
-        return self.heads(x, mask=self.own if mask is None else self.own & mask, cache=cache)
+        return self.heads(x, mask=self.reach if mask is None else self.reach & mask, cache=cache)

@@ -1,11 +1,11 @@
 """Perceiver's cross-attention: a few learned vectors read an input of any length.
 
-``latents + attention(norm(latents), norm(x))``, then a feedforward: the output has ``num_latents`` tokens however many
-came in, at a cost of ``num_latents * len``. It holds no order but what the tokens carry themselves. Latents read the
-input only, as in Perceiver; Flamingo's read each other as well in the same attention.
+``latents + attention(norm(latents), norm(x))``, then a feedforward. The output has ``num_latents`` tokens for an input
+of any length, at a cost of ``num_latents * len`` scores. The attention knows the order of tokens only from the tokens
+themselves. Latents read the input only, as in Perceiver; Flamingo's also read each other in the same attention.
 
-Papers: Jaegle et al. 2021, "Perceiver", section 3.1; as a resampler before a language model: Alayrac et al. 2022,
-"Flamingo", section 2.1.
+Papers: Jaegle et al. 2021, "Perceiver", section 3.1, arXiv:2103.03206; as a resampler before a language model:
+Alayrac et al. 2022, "Flamingo", section 2.1, arXiv:2204.14198.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Query-key norm: scores are cosines, times one learned number, so no weight can run away.
+"""Query-key norm: scores are cosines times one learned number, so no score can grow without bound.
 
 ``softmax(gain * (q / |q|) @ (k / |k|)^T) @ v``, with ``gain`` starting at ``log2(longest^2 - longest)``.
 
-Paper: Henry et al. 2020, "Query-key normalization for transformers", the section that defines QKNorm.
+Paper: Henry et al. 2020, "Query-key normalization for transformers", the section that defines QKNorm,
+arXiv:2010.04245.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class QueryKeyNorm(nn.Module):
 
     def forward(self, x: Tensor, *, mask: ch.Mask | None = None) -> Tensor:
         query, key, value = self.heads.project(x)
-        # A row of zeros has no direction: eps bounds its gradient, and unlike the default is no 0 in float16.
+        # eps bounds the gradient of a row of zeros; the default eps is 0 in float16.
         query, key = self.gain * F.normalize(query, dim=-1, eps=1e-4), F.normalize(key, dim=-1, eps=1e-4)
-        # Autocast may have made norms in float32, beside values that are not.
+        # Autocast may compute norms in float32, and values in another dtype.
         output = ch.attention(query.type_as(value), key.type_as(value), value, mask=mask, scale=1.0)
         return self.heads.output_projection(output.transpose(-3, -2).flatten(-2))

@@ -1,14 +1,14 @@
-"""Swin's attention: an image in square windows, and in every second layer the windows shifted by half of their side.
+"""Swin's attention: an image in square windows, which every second layer shifts by half of their side.
 
 ``softmax(q k^T / sqrt(head_dim) + bias_h[row_q - row_k, column_q - column_k]) @ v`` within a window, where the bias is
 a learned number for each of the ``(2 side - 1)^2`` differences of places.
 
-Windows are sequences of a batch. A shift rolls the image, which puts tokens from opposite edges into one window: they
-do not see each other. An image that ``side`` does not divide is filled up at the bottom and the right, and no token
-sees the filling (in the paper's code it does, as zeros). A side of the image that fits into one window is not shifted,
-as in the paper's code.
+Windows are sequences of a batch. A shift rolls the image, which puts tokens from opposite sides of it into one window;
+a mask keeps them apart. An image whose size ``side`` does not divide is padded at the bottom and the right, and no
+token reads the padding (in the paper's code tokens read it, as zeros). An axis of the image that fits into one window
+is not shifted, as in the paper's code.
 
-Paper: Liu et al. 2021, "Swin transformer", section 3.2.
+Paper: Liu et al. 2021, "Swin transformer", section 3.2, arXiv:2103.14030.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SwinWindows(nn.Module):
         down, right = (self.shift if size > self.side else 0 for size in (height, width))
         image = F.pad(image, (0, 0, 0, -width % self.side, 0, -height % self.side))
         rows, columns = torch.meshgrid([torch.arange(n, device=image.device) for n in image.shape[1:3]], indexing="ij")
-        # Which tokens a roll brings from the other edge, by row and by column, and which are filling.
+        # Which tokens a roll brings from the opposite side, by row and by column, and which are padding.
         ids = (2 * (rows < down) + (columns < right)).masked_fill((rows >= height) | (columns >= width), 4)
         ids = self.windows(ids.expand(batch, -1, -1)[..., None], down, right)
         mask = ch.Dense((ids == ids.mT)[:, None]) if down or right or image.shape[1:3] != (height, width) else None

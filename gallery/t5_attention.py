@@ -1,11 +1,12 @@
-"""T5's attention: no scale, no biases, and a learned number for each bucket of distances in place of positions.
+"""T5's attention: no scale, no biases in the projections, and a learned number for each bucket of distances.
 
-``softmax(q k^T + bias_h[bucket(q_pos - k_pos)]) @ v``. In the encoder half of the buckets are for keys ahead, half for
-keys behind; in the decoder, which is causal, all are for keys behind. Half of either are single distances, and the
-others grow as logarithms up to ``farthest``, beyond which all distances share the last bucket. So the bias is a
-``RelativeBias`` whose table is read from the buckets.
+``softmax(q k^T + bias_h[bucket(q_pos - k_pos)]) @ v``. In the encoder half of the buckets are for later keys and half
+for earlier ones; the decoder is causal and has all buckets for earlier keys. In either direction half of the buckets
+are single distances. The others grow as logarithms up to ``farthest``, beyond which all distances share the last
+bucket. The bias is a ``RelativeBias`` whose table is looked up by bucket.
 
-Paper: Raffel et al. 2020, "Exploring the limits of transfer learning", section 2.1; the buckets are those of its code.
+Paper: Raffel et al. 2020, "Exploring the limits of transfer learning", section 2.1, arXiv:1910.10683. The buckets are
+those of its code.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def buckets(distance: Tensor, num_buckets: int, farthest: int, *, causal: bool =
 
 
 class T5Attention(nn.Module):
-    """Tokens ``[batch, len, embed_dim]`` to the same shape; ``causal``: the decoder's, its mask included.
+    """Tokens ``[batch, len, embed_dim]`` to the same shape; ``causal=True`` is the decoder's and needs no mask.
 
     >>> T5Attention(8, num_heads=2, causal=True)(torch.zeros(1, 5, 8)).shape
     torch.Size([1, 5, 8])
@@ -45,10 +46,10 @@ class T5Attention(nn.Module):
         self.bias = nn.Parameter(0.1 * torch.randn(num_heads, num_buckets))
         distance = torch.arange(-farthest, farthest + 1)
         self.register_buffer("bucket", buckets(distance, num_buckets, farthest, causal=causal))
-        self.own = ch.Causal() if causal else None
+        self.order = ch.Causal() if causal else None
 
     def forward(self, x: Tensor, *, mask: ch.Mask | None = None) -> Tensor:
         rule = ch.RelativeBias(self.bias[:, self.bucket])
-        mask = self.own if mask is None else mask if self.own is None else self.own & mask
+        mask = self.order if mask is None else mask if self.order is None else self.order & mask
         output = ch.attention(*self.heads.project(x), mask=mask, scores=rule, scale=1.0)
         return self.heads.output_projection(output.transpose(-3, -2).flatten(-2))

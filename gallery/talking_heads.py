@@ -1,13 +1,13 @@
 """Talking-heads attention: heads mix their scores before the softmax, and their weights after it.
 
 ``scores'_h = sum_g L[g, h] q_g k_g^T`` is one product of rows as wide as all heads together: queries ``L[g, h] q_g``
-side by side, keys ``k_g`` side by side. ``output_h = sum_g W[g, h] weights_g v_h`` needs each head's weights on every
-head's values, which lie side by side as well. So it is one exact attention of ``num_heads`` query heads on one wide key
-head, and no matrix of weights is held.
+side by side, keys ``k_g`` side by side. ``output_h = sum_g W[g, h] weights_g v_h`` needs each head's weights on the
+values of all heads, which lie side by side too. So the module is one exact attention of ``num_heads`` query heads on
+one wide key head, and holds no matrix of weights.
 
 Cost: its two products are ``num_heads`` times those of attention without mixing; memory stays linear in the length.
 
-Paper: Shazeer et al. 2020, "Talking-heads attention", section 4.
+Paper: Shazeer et al. 2020, "Talking-heads attention", section 4, arXiv:2003.02436.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class TalkingHeads(nn.Module):
 
     def forward(self, x: Tensor, *, mask: ch.Mask | None = None) -> Tensor:
         query, key, value = (part.transpose(1, 2) for part in self.heads.project(x))
-        # Under autocast this einsum is no matrix product, and stays in float32.
+        # Autocast does not see this einsum as a matrix product and leaves it in float32.
         wide = torch.einsum("btgd,gh->bhtgd", query, self.mix_scores).flatten(-2).type_as(key)
         key, all_values = key.flatten(-2)[:, None], value.flatten(-2)[:, None]
-        seen = ch.attention(wide, key, all_values, mask=mask, scale=self.heads.head_dim**-0.5)
-        output = torch.einsum("bgthd,gh->bthd", seen.unflatten(-1, value.shape[2:]), self.mix_weights)
+        attended = ch.attention(wide, key, all_values, mask=mask, scale=self.heads.head_dim**-0.5)
+        output = torch.einsum("bgthd,gh->bthd", attended.unflatten(-1, value.shape[2:]), self.mix_weights)
         return self.heads.output_projection(output.flatten(-2))

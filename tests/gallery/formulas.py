@@ -30,7 +30,7 @@ def side_by_side(heads: Tensor) -> Tensor:
     return torch.cat(list(heads.unbind(dim=1)), dim=-1)
 
 
-def turned(x: Tensor) -> Tensor:
+def rotated(x: Tensor) -> Tensor:
     """Rotary, pair by pair."""
     half = x.shape[-1] // 2
     out = torch.empty_like(x)
@@ -67,10 +67,10 @@ def differential_attention(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
     rate = (a1 * b1).sum().exp() - (a2 * b2).sum().exp() + module.lambda_init
     heads = []
     for head in range(module.num_heads):
-        own = slice(head * width, (head + 1) * width)
-        (q1, q2), (k1, k2) = (part[..., own].split(width // 2, dim=-1) for part in (query, key))
+        place = slice(head * width, (head + 1) * width)
+        (q1, q2), (k1, k2) = (part[..., place].split(width // 2, dim=-1) for part in (query, key))
         first, second = (softmax(q @ k.mT / (width // 2) ** 0.5, allowed[0, 0]) for q, k in ((q1, k1), (q2, k2)))
-        output = (first - rate * second) @ value[..., own]
+        output = (first - rate * second) @ value[..., place]
         scaled = output / (output.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * module.norm.weight
         heads.append(scaled * (1 - module.lambda_init))
     return torch.cat(heads, dim=-1) @ module.output.weight.T
@@ -81,13 +81,13 @@ def latent_attention(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
     width, rotary_dim = module.sizes
     latent_dim = module.up.shape[2]
     compressed = x @ module.compress.weight.T
-    latent, shared = compressed[..., :latent_dim], turned(compressed[..., latent_dim:])
+    latent, shared = compressed[..., :latent_dim], rotated(compressed[..., latent_dim:])
     query = (x @ module.query.weight.T).unflatten(-1, (-1, width + rotary_dim))
     heads = []
     for head in range(query.shape[2]):
         keys = torch.cat([latent @ module.up[0, head], shared], dim=-1)
-        own = torch.cat([query[:, :, head, :width], turned(query[:, :, head, width:])], dim=-1)
-        weights = softmax(own @ keys.mT / math.sqrt(width + rotary_dim), allowed[0, 0])
+        queries = torch.cat([query[:, :, head, :width], rotated(query[:, :, head, width:])], dim=-1)
+        weights = softmax(queries @ keys.mT / math.sqrt(width + rotary_dim), allowed[0, 0])
         heads.append(weights @ (latent @ module.up[1, head]))
     return torch.cat(heads, dim=-1) @ module.output.weight.T
 
@@ -110,15 +110,15 @@ def talking_heads(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
 def learned_sinks(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
     query, key, value = projected(module.heads, x)
     (logits,) = (parameter for name, parameter in module.named_parameters() if "logits" in name)
-    query, key = turned(query), turned(key)
+    query, key = rotated(query), rotated(key)
     numbers = (query @ key.mT / query.shape[-1] ** 0.5).exp() * allowed * torch.ones(x.shape[1], x.shape[1]).tril()
     weights = numbers / (numbers.sum(dim=-1, keepdim=True) + logits.view(1, -1, 1, 1).exp())
     return module.heads.output_projection(side_by_side(weights @ value))
 
 
-def t5_bucket(behind: int, num_buckets: int = 32, farthest: int = 128, *, decoder: bool = False) -> int:
+def t5_bucket(distance: int, num_buckets: int = 32, farthest: int = 128, *, decoder: bool = False) -> int:
     half = num_buckets if decoder else num_buckets // 2
-    start, size = (0, max(behind, 0)) if decoder else (half if behind < 0 else 0, abs(behind))
+    start, size = (0, max(distance, 0)) if decoder else (half if distance < 0 else 0, abs(distance))
     single = half // 2
     if size < single:
         return start + size
@@ -142,11 +142,11 @@ def swin_windows(module: Any, image: Tensor) -> Tensor:
     places = [(row, column) for row in range(height) for column in range(width)]
     group = [((row - down) // side, (column - right) // side) for row, column in places]
     query, key, value = projected(module.heads, image.flatten(1, 2))
-    allowed = torch.tensor([[own == other for other in group] for own in group])
+    allowed = torch.tensor([[left == right for right in group] for left in group])
     rows, columns = torch.tensor(places).T
     far = side - 1
-    apart = [(line[:, None] - line).clamp(-far, far) + far for line in (rows, columns)]
-    scores = query @ key.mT / query.shape[-1] ** 0.5 + module.bias[:, apart[0], apart[1]]
+    offsets = [(line[:, None] - line).clamp(-far, far) + far for line in (rows, columns)]
+    scores = query @ key.mT / query.shape[-1] ** 0.5 + module.bias[:, offsets[0], offsets[1]]
     weights = softmax(scores, allowed)
     return module.heads.output_projection(side_by_side(weights @ value)).view(batch, height, width, -1)
 
@@ -155,9 +155,7 @@ def perceiver_resampler(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
     """``allowed [batch, len]``: which tokens are real."""
 
     def norm(place: int, tokens: Tensor) -> Tensor:
-        own = module.norms[place]
-        middle = tokens - tokens.mean(dim=-1, keepdim=True)
-        return middle / (middle.square().mean(dim=-1, keepdim=True) + own.eps).sqrt() * own.weight + own.bias
+        return layer_norm(module.norms[place], tokens)
 
     heads = module.heads
     read_by, read = norm(0, module.latents)[None], norm(1, x)
@@ -166,6 +164,77 @@ def perceiver_resampler(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
     weights = softmax(query @ key.mT / query.shape[-1] ** 0.5, allowed[:, None, None])
     read = module.latents + heads.output_projection(side_by_side(weights @ value))
     return read + module.feedforward(norm(2, read))
+
+
+def induced_set_attention(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
+    """``allowed [batch, len]``: which tokens are real."""
+
+    def block(place: int, query: Tensor, key: Tensor, real: Tensor) -> Tensor:
+        heads = module.heads[place]
+        pairs = ((heads.query_projection, query), (heads.key_projection, key), (heads.value_projection, key))
+        q, k, v = (layer(source).unflatten(-1, (-1, heads.head_dim)).transpose(1, 2) for layer, source in pairs)
+        weights = softmax(q @ k.mT / q.shape[-1] ** 0.5, real[:, None, None])
+        read = layer_norm(module.norms[2 * place], query + heads.output_projection(side_by_side(weights @ v)))
+        return layer_norm(module.norms[2 * place + 1], read + module.feedforwards[place](read))
+
+    points = block(0, module.points.expand(x.shape[0], -1, -1), x, allowed)
+    return block(1, x, points, torch.ones(points.shape[:2], dtype=torch.bool))
+
+
+def layer_norm(norm: Any, x: Tensor) -> Tensor:
+    middle = x - x.mean(dim=-1, keepdim=True)
+    return middle / (middle.square().mean(dim=-1, keepdim=True) + norm.eps).sqrt() * norm.weight + norm.bias
+
+
+def grouped_query_attention(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
+    """Each query head beside a copy of the key head that it reads."""
+    query, key, value = projected(module.heads, x)
+    group = query.shape[1] // key.shape[1]
+    heads = []
+    for head in range(query.shape[1]):
+        weights = softmax(query[:, head] @ key[:, head // group].mT / query.shape[-1] ** 0.5, allowed[0, 0])
+        heads.append(weights @ value[:, head // group])
+    return module.heads.output_projection(torch.cat(heads, dim=-1))
+
+
+def alibi_attention(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
+    query, key, value = projected(module.heads, x)
+    place, heads = torch.arange(x.shape[1]), query.shape[1]
+    slopes = torch.tensor([2.0 ** (-8.0 * (head + 1) / heads) for head in range(heads)], dtype=x.dtype)
+    scores = query @ key.mT / query.shape[-1] ** 0.5 - slopes[:, None, None] * (place[:, None] - place).abs()
+    return module.heads.output_projection(side_by_side(softmax(scores, allowed) @ value))
+
+
+def forgetting_attention(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
+    """Each pair has the sum of the logarithms of the gates between them."""
+    query, key, value = projected(module.heads, x)
+    gates = (1 / (1 + torch.exp(-module.forget(x)))).log().mT
+    length = range(x.shape[1])
+    rows = [torch.stack([gates[:, :, j + 1 : i + 1].sum(dim=-1) for j in length], dim=-1) for i in length]
+    scores = query @ key.mT / query.shape[-1] ** 0.5 + torch.stack(rows, dim=-2)
+    weights = softmax(scores, allowed * torch.ones(x.shape[1], x.shape[1]).tril())
+    return module.heads.output_projection(side_by_side(weights @ value))
+
+
+def transformer_xl(module: Any, x: Tensor, allowed: Tensor, *, memory: Tensor | None = None) -> Tensor:
+    """The four terms of the score, with the vector of every distance written out."""
+    tokens = x if memory is None else torch.cat([memory, x], dim=1)
+    heads, first = module.heads, tokens.shape[1] - x.shape[1]
+    query = heads.query_projection(x).unflatten(-1, (-1, heads.head_dim)).transpose(1, 2)
+    key, value = projected(heads, tokens)[1:]
+    half = x.shape[-1] // 2
+    rate = 10000.0 ** (-torch.arange(half, dtype=x.dtype) / half)
+    offsets = torch.arange(first, first + x.shape[1])[:, None] - torch.arange(tokens.shape[1])
+    angle = offsets[..., None] * rate
+    distance = torch.einsum("hde,ije->hijd", module.waves, torch.cat([angle.cos(), -angle.sin()], dim=-1))
+    u, v = module.biases
+    scores = (query + u) @ key.mT + torch.einsum("bhid,hijd->bhij", query + v, distance)
+    weights = softmax(scores / heads.head_dim**0.5, allowed)
+    return heads.output_projection(side_by_side(weights @ value))
+
+
+def expanded_latent_attention(module: Any, x: Tensor, allowed: Tensor) -> Tensor:
+    return latent_attention(module, x, allowed)
 
 
 SEQUENCES: dict[str, Formula] = {
@@ -179,5 +248,10 @@ SEQUENCES: dict[str, Formula] = {
         talking_heads,
         learned_sinks,
         t5_attention,
+        expanded_latent_attention,
+        grouped_query_attention,
+        alibi_attention,
+        forgetting_attention,
+        transformer_xl,
     )
 }
