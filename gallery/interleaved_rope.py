@@ -9,7 +9,7 @@ Left out: the norm of queries and keys after RoPE, which some of the Llama 4 mod
 
 Paper: Meta AI 2025, "The Llama 4 herd", section on pre-training, with the numbers of its released configuration; no
 positions: Kazemnejad et al. 2023, "The impact of positional encoding on length generalization in transformers",
-section 3, arXiv:2305.19466; scaled queries: Nakanishi 2025, "Scalable-softmax", section 2, arXiv:2501.19399.
+arXiv:2305.19466; scaled queries: Nakanishi 2025, "Scalable-softmax is superior for attention", arXiv:2501.19399.
 """
 
 from __future__ import annotations
