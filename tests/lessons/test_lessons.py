@@ -115,12 +115,12 @@ class TestDocument2:
     def test_batched_self_attention(self) -> None:
         x = torch.randn(2, 5, 64)
         module = MultiHeadAttention(64, 1, bias=False, output_projection=False)
-        seen_by = ch.observe_attention(*module.project(x), want=ch.Want(rows=range(5)))
+        observation = ch.observe_attention(*module.project(x), want=ch.Want(rows=range(5)))
         assert module(x).shape == (2, 5, 64)
-        assert seen_by.rows is not None
-        assert seen_by.rows.shape == (2, 1, 5, 5)
-        torch.testing.assert_close(seen_by.rows.sum(dim=-1), torch.ones(2, 1, 5))
-        torch.testing.assert_close(seen_by.output[:, 0], module(x))
+        assert observation.rows is not None
+        assert observation.rows.shape == (2, 1, 5, 5)
+        torch.testing.assert_close(observation.rows.sum(dim=-1), torch.ones(2, 1, 5))
+        torch.testing.assert_close(observation.output[:, 0], module(x))
 
     def test_mask_where_zero_forbids_is_our_polarity(self) -> None:
         torch.manual_seed(0)
