@@ -18,14 +18,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lessons import lesson_0_self_attention, lesson_1_one_token, lesson_3_causal_mask, lesson_4_cross_and_heads
 
+import clearhead as ch
 from clearhead.errors import ShapeError
 from clearhead.lab import worked
 from clearhead.lab.worked_presets import PRESETS
-from tests.lessons import test_lessons as documents
+from tests.lessons.documents import PRINTED, Document0, Document1, Document4
 
-PRINTED = 1e-4
 Sheet = dict[str, Any]
 
 
@@ -89,7 +88,7 @@ def agree(sheet: Mapping[str, Any]) -> None:
 
 class TestDocuments:
     def test_lesson_0(self) -> None:
-        found, wanted = computed(preset("lesson-0")), documents.TestLesson0
+        found, wanted = computed(preset("lesson-0")), Document0
         for name, numbers in (
             ("Q", wanted.QUERY),
             ("K", wanted.KEY),
@@ -103,7 +102,7 @@ class TestDocuments:
             np.testing.assert_allclose(found[name], numbers, atol=PRINTED, rtol=0)
 
     def test_lesson_1(self) -> None:
-        found, wanted = computed(preset("lesson-1")), documents.TestLesson1
+        found, wanted = computed(preset("lesson-1")), Document1
         np.testing.assert_allclose(found["K"], wanted.KEYS, atol=PRINTED, rtol=0)
         np.testing.assert_allclose(found["V"], wanted.VALUES, atol=PRINTED, rtol=0)
         np.testing.assert_allclose(found["weights.0"][2], wanted.WEIGHTS_3, atol=PRINTED, rtol=0)
@@ -112,15 +111,15 @@ class TestDocuments:
     @pytest.mark.parametrize(
         ("name", "module", "tokens", "mask"),
         [
-            ("lesson-0", lesson_0_self_attention.module, lesson_0_self_attention.TOKENS, None),
-            ("lesson-1", lesson_1_one_token.module, lesson_1_one_token.TOKENS, None),
-            ("lesson-3", lesson_3_causal_mask.module, lesson_3_causal_mask.TOKENS, "causal"),
-            ("lesson-4", lambda: lesson_4_cross_and_heads.heads(2), lesson_4_cross_and_heads.TOKENS, None),
+            ("lesson-0", Document0.module, Document0.TOKENS, None),
+            ("lesson-1", Document1.module, Document1.TOKENS, None),
+            ("lesson-3", Document0.module, Document0.TOKENS, "causal"),
+            ("lesson-4", lambda: Document4.module(2), Document0.TOKENS, None),
         ],
     )
-    def test_the_weights_are_the_lessons(self, name: str, module: Any, tokens: torch.Tensor, mask: str | None) -> None:
+    def test_the_weights_are_the_lessons(self, name: str, module: Any, tokens: Any, mask: str | None) -> None:
         sheet, made = preset(name), module()
-        assert torch.equal(torch.tensor(sheet["X"]), tokens)
+        assert sheet["X"] == [list(row) for row in tokens]
         for letter, projection in (
             ("q", made.query_projection),
             ("k", made.key_projection),
@@ -134,7 +133,7 @@ class TestDocuments:
         assert sheet["scale"] == made.scale
         assert sheet["heads"] == made.num_heads
         assert sheet["causal"] == (mask == "causal")
-        output = made(tokens, **({} if mask is None else {"mask": lesson_3_causal_mask.ch.Causal()}))
+        output = made(torch.tensor(tokens), **({} if mask is None else {"mask": ch.Causal()}))
         answer = asked(worked.compute, sheet)
         np.testing.assert_allclose(values(answer["steps"][-1]), output.detach(), atol=1e-6, rtol=0)
         assert answer["mask"] == ("none" if mask is None else "Causal")
@@ -251,8 +250,8 @@ class TestScript:
         ran = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120, check=False)
         assert ran.returncode == 0, ran.stderr
         printed = dict(numbers_of(ran.stdout))
-        np.testing.assert_allclose(printed["weights of head 1"], documents.TestLesson0.WEIGHTS, atol=1e-9, rtol=0)
-        np.testing.assert_allclose(printed["output"], documents.TestLesson0.OUTPUT, atol=1e-9, rtol=0)
+        np.testing.assert_allclose(printed["weights of head 1"], Document0.WEIGHTS, atol=1e-9, rtol=0)
+        np.testing.assert_allclose(printed["output"], Document0.OUTPUT, atol=1e-9, rtol=0)
 
     def test_a_hostile_sheet_brings_no_code(self) -> None:
         with pytest.raises(ShapeError, match="X row 1 column 1 must be a number"):
