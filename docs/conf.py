@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -48,6 +49,11 @@ pygments_dark_style = "monokai"
 myst_enable_extensions = ["amsmath", "attrs_inline", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
+# Kernels say once a page that they use TCP, on this machine alone.
+PROFILE = DOCS / "_build" / "ipython" / "profile_default"
+PROFILE.mkdir(parents=True, exist_ok=True)
+(PROFILE / "ipython_kernel_config.py").write_text("get_config().IPKernelApp.log_level = 40\n", encoding="utf-8")
+os.environ["IPYTHONDIR"] = str(PROFILE.parent)
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(DOCS / "_build" / "notebooks")
 # A page that writes files leaves them in a folder that is deleted.
