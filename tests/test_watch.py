@@ -1,4 +1,4 @@
-"""Where attention passes by: watchers see and change calls, and the output is the same with and without statistics."""
+"""``clearhead.watch``: watchers observe and edit calls, and statistics leave the output bitwise identical."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from clearhead.watch import (
 
 
 class Recorder:
-    """Writes down each call that is not silent, asking for statistics of its own."""
+    """Records each call that is not silent, with statistics of its own."""
 
     edits = False
 
     def __init__(self, want: ch.Want | None = None) -> None:
         self.want = want or ch.Want()
-        self.seen: list[ch.Observation] = []
+        self.observations: list[ch.Observation] = []
 
     def attend(self, owner: object, call: Call, want: ch.Want, inner: Attend) -> ch.Observation:
         answer = inner(call, self.want)
         if not call.silent:
-            self.seen.append(answer)
+            self.observations.append(answer)
         return answer
 
 
@@ -61,7 +61,7 @@ def tensors() -> tuple[Tensor, Tensor, Tensor]:
 ALL = ch.Want(lse=True, entropy=True, received=True, top_k=3, distance=True, sink=1)
 
 
-def test_nobody_watching_it_is_attention(tensors: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_attend_without_watcher_is_attention(tensors: tuple[Tensor, Tensor, Tensor]) -> None:
     assert not watched()
     assert torch.equal(attend(None, *tensors, mask=ch.Causal()), ch.attention(*tensors, mask=ch.Causal()))
 
@@ -72,51 +72,51 @@ def test_nobody_watching_it_is_attention(tensors: tuple[Tensor, Tensor, Tensor])
     ids=str,
 )
 @pytest.mark.parametrize("gradients", [False, True])
-def test_statistics_leave_the_output_as_it_was(
+def test_statistics_leave_output_and_random_state_unmodified(
     tensors: tuple[Tensor, Tensor, Tensor], options: dict[str, object], gradients: bool
 ) -> None:
     query, key, value = (tensor.requires_grad_(gradients) for tensor in tensors)
     torch.manual_seed(0)
     wanted = ch.attention(query, key, value, **options)  # type: ignore[arg-type]
-    after = torch.get_rng_state()
+    state = torch.get_rng_state()
     torch.manual_seed(0)
     recorder = Recorder(ALL)
     with watching(recorder):
-        found = attend(None, query, key, value, **options)
-    assert torch.equal(found, wanted)
-    assert torch.equal(torch.get_rng_state(), after)
-    (seen,) = recorder.seen
+        output = attend(None, query, key, value, **options)
+    assert torch.equal(output, wanted)
+    assert torch.equal(torch.get_rng_state(), state)
+    (observation,) = recorder.observations
     exact = ch.observe_attention(query, key, value, want=ALL, **{**options, "backend": "reference"})  # type: ignore[arg-type]
-    assert seen.entropy is not None
+    assert observation.entropy is not None
     assert exact.entropy is not None
-    torch.testing.assert_close(seen.entropy, exact.entropy, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(observation.entropy, exact.entropy, rtol=1e-5, atol=1e-5)
 
 
-def test_a_backend_asked_for_by_name_gives_its_statistics_or_its_reasons(
+def test_named_backend_without_the_statistics_raises(
     tensors: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     with watching(Recorder(ALL)), pytest.raises(ch.UnsupportedError, match="sdpa: cannot give"):
         attend(None, *tensors, backend="sdpa")
 
 
-def test_the_newest_watcher_stands_outside(tensors: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_newest_watcher_is_outermost(tensors: tuple[Tensor, Tensor, Tensor]) -> None:
     recorder = Recorder()
     with watching(Doubler()), watching(recorder):
         assert edited()
         output = attend(None, *tensors)
     torch.testing.assert_close(output, 2.0 * ch.attention(*tensors))
-    assert recorder.seen[0].output is output
+    assert recorder.observations[0].output is output
     with watching(recorder):
         assert watched()
         assert not edited()
 
 
-def test_a_module_may_want_statistics_of_the_edited_call(tensors: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_attend_wanting_describes_the_edited_call(tensors: tuple[Tensor, Tensor, Tensor]) -> None:
     with watching(Doubler()):
-        seen = attend_wanting(None, *tensors, want=ch.Want(rows=[0]))
-    assert seen.rows is not None
-    assert seen.rows.shape == (2, 4, 1, 33)
-    torch.testing.assert_close(seen.output, 2.0 * ch.attention(*tensors))
+        observation = attend_wanting(None, *tensors, want=ch.Want(rows=[0]))
+    assert observation.rows is not None
+    assert observation.rows.shape == (2, 4, 1, 33)
+    torch.testing.assert_close(observation.output, 2.0 * ch.attention(*tensors))
 
 
 def test_other_threads_are_not_watched(tensors: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -126,19 +126,17 @@ def test_other_threads_are_not_watched(tensors: tuple[Tensor, Tensor, Tensor]) -
         thread.start()
         thread.join()
     assert inside[0][0] is False
-    assert recorder.seen == []
+    assert recorder.observations == []
 
 
-def test_a_failure_ends_the_watching(tensors: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_exception_deactivates_the_watcher(tensors: tuple[Tensor, Tensor, Tensor]) -> None:
     with pytest.raises(ch.ShapeError), watching(Recorder()):
         attend(None, tensors[0], tensors[1][..., :3], tensors[2])
     assert not watched()
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward after"])
-def test_checkpoints_compute_again_what_was_edited_and_record_it_once(
-    tensors: tuple[Tensor, Tensor, Tensor], inside: bool
-) -> None:
+def test_checkpoint_recomputes_edits_and_records_once(tensors: tuple[Tensor, Tensor, Tensor], inside: bool) -> None:
     query, key, value = tensors
 
     def run(part: Tensor) -> Tensor:
@@ -153,15 +151,17 @@ def test_checkpoints_compute_again_what_was_edited_and_record_it_once(
         if not inside:
             output.backward()
         assert leaf.grad is not None
-        return leaf.grad, len(recorder.seen)
+        return leaf.grad, len(recorder.observations)
 
-    wanted, once = gradient(run)
-    found, again = gradient(lambda leaf: checkpoint(run, leaf, use_reentrant=False, context_fn=carried))
-    assert (once, again) == (1, 1)
-    assert torch.equal(found, wanted)
+    wanted, calls = gradient(run)
+    recomputed, checkpointed_calls = gradient(
+        lambda leaf: checkpoint(run, leaf, use_reentrant=False, context_fn=carried)
+    )
+    assert (calls, checkpointed_calls) == (1, 1)
+    assert torch.equal(recomputed, wanted)
 
 
-def test_a_layout_is_known_while_its_mask_lives_and_only_to_watchers() -> None:
+def test_layout_is_registered_under_watchers_until_its_mask_is_deleted() -> None:
     documents = ch.Documents(lengths=[2, 1])
     laid_out(documents, 2, 4)
     assert layout_of(documents) is None

@@ -63,7 +63,7 @@ def test_all_rows_shows_every_key() -> None:
         (("--text", TEXT, "--head", "4"), "head must be a whole number from 0 to 3; got 4"),
         (("--text", TEXT, "--token", "dog"), "0 'The', 1 'cat', 2 'sat', 3 'on', 4 'the', 5 'mat'; got 'dog'"),
         (("--text", TEXT, "--token", "6"), "token must be one of"),
-        (("--text", "go go", "--token", "go"), "stand once in the text; got 'go' at 0, 1"),
+        (("--text", "go go", "--token", "go"), "occur exactly once in the text; got 'go' at 0, 1"),
         (("--text", " \n"), "--text must hold a word"),
         (("--text", TEXT, "--seed", "-1"), "--seed must lie from 0"),
         (("--text", TEXT, "--run", "no/such/run"), "no/such/run must be a run folder"),
