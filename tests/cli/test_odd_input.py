@@ -116,11 +116,11 @@ def test_sizes_that_are_none_are_refused(films: Path, words: tuple[object, ...])
 def test_a_run_that_failed_at_once_may_be_begun_anew(films: Path) -> None:
     again = films / "again"
     code, _, err = called(*classify(films / "films.csv", again, "--lr", "inf"))
-    assert (code, "stay finite" in err) == (2, True)
+    assert (code, "be finite" in err) == (2, True)
     assert called(*classify(films / "films.csv", again))[0] == 0
-    assert "a folder that holds a run" in refused(*classify(films / "films.csv", again))
+    assert "a folder with a run" in refused(*classify(films / "films.csv", again))
     (again / "metrics.json").write_text("{}")
-    assert "must hold held_out, best_step" in refused(*classify(films / "films.csv", again, "--resume"))
+    assert "must have held_out, best_step" in refused(*classify(films / "films.csv", again, "--resume"))
 
 
 def test_a_group_alone_says_what_is_missing() -> None:

@@ -78,8 +78,8 @@ def test_training_lists_every_option_once_with_its_default(monkeypatch: pytest.M
 def test_a_second_run_is_not_written_over_the_first(run: Path, table: Path) -> None:
     line = refused("train", "classify", "--data", table, "--out", run, "--epochs", 4, *CLASSIFIER)
     assert line == (
-        f"train classify: {run} must be a new or empty folder; got a folder that holds a run. "
-        "Choose another --out, or add --resume to go on with it."
+        f"train classify: {run} must be a new or empty folder; got a folder with a run. "
+        "Choose another --out, or add --resume to continue it."
     )
 
 
@@ -88,7 +88,7 @@ def test_resuming_a_finished_run_prints_its_numbers(run: Path, table: Path) -> N
     code, out, err = called(*words, "--resume")
     assert code == 0
     assert "test: accuracy 1.0000" in out
-    assert err == ["this run is finished already"]
+    assert err == ["this run has already finished"]
 
 
 def test_the_default_folder_is_named_after_the_data(
@@ -129,7 +129,7 @@ def test_a_bad_text_leaves_one_line_and_no_folder(tmp_path: Path) -> None:
     path.write_bytes(b"caf\xe9\n" * 100)
     assert "must be UTF-8; got byte 0xe9 in line 1" in refused("train", "lm", "--data", path, "--out", tmp_path / "o")
     path.write_bytes(b"")
-    assert "must hold text" in refused("train", "lm", "--data", path, "--out", tmp_path / "o")
+    assert "must have text" in refused("train", "lm", "--data", path, "--out", tmp_path / "o")
     assert not (tmp_path / "o").exists()
 
 

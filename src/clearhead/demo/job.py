@@ -26,7 +26,7 @@ from clearhead.nn import SequenceClassifier
 from clearhead.observe.explain import explain
 from clearhead.statistics import Want
 from clearhead.train.files import write_json
-from clearhead.train.progress import Watcher, watcher_for
+from clearhead.train.progress import ProgressReporter, watcher_for
 
 __all__ = ["METRICS", "PAGE", "Result", "Settings", "run"]
 
@@ -78,7 +78,7 @@ class Result:
     metrics: Path
 
 
-def run(settings: Settings, *, say: Callable[[str], object] = print, watcher: Watcher | None = None) -> Result:
+def run(settings: Settings, *, say: Callable[[str], object] = print, watcher: ProgressReporter | None = None) -> Result:
     """Train, explain, check, time and write the page; nothing is written before all of it is there.
 
     Raises:
@@ -91,7 +91,7 @@ def run(settings: Settings, *, say: Callable[[str], object] = print, watcher: Wa
         return _run(settings, say, watcher_for() if watcher is None else watcher, usual)
 
 
-def _run(settings: Settings, say: _Say, watcher: Watcher, usual_threads: int) -> Result:
+def _run(settings: Settings, say: _Say, watcher: ProgressReporter, usual_threads: int) -> Result:
     started = time.monotonic()
     recipe = settings.recipe()
     digits, held_out = load()

@@ -14,7 +14,7 @@ from clearhead.shapes import Float
 from clearhead.train.batches import Batch
 from clearhead.train.engine import Engine, Outcome, Weighed, seeded
 from clearhead.train.options import TrainingOptions
-from clearhead.train.progress import Watcher
+from clearhead.train.progress import ProgressReporter
 
 __all__ = ["Recipe", "log_probabilities", "new_model", "train"]
 
@@ -104,7 +104,7 @@ class _DigitTask:
 
 
 def train(
-    model: SequenceClassifier, digits: Digits, held_out: Digits, recipe: Recipe, *, seed: int, watcher: Watcher
+    model: SequenceClassifier, digits: Digits, held_out: Digits, recipe: Recipe, *, seed: int, watcher: ProgressReporter
 ) -> Outcome:
     """Train in place; the outcome's ``held_out["accuracy"]`` is that of the held-out digits."""
     options = TrainingOptions(lr=recipe.lr, weight_decay=recipe.weight_decay, final_lr=0.01, device="cpu", seed=seed)
