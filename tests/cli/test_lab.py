@@ -37,9 +37,9 @@ main()
 def started(*words: object, folder: Path) -> Iterator[tuple["subprocess.Popen[str]", str]]:
     """The lab as a process of its own, and the address that it printed."""
     run = [sys.executable, "-c", COMMAND, "lab", *map(str, words)]
-    own = {**os.environ, "TMPDIR": str(folder)}
+    environment = {**os.environ, "TMPDIR": str(folder)}
     pipe = subprocess.PIPE
-    process = subprocess.Popen(run, cwd=folder, stdout=pipe, stderr=pipe, text=True, env=own)
+    process = subprocess.Popen(run, cwd=folder, stdout=pipe, stderr=pipe, text=True, env=environment)
     try:
         assert process.stdout is not None
         yield process, process.stdout.readline().strip()
@@ -113,7 +113,7 @@ def called(*words: object) -> tuple[int, list[str], list[str]]:
     return result.exit_code, result.stdout.splitlines(), result.stderr.splitlines()
 
 
-def test_help_teaches() -> None:
+def test_help_shows_examples() -> None:
     code, out, _ = called("--help")
     said = " ".join(" ".join(out).split())
     assert code == 0

@@ -112,7 +112,7 @@ def test_heads_off_and_temperature_equal_trace(ask: Asking, play: Reader) -> Non
 
 
 @pytest.mark.parametrize(
-    ("mask", "own"),
+    ("mask", "equivalent"),
     [
         ({"mask": "window", "reach": 2}, ch.Window(2, 2)),
         ({"mask": "window", "reach": 0}, ch.Window(0)),
