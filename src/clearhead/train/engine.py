@@ -53,19 +53,50 @@ class Task(Protocol):
     """Whether a larger metric is better."""
 
     def slack(self, value: float) -> float:
-        """How much worse than the best an evaluation may be and still count as equal, given its number of examples."""
+        """How much worse than the best an evaluation may be and still count as equal.
+
+        Args:
+            value: the metric of the evaluation.
+
+        Returns:
+            The tolerance, at least 0; it depends on the number of held-out examples.
+        """
 
     def batch(self, step: int) -> Batch:
-        """The batch of one step."""
+        """The batch of one step.
+
+        Args:
+            step: the number of finished steps, from 0; the batch must depend on nothing else.
+        """
 
     def evaluates_after(self, steps: int) -> bool:
-        """Whether the held-out part is evaluated after this number of steps."""
+        """Whether the held-out part is evaluated after ``steps`` steps.
+
+        Args:
+            steps: the number of finished steps.
+        """
 
     def weigh(self, model: nn.Module, batch: Batch) -> Weighed:
-        """The loss of one batch, with its graph."""
+        """The loss of one batch, with its graph.
+
+        Args:
+            model: the model, in training mode.
+            batch: a batch on the device of the model.
+
+        Returns:
+            The mean loss, and the numbers of correct and of counted targets.
+        """
 
     def evaluate(self, model: nn.Module, device: torch.device) -> dict[str, float]:
-        """Metrics on the held-out part by name; called without gradients, in evaluation mode."""
+        """Metrics on the held-out part; called without gradients, in evaluation mode.
+
+        Args:
+            model: the model.
+            device: its device, to which the batches are moved.
+
+        Returns:
+            Metrics by name, among them ``monitor``.
+        """
 
 
 class Keeper(Protocol):

@@ -44,7 +44,7 @@ class ProgressReporter(Protocol):
 
 
 class Silent:
-    """Shows no progress."""
+    """A progress reporter that shows nothing."""
 
     def stepped(self, shown: Shown) -> None:
         """Do nothing."""
@@ -103,6 +103,10 @@ class Bar:
 
 
 def watcher_for(stream: TextIO | None = None) -> ProgressReporter:
-    """A progress display: a bar if ``stream`` (by default standard error) is a terminal, else plain lines."""
+    """The progress reporter for a stream: a bar on a terminal, otherwise plain lines.
+
+    Args:
+        stream: the output stream; by default standard error.
+    """
     chosen = sys.stderr if stream is None else stream
     return Bar(chosen) if chosen.isatty() else Lines(chosen)

@@ -177,7 +177,7 @@ LAWS = (
     ),
     Law(
         name="containment",
-        says="NaN and inf in keys and values that nobody may attend to change no output",
+        says="NaN and inf in keys and values that no query attends to change no output",
         check=_check_output,
         needs=frozenset({"mask"}),
         every_form=True,
@@ -188,7 +188,7 @@ LAWS = (
     ),
     Law(
         name="containment in gradients",
-        says="NaN and inf in keys and values that nobody may attend to change no gradient",
+        says="NaN and inf in keys and values that no query attends to change no gradient",
         check=_check_gradients,
         needs=frozenset({"mask"}),
         every_form=True,
