@@ -67,7 +67,7 @@ def test_progress_is_sent_at_a_limited_rate() -> None:
     ("failure", "says"),
     [
         (DataError("look: text must be shorter;\n got 3. Cut it."), "look: text must be shorter; got 3. Cut it."),
-        (RuntimeError("secret /etc/path"), "fail: failed inside the lab (RuntimeError). The terminal that it runs in"),
+        (RuntimeError("secret /etc/path"), "fail: failed inside the lab (RuntimeError). The lab's terminal shows"),
         (MemoryError(), "fail: there is not enough memory. Request less."),
         (RecursionError("deep"), "fail: failed inside the lab (RecursionError)."),
     ],

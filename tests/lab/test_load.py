@@ -71,7 +71,7 @@ def test_fifty_clients_get_the_answer_of_the_library_or_busy(lab: Lab, play: Pat
             assert answer.status == 503
             assert answer.last["error"].startswith("busy: ")
     assert right >= 20
-    until(lambda: lab.desk.taken == 0)
+    until(lambda: lab.desk.num_jobs == 0)
 
 
 def _resident() -> int:
@@ -101,7 +101,7 @@ def test_memory_is_constant_over_many_jobs(lab: Lab) -> None:
     before = _resident()
     for n in range(MORE):
         _work(lab, n)
-    until(lambda: lab.desk.taken == 0)
+    until(lambda: lab.desk.num_jobs == 0)
     grown = _resident() - before
     assert len(lab.views) <= 3
     assert lab.views.size < 2**20

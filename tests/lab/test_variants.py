@@ -268,7 +268,7 @@ class TestRefused:
         ({"mask": [part("Strided", stride=0)]}, "mask/0", "Strided stride must be a whole number from 1 to 64"),
         ({"mask": [part("Documents", lengths=[])]}, "mask/0", "Documents lengths must be 1 to 64 numbers"),
         ({"mask": [part("Documents", lengths="5")]}, "mask/0", "Documents lengths must be 1 to 64 numbers"),
-        ({"mask": [{"kind": "Window", "values": 3}]}, "mask/0", "Window must come with its fields"),
+        ({"mask": [{"kind": "Window", "values": 3}]}, "mask/0", "Window must have its fields"),
         ({"rules": [part("SoftCap", cap=0)]}, "rule/0", "SoftCap cap must be a number from 0.001"),
         ({"rules": [part("RelativeBias", table=[1.0, 2.0])]}, "rule/0", "RelativeBias: table must have an odd number"),
         ({"rules": [part("RelativeBias", table=[1.0, "b"])]}, "rule/0", "RelativeBias table must be a number"),
